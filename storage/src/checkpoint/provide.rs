@@ -17,7 +17,7 @@ const LONGEST_WAY: Duration = Duration::from_millis(10);
 impl Log {
     /// Makes the next segment file if too few are ready. `copies`: a copy is under way. `meanwhile` is called between its steps, unless none is ready: writers then
     /// wait, or soon do, and nothing else is to keep the medium from it.
-    pub(super) fn provide(&self, copies: bool, mut meanwhile: impl FnMut()) -> Result<()> {
+    pub(crate) fn provide(&self, copies: bool, mut meanwhile: impl FnMut()) -> Result<()> {
         let state = self.lock();
         let Some(slot) = state.ring.next_file() else {
             return Ok(());
@@ -58,42 +58,5 @@ impl Log {
         if !planted(Mutant::SegmentFreedSilently) {
             self.wake_ports();
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use crate::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir};
-
-    /// A copy goes on while the next segment is made, but not while writers need the segment.
-    #[test]
-    fn a_copy_gives_way_to_a_segment_that_is_needed() {
-        let dir = tempfile::tempdir().unwrap();
-        let disk = dir.path().join("disk.img");
-        let log_dir = default_log_dir(&disk);
-        let options = StoreOptions {
-            segment_size: 1 << 20,
-            max_segments: 8,
-            ..StoreOptions::default()
-        };
-        create_disk(&disk, 1 << 20, &log_dir, &options).unwrap();
-        let store = Store::open(&log_dir, &[DiskOptions::new(&disk)], &options).unwrap();
-        let log = store.disks()[0].log.clone();
-        // The keeper's thread makes the first ones.
-        while log.lock().ring.next_file().is_some() {
-            std::thread::yield_now();
-        }
-        let mut taken = Vec::new();
-        let mut steps_beside = |taken_now: usize| {
-            let mut state = log.lock();
-            taken.extend((0..taken_now).map(|_| state.ring.take_free()));
-            drop(state);
-            let mut steps = 0;
-            log.provide(true, || steps += 1).unwrap();
-            steps
-        };
-        assert_eq!(steps_beside(0), 0, "enough are ready");
-        assert!(steps_beside(1) > 0);
-        assert_eq!(steps_beside(2), 0, "none is ready");
     }
 }

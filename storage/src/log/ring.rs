@@ -165,7 +165,7 @@ impl SegmentRing {
     ///
     /// # Panics
     /// If none is free.
-    #[cfg(test)]
+    #[cfg(all(test, not(feature = "shuttle")))]
     pub(crate) fn take_free(&mut self) -> Arc<Segment> {
         self.free.pop_front().expect("a free segment")
     }

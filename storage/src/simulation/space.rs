@@ -335,3 +335,32 @@ fn writers_go_on(segments: u32) {
     drop(port);
     store.close().unwrap();
 }
+
+/// A copy goes on while the next segment is made, but not while writers need the segment.
+#[test]
+fn a_copy_gives_way_to_a_segment_that_is_needed() {
+    let shape = Shape {
+        disks: 1,
+        sectors: 64,
+        segment_size: 64 << 10,
+        max_segments: 16,
+    };
+    let fixture = Fixture::new(World::new(1), shape);
+    let running = fixture.open(false, CommitWait::NONE).unwrap();
+    let log = running.disks[0].log.clone();
+    while log.lock().ring.next_file().is_some() {
+        log.provide(false, || {}).unwrap();
+    }
+    let mut taken = Vec::new();
+    let mut steps_beside = |count: usize| {
+        let mut state = log.lock();
+        taken.extend((0..count).map(|_| state.ring.take_free()));
+        drop(state);
+        let mut steps = 0;
+        log.provide(true, || steps += 1).unwrap();
+        steps
+    };
+    assert_eq!(steps_beside(0), 0, "enough are ready");
+    assert!(steps_beside(1) > 0);
+    assert_eq!(steps_beside(2), 0, "none is ready");
+}

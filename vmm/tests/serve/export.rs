@@ -183,7 +183,9 @@ fn a_kill_leaves_no_part_of_a_copy_at_its_name() {
         (Some(1), 1),
         "{error}"
     );
-    assert!(error.contains("the process behind it"), "{error}");
+    // The kill came after the client's request or before it.
+    let told = ["the process behind it", "running with --control ctl"];
+    assert!(told.iter().any(|told| error.contains(told)), "{error}");
     assert!(!dir.join("copy").exists() && !dir.join("copy.walvisor-part").exists());
     let daemon = start();
     copied("copy");
