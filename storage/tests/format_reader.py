@@ -76,6 +76,8 @@ class Control:
         history = 96 + 624 * disk_count
         (snapshot_count,) = struct.unpack_from("<I", newest, history + 4)
         rewound = history + 16 + 96 * snapshot_count
+        if rewound + 8 > SLOT:
+            raise Damaged(f"{path}: too full")
         # Name, LSN, number of saved records, only disk.
         self.snapshots = []
         for i in range(snapshot_count):

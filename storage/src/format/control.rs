@@ -339,7 +339,9 @@ impl Control {
                 rewinds,
             })
         };
-        match tables().filter(Self::counted) {
+        // No program writes a slot without room for the rewinds' header, and this one could not write it again.
+        let possible = |control: &Self| control.counted() && control.fits();
+        match tables().filter(possible) {
             Some(control) => Decoded::Valid(control),
             None => Decoded::Invalid,
         }
@@ -377,6 +379,31 @@ mod tests {
         let mut rewind = RewindEntry::new_zeroed();
         (rewind.to, rewind.at) = (U64::new(to), U64::new(at));
         rewind
+    }
+
+    /// Tables that leave no room for the header of rewinds: what follows could not be written.
+    #[test]
+    fn a_slot_that_is_too_full_is_damage() {
+        let mut full = control(1, Vec::new());
+        let mut entry = SnapshotEntry::new_zeroed();
+        entry.name[0] = b'a';
+        while full.fits() {
+            full.snapshots.push(entry);
+        }
+        let count = full.snapshots.len() as u32;
+        full.snapshots.pop();
+        let mut slot = full.encode();
+        assert!(matches!(Control::decode(&slot), Decoded::Valid(_)));
+        let end = size_of::<ControlHeader>() + size_of::<DiskEntry>() + size_of::<HistoryHeader>();
+        assert_eq!(
+            end + count as usize * size_of::<SnapshotEntry>(),
+            CONTROL_SLOT
+        );
+        // The last entry ends with the slot.
+        let at = size_of::<ControlHeader>() + size_of::<DiskEntry>() + 4;
+        slot[at..at + 4].copy_from_slice(&count.to_le_bytes());
+        seal(&mut slot);
+        assert!(matches!(Control::decode(&slot), Decoded::Invalid));
     }
 
     fn control(disks: usize, rewinds: Vec<RewindEntry>) -> Control {
