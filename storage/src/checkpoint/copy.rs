@@ -265,20 +265,17 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             && self.memory < IN_FLIGHT_BYTES
             && self.cost < self.pace.queue()
         {
-            // The cost of a run that was part of a stripe is counted already.
-            let again = self.again.pop_front().map(|run| (run, 0));
-            let next = || {
-                let (disk, run) = self.runs.next()?;
-                let cost = run.cost(self.operation);
-                Some(((disk, run), cost))
-            };
-            let Some(((disk, run), cost)) = again.or_else(next) else {
+            let again = self.again.pop_front();
+            // As work, a run that was part of a stripe is counted already.
+            let counted = again.is_some();
+            let Some((disk, run)) = again.or_else(|| self.runs.next()) else {
                 break;
             };
             self.cut = over();
             if !self.cut {
-                self.done += cost;
-                self.start(disk, run);
+                let cost = run.cost(self.operation);
+                self.done += if counted { 0 } else { cost };
+                self.start(disk, run, cost);
                 begun = true;
             }
         }
@@ -301,9 +298,9 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
     }
 
-    fn start(&mut self, disk: &'a Arc<DiskState>, run: Run) {
+    /// Starts a run that costs the medium so much.
+    fn start(&mut self, disk: &'a Arc<DiskState>, run: Run, cost: u64) {
         let (stripe, span) = (run.has_gaps(), (run.sectors() * SECTOR_SIZE) as usize);
-        let cost = run.cost(self.operation);
         let (sector, parts) = match run {
             Run::Data { sector, parts } => (sector, parts),
             Run::Zero {

@@ -15,8 +15,8 @@ const GIVE_WAY: u32 = 2;
 const LONGEST_WAY: Duration = Duration::from_millis(10);
 
 impl Log {
-    /// Makes the next segment file if too few are ready. `copies`: a copy is under way. `meanwhile` is called between its steps, unless none is ready: writers then
-    /// wait, or soon do, and nothing else is to keep the medium from it.
+    /// Makes the next segment file if too few are ready. `copies`: a copy is under way. `meanwhile` is called between its
+    /// steps, unless none is ready: writers then wait, or soon do, and nothing else is to keep the medium from it.
     pub(crate) fn provide(&self, copies: bool, mut meanwhile: impl FnMut()) -> Result<()> {
         let state = self.lock();
         let Some(slot) = state.ring.next_file() else {

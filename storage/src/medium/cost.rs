@@ -50,11 +50,10 @@ pub(super) fn measure(
     if size < READS * LARGE {
         return Ok(MediumCost::USUAL);
     }
-    // The time of these reads together, with `shift` bytes between them and earlier ones.
-    let mut time = |reads: std::ops::Range<u64>, bytes: u64, shift: u64| {
+    // The time of so many reads together, with `shift` bytes between them and earlier ones.
+    let mut time = |count: u64, bytes: u64, shift: u64| {
         let began = Instant::now();
-        let count = (reads.end - reads.start) as usize;
-        for read in reads {
+        for read in 0..count {
             let place = size / READS / LARGE * LARGE * read + shift;
             let io = Io::Read {
                 source: Source::Segment(segment.clone()),
@@ -65,7 +64,7 @@ pub(super) fn measure(
         }
         engine.enter();
         let mut done = Vec::new();
-        while done.len() < count {
+        while done.len() < count as usize {
             event.clear();
             let before = done.len();
             engine.poll(&mut done);
@@ -78,8 +77,8 @@ pub(super) fn measure(
     };
     let (mut small, mut large) = (Duration::MAX, Duration::MAX);
     for round in 0..ROUNDS {
-        small = small.min(time(0..READS, SMALL, round * 3 * SMALL)?);
-        large = large.min(time(0..LARGE_READS, LARGE, round * 3 * SMALL)?);
+        small = small.min(time(READS, SMALL, round * 3 * SMALL)?);
+        large = large.min(time(LARGE_READS, LARGE, round * 3 * SMALL)?);
     }
     let operation = price([small, large * (READS / LARGE_READS) as u32]);
     Ok(MediumCost {

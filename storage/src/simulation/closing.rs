@@ -20,12 +20,7 @@ fn work(running: &mut Running, first: u32) {
 /// without being asked the next process copies it.
 #[test]
 fn a_close_is_cut_anywhere_and_the_next_open_goes_on() {
-    let shape = Shape {
-        disks: 1,
-        sectors: 384,
-        segment_size: 64 << 10,
-        max_segments: 16,
-    };
+    let shape = Shape::one_disk(384, 16);
     let (mut partly, mut whole) = (0, 0);
     for (steps, under_way) in (0..40).flat_map(|steps| [(steps, false), (steps, true)]) {
         let fixture = Fixture::new(World::new(steps), shape);

@@ -31,12 +31,7 @@ impl Bench {
 
     /// The same with a log that keeps history.
     pub(super) fn keeping(seed: u64, retain: Retain) -> Self {
-        let shape = Shape {
-            disks: 1,
-            sectors: SECTORS,
-            segment_size: 64 << 10,
-            max_segments: 16,
-        };
+        let shape = Shape::one_disk(SECTORS, 16);
         let mut fixture = Fixture::new(World::new(seed), shape);
         fixture.retain = retain;
         Self {

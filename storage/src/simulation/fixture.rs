@@ -43,6 +43,18 @@ pub(super) struct Shape {
     pub max_segments: u32,
 }
 
+impl Shape {
+    /// A log of one disk, with segments of 64 KiB.
+    pub(super) fn one_disk(sectors: u64, max_segments: u32) -> Self {
+        Self {
+            disks: 1,
+            sectors,
+            segment_size: 64 << 10,
+            max_segments,
+        }
+    }
+}
+
 /// A log's shape, and the medium that it is on.
 pub(super) struct Fixture {
     pub medium: Simulated,
@@ -382,12 +394,7 @@ pub(super) fn filled(value: u32, sectors: u64) -> Buffer {
 /// again how far it copies.
 #[test]
 fn a_control_write_that_fails_changes_nothing() {
-    let shape = Shape {
-        disks: 1,
-        sectors: 8,
-        segment_size: 64 << 10,
-        max_segments: 4,
-    };
+    let shape = Shape::one_disk(8, 4);
     let fixture = Fixture::new(World::new(1), shape);
     let mut control = control_of(&fixture.medium).unwrap();
     let before = control.control.header;
@@ -408,12 +415,7 @@ fn a_control_write_that_fails_changes_nothing() {
 /// neither in the running log nor after it was reopened.
 #[test]
 fn times_in_a_log_never_go_back() {
-    let shape = Shape {
-        disks: 1,
-        sectors: 64,
-        segment_size: 64 << 10,
-        max_segments: 16,
-    };
+    let shape = Shape::one_disk(64, 16);
     let fixture = Fixture::new(World::new(1), shape);
     let commit = |running: &mut Running, value| {
         // The keeper makes room, and the records stay in the log.
@@ -459,12 +461,7 @@ fn every_step_checks_the_state_of_the_log() {
     use crate::log::pipeline::tests::panics;
     use crate::log::state::State;
 
-    let shape = Shape {
-        disks: 1,
-        sectors: 64,
-        segment_size: 64 << 10,
-        max_segments: 16,
-    };
+    let shape = Shape::one_disk(64, 16);
     type Fault = fn(&Log, &mut State);
     let broken: [(&str, Fault); 3] = [
         ("applied 9", |_, state| state.pipeline.set_applied(9)),

@@ -20,12 +20,7 @@ fn open() -> (Fixture, Running) {
 }
 
 fn open_ring(max_segments: u32) -> (Fixture, Running) {
-    let shape = Shape {
-        disks: 1,
-        sectors: SECTORS,
-        segment_size: 64 << 10,
-        max_segments,
-    };
+    let shape = Shape::one_disk(SECTORS, max_segments);
     let fixture = Fixture::new(World::new(1), shape);
     // A log that was created for an existing image has no segment yet.
     let first = Path::new(LOG).join("segment-00000");
@@ -339,12 +334,7 @@ fn writers_go_on(segments: u32) {
 /// A copy goes on while the next segment is made, but not while writers need the segment.
 #[test]
 fn a_copy_gives_way_to_a_segment_that_is_needed() {
-    let shape = Shape {
-        disks: 1,
-        sectors: 64,
-        segment_size: 64 << 10,
-        max_segments: 16,
-    };
+    let shape = Shape::one_disk(64, 16);
     let fixture = Fixture::new(World::new(1), shape);
     let running = fixture.open(false, CommitWait::NONE).unwrap();
     let log = running.disks[0].log.clone();

@@ -16,12 +16,7 @@ fn write(port: &mut Port, value: u32) {
 /// Whether a port learns that its record is written. The record came while the leader wrote a batch without a sync,
 /// for a port that has been closed since.
 fn is_told() -> bool {
-    let shape = Shape {
-        disks: 1,
-        sectors: 8,
-        segment_size: 64 << 10,
-        max_segments: 4,
-    };
+    let shape = Shape::one_disk(8, 4);
     let fixture = Fixture::new(World::new(1), shape);
     let mut running = fixture.open(false, CommitWait::NONE).unwrap();
     // Steps until the ring has all its segments.
@@ -72,12 +67,7 @@ fn who_waits_behind_the_writers_batch_is_told() {
 /// A FLUSH whose group waits for more to join it is answered also if the leader writes a batch meanwhile.
 #[test]
 fn a_groups_wait_outlives_a_batch_of_the_leader() {
-    let shape = Shape {
-        disks: 1,
-        sectors: 8,
-        segment_size: 64 << 10,
-        max_segments: 4,
-    };
+    let shape = Shape::one_disk(8, 4);
     let wait = CommitWait {
         longest: Some(Duration::from_secs(3600)),
         count: Some(3),

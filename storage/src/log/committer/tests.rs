@@ -12,6 +12,14 @@ fn write(port: &mut Port, byte: u8) -> Result<Option<Buffer>, Failure> {
     })
 }
 
+fn read(port: &mut Port) -> Buffer {
+    let read = Operation::Read {
+        sector: 0,
+        sectors: 8,
+    };
+    port.end_for_test(read).unwrap().unwrap()
+}
+
 /// A thread that has nothing else to do makes the sync of its lone FLUSH itself.
 #[test]
 fn a_lone_flush_wakes_no_other_thread() {
@@ -85,27 +93,13 @@ fn an_error_is_final_until_reopened() {
             Failure::Io
         );
         assert_eq!(write(port, 3).unwrap_err(), Failure::Io);
-        let read = port
-            .end_for_test(Operation::Read {
-                sector: 0,
-                sectors: 8,
-            })
-            .unwrap()
-            .unwrap();
-        assert!(read.iter().all(|&byte| byte == 2));
+        assert!(read(port).iter().all(|&byte| byte == 2));
     }
     drop(ports);
     assert!(store.close().unwrap_err().to_string().contains("reopen"));
     let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
     let mut port = store.disks()[0].open_port().unwrap();
-    let read = port
-        .end_for_test(Operation::Read {
-            sector: 0,
-            sectors: 8,
-        })
-        .unwrap()
-        .unwrap();
-    assert!(read.iter().all(|&byte| byte == 1));
+    assert!(read(&mut port).iter().all(|&byte| byte == 1));
     write(&mut port, 4).unwrap();
     port.end_for_test(Operation::Flush).unwrap();
 }
