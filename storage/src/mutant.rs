@@ -22,6 +22,8 @@ pub(crate) enum Mutant {
     ExportUnsaved,
     /// Segments are reused before the control file says that they are free. The ring of segments is in memory.
     RecycleEarly,
+    /// Recovery ignores how far the control file says that the log was durable. The medium does not know what the file means.
+    DurableLsnIgnored,
     /// LSNs of a torn tail are given out again. Recovery chooses the next LSN in memory.
     LsnRestart,
     /// The payload changes after its checksum was computed. That is before the medium gets either.

@@ -76,17 +76,16 @@ class Control:
         history = 96 + 624 * disk_count
         (snapshot_count,) = struct.unpack_from("<I", newest, history + 4)
         rewound = history + 16 + 96 * snapshot_count
-        if rewound + 8 > SLOT:
+        if rewound + 16 > SLOT:
             raise Damaged(f"{path}: too full")
         # Name, LSN, number of saved records, only disk.
         self.snapshots = []
         for i in range(snapshot_count):
             name, lsn, _, _, saved, disk_id = struct.unpack_from("<64s3QII", newest, history + 16 + 96 * i)
             self.snapshots.append((name.rstrip(b"\0").decode(), lsn, saved, disk_id))
-        self.rewinds = []
-        if struct.unpack_from("<I", newest, 8) != (2,):
-            (count,) = struct.unpack_from("<I", newest, rewound)
-            self.rewinds = [struct.unpack_from("<IIQQQ", newest, rewound + 8 + 32 * i) for i in range(count)]
+        count = 0 if struct.unpack_from("<I", newest, 8) == (2,) else struct.unpack_from("<I", newest, rewound)[0]
+        self.rewinds = [struct.unpack_from("<IIQQQ", newest, rewound + 8 + 32 * i) for i in range(count)]
+        (self.durable_lsn,) = struct.unpack_from("<Q", newest, rewound + 8 + 32 * count)
         lsns = [(to, at) for _, _, to, at, _ in self.rewinds]
         if any(not self.checkpoint_lsn <= to < at for to, at in lsns) or sorted({at for _, at in lsns}) != [at for _, at in lsns]:
             raise Damaged(f"{path}: impossible rewinds")
@@ -308,7 +307,7 @@ def read(directory):
     names = sorted(name for name in os.listdir(directory) if re.fullmatch(r"segment-\d{5,}", name))
     segments = [Segment(directory, name, control) for name in names]
     candidates = sorted((s for s in segments if s.state == "candidate"), key=lambda s: s.sequence)
-    durable = max(control.checkpoint_lsn, control.copying_lsn)
+    durable = max(control.checkpoint_lsn, control.copying_lsn, control.durable_lsn)
     batches, durable, ended, behind, distrusted = read_from(0, candidates, control, durable, True)
     if distrusted is not None:
         kept = [b for b in batches if b[0] < distrusted]

@@ -213,6 +213,7 @@ pub(crate) fn create_log(
         history: HistoryHeader::default(),
         snapshots: Vec::new(),
         rewinds: Vec::new(),
+        durable_lsn: U64::new(0),
     };
     let mut control = ControlFile {
         home: home(log_dir)?,

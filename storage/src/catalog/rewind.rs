@@ -199,6 +199,7 @@ mod tests {
             history: HistoryHeader::default(),
             snapshots: Vec::new(),
             rewinds: Vec::new(),
+            durable_lsn: U64::new(0),
         };
         for &(to, at) in rewinds {
             assert_eq!(control.rewind(1, to, at - 1, at * 100).unwrap(), at);

@@ -35,6 +35,8 @@ impl Keeper {
         };
         let whole = !keeps && self.checkpoint(true, true)?;
         if !whole {
+            // The control file notes that the log is durable.
+            self.control.write()?;
             self.tell_left(keeps);
         }
         if !whole && !planted(Mutant::CutMarkedClosed) {

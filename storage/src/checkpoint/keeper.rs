@@ -274,7 +274,8 @@ impl Keeper {
         )
     }
 
-    /// Makes everything up to `lsn` durable in the log, if necessary with the ring's last segment.
+    /// Makes everything up to `lsn` durable in the log, if necessary with the ring's last segment. The next change of the control
+    /// file notes how far the log is durable.
     pub(super) fn drain(&mut self, lsn: u64) -> Result<()> {
         let needed = self.log.lock().ring.has_none_free();
         let provided = if needed {
@@ -294,6 +295,7 @@ impl Keeper {
         if flushed.is_ok() {
             // There was no room for a moment only.
             state.keeper.failed = had_failed;
+            self.control.control.durable_lsn = U64::new(state.pipeline.durable());
         }
         drop(state);
         match (flushed, provided) {

@@ -21,10 +21,10 @@ const MAX_DISKS: usize = (CONTROL_SLOT
     - size_of::<RewindHeader>())
     / size_of::<DiskEntry>();
 
-/// Start of a control slot; `disk_count` [`DiskEntry`]s follow, then a [`HistoryHeader`] and its [`SnapshotEntry`]s. If disks
-/// were rewound, a [`RewindHeader`] and its [`RewindEntry`]s follow, and the version is [`VERSION_REWOUND`]: programs that
-/// know no rewinds refuse the log. If a snapshot has saved files or is of one disk, the version is [`VERSION_SAVED`], for the same
-/// reason.
+/// Start of a control slot; `disk_count` [`DiskEntry`]s follow, then a [`HistoryHeader`] and its [`SnapshotEntry`]s. Then a [`RewindHeader`] and
+/// its [`RewindEntry`]s. If there are any, the version is [`VERSION_REWOUND`]: programs that know no rewinds refuse the log. If a
+/// snapshot has saved files or is of one disk, the version is [`VERSION_SAVED`], for the same reason. Last comes the
+/// [`durable_lsn`](Control::durable_lsn), which an older program writes as zero.
 ///
 /// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
 /// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
@@ -203,6 +203,8 @@ pub(crate) struct Control {
     pub snapshots: Vec<SnapshotEntry>,
     /// In the order of their LSNs.
     pub rewinds: Vec<RewindEntry>,
+    /// The log was durable up to this LSN: one that ends before it is damaged. It may have been durable beyond.
+    pub durable_lsn: U64,
 }
 
 impl Control {
@@ -210,6 +212,7 @@ impl Control {
     pub(crate) fn counted(&self) -> bool {
         let mut snapshots = self.snapshots.iter();
         self.header.counted()
+            && counted(&[self.durable_lsn])
             && self.disks.iter().all(DiskEntry::counted)
             && snapshots.all(|snapshot| counted(&[snapshot.lsn, snapshot.cid]))
             && self.rewinds_are_possible()
@@ -245,7 +248,7 @@ impl Control {
             + size_of_val(&self.rewinds[..]);
         let headers =
             size_of::<ControlHeader>() + size_of::<HistoryHeader>() + size_of::<RewindHeader>();
-        headers + tables <= CONTROL_SLOT
+        headers + tables + size_of_val(&self.durable_lsn) <= CONTROL_SLOT
     }
 
     /// The entry of a disk.
@@ -299,6 +302,7 @@ impl Control {
             self.snapshots.as_bytes(),
             rewound.as_bytes(),
             self.rewinds.as_bytes(),
+            self.durable_lsn.as_bytes(),
         ];
         for part in parts {
             slot[end..end + part.len()].copy_from_slice(part);
@@ -324,24 +328,23 @@ impl Control {
             let (disks, rest) = table::<DiskEntry>(rest, header.disk_count)?;
             let (history, rest) = HistoryHeader::read_from_prefix(rest).ok()?;
             let (snapshots, rest) = table::<SnapshotEntry>(rest, history.snapshot_count)?;
-            let rewinds = match version.get() {
-                VERSION => Vec::new(),
-                _ => {
-                    let (rewound, rest) = RewindHeader::read_from_prefix(rest).ok()?;
-                    table::<RewindEntry>(rest, rewound.rewind_count)?.0
-                }
+            let (rewound, rest) = RewindHeader::read_from_prefix(rest).ok()?;
+            let count = match version.get() {
+                VERSION => U32::new(0),
+                _ => rewound.rewind_count,
             };
+            let (rewinds, rest) = table::<RewindEntry>(rest, count)?;
+            let (durable_lsn, _) = U64::read_from_prefix(rest).ok()?;
             Some(Self {
                 header,
                 disks,
                 history,
                 snapshots,
                 rewinds,
+                durable_lsn,
             })
         };
-        // No program writes a slot without room for the rewinds' header, and this one could not write it again.
-        let possible = |control: &Self| control.counted() && control.fits();
-        match tables().filter(possible) {
+        match tables().filter(Self::counted) {
             Some(control) => Decoded::Valid(control),
             None => Decoded::Invalid,
         }
@@ -422,6 +425,7 @@ mod tests {
             history: HistoryHeader::default(),
             snapshots: vec![snapshot; 3],
             rewinds,
+            durable_lsn: U64::new(0),
         }
     }
 

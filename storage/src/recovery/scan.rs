@@ -4,7 +4,8 @@
 //! begins, and the next one where it ends. So several segments are read and verified at a time, and taken in order.
 //! A sealed segment's summary repeats its headers: then only the summary is read.
 //!
-//! Every header says how far the log was durable when it was written. That distinguishes a torn write from rot:
+//! Every batch header says how far the log was durable when it was written, and so does the control file. That distinguishes a
+//! torn write from rot:
 //! - A batch has a valid header and a wrong payload. If it was durable, the medium has changed it since: it stays
 //!   part of the log, and reads of the damaged blocks fail. Otherwise its write never completed, and the log ends
 //!   before it.
@@ -173,12 +174,17 @@ pub(crate) fn scan(
         first.header.previous_sequence.get() < first_sequence
             && first.header.previous_lsn.get() <= scan.last.lsn
     });
+    // No record has the LSN of a rewind.
+    let known = control.without_rewinds(root.checkpoint_lsn.get().max(root.copying_lsn.get()));
+    let noted = match planted(Mutant::DurableLsnIgnored) {
+        true => 0,
+        false => control.durable_lsn.get(),
+    };
     let mut taker = Taker {
         candidates: &candidates,
         control,
         lines: control.lines(u64::MAX),
-        // No record has the LSN of a rewind.
-        durable: control.without_rewinds(root.checkpoint_lsn.get().max(root.copying_lsn.get())),
+        durable: known.max(noted),
         last: Vec::new(),
         held: VecDeque::new(),
         visit,

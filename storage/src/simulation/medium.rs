@@ -608,8 +608,7 @@ impl World {
         let noise: Vec<u8> = (0..SECTOR).map(|_| self.random.next() as u8).collect();
         let kind = self.random.below(5);
         let len = (1 + self.random.below(24)) as usize * SECTOR;
-        let state = &mut self.files[file];
-        let mut bytes = state.current.to_vec();
+        let mut bytes = self.files[file].current.to_vec();
         match kind {
             0 => bytes[at + bit / 8] ^= 1 << (bit % 8),
             1 => bytes[at..at + SECTOR].fill(0),
@@ -621,7 +620,13 @@ impl World {
                 bytes[at..at + len].fill(0);
             }
         }
-        state.current = Bytes::from(&bytes[..]);
+        self.replace(file, &bytes);
+    }
+
+    /// The medium has other bytes from now on.
+    pub(super) fn replace(&mut self, file: usize, bytes: &[u8]) {
+        let state = &mut self.files[file];
+        state.current = Bytes::from(bytes);
         state.durable = state.current.clone();
         state.cached.clear();
     }
