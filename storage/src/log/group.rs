@@ -511,8 +511,12 @@ fn chunk(buffer: SharedBuffer) -> Chunk {
 impl Log {
     /// Whether a waiter waits for pending records to be written, and no batch is under way whose end would start the
     /// next.
+    ///
+    /// Records gather while a batch is being written: fewer and larger batches cost less. But clients that flush wait for each of
+    /// their writes, and have few of them, so a second batch may begin then.
     pub(crate) fn is_awaited(&self, state: &State) -> bool {
         let (waiters, pipeline) = (&state.waiters, &state.pipeline);
-        waiters.newest_written() > pipeline.batched() && !pipeline.writes_alone()
+        let most = if waiters.lsns().len() > 0 { 2 } else { 1 };
+        waiters.newest_written() > pipeline.batched() && pipeline.writes_alone() < most
     }
 }

@@ -206,9 +206,10 @@ impl Pipeline {
         self.writing.len()
     }
 
-    /// Whether a batch is being written by an operation without a sync.
-    pub(crate) fn writes_alone(&self) -> bool {
-        self.writing.iter().any(|one| !one.synced && !one.ended)
+    /// The number of batches that are being written by operations without a sync.
+    pub(crate) fn writes_alone(&self) -> usize {
+        let writing = self.writing.iter();
+        writing.filter(|one| !one.synced && !one.ended).count()
     }
 
     /// The number of segments that hold written batches which no sync covers.

@@ -88,3 +88,29 @@ fn a_groups_wait_outlives_a_batch_of_the_leader() {
     }
     assert!(done.iter().any(|end| end.token == 12));
 }
+
+/// How many records are in batches once a second record is there, while the batch of the first is being written; `flush`: and a
+/// FLUSH waits for that.
+fn batched_beside_a_batch(flush: bool) -> u64 {
+    let fixture = Fixture::new(World::new(1), Shape::one_disk(8, 4));
+    let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+    (0..4).for_each(|_| running.keeper.step(false).unwrap());
+    fixture.medium.lock().pace = Pace::Late;
+    let [mut first, mut second] = [0, 1].map(|_| running.disks[0].open_port().unwrap());
+    write(&mut first, 1);
+    assert!(!first.when_written(11));
+    first.kick();
+    if flush {
+        first.submit(12, Operation::Flush);
+    }
+    write(&mut second, 2);
+    assert!(!second.when_written(13));
+    second.kick();
+    running.disks[0].log.lock().pipeline.batched()
+}
+
+#[test]
+fn records_gather_behind_a_batch_unless_clients_flush() {
+    assert_eq!(batched_beside_a_batch(false), 1);
+    assert_eq!(batched_beside_a_batch(true), 2);
+}
