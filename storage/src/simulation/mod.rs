@@ -29,6 +29,8 @@ mod history;
 #[cfg(feature = "shuttle")]
 mod interleavings;
 #[cfg(not(feature = "shuttle"))]
+mod last_batch;
+#[cfg(not(feature = "shuttle"))]
 mod life;
 #[cfg(not(feature = "shuttle"))]
 mod looks;
