@@ -307,7 +307,7 @@ def read(directory):
     names = sorted(name for name in os.listdir(directory) if re.fullmatch(r"segment-\d{5,}", name))
     segments = [Segment(directory, name, control) for name in names]
     candidates = sorted((s for s in segments if s.state == "candidate"), key=lambda s: s.sequence)
-    durable = max(control.checkpoint_lsn, control.copying_lsn, control.durable_lsn)
+    durable = max(control.checkpoint_lsn, control.copying_lsn)
     batches, durable, ended, behind, distrusted = read_from(0, candidates, control, durable, True)
     if distrusted is not None:
         kept = [b for b in batches if b[0] < distrusted]
@@ -326,6 +326,7 @@ def read(directory):
             batch = batch_at(segment, offset, control.log)
             if batch and batch.sequence >= control.first_sequence and salt in (None, batch.salt):
                 durable = max(durable, batch.durable_lsn)
+    durable = max(durable, control.durable_lsn)
     records, last = [], control.checkpoint_lsn
     for _, _, batch, is_doubtful, found in batches:
         if is_doubtful and batch.last_lsn > durable:

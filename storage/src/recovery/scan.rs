@@ -174,17 +174,12 @@ pub(crate) fn scan(
         first.header.previous_sequence.get() < first_sequence
             && first.header.previous_lsn.get() <= scan.last.lsn
     });
-    // No record has the LSN of a rewind.
-    let known = control.without_rewinds(root.checkpoint_lsn.get().max(root.copying_lsn.get()));
-    let noted = match planted(Mutant::DurableLsnIgnored) {
-        true => 0,
-        false => control.durable_lsn.get(),
-    };
     let mut taker = Taker {
         candidates: &candidates,
         control,
         lines: control.lines(u64::MAX),
-        durable: known.max(noted),
+        // No record has the LSN of a rewind.
+        durable: control.without_rewinds(root.checkpoint_lsn.get().max(root.copying_lsn.get())),
         last: Vec::new(),
         held: VecDeque::new(),
         visit,
@@ -260,6 +255,10 @@ pub(crate) fn scan(
         }
         Ok::<_, Error>(true)
     })?;
+    // This comes last: which summaries are trusted must not depend on what an earlier recovery has found.
+    if !planted(Mutant::DurableLsnIgnored) {
+        taker.durable = taker.durable.max(control.durable_lsn.get());
+    }
     taker.settle(&mut scan);
     // Batches that are still held were never durable: the log ends before them.
     let (mut end, mut end_offset) = (read, read_end);
