@@ -18,7 +18,8 @@ pub(crate) const CONTROL_MAGIC: [u8; 8] = *b"WALVCTRL";
 const MAX_DISKS: usize = (CONTROL_SLOT
     - size_of::<ControlHeader>()
     - size_of::<HistoryHeader>()
-    - size_of::<RewindHeader>())
+    - size_of::<RewindHeader>()
+    - size_of::<U64>())
     / size_of::<DiskEntry>();
 
 /// Start of a control slot; `disk_count` [`DiskEntry`]s follow, then a [`HistoryHeader`] and its [`SnapshotEntry`]s. Then a [`RewindHeader`] and

@@ -300,8 +300,7 @@ pub(crate) fn read_durable(
     let (scan, waiting) = read?;
     // What was read is on the medium. The next change of the control file notes that: then a block of the last batch that the medium
     // changes later is not taken for a torn write, and the headers that void segments have are not needed to know it.
-    let durable = control.control.durable_lsn.get().max(scan.last.lsn);
-    control.control.durable_lsn = U64::new(durable);
+    control.control.durable_lsn = U64::new(scan.last.lsn);
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
         tracing::error!(

@@ -28,7 +28,7 @@ use crate::store::rewind::rewind;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event, Mutex};
 use crate::{
-    Backend, BackendQueue, Buffer, CommitWait, Failure, Operation, Point, Port, Rewound,
+    Backend, BackendQueue, Buffer, CommitWait, Failure, MarkText, Operation, Point, Port, Rewound,
     StoreOptions, create_disk,
 };
 
@@ -383,6 +383,11 @@ pub(super) fn carry_out(
         }
     }
     panic!("a request is never answered");
+}
+
+/// The text of a history's mark.
+pub(super) fn mark_text(number: u32) -> MarkText {
+    format!("mark {number}").parse().expect("a short line")
 }
 
 /// A buffer of `sectors` sectors filled with a value.

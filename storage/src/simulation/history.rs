@@ -4,10 +4,9 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::clients::Clients;
-use super::fixture::{Fixture, Running, Shape, filled};
+use super::fixture::{Fixture, Running, Shape, filled, mark_text};
 use super::medium::World;
-use super::oracle::{Broken, Contents, Oracle, difference, readable};
-use super::past::{self, Restored};
+use super::oracle::{Broken, Contents, Oracle, Restored, difference, readable};
 use super::random::Random;
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
@@ -522,7 +521,7 @@ impl History {
         let operation = match self.random.below(11) {
             10 => {
                 self.next_value += 1;
-                let text = past::text(self.next_value);
+                let text = mark_text(self.next_value);
                 clients.mark(&mut self.oracle, running, which, self.next_value, &text);
                 return;
             }

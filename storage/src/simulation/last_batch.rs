@@ -2,10 +2,11 @@
 
 use std::path::Path;
 
-use super::fixture::{Fixture, Running, Shape, carry_out, filled};
+use super::fixture::{Fixture, Running, Shape, carry_out, control_of, filled};
 use super::medium::{LOG, World};
-use crate::format::{BLOCK, BatchHeader};
 use crate::mutant::{Mutant, PLANTED};
+use crate::recovery::contents::Verify;
+use crate::recovery::scan::{Found, scan};
 use crate::{CommitWait, Operation, Retain};
 
 /// How a log is left, after which the medium changes its last batch.
@@ -50,21 +51,20 @@ fn last_batch_is_missed(left: Left) -> bool {
     drop(running);
     fixture.lose_power();
     {
-        let mut world = fixture.medium.lock();
-        let segments = world.segments();
-        let batches = segments.into_iter().flat_map(|(name, bytes)| {
-            let at = (BLOCK..bytes.len()).step_by(BLOCK);
-            at.filter_map(move |at| {
-                let (header, len) = BatchHeader::peek(&bytes[at..])?;
-                let payload = at + len.next_multiple_of(BLOCK);
-                Some((header.first_lsn.get(), name.clone(), payload))
-            })
-            .collect::<Vec<_>>()
-        });
-        let (_, name, payload) = batches.max().expect("a batch");
-        let file = world.find(&name);
-        let mut bytes = world.contents(&Path::new(LOG).join(name));
-        bytes[payload] ^= 1;
+        let (medium, control) = (
+            &fixture.medium,
+            control_of(&fixture.medium).unwrap().control,
+        );
+        let mut last = None;
+        let visit = &mut |found: Found<'_>| last = Some((found.segment.path.clone(), found.offset));
+        let log = Path::new(LOG);
+        scan(medium, log, &control, Verify::Tail, visit, &mut |_, _| {}).unwrap();
+        let (path, payload) = last.expect("a record");
+        let name = path.file_name().unwrap().to_str().unwrap();
+        let mut world = medium.lock();
+        let file = world.find(name);
+        let mut bytes = world.contents(&log.join(name));
+        bytes[payload as usize] ^= 1;
         world.replace(file, &bytes);
     }
     let found = fixture

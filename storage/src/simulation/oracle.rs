@@ -16,6 +16,14 @@ pub(super) type Contents = Vec<Vec<u32>>;
 /// As [`Contents`]; sectors that can't be read are `None`.
 pub(super) type Readable = Vec<Vec<Option<u32>>>;
 
+/// What the disks are after a restore in place.
+pub(super) struct Restored {
+    /// One of these, whatever the log had.
+    pub may_be: Vec<Contents>,
+    /// The restore has succeeded; otherwise it may have.
+    pub certain: bool,
+}
+
 /// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and its number as `value`.
 #[derive(Clone, Copy, Debug)]
 struct Change {

@@ -3,10 +3,11 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::fixture::control_of;
+use super::fixture::{control_of, mark_text};
 use super::history::History;
 use super::medium::LOG;
-use super::oracle::{Broken, Contents, difference, readable, value_of};
+use super::oracle::{Broken, Contents, Restored, difference, readable, value_of};
+use crate::Buffer;
 use crate::error::ErrorKind;
 use crate::format::Control;
 use crate::index::{ExtentMap, Place};
@@ -16,20 +17,6 @@ use crate::recovery::replay::read_log_until;
 use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{Found, scan};
 use crate::store::dump::text_of;
-use crate::{Buffer, MarkText};
-
-/// What the disks are after a restore in place.
-pub(super) struct Restored {
-    /// One of these, whatever the log had.
-    pub may_be: Vec<Contents>,
-    /// The restore has succeeded; otherwise it may have.
-    pub certain: bool,
-}
-
-/// The text of a history's mark.
-pub(super) fn text(number: u32) -> MarkText {
-    format!("mark {number}").parse().expect("a short line")
-}
 
 impl History {
     /// Looks at the disks as they were after a random record since the last checkpoint, or after each if the log always keeps
@@ -171,7 +158,7 @@ impl History {
             let lsn = self.first_lsn + index as u64;
             let kept = durable && lsn > control.header.checkpoint_lsn.get();
             match found.remove(&lsn) {
-                Some(there) if there == Some(text(number)) => self.totals.marks += 1,
+                Some(there) if there == Some(mark_text(number)) => self.totals.marks += 1,
                 None if !kept => {}
                 there => return Err(format!("mark {number} at LSN {lsn} is {there:?}")),
             }
