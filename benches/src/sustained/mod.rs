@@ -29,6 +29,7 @@ use crate::report::Section;
 use crate::session::Session;
 use job::Job;
 use medium::{Medium, Place};
+use side::Side;
 use turn::{Row, measure};
 
 /// Arguments of `walvisor-bench sustained`.
@@ -51,6 +52,9 @@ pub struct SustainedArguments {
         value_name = "MEDIUM,MEDIUM.."
     )]
     media: Vec<Medium>,
+    /// Only these sides of each job, with commas between [default: all]
+    #[arg(long, value_enum, value_delimiter = ',', value_name = "SIDE,SIDE..")]
+    sides: Vec<Side>,
     /// Seconds of a turn [default: 60, quickly 3]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=86_400))]
     seconds: Option<u32>,
@@ -121,8 +125,9 @@ pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
             ..StoreOptions::default()
         },
         jobs,
+        sides: arguments.sides.clone(),
     };
-    if find("qemu-nbd").is_none() {
+    if run.takes(Side::QemuNbd) && find("qemu-nbd").is_none() {
         return Err(CommandError::Failed(
             "qemu-nbd is missing: install the package qemu-utils".to_owned(),
         ));
@@ -159,9 +164,23 @@ struct Run {
     bytes: u64,
     options: StoreOptions,
     jobs: Vec<Job>,
+    /// Only these; all if it is empty.
+    sides: Vec<Side>,
 }
 
 impl Run {
+    /// Whether this side is measured, of the jobs that have it.
+    fn takes(&self, side: Side) -> bool {
+        self.sides.is_empty() || self.sides.contains(&side)
+    }
+
+    /// The sides that are measured with this job.
+    fn sides(&self, job: Job) -> Vec<Side> {
+        let mut sides = job.sides();
+        sides.retain(|&side| self.takes(side));
+        sides
+    }
+
     /// Estimated time to make images.
     fn images(&self) -> Duration {
         Duration::from_millis(200 + self.bytes / 100_000)
@@ -169,7 +188,7 @@ impl Run {
 
     /// Estimated time on a medium.
     fn expected(&self) -> Duration {
-        let sides: usize = self.jobs.iter().map(|job| job.sides().len()).sum();
+        let sides: usize = self.jobs.iter().map(|&job| self.sides(job).len()).sum();
         let turns = self.rounds * sides;
         self.images() + (self.time + AROUND) * turns as u32
     }
@@ -188,6 +207,9 @@ impl Run {
         let sockets = tempfile::tempdir().map_err(CommandError::failed)?;
         let mut place = Place::new(&output.dir, medium, self.bytes, self.options)?;
         for &job in &self.jobs {
+            if self.sides(job).is_empty() {
+                continue;
+            }
             let what = format!("making {} images", job.disks());
             session.step(&what, self.images(), || place.make_images(job.disks()))?;
             rows.push(Row {
@@ -196,7 +218,7 @@ impl Run {
             });
             let Some(row) = rows.last_mut() else { continue };
             for round in 0..self.rounds {
-                let mut sides = job.sides();
+                let mut sides = self.sides(job);
                 // The order rotates, so that no side is always the first.
                 let first = round % sides.len();
                 sides.rotate_left(first);

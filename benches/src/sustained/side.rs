@@ -4,6 +4,7 @@ use std::path::Path;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
+use clap::ValueEnum;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use walvisor::commands::CommandError;
 
@@ -13,17 +14,18 @@ use crate::peer::Peer;
 use crate::session::Session;
 
 /// What serves the disks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub enum Side {
-    /// The disk with its log.
+    /// The disk with its log
+    #[value(name = "walvisor")]
     Wal,
-    /// The peer.
+    /// The peer
     QemuNbd,
-    /// The same daemon on the image alone.
+    /// The same daemon on the image alone
     Raw,
-    /// The disk with its log, which answers a FLUSH without a sync.
+    /// The disk with its log, which answers a FLUSH without a sync
     Unsafe,
-    /// The disk with its log, which keeps its history.
+    /// The disk with its log, which keeps its history
     Keeping,
 }
 

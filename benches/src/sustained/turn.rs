@@ -30,6 +30,14 @@ pub struct Row {
     pub turns: [Vec<Turn>; Side::ALL.len()],
 }
 
+impl Row {
+    /// The sides that were measured.
+    pub fn sides(&self) -> Vec<Side> {
+        let measured = |side: &Side| !self.turns[side.position()].is_empty();
+        Side::ALL.into_iter().filter(measured).collect()
+    }
+}
+
 impl Turn {
     /// Requests of each second.
     pub fn seconds(&self) -> Vec<f64> {
