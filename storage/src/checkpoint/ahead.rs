@@ -16,7 +16,7 @@ use rustix::fs::{Advice, fadvise};
 use crate::index::{Piece, Place};
 use crate::log::state::Log;
 use crate::medium::engine::Source;
-use crate::medium::file::{DataFile, STEP};
+use crate::medium::file::DataFile;
 use crate::medium::segment::Segment;
 use crate::sync::Arc;
 
@@ -58,16 +58,16 @@ impl Ahead {
         self.files.len() as u64 * self.segment_size
     }
 
-    /// Reads the segments. Calls `next` before each step with the number of bytes read so far. If it returns
+    /// Reads the segments in steps of `step` bytes. Calls `next` before each with the number of bytes read so far. If it returns
     /// `Some(true)`, one step is under way at a time, and a few with `Some(false)`; `None` ends the reading.
-    pub(crate) fn read(&self, mut next: impl FnMut(u64) -> Option<bool>) {
+    pub(crate) fn read(&self, step: u64, mut next: impl FnMut(u64) -> Option<bool>) {
         let (mut done, mut under_way) = (0, VecDeque::new());
         for file in self.files.values() {
-            for offset in (0..self.segment_size).step_by(STEP as usize) {
+            for offset in (0..self.segment_size).step_by(step as usize) {
                 let Some(gently) = next(done) else {
                     return;
                 };
-                let len = STEP.min(self.segment_size - offset);
+                let len = step.min(self.segment_size - offset);
                 // If this fails, the part is read when it is wanted.
                 let _ = fadvise(file, offset, NonZero::new(len), Advice::WillNeed);
                 under_way.push_back((file, offset + len - 1));
@@ -117,6 +117,7 @@ mod tests {
         create_disk(&disk, 1 << 20, &log, &options).unwrap();
         let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
         let log = &store.disks()[0].log;
+        const STEP: u64 = 256 << 10;
         let segment = Arc::new(log.medium.create_segment(9, 1 << 20, &mut |_| {}).unwrap());
         let pieces = |count: u64| {
             let segment = segment.clone();
@@ -138,13 +139,13 @@ mod tests {
             let ahead = Ahead::of(log, pieces(16));
             assert_eq!(ahead.bytes(), 1 << 20);
             let mut steps = Vec::new();
-            ahead.read(|done| {
+            ahead.read(STEP, |done| {
                 steps.push(done);
                 Some(byte % 2 == 0)
             });
             assert_eq!(steps, [0, STEP, 2 * STEP, 3 * STEP]);
             let mut cut = 0;
-            ahead.read(|_| {
+            ahead.read(STEP, |_| {
                 cut += 1;
                 (cut < 2).then_some(true)
             });

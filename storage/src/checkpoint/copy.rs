@@ -22,6 +22,7 @@ use crate::error::{Error, Result};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
+use crate::medium::cost::MediumCost;
 use crate::medium::engine::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source};
 use crate::medium::holes::DataRanges;
 use crate::medium::segment::LogRead;
@@ -109,8 +110,7 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     log: &'a Log,
     ahead: Ahead,
     pace: CopyPace,
-    /// The price of an operation of the medium, in bytes.
-    operation: u64,
+    medium: MediumCost,
     runs: Peekable<R>,
     /// Runs of stripes that can't be written as such.
     again: VecDeque<(&'a Arc<DiskState>, Run)>,
@@ -145,8 +145,7 @@ pub(crate) enum Copied {
     Cut(Vec<Rest>),
 }
 
-/// Copies frozen layers to their base images, then marks and syncs the images. `operation`: the price of an
-/// operation of the medium, in bytes. `tend` is called repeatedly, with a function that it may call to let the copy go on
+/// Copies frozen layers to their base images, then marks and syncs the images. `tend` is called repeatedly, with a function that it may call to let the copy go on
 /// meanwhile; `over` before each run: once it returns `true`, no more is copied.
 ///
 /// # Errors
@@ -156,7 +155,7 @@ pub(crate) fn copy(
     log: &Log,
     layers: &[Layer],
     mut pace: CopyPace,
-    operation: u64,
+    medium: MediumCost,
     mut tend: impl FnMut(&mut dyn FnMut()),
     mut over: impl FnMut() -> bool,
 ) -> Result<Copied> {
@@ -168,9 +167,9 @@ pub(crate) fn copy(
         opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
     let pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
     let ahead = Ahead::of(log, pieces);
-    pace.plan(ahead.bytes() + cost(layers, operation));
+    pace.plan(ahead.bytes() + cost(layers, medium));
     let mut cut = false;
-    ahead.read(|read| {
+    ahead.read(medium.largest, |read| {
         loop {
             tend(&mut || {});
             cut = over();
@@ -186,8 +185,8 @@ pub(crate) fn copy(
         done: ahead.bytes(),
         ahead,
         pace,
-        operation,
-        runs: runs(layers, operation).peekable(),
+        medium,
+        runs: runs(layers, medium).peekable(),
         again: VecDeque::new(),
         engine,
         event,
@@ -220,16 +219,16 @@ pub(crate) fn copy(
 }
 
 /// What the copy of these layers writes.
-fn runs(layers: &[Layer], operation: u64) -> impl Iterator<Item = (&Arc<DiskState>, Run)> {
+fn runs(layers: &[Layer], medium: MediumCost) -> impl Iterator<Item = (&Arc<DiskState>, Run)> {
     layers.iter().flat_map(move |(disk, layer)| {
-        Stripes::new(layer.iter(), operation).map(move |run| (disk, run))
+        Stripes::new(layer.iter(), medium).map(move |run| (disk, run))
     })
 }
 
 /// What that costs the medium.
-pub(super) fn cost(layers: &[Layer], operation: u64) -> u64 {
-    runs(layers, operation)
-        .map(|(_, run)| run.cost(operation))
+pub(super) fn cost(layers: &[Layer], medium: MediumCost) -> u64 {
+    runs(layers, medium)
+        .map(|(_, run)| run.cost(medium.operation))
         .sum()
 }
 
@@ -273,7 +272,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             };
             self.cut = over();
             if !self.cut {
-                let cost = run.cost(self.operation);
+                let cost = run.cost(self.medium.operation);
                 self.done += if counted { 0 } else { cost };
                 self.start(disk, run, cost);
                 begun = true;
@@ -425,7 +424,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
 
     /// Copies the parts of a stripe as runs of their own.
     fn split(&mut self, disk: &'a Arc<DiskState>, parts: Vec<Piece>) {
-        let runs = Runs::new(parts.into_iter());
+        let runs = Runs::new(parts.into_iter(), self.medium.largest);
         self.again.extend(runs.map(|run| (disk, run)));
     }
 

@@ -437,16 +437,16 @@ impl Keeper {
     }
 
     fn save_and_copy(&mut self, lsn: u64, layers: &[Layer], mut pace: CopyPace) -> Result<Copied> {
-        let MediumCost { operation, rate } = self.medium_cost(layers);
-        pace.know_rate(rate);
-        if !self.save_for_snapshots(lsn, layers, &mut pace, operation)? {
+        let medium = self.medium_cost(layers);
+        pace.know_rate(medium.rate);
+        if !self.save_for_snapshots(lsn, layers, &mut pace, medium)? {
             return Ok(Copied::Cut(Vec::new()));
         }
         self.announce(lsn, layers)?;
         let log = self.log.clone();
         let tend = |meanwhile: &mut dyn FnMut()| self.tend(meanwhile);
         let over = || log.lock().keeper.is_over();
-        copy(&log, layers, pace, operation, tend, over)
+        copy(&log, layers, pace, medium, tend, over)
     }
 
     /// Does what can't wait until a copy has ended. `meanwhile` is called between its steps.

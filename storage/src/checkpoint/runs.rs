@@ -6,7 +6,7 @@
 //!   stripe    ────────────────      one read of the image, which fills the gaps, and one write
 //! ```
 //! A medium takes some time for an operation, however few its bytes; many volumes of a cloud even count operations, up
-//! to 256 KiB each. So where runs lie close together, all that lies between them is read, and written back with them. That
+//! to 256 KiB each or more. So where runs lie close together, all that lies between them is read, and written back with them. That
 //! is safe: it keeps its content, whatever a crash tears.
 
 use std::collections::VecDeque;
@@ -14,11 +14,9 @@ use std::iter::Peekable;
 
 use crate::SECTOR_SIZE;
 use crate::index::{Piece, Place};
+use crate::medium::cost::MediumCost;
 use crate::medium::engine::MAX_CHUNKS;
 use crate::sync::Arc;
-
-/// Longest write to a base image, in sectors. A stripe begins at a multiple of it.
-const RUN_SECTORS: u64 = (256 << 10) / SECTOR_SIZE;
 
 /// Adjacent extents that become one operation on the base image.
 pub(super) enum Run {
@@ -71,13 +69,17 @@ pub(super) struct Runs<I: Iterator<Item = Piece>> {
     pieces: Peekable<I>,
     /// The rest of a piece that was longer than a run.
     rest: Option<Piece>,
+    /// Most sectors of a run of data.
+    longest: u64,
 }
 
 impl<I: Iterator<Item = Piece>> Runs<I> {
-    pub(super) fn new(pieces: I) -> Self {
+    /// `largest`: the most bytes of a run of data.
+    pub(super) fn new(pieces: I, largest: u64) -> Self {
         Self {
             pieces: pieces.peekable(),
             rest: None,
+            longest: largest / SECTOR_SIZE,
         }
     }
 
@@ -129,7 +131,7 @@ impl<I: Iterator<Item = Piece>> Iterator for Runs<I> {
             });
         }
         let mut parts: Vec<Piece> = Vec::new();
-        let (mut end, limit) = (sector, sector + RUN_SECTORS);
+        let (mut end, limit) = (sector, sector + self.longest);
         while end < limit
             && parts.len() < MAX_CHUNKS
             && let Some(piece) = self.next_at(end, limit - end, |piece| is_zero(piece).is_none())
@@ -164,17 +166,18 @@ fn follows(last: &Piece, next: &Piece) -> bool {
 /// The same, with runs joined to stripes where that is cheaper.
 pub(super) struct Stripes<I: Iterator<Item = Piece>> {
     runs: Peekable<Runs<I>>,
-    operation: u64,
+    cost: MediumCost,
     /// Runs that are cheaper as they are.
     apart: VecDeque<Run>,
 }
 
 impl<I: Iterator<Item = Piece>> Stripes<I> {
-    /// `operation`: as in [`Run::cost`].
-    pub(super) fn new(pieces: I, operation: u64) -> Self {
+    /// The runs of these pieces for a medium with these costs. A stripe begins and ends between two multiples of the
+    /// longest write.
+    pub(super) fn new(pieces: I, cost: MediumCost) -> Self {
         Self {
-            runs: Runs::new(pieces).peekable(),
-            operation,
+            runs: Runs::new(pieces, cost.largest).peekable(),
+            cost,
             apart: VecDeque::new(),
         }
     }
@@ -192,7 +195,8 @@ impl<I: Iterator<Item = Piece>> Iterator for Stripes<I> {
             return Some(run);
         };
         let sector = *sector;
-        let end = (sector / RUN_SECTORS + 1) * RUN_SECTORS;
+        let longest = self.cost.largest / SECTOR_SIZE;
+        let end = (sector / longest + 1) * longest;
         let mut count = parts.len();
         let mut fits = |run: &Run| match run {
             Run::Data { sector, parts } => {
@@ -216,8 +220,9 @@ impl<I: Iterator<Item = Piece>> Iterator for Stripes<I> {
         });
         let parts = parts.cloned().collect();
         let stripe = Run::Data { sector, parts };
-        let apart = runs().map(|run| run.cost(self.operation)).sum::<u64>();
-        if stripe.has_gaps() && stripe.cost(self.operation) < apart {
+        let operation = self.cost.operation;
+        let apart = runs().map(|run| run.cost(operation)).sum::<u64>();
+        if stripe.has_gaps() && stripe.cost(operation) < apart {
             self.apart.clear();
             return Some(stripe);
         }
@@ -231,6 +236,8 @@ mod tests {
 
     use super::*;
     use crate::Buffer;
+
+    const LARGEST: u64 = MediumCost::USUAL.largest;
 
     fn data(sector: u64, sectors: u64) -> Piece {
         let payload = Buffer::zeroed(512).share();
@@ -260,7 +267,7 @@ mod tests {
     #[test]
     fn a_long_discard_is_little_work() {
         let cost = |piece| {
-            Runs::new([piece].into_iter())
+            Runs::new([piece].into_iter(), LARGEST)
                 .next()
                 .map(|run| run.cost(1000))
         };
@@ -270,7 +277,17 @@ mod tests {
 
     /// Where each run begins, how many sectors it has, and whether it is a stripe.
     fn stripes(pieces: &[Piece], operation: u64) -> Vec<(u64, u64, bool)> {
-        let runs = Stripes::new(pieces.iter().cloned(), operation);
+        stripes_up_to(LARGEST, pieces, operation)
+    }
+
+    /// The same, of at most so many bytes.
+    fn stripes_up_to(largest: u64, pieces: &[Piece], operation: u64) -> Vec<(u64, u64, bool)> {
+        let cost = MediumCost {
+            operation,
+            largest,
+            ..MediumCost::USUAL
+        };
+        let runs = Stripes::new(pieces.iter().cloned(), cost);
         runs.map(|run| match &run {
             Run::Data { sector, .. } | Run::Zero { sector, .. } => {
                 (*sector, run.sectors(), run.has_gaps())
@@ -302,13 +319,15 @@ mod tests {
             .map(|block| data(block * 8, 8))
             .collect();
         assert_eq!(stripes(&far, 1 << 20)[2..], [(512, 53 * 8, true)]);
+        // A medium that does more in one operation gets longer stripes.
+        assert_eq!(stripes_up_to(1 << 20, &far, 1 << 20), [(448, 61 * 8, true)]);
     }
 
     proptest! {
         /// For any extents, the runs cover all of them in order; no run is too long, and no two could be joined.
         #[test]
         fn runs_are_the_extents_joined_and_cut(
-            extents in prop::collection::vec((0u64..3, 1..2 * RUN_SECTORS, 0u8..4), 1..40),
+            extents in prop::collection::vec((0u64..3, 1..2 * LARGEST / SECTOR_SIZE, 0u8..4), 1..40),
         ) {
             let payload = Buffer::zeroed(512).share();
             let (mut at, mut pieces, mut wanted) = (0, Vec::new(), Vec::new());
@@ -326,7 +345,7 @@ mod tests {
             }
             let mut found = Vec::new();
             let mut last = None;
-            for run in Runs::new(pieces.into_iter()) {
+            for run in Runs::new(pieces.into_iter(), LARGEST) {
                 match run {
                     Run::Zero { sector, sectors, unmap } => {
                         prop_assert_ne!(last, Some((sector, Some(unmap))));
@@ -341,7 +360,7 @@ mod tests {
                             prop_assert_eq!((part.sector, offset as u64), (end, end * 512));
                             end += part.sectors;
                         }
-                        prop_assert!(end - sector <= RUN_SECTORS);
+                        prop_assert!((end - sector) * SECTOR_SIZE <= LARGEST);
                         found.extend((sector..end).map(|sector| (sector, None)));
                         last = Some((end, None));
                     }

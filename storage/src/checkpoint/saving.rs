@@ -9,12 +9,12 @@ use crate::checkpoint::pace::CopyPace;
 use crate::checkpoint::saved_file::Saving;
 use crate::error::Result;
 use crate::log::disk_state::DiskState;
+use crate::medium::cost::MediumCost;
 use crate::recovery::saved;
 
 impl Keeper {
     /// Saves what snapshots need of the base images, before these layers of the records up to `until` are copied. It is a part of the
-    /// copy's work for `pace`, to which an operation costs as many bytes. Returns `false` if the time that closing may take is over: not all is
-    /// saved then.
+    /// copy's work for `pace`. Returns `false` if the time that closing may take is over: not all is saved then.
     ///
     /// # Errors
     /// If a base image can't be read, or a saved file or the control file can't be written.
@@ -23,7 +23,7 @@ impl Keeper {
         until: u64,
         layers: &[Layer],
         pace: &mut CopyPace,
-        operation: u64,
+        medium: MediumCost,
     ) -> Result<bool> {
         let control = &self.control.control;
         let reached = control.header.checkpoint_lsn.get();
@@ -61,16 +61,17 @@ impl Keeper {
         }
         let needed = |disk: &DiskState| older.iter().any(|entry| entry.has(disk.id));
         let ranges = saving.unsaved(layers, needed);
-        let cost = ranges.cost(operation);
+        let cost = ranges.cost(medium.operation);
         if cost > 0 {
-            pace.plan(cost + copy::cost(layers, operation));
+            pace.plan(cost + copy::cost(layers, medium));
         }
+        let operation = medium.operation;
         let whole = saving.save(ranges, pace, operation, &mut || self.tend(&mut || {}))?;
         pace.end_saving(cost);
         let mut entries = self.control.control.snapshots.iter();
         if !entries.any(|entry| entry.lsn == lsn) {
             // The snapshot was deleted meanwhile, with its files. Older ones may need the same in their own.
-            return self.save_for_snapshots(until, layers, pace, operation);
+            return self.save_for_snapshots(until, layers, pace, medium);
         }
         saving.write()?;
         saving.sync()?;

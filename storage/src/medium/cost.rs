@@ -20,6 +20,8 @@ pub(crate) struct MediumCost {
     pub operation: u64,
     /// How many bytes the medium moves in a second; each operation counts as so many more.
     pub rate: u64,
+    /// The most bytes of an operation of a checkpoint. A larger one would take the medium longer for each byte, or as long.
+    pub largest: u64,
 }
 
 impl MediumCost {
@@ -27,6 +29,7 @@ impl MediumCost {
     pub(crate) const USUAL: Self = Self {
         operation: 64 << 10,
         rate: u64::MAX,
+        largest: LARGE,
     };
 }
 
@@ -35,6 +38,8 @@ const MOST: u64 = 1 << 20;
 
 const SMALL: u64 = 4 << 10;
 const LARGE: u64 = 256 << 10;
+/// The size of operations where they take less than twice the time of large ones.
+const HUGE: u64 = 1 << 20;
 /// Small reads that are in flight together, large ones, which guests' requests wait behind, and how often they are.
 const READS: u64 = 32;
 const LARGE_READS: u64 = 4;
@@ -75,21 +80,28 @@ pub(super) fn measure(
         done.into_iter().try_for_each(|end| end.result.map(drop))?;
         Ok::<_, io::Error>(began.elapsed())
     };
-    let (mut small, mut large) = (Duration::MAX, Duration::MAX);
+    let [mut small, mut large, mut huge] = [Duration::MAX; 3];
     for round in 0..ROUNDS {
         small = small.min(time(READS, SMALL, round * 3 * SMALL)?);
         large = large.min(time(LARGE_READS, LARGE, round * 3 * SMALL)?);
+        huge = huge.min(time(LARGE_READS, HUGE, round * 3 * SMALL)?);
     }
     let operation = price([small, large * (READS / LARGE_READS) as u32]);
     Ok(MediumCost {
         operation,
         rate: rate(operation, small),
+        largest: largest([large, huge]),
     })
 }
 
 /// The rate, from the time of all small reads.
 fn rate(operation: u64, small: Duration) -> u64 {
     ((operation + SMALL) as f64 * READS as f64 / small.as_secs_f64()) as u64
+}
+
+/// The size of the largest operations, from the times of equally many large and huge reads.
+fn largest([large, huge]: [Duration; 2]) -> u64 {
+    if huge < large * 2 { HUGE } else { LARGE }
 }
 
 /// The price, from the times of equally many small and large reads.
@@ -127,6 +139,16 @@ mod tests {
         assert_eq!(rate(MOST, second), 32 * (MOST + SMALL));
         assert_eq!(rate(0, second / 2), 64 * SMALL);
         assert_eq!(rate(0, Duration::ZERO), u64::MAX);
+    }
+
+    #[test]
+    fn operations_are_huge_where_that_takes_little_longer() {
+        let largest = |large, huge| largest([large, huge].map(Duration::from_micros));
+        // A volume that counts operations, one that counts those of 256 KiB, and one that counts bytes.
+        assert_eq!(largest(1000, 1100), HUGE);
+        assert_eq!(largest(1000, 4000), LARGE);
+        assert_eq!(largest(256, 1024), LARGE);
+        assert_eq!(largest(0, 0), LARGE);
     }
 
     #[test]
