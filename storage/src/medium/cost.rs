@@ -38,7 +38,7 @@ const MOST: u64 = 1 << 20;
 
 const SMALL: u64 = 4 << 10;
 const LARGE: u64 = 256 << 10;
-/// The size of operations where they take less than twice the time of large ones.
+/// The size of operations where they take less than three times as long as large ones, for four times the bytes.
 const HUGE: u64 = 1 << 20;
 /// Small reads that are in flight together, large ones, which guests' requests wait behind, and how often they are.
 const READS: u64 = 32;
@@ -101,7 +101,7 @@ fn rate(operation: u64, small: Duration) -> u64 {
 
 /// The size of the largest operations, from the times of equally many large and huge reads.
 fn largest([large, huge]: [Duration; 2]) -> u64 {
-    if huge < large * 2 { HUGE } else { LARGE }
+    if huge < large * 3 { HUGE } else { LARGE }
 }
 
 /// The price, from the times of equally many small and large reads.
@@ -146,6 +146,7 @@ mod tests {
         let largest = |large, huge| largest([large, huge].map(Duration::from_micros));
         // A volume that counts operations, one that counts those of 256 KiB, and one that counts bytes.
         assert_eq!(largest(1000, 1100), HUGE);
+        assert_eq!(largest(1000, 2500), HUGE);
         assert_eq!(largest(1000, 4000), LARGE);
         assert_eq!(largest(256, 1024), LARGE);
         assert_eq!(largest(0, 0), LARGE);
