@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use crate::checkpoint::ahead::Ahead;
 use crate::checkpoint::pace::{CopyPace, IN_FLIGHT_RUNS};
-use crate::checkpoint::runs::{Run, Runs, Stripes};
+use crate::checkpoint::runs::{Run, Stripes};
 use crate::error::{Error, Result};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::disk_state::DiskState;
@@ -333,7 +333,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             saved = save(disk, saved..range.end);
         }
         if stripe && has_hole(disk, range) {
-            self.split(disk, parts);
+            self.split(disk, parts, span);
             return;
         }
         let number = self.next;
@@ -422,9 +422,21 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         counters.base_writes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Copies the parts of a stripe as runs of their own.
-    fn split(&mut self, disk: &'a Arc<DiskState>, parts: Vec<Piece>) {
-        let runs = Runs::new(parts.into_iter(), self.medium.largest);
+    /// Copies the parts of a stripe of so many bytes as stripes of the usual size if it was longer, and else as runs of
+    /// their own.
+    fn split(&mut self, disk: &'a Arc<DiskState>, parts: Vec<Piece>, bytes: usize) {
+        let usual = MediumCost::USUAL.largest;
+        let medium = MediumCost {
+            // Where an operation costs nothing, no stripe is cheaper than its runs.
+            operation: if bytes as u64 > usual {
+                self.medium.operation
+            } else {
+                0
+            },
+            largest: usual,
+            ..self.medium
+        };
+        let runs = Stripes::new(parts.into_iter(), medium);
         self.again.extend(runs.map(|run| (disk, run)));
     }
 
@@ -443,7 +455,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     fn leave(&mut self, flight: &mut Flight<'a>) {
         if flight.stripe {
             let parts = std::mem::take(&mut flight.pieces);
-            return self.split(flight.disk, parts);
+            return self.split(flight.disk, parts, flight.bytes);
         }
         let disk = flight.disk.id;
         let rest = self.rests.iter_mut().find(|rest| rest.disk.id == disk);
@@ -513,4 +525,58 @@ fn save(disk: &DiskState, range: Range<u64>) -> u64 {
 fn has_hole(disk: &DiskState, range: Range<u64>) -> bool {
     let mut data = DataRanges::new(disk.base.host(), &disk.path, range.clone(), u64::MAX);
     !matches!(data.next(), Some(Ok(first)) if first == range)
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use std::os::unix::fs::FileExt;
+
+    use super::*;
+    use crate::{DiskOptions, Store, StoreOptions, create_disk};
+
+    /// A stripe of 1 MiB with a hole in one quarter: the other quarters are stripes, and the hole gets what was written alone.
+    #[test]
+    fn a_stripe_with_a_hole_is_split_where_the_hole_is() {
+        const MIB: usize = 1 << 20;
+        let dir = tempfile::tempdir().unwrap();
+        let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions::default();
+        create_disk(&path, 2 * MIB as u64, &log, &options).unwrap();
+        let image = std::fs::File::options().write(true).open(&path).unwrap();
+        let mut expected = vec![1; 2 * MIB];
+        expected[MIB / 4..MIB / 2].fill(0);
+        image.write_all_at(&expected[..MIB / 4], 0).unwrap();
+        let rest = MIB / 2;
+        image.write_all_at(&expected[rest..], rest as u64).unwrap();
+        drop(image);
+        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let disk = &store.disks()[0].state;
+        let payload = Buffer::from(&[7; 2 * MIB][..]).share();
+        let mut layer = ExtentMap::default();
+        for at in (0..2 * MIB).step_by(16 << 10) {
+            let payload = payload.clone();
+            let place = Place::Memory {
+                payload,
+                offset: at,
+            };
+            layer.insert(at as u64 / SECTOR_SIZE, 8, 0, place);
+            expected[at..at + 4096].fill(7);
+        }
+        let log = &store.disks()[0].log;
+        let pace = CopyPace::new(log, &mut log.lock(), true);
+        let medium = MediumCost {
+            operation: MIB as u64,
+            largest: MIB as u64,
+            ..MediumCost::USUAL
+        };
+        let layers = [(disk.clone(), Arc::new(layer))];
+        let copied = copy(log, &layers, pace, medium, |_| {}, || false).unwrap();
+        assert!(matches!(copied, Copied::Whole(rests) if rests.is_empty()));
+        // One of 1 MiB, three of 256 KiB, and sixteen blocks.
+        let writes = log.counters.base_writes.load(Ordering::Relaxed);
+        assert_eq!(writes, 1 + 3 + 16);
+        assert!(std::fs::read(&path).unwrap() == expected);
+        store.close().unwrap();
+    }
 }

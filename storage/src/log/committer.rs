@@ -426,7 +426,7 @@ impl Leader {
         let Some((io, group)) = next else {
             return false;
         };
-        let ran = self.log.medium.append(io);
+        let ran = self.log.appender.append(io);
         self.end(group, ran, false);
         true
     }
@@ -469,7 +469,7 @@ fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
         // The call is cleared before the leader looks, so that its next look serves every call from here on.
         log.leader_called.clear();
         while let Some((io, group)) = leader.begin() {
-            if !leader.end(group, log.medium.append(io), true) {
+            if !leader.end(group, log.appender.append(io), true) {
                 break;
             }
         }

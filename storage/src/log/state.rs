@@ -21,6 +21,7 @@ use crate::log::ring::SegmentRing;
 use crate::log::stamp::Stamps;
 use crate::log::waiters::{Waiter, Waiters, deliver};
 use crate::medium::directory::Medium;
+use crate::medium::engine::Append;
 use crate::mutant::{any_planted, is_forgotten};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{self, Arc, Call, Condvar, Mutex, MutexGuard, mpsc};
@@ -152,6 +153,8 @@ pub(crate) struct Log {
     pub uuid: Uuid,
     pub segment_size: u64,
     pub medium: Box<dyn Medium>,
+    /// How the leader appends.
+    pub appender: Box<dyn Append>,
     /// The leader makes every batch, not only those that sync.
     pub leader_alone: bool,
     /// How long closing may copy the log to the base images; `None`: as long as it takes.

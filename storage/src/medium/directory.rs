@@ -8,11 +8,10 @@ use std::time::Duration;
 
 use crate::error::Result;
 use crate::medium::cost::{self, MediumCost};
-use crate::medium::engine::{self, Appended, Engine, EngineKind, Io};
+use crate::medium::engine::{self, Append, Direct, Engine, EngineKind};
 use crate::medium::file;
 use crate::medium::filesystem::{FileSystem, files, shared_files};
 use crate::medium::lock::Use;
-use crate::medium::pace::Slowed;
 use crate::medium::segment::Segment;
 use crate::parallel;
 use crate::sync::{Arc, Event};
@@ -67,9 +66,9 @@ pub(crate) trait Medium: Send + Sync {
         MediumCost::USUAL
     }
 
-    /// Carries out an append of the log's leader, in the calling thread.
-    fn append(&self, io: Io) -> Appended {
-        engine::append(io)
+    /// How the log's leader appends.
+    fn appender(&self) -> Box<dyn Append> {
+        Box::new(Direct)
     }
 }
 
@@ -81,8 +80,6 @@ pub(crate) struct Directory {
     pub threads: usize,
     /// [`Use::Log`], or [`Use::LogRead`] if nothing is written.
     pub using: Use,
-    /// How the log is slowed down, for benchmarks; `None`: not at all.
-    pub slowed: Option<Slowed>,
 }
 
 impl Medium for Directory {
@@ -126,13 +123,6 @@ impl Medium for Directory {
         });
         measured.unwrap_or(MediumCost::USUAL)
     }
-
-    fn append(&self, io: Io) -> Appended {
-        match &self.slowed {
-            Some(slowed) => slowed.append(io),
-            None => engine::append(io),
-        }
-    }
 }
 
 pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
@@ -141,7 +131,6 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
         engine,
         threads: parallel::thread_count(None),
         using: Use::Log,
-        slowed: None,
     }
 }
 

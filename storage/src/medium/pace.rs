@@ -4,7 +4,7 @@
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use crate::medium::engine::{Appended, Io, SyncScope, append};
+use crate::medium::engine::{Append, Appended, Io, SyncScope};
 use crate::sync::{self, Mutex};
 
 /// Most bytes of one operation: clouds count a longer write as several.
@@ -64,8 +64,9 @@ impl Default for Pace {
 }
 
 /// The slow medium that a log's leader writes to in place of the medium itself.
-#[derive(Debug, Default)]
 pub(crate) struct Slowed {
+    /// The medium itself.
+    pub medium: Box<dyn Append>,
     /// The delays of each write and each sync.
     pub pace: Pace,
     /// Time that each sync takes in addition to the medium's own.
@@ -74,9 +75,8 @@ pub(crate) struct Slowed {
     pub write_per_record: bool,
 }
 
-impl Slowed {
-    /// Carries out an append, in the calling thread.
-    pub(crate) fn append(&self, io: Io) -> Appended {
+impl Append for Slowed {
+    fn append(&self, io: Io) -> Appended {
         match io {
             Io::Append {
                 segment,
@@ -126,7 +126,9 @@ impl Slowed {
             io => self.one(io),
         }
     }
+}
 
+impl Slowed {
     /// Carries out an operation that has one write at most.
     fn one(&self, io: Io) -> Appended {
         let syncs = match &io {
@@ -136,7 +138,7 @@ impl Slowed {
         let written = io.written().map(|(_, _, chunks)| chunks.iter());
         let bytes = written.map_or(0, |chunks| chunks.map(|chunk| chunk.len).sum());
         self.pace.charge(bytes, syncs);
-        let appended = append(io);
+        let appended = self.medium.append(io);
         if !self.sync_latency.is_zero() && syncs > 0 {
             sync::sleep(self.sync_latency * syncs);
         }

@@ -10,7 +10,9 @@ use crate::Buffer;
 use crate::error::Result;
 use crate::medium::cost::MediumCost;
 use crate::medium::directory::Medium;
-use crate::medium::engine::{self, Appended, Done, Engine, EngineKind, Io, Source, SyncScope};
+use crate::medium::engine::{
+    self, Append, Appended, Done, Engine, EngineKind, Io, Source, SyncScope,
+};
 use crate::medium::filesystem::FileSystem;
 use crate::medium::lock::Use;
 use crate::medium::segment::Segment;
@@ -299,6 +301,12 @@ impl Medium for Simulated {
         }
     }
 
+    fn appender(&self) -> Box<dyn Append> {
+        Box::new(self.clone())
+    }
+}
+
+impl Append for Simulated {
     /// Lets other threads run before the sync.
     fn append(&self, io: Io) -> Appended {
         let mut queued = Queued::new(0, io);

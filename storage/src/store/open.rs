@@ -22,7 +22,7 @@ use crate::log::ring::SegmentRing;
 use crate::log::stamp::Stamps;
 use crate::log::state::{FailOnPanic, Log, State};
 use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
-use crate::medium::engine::{self, EngineKind};
+use crate::medium::engine::{self, Append, EngineKind};
 use crate::medium::filesystem;
 use crate::medium::lock::Use;
 use crate::medium::pace::{Pace, Slowed};
@@ -109,7 +109,6 @@ impl Store {
             .map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
         let medium = Directory {
             threads: parallel::thread_count(options.threads),
-            slowed: slowed(options),
             ..directory(log_dir, engine)
         };
         let opened = open_log(Box::new(medium), log_dir, disks, options, progress)?;
@@ -350,10 +349,14 @@ fn assemble(
     Ok((log, keeper))
 }
 
-/// How much the options slow down the log's medium; `None` if they do not.
-fn slowed(options: &StoreOptions) -> Option<Slowed> {
-    let slow = options.leader_alone() || !options.sync_latency.is_zero();
-    slow.then(|| Slowed {
+/// How the log's leader appends to the medium, as slowly as the options say.
+fn appender(medium: &dyn Medium, options: &StoreOptions) -> Box<dyn Append> {
+    let medium = medium.appender();
+    if !options.leader_alone() && options.sync_latency.is_zero() {
+        return medium;
+    }
+    Box::new(Slowed {
+        medium,
         pace: Pace::new(options.operations_per_second, options.operation_latency),
         sync_latency: options.sync_latency,
         write_per_record: options.write_per_waiter,
@@ -395,6 +398,7 @@ fn new_log(
         dir: log_dir.to_path_buf(),
         uuid: header.log,
         segment_size: header.segment_size.get(),
+        appender: appender(&*medium, options),
         medium,
         leader_alone: options.leader_alone(),
         close_time: options.close_time,

@@ -19,7 +19,7 @@ use crate::medium::ring;
 use crate::sync::Event;
 
 pub(crate) use operation::{
-    Appended, Chunk, Done, Engine, Io, MAX_CHUNKS, Source, SyncScope, append,
+    Append, Appended, Chunk, Direct, Done, Engine, Io, MAX_CHUNKS, Source, SyncScope,
 };
 
 /// Which engine moves the bytes.

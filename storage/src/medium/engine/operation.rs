@@ -148,14 +148,24 @@ pub(crate) struct Appended {
     pub list: Vec<Chunk>,
 }
 
-/// Carries out an append in the calling thread: the fastest way to a durable group. It is one system call, and the
+/// How the log's leader appends.
+pub(crate) trait Append: Send + Sync {
+    /// Carries out an append in the calling thread.
+    fn append(&self, io: Io) -> Appended;
+}
+
+/// Appends by system calls in the calling thread: the fastest way to a durable group. It is one call, and the
 /// medium's answer wakes no other thread. In an asynchronous write with `RWF_DSYNC` a kernel worker does the sync.
 /// The worker is bound to one processor: if a guest computes there, each sync takes a tick of the scheduler.
-pub(crate) fn append(io: Io) -> Appended {
-    let (result, list) = run(io);
-    Appended {
-        result: result.map(|_| 1),
-        list,
+pub(crate) struct Direct;
+
+impl Append for Direct {
+    fn append(&self, io: Io) -> Appended {
+        let (result, list) = run(io);
+        Appended {
+            result: result.map(|_| 1),
+            list,
+        }
     }
 }
 
