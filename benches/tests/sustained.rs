@@ -170,6 +170,20 @@ fn the_capped_volume_counts_operations_and_is_gone_at_the_end() {
 }
 
 #[test]
+fn only_the_sides_that_are_asked_for_take_turns() {
+    let dir = tempfile::tempdir().unwrap();
+    let arguments = ["--quick", "--only", "fsync,kept-fsync", "--seconds", "1"];
+    let mut command = sustained(dir.path(), &arguments);
+    // No qemu-nbd is needed then. The second job has no such side.
+    let output = command.args(["--sides", "raw"]).output().unwrap();
+    let report = report(dir.path(), &output);
+    let rows = report["sections"][0]["rows"].as_array().unwrap();
+    assert_eq!(rows.len(), 1, "{report}");
+    assert_eq!(rows[0]["side"], "walvisor, backend=raw");
+    assert!(rows[0]["p50_us"].is_object(), "{report}");
+}
+
+#[test]
 fn what_was_measured_before_an_interrupt_is_kept() {
     if !have("qemu-nbd", "qemu-utils") {
         return;

@@ -207,18 +207,20 @@ impl Run {
         let sockets = tempfile::tempdir().map_err(CommandError::failed)?;
         let mut place = Place::new(&output.dir, medium, self.bytes, self.options)?;
         for &job in &self.jobs {
-            if self.sides(job).is_empty() {
+            let sides = self.sides(job);
+            if sides.is_empty() {
                 continue;
             }
             let what = format!("making {} images", job.disks());
             session.step(&what, self.images(), || place.make_images(job.disks()))?;
             rows.push(Row {
                 job,
+                sides: sides.clone(),
                 turns: Default::default(),
             });
             let Some(row) = rows.last_mut() else { continue };
             for round in 0..self.rounds {
-                let mut sides = self.sides(job);
+                let mut sides = sides.clone();
                 // The order rotates, so that no side is always the first.
                 let first = round % sides.len();
                 sides.rotate_left(first);

@@ -72,7 +72,7 @@ pub fn section(medium: Medium, rows: &[Row], time: Duration, missing: Option<Str
     notes.extend(missing.as_deref());
     let mut section = Section::new(key, title, &notes, &COLUMNS);
     for row in rows {
-        for side in row.sides() {
+        for &side in &row.sides {
             section.table.rows.push(cells(row, side));
         }
         section.plots.push(plot(key, title, row));
@@ -135,7 +135,7 @@ fn cells(row: &Row, side: Side) -> Vec<Cell> {
 
 /// The seconds of the first round. If there are many, a point stands for several and shows the slowest.
 fn plot(key: &str, title: &str, row: &Row) -> Plot {
-    let series = row.sides().into_iter().map(|side| {
+    let series = row.sides.iter().map(|&side| {
         let seconds = row.turns[side.position()]
             .first()
             .map_or(Vec::new(), Turn::seconds);

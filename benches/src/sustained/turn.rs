@@ -27,15 +27,9 @@ pub struct Turn {
 /// The rounds of a job: the turns of each side, in the order of [`Side::ALL`].
 pub struct Row {
     pub job: Job,
+    /// The sides that take turns.
+    pub sides: Vec<Side>,
     pub turns: [Vec<Turn>; Side::ALL.len()],
-}
-
-impl Row {
-    /// The sides that were measured.
-    pub fn sides(&self) -> Vec<Side> {
-        let measured = |side: &Side| !self.turns[side.position()].is_empty();
-        Side::ALL.into_iter().filter(measured).collect()
-    }
 }
 
 impl Turn {
