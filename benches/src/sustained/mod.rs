@@ -215,12 +215,12 @@ impl Run {
             session.step(&what, self.images(), || place.make_images(job.disks()))?;
             rows.push(Row {
                 job,
-                sides: sides.clone(),
+                sides,
                 turns: Default::default(),
             });
             let Some(row) = rows.last_mut() else { continue };
             for round in 0..self.rounds {
-                let mut sides = sides.clone();
+                let mut sides = row.sides.clone();
                 // The order rotates, so that no side is always the first.
                 let first = round % sides.len();
                 sides.rotate_left(first);

@@ -102,7 +102,10 @@ impl Drop for Ahead {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::medium::cost::MediumCost;
     use crate::{Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk};
+
+    const STEP: u64 = MediumCost::USUAL.largest;
 
     /// Bytes that were written past the cache are seen by the next read through the cache.
     #[test]
@@ -117,7 +120,6 @@ mod tests {
         create_disk(&disk, 1 << 20, &log, &options).unwrap();
         let store = Store::open(&log, &[DiskOptions::new(&disk)], &options).unwrap();
         let log = &store.disks()[0].log;
-        const STEP: u64 = 256 << 10;
         let segment = Arc::new(log.medium.create_segment(9, 1 << 20, &mut |_| {}).unwrap());
         let pieces = |count: u64| {
             let segment = segment.clone();

@@ -145,8 +145,9 @@ pub(crate) enum Copied {
     Cut(Vec<Rest>),
 }
 
-/// Copies frozen layers to their base images, then marks and syncs the images. `tend` is called repeatedly, with a function that it may call to let the copy go on
-/// meanwhile; `over` before each run: once it returns `true`, no more is copied.
+/// Copies frozen layers to their base images, then marks and syncs the images. `tend` is called repeatedly, with a
+/// function that it may call to let the copy go on meanwhile; `over` before each run: once it returns `true`, no more is
+/// copied.
 ///
 /// # Errors
 /// If anything but the checksum of an extent fails. Part of the layers may be copied then, and nothing is in flight

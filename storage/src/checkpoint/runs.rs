@@ -65,7 +65,7 @@ impl Run {
 }
 
 /// The runs of a layer's pieces; the pieces come in the order of their sectors.
-pub(super) struct Runs<I: Iterator<Item = Piece>> {
+struct Runs<I: Iterator<Item = Piece>> {
     pieces: Peekable<I>,
     /// The rest of a piece that was longer than a run.
     rest: Option<Piece>,
@@ -75,7 +75,7 @@ pub(super) struct Runs<I: Iterator<Item = Piece>> {
 
 impl<I: Iterator<Item = Piece>> Runs<I> {
     /// `largest`: the most bytes of a run of data.
-    pub(super) fn new(pieces: I, largest: u64) -> Self {
+    fn new(pieces: I, largest: u64) -> Self {
         Self {
             pieces: pieces.peekable(),
             rest: None,
