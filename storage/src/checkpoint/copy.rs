@@ -112,6 +112,7 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     pace: CopyPace,
     medium: MediumCost,
     runs: Peekable<R>,
+    known: KnownData,
     /// Runs of stripes that can't be written as such.
     again: VecDeque<(&'a Arc<DiskState>, Run)>,
     /// The cost of what has begun.
@@ -188,6 +189,7 @@ pub(crate) fn copy(
         pace,
         medium,
         runs: runs(layers, medium).peekable(),
+        known: KnownData::default(),
         again: VecDeque::new(),
         engine,
         event,
@@ -319,6 +321,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                     };
                     self.again.push_front((disk, rest));
                 }
+                self.known = KnownData::default();
                 let zeroed = disk
                     .base
                     .zero_range(range.start, saved - range.start, unmap);
@@ -333,7 +336,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         while saved < range.end {
             saved = save(disk, saved..range.end);
         }
-        if stripe && has_hole(disk, range) {
+        if stripe && self.known.has_hole(disk, range) {
             self.split(disk, parts, span);
             return;
         }
@@ -522,10 +525,28 @@ fn save(disk: &DiskState, range: Range<u64>) -> u64 {
     }
 }
 
-/// Whether the base image has a hole in this range of bytes, which a stripe would fill.
-fn has_hole(disk: &DiskState, range: Range<u64>) -> bool {
-    let mut data = DataRanges::new(disk.base.host(), &disk.path, range.clone(), u64::MAX);
-    !matches!(data.next(), Some(Ok(first)) if first == range)
+/// The last range without holes that a base image was found to have. A file system may look at each block, or each extent,
+/// up to the next hole, and a copy asks for each stripe.
+#[derive(Default)]
+struct KnownData {
+    disk_id: u32,
+    bytes: Range<u64>,
+}
+
+impl KnownData {
+    /// Whether the base image has a hole in this range of bytes, which a stripe would fill.
+    fn has_hole(&mut self, disk: &DiskState, range: Range<u64>) -> bool {
+        let known = |data: &Range<u64>| data.start <= range.start && range.end <= data.end;
+        if self.disk_id != disk.id || !known(&self.bytes) {
+            let rest = range.start..u64::MAX;
+            let mut data = DataRanges::new(disk.base.host(), &disk.path, rest, u64::MAX);
+            let Some(Ok(bytes)) = data.next() else {
+                return true;
+            };
+            (self.disk_id, self.bytes) = (disk.id, bytes);
+        }
+        !known(&self.bytes)
+    }
 }
 
 #[cfg(test)]
@@ -578,6 +599,26 @@ mod tests {
         let writes = log.counters.base_writes.load(Ordering::Relaxed);
         assert_eq!(writes, 1 + 3 + 16);
         assert!(std::fs::read(&path).unwrap() == expected);
+        store.close().unwrap();
+    }
+
+    /// With a search for each stripe, copying a large image of many extents took longer than reading it.
+    #[test]
+    fn a_copy_searches_a_range_without_holes_once() {
+        const LEN: u64 = 1 << 20;
+        let dir = tempfile::tempdir().unwrap();
+        let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions::default();
+        create_disk(&path, LEN, &log, &options).unwrap();
+        std::fs::write(&path, vec![1; LEN as usize]).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let disk = &store.disks()[0].state;
+        let mut known = KnownData::default();
+        assert!(!known.has_hole(disk, 0..LEN / 4));
+        // Nothing but the copy makes holes, so it need not see this one.
+        disk.base.zero_range(LEN / 2, LEN / 4, true).unwrap();
+        assert!(!known.has_hole(disk, LEN / 2..LEN));
+        assert!(KnownData::default().has_hole(disk, LEN / 2..LEN));
         store.close().unwrap();
     }
 }
