@@ -171,16 +171,23 @@ fn the_capped_volume_counts_operations_and_is_gone_at_the_end() {
 
 #[test]
 fn only_the_sides_that_are_asked_for_take_turns() {
-    let dir = tempfile::tempdir().unwrap();
-    let arguments = ["--quick", "--only", "fsync,kept-fsync", "--seconds", "1"];
-    let mut command = sustained(dir.path(), &arguments);
-    // No qemu-nbd is needed then. The second job has no such side.
-    let output = command.args(["--sides", "raw"]).output().unwrap();
-    let report = report(dir.path(), &output);
-    let rows = report["sections"][0]["rows"].as_array().unwrap();
-    assert_eq!(rows.len(), 1, "{report}");
-    assert_eq!(rows[0]["side"], "walvisor, backend=raw");
-    assert!(rows[0]["p50_us"].is_object(), "{report}");
+    let both = ["walvisor", "walvisor, retain=1G"];
+    for (only, sides, expected) in [
+        ("fsync,kept-fsync", "raw", &["walvisor, backend=raw"][..]),
+        ("kept-fsync", "walvisor,qemu-nbd,raw,unsafe,keeping", &both),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let arguments = ["--quick", "--only", only, "--seconds", "1"];
+        let mut command = sustained(dir.path(), &arguments);
+        // No turn needs qemu-nbd, so it need not be installed.
+        command.env("PATH", "").args(["--sides", sides]);
+        let report = report(dir.path(), &command.output().unwrap());
+        let rows = report["sections"][0]["rows"].as_array().unwrap();
+        let sides: Vec<_> = rows.iter().map(|row| row["side"].as_str()).collect();
+        let expected: Vec<_> = expected.iter().map(|&side| Some(side)).collect();
+        assert_eq!(sides, expected, "{report}");
+        assert!(rows.iter().all(|row| row["p50_us"].is_object()), "{report}");
+    }
 }
 
 #[test]

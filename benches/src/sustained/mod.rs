@@ -105,7 +105,7 @@ impl SustainedArguments {
 /// Runs `walvisor-bench sustained`.
 ///
 /// # Errors
-/// If a measurement fails, a file can't be written, or qemu-nbd is not installed.
+/// If a measurement fails, a file can't be written, or a job needs qemu-nbd and it is not installed.
 pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
     let (quick, jobs, media) = (output.quick, arguments.jobs(), arguments.media());
@@ -127,7 +127,8 @@ pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
         jobs,
         sides: arguments.sides.clone(),
     };
-    if run.takes(Side::QemuNbd) && find("qemu-nbd").is_none() {
+    let mut sides = run.jobs.iter().flat_map(|&job| run.sides(job));
+    if sides.any(|side| side == Side::QemuNbd) && find("qemu-nbd").is_none() {
         return Err(CommandError::Failed(
             "qemu-nbd is missing: install the package qemu-utils".to_owned(),
         ));
@@ -169,15 +170,10 @@ struct Run {
 }
 
 impl Run {
-    /// Whether this side is measured, of the jobs that have it.
-    fn takes(&self, side: Side) -> bool {
-        self.sides.is_empty() || self.sides.contains(&side)
-    }
-
     /// The sides that are measured with this job.
     fn sides(&self, job: Job) -> Vec<Side> {
         let mut sides = job.sides();
-        sides.retain(|&side| self.takes(side));
+        sides.retain(|side| self.sides.is_empty() || self.sides.contains(side));
         sides
     }
 
