@@ -44,6 +44,10 @@ impl History {
                 // Damaged extents stay in the log, and everything else goes to the base images.
                 let damaged = found.iter().flatten().any(Option::is_none);
                 let mut copied = running.keeper.step(true);
+                // A checkpoint that would need a segment that a reader holds is put off to the next step.
+                if copied.is_ok() && running.keeper.log.lock().keeper.checkpoint {
+                    copied = running.keeper.step(true);
+                }
                 let pins = Snapshot::all(&running.keeper.control.control);
                 let saved = copied.as_ref().err().map(|error| error.kind());
                 if !damaged && saved == Some(ErrorKind::Damaged) && !pins.is_empty() {
