@@ -77,8 +77,11 @@ impl Log {
         }
         let (count, mut at) = (number(16, &sector), SECTOR as u64);
         let mut entries = Vec::new();
-        for _ in 0..count {
-            file.read_exact_at(&mut sector, at)?;
+        for entry in 0..count {
+            file.read_exact_at(&mut sector, at).map_err(|error| {
+                let what = format!("entry {entry} of {count} of the recording: {error}");
+                io::Error::new(error.kind(), what)
+            })?;
             let (flags, text) = (number(16, &sector), number(24, &sector) as usize);
             let len = number(8, &sector) as usize * SECTOR;
             at += SECTOR as u64;

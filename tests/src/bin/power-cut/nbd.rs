@@ -25,7 +25,7 @@ impl Nbd {
     pub fn connect(socket: &Path, name: &str) -> io::Result<Self> {
         let mut stream = UnixStream::connect(socket)?;
         let mut greeting = [0; 18];
-        stream.read_exact(&mut greeting)?;
+        read(&mut stream, &mut greeting, "the server's greeting")?;
         if !greeting.starts_with(b"NBDMAGICIHAVEOPT") {
             return Err(io::Error::other("this is no NBD server"));
         }
@@ -36,7 +36,7 @@ impl Nbd {
         hello.extend(name.bytes());
         stream.write_all(&hello)?;
         // The export's size and flags.
-        stream.read_exact(&mut [0; 10])?;
+        read(&mut stream, &mut [0; 10], "the export's size")?;
         Ok(Self { stream })
     }
 
@@ -62,11 +62,17 @@ impl Nbd {
         }
         self.stream.write_all(&message)?;
         let mut answer = [0; 16];
-        self.stream.read_exact(&mut answer)?;
+        read(&mut self.stream, &mut answer, "a reply")?;
         match u32::from_be_bytes(answer[4..8].try_into().expect("four bytes")) {
-            0 if request == Request::Read => self.stream.read_exact(data),
+            0 if request == Request::Read => read(&mut self.stream, data, "the data of a READ"),
             0 => Ok(()),
             error => Err(io::Error::from_raw_os_error(error as i32)),
         }
     }
+}
+
+/// Reads all of `bytes`; an error says what they should have been.
+fn read(stream: &mut UnixStream, bytes: &mut [u8], what: &str) -> io::Result<()> {
+    let told = |error: io::Error| io::Error::new(error.kind(), format!("{what}: {error}"));
+    stream.read_exact(bytes).map_err(told)
 }
