@@ -602,7 +602,7 @@ mod tests {
         store.close().unwrap();
     }
 
-    /// With a search for each stripe, copying a large image of many extents took longer than reading it.
+    /// In a large image each search may take milliseconds, so there is not one for each stripe.
     #[test]
     fn a_copy_searches_a_range_without_holes_once() {
         const LEN: u64 = 1 << 20;

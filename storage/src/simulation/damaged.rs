@@ -44,7 +44,7 @@ impl History {
                 // Damaged extents stay in the log, and everything else goes to the base images.
                 let damaged = found.iter().flatten().any(Option::is_none);
                 let mut copied = running.keeper.step(true);
-                // A checkpoint that would need a segment that a reader holds is put off to the next step.
+                // A step may leave a part of the checkpoint to the next one, and then asks for it.
                 if copied.is_ok() && running.keeper.log.lock().keeper.checkpoint {
                     copied = running.keeper.step(true);
                 }

@@ -210,7 +210,7 @@ fn a_range_of_seeds_starts_anywhere() {
 /// Promise 4 for bytes that rot, vanish or land in the wrong place. No panic, and no read past the end, may happen.
 #[test]
 fn damage_is_reported_or_harmless() {
-    // The last one's first checkpoint is put off.
+    // The last one's first step asks for another.
     let reported = (1..=5000u64)
         .chain([100_131])
         .filter(|&seed| {
