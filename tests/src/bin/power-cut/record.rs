@@ -287,10 +287,7 @@ impl Recorder<'_> {
             let work = |client: &mut Client| {
                 let mut nbd = connect(client, daemon, marks)?;
                 for _ in 0..operations {
-                    match client.step(&mut nbd, marks) {
-                        Err(_) if cut.load(Ordering::Acquire) => return Ok(()),
-                        done => done?,
-                    }
+                    client.step(&mut nbd, marks)?;
                     let number = done.fetch_add(1, Ordering::AcqRel) + 1;
                     if killed && number == wanted * 2 / 3 {
                         cut.store(true, Ordering::Release);
@@ -298,6 +295,11 @@ impl Recorder<'_> {
                     }
                 }
                 Ok(())
+            };
+            // The kill ends each client, also one that is still connecting.
+            let work = move |client: &mut Client| match work(client) {
+                Err(_) if cut.load(Ordering::Acquire) => Ok(()),
+                worked => worked,
             };
             let working: Vec<_> = clients
                 .iter_mut()
