@@ -42,7 +42,7 @@ pub struct Store {
     pub(crate) disks: Vec<Disk>,
     keeper: Option<JoinHandle<Result<()>>>,
     /// Dropped last: the log needs its writer until everything is durable.
-    writer: Option<Writer>,
+    pub(crate) writer: Option<Writer>,
     /// The control file of a log that is open for reading only: its lock keeps writers out. Otherwise the keeper has it.
     pub(crate) control: Option<ControlFile>,
 }
