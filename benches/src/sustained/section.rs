@@ -65,8 +65,8 @@ pub fn section(medium: Medium, rows: &[Row], time: Duration, missing: Option<Str
     };
     let mut notes = vec![
         turns.as_str(),
-        "All sides answer a write once a kill of the daemon cannot lose it (for walvisor answer=written), keep the host's page cache \
-         out (O_DIRECT, io_uring), and a FLUSH makes every write before it durable (fdatasync), but for cache=unsafe.",
+        "All sides but cache=unsafe answer a write once a kill of the daemon cannot lose it (for walvisor answer=written), and a FLUSH \
+         makes every write before it durable (fdatasync). All keep the host's page cache out (O_DIRECT, io_uring).",
         counted,
     ];
     notes.extend(missing.as_deref());
