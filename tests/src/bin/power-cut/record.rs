@@ -296,14 +296,15 @@ impl Recorder<'_> {
                 }
                 Ok(())
             };
-            // The kill ends each client, also one that is still connecting.
-            let work = move |client: &mut Client| match work(client) {
-                Err(_) if cut.load(Ordering::Acquire) => Ok(()),
-                worked => worked,
-            };
             let working: Vec<_> = clients
                 .iter_mut()
-                .map(|client| scope.spawn(move || work(client)))
+                .map(|client| {
+                    scope.spawn(move || match work(client) {
+                        // The kill ends each client, also one that is still connecting.
+                        Err(_) if cut.load(Ordering::Acquire) => Ok(()),
+                        worked => worked,
+                    })
+                })
                 .collect();
             let under_way = || working.iter().any(|client| !client.is_finished());
             while under_way() {
