@@ -3,8 +3,8 @@
 //! A checkpoint goes through the base image in the order of its sectors, but their bytes are scattered over the
 //! log. Read one by one, each block would cost the medium a request, and delay the syncs of others. So a segment of
 //! which many small parts are wanted is read once from beginning to end, and its parts come from memory. If the
-//! kernel needs the memory, it drops pages, and reads a part again when it is wanted. All other readers of the log
-//! bypass the cache.
+//! kernel needs the memory, it drops pages, and reads a part again when it is wanted. Much of a segment may be there already, as it
+//! was written. All other readers of the log bypass the cache, and the pages go when the segment is recycled.
 
 use std::collections::{HashMap, VecDeque};
 use std::fs::File;
@@ -25,7 +25,7 @@ const WORTH: u64 = 64 << 10;
 /// Most steps of reading under way in haste. They keep the medium busy, and a guest's request waits only for them.
 const STEPS_IN_HASTE: usize = 4;
 
-/// See the module's documentation. Dropping it frees the cached pages.
+/// See the module's documentation.
 #[derive(Default)]
 pub(crate) struct Ahead {
     files: HashMap<*const Segment, Arc<File>>,
@@ -87,14 +87,6 @@ impl Ahead {
         match self.files.get(&Arc::as_ptr(&segment)) {
             Some(file) => Source::Base(Arc::clone(file) as Arc<dyn DataFile>),
             None => Source::Segment(segment),
-        }
-    }
-}
-
-impl Drop for Ahead {
-    fn drop(&mut self) {
-        for file in self.files.values() {
-            let _ = fadvise(file, 0, None, Advice::DontNeed);
         }
     }
 }

@@ -227,6 +227,9 @@ impl Keeper {
 
     /// Gives the oldest `count` segments back to the ring.
     fn recycle(&self, count: usize) {
+        let oldest = self.log.lock().ring.oldest(count);
+        oldest.iter().for_each(|(segment, _)| segment.free_pages());
+        drop(oldest);
         self.log.lock().ring.retire(count);
         self.reclaim();
     }

@@ -273,7 +273,7 @@ fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
 }
 
 /// Bytes that background work moves at once: a sync of the log waits for one such step at most.
-const STEP: u64 = 256 << 10;
+const STEP: u64 = 1 << 20;
 
 /// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion. `between` is called
 /// with the time that each [`STEP`] took.

@@ -5,6 +5,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use rustix::fs::{Advice, fadvise};
+
 use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::SegmentHeader;
@@ -40,6 +42,14 @@ impl Segment {
     /// Lets `change` change the table of checksums, under the table's lock.
     pub(crate) fn note(&self, change: impl FnOnce(&mut Table)) {
         change(&mut self.checksums.write().expect("checksums lock"));
+    }
+
+    /// Frees the pages of the kernel's cache that hold bytes of the segment, which nobody needs any more.
+    pub(crate) fn free_pages(&self) {
+        if let Some(file) = self.file.host() {
+            // A page that stays is used again, or freed when the kernel needs memory.
+            let _ = fadvise(file, 0, None, Advice::DontNeed);
+        }
     }
 
     /// The path of segment file number `slot` of the log in `dir`.

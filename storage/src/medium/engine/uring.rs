@@ -1,14 +1,24 @@
 //! The io_uring engine: one system call for all reads and writes of a turn.
+//!
+//! Batches that nobody has to sync are written through the kernel's page cache. A kill of the daemon can't lose them there, so
+//! their writers need not wait for the medium; a checkpoint copies them without a read; and a later fdatasync of the segment
+//! includes them. So that this sync stays short, the kernel writes them back in steps, and the log waits for the step before.
 
+use std::fs::File;
 use std::io;
+use std::ops::Range;
 
 use io_uring::{opcode, types};
 use rustix::io::Errno;
 
-use super::operation::{Chunk, Done, Engine, Io, run, write_chunks};
+use super::operation::{Chunk, Done, Engine, Io, SyncScope, run, write_chunks};
 use crate::Buffer;
 use crate::medium::ring::Ring;
-use crate::sync::Event;
+use crate::medium::segment::Segment;
+use crate::sync::{Arc, Event, Weak};
+
+/// The kernel begins to write a segment back whenever so many bytes of it are in the page cache.
+const WRITE_BACK: u64 = 1 << 20;
 
 /// An operation in the kernel, with all the memory that the kernel may touch.
 struct InFlight {
@@ -32,6 +42,11 @@ pub(super) struct Uring {
     /// Memory for the next operations: their slices and chunk lists.
     slices: Vec<Slices>,
     lists: Vec<Vec<Chunk>>,
+    /// The segment that was written through the page cache last, and its file, open for that. The `Weak` lets the segment be
+    /// recycled, and keeps another from having its address.
+    cached: Option<(Weak<Segment>, File)>,
+    /// Signalled for operations that end while they are submitted; the ring signals it for all others.
+    event: Event,
 }
 
 impl Uring {
@@ -41,7 +56,43 @@ impl Uring {
             done: Vec::new(),
             slices: Vec::new(),
             lists: Vec::new(),
+            cached: None,
+            event: event.try_clone()?,
         })
+    }
+
+    /// The file through which the page cache takes writes to this segment. `None` if the segment has to be written past the cache:
+    /// where a server does the work of the file system, it would do each write at once.
+    fn cached(&mut self, segment: &Arc<Segment>) -> Option<&File> {
+        if segment.needs_sync {
+            return None;
+        }
+        let known = |(last, _): &(Weak<Segment>, File)| last.as_ptr() == Arc::as_ptr(segment);
+        if !self.cached.as_ref().is_some_and(known) {
+            let file = File::options().write(true).open(&segment.path).ok()?;
+            self.cached = Some((Arc::downgrade(segment), file));
+        }
+        self.cached.as_ref().map(|(_, file)| file)
+    }
+
+    /// Carries out a write that ends without a sync through the page cache. Returns the bytes of the segment that are to be
+    /// written back before the operation ends.
+    fn write_cached(&mut self, io: &mut Io) -> Option<io::Result<Option<Range<u64>>>> {
+        let Io::Append {
+            segment,
+            offset,
+            chunks,
+            sync: SyncScope::None,
+            ..
+        } = io
+        else {
+            return None;
+        };
+        let written = write_chunks(self.cached(segment)?, *offset, chunks, 0, false);
+        let end = *offset + chunks.iter().map(|chunk| chunk.len as u64).sum::<u64>();
+        let range = written.map(|()| written_back(*offset..end));
+        self.lists.push(io.take_list());
+        Some(range)
     }
 
     fn account(&mut self, operation: InFlight, moved: Result<usize, Errno>) {
@@ -83,10 +134,33 @@ fn end(mut io: Io, moved: usize) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
     (ended, list)
 }
 
+/// What is to be written back once these bytes of a segment are in the page cache: the step that they end, and the step before it
+/// with what parallel writes may have left there. `None` if they end no step.
+fn written_back(written: Range<u64>) -> Option<Range<u64>> {
+    let begin = written.start / WRITE_BACK;
+    let end = written.end / WRITE_BACK;
+    (begin < end).then(|| begin.saturating_sub(1) * WRITE_BACK..end * WRITE_BACK)
+}
+
 impl Engine for Uring {
     fn submit(&mut self, id: u64, mut io: Io) {
         let mut slices = Slices::default();
+        let write_back = match self.write_cached(&mut io) {
+            Some(Ok(Some(range))) => Some(range),
+            Some(written) => {
+                let result = written.map(|_| None);
+                return self.done.push(Done { id, result });
+            }
+            None => None,
+        };
         let entry = match &mut io {
+            Io::Append { segment, .. } if let Some(range) = write_back => {
+                let fd = types::Fd(segment.file.raw_fd());
+                let len = (range.end - range.start) as u32;
+                let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE;
+                let sync = opcode::SyncFileRange::new(fd, len).offset(range.start);
+                sync.flags(flags).build()
+            }
             Io::Read {
                 source,
                 offset,
@@ -120,6 +194,9 @@ impl Engine for Uring {
 
     fn enter(&mut self) {
         self.ring.enter();
+        if !self.done.is_empty() {
+            self.event.signal();
+        }
     }
 
     fn poll(&mut self, done: &mut Vec<Done>) {
@@ -137,10 +214,79 @@ impl Engine for Uring {
 #[cfg(test)]
 #[cfg(not(feature = "shuttle"))]
 mod tests {
+    use rustix::event::{PollFd, PollFlags, poll};
+    use rustix::time::Timespec;
+
     use super::*;
-    use crate::medium::engine::Source;
+    use crate::medium::directory::{Medium, directory};
+    use crate::medium::engine::{EngineKind, Source};
     use crate::medium::file::DataFile;
-    use crate::sync::Arc;
+
+    #[test]
+    fn a_step_is_written_back_with_the_one_before() {
+        const STEP: u64 = WRITE_BACK;
+        assert_eq!(written_back(0..STEP - 1), None);
+        assert_eq!(written_back(4096..STEP), Some(0..STEP));
+        assert_eq!(written_back(STEP..STEP + 4096), None);
+        assert_eq!(
+            written_back(2 * STEP - 4096..2 * STEP + 4096),
+            Some(0..2 * STEP)
+        );
+        assert_eq!(
+            written_back(3 * STEP..5 * STEP + 1),
+            Some(2 * STEP..5 * STEP)
+        );
+    }
+
+    /// The first batch ends while it is submitted, so nobody but the engine can wake the thread that sleeps until then. The second
+    /// ends a step. The third is written past the cache, because there is no such file any more.
+    #[test]
+    fn a_batch_without_a_sync_ends_and_wakes_its_port() {
+        if let Err(error) = crate::medium::ring::probe() {
+            return println!("skipped: no io_uring here: {error}");
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let medium = directory(dir.path(), EngineKind::IoUring);
+        let create = |slot| Arc::new(medium.create_segment(slot, 4 << 20, &mut |_| {}).unwrap());
+        let (segment, removed) = (create(0), create(1));
+        std::fs::remove_file(&removed.path).unwrap();
+        let event = Event::new().unwrap();
+        let mut engine = Uring::new(&event).unwrap();
+        let batches = [
+            (&segment, 4096, 8192),
+            (&segment, 12288, 2 << 20),
+            (&removed, 0, 4096),
+        ];
+        for (id, (segment, offset, len)) in (1..).zip(batches) {
+            let bytes = vec![id as u8; len];
+            let io = Io::Append {
+                segment: segment.clone(),
+                offset,
+                chunks: vec![Chunk {
+                    buffer: Buffer::from(&bytes[..]).share(),
+                    len,
+                }],
+                payloads: 0..1,
+                sync: SyncScope::None,
+            };
+            engine.submit(id, io);
+            engine.enter();
+            let mut signal = [PollFd::from_borrowed_fd(event.fd(), PollFlags::IN)];
+            let long = Timespec {
+                tv_sec: 60,
+                tv_nsec: 0,
+            };
+            assert_eq!(poll(&mut signal, Some(&long)).unwrap(), 1, "batch {id}");
+            event.clear();
+            let mut done = Vec::new();
+            engine.poll(&mut done);
+            assert!(done.len() == 1 && done[0].id == id, "{done:?}");
+            assert!(done[0].result.is_ok(), "{done:?}");
+            let mut read = Buffer::zeroed(len);
+            segment.file.read_exact_at(&mut read, offset).unwrap();
+            assert!(read[..] == bytes, "batch {id}");
+        }
+    }
 
     /// An operation that was interrupted, or for which the kernel had no memory, is still done; any other error is
     /// reported.
