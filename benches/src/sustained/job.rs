@@ -63,6 +63,7 @@ impl Job {
         let does = |side: &Side| match side {
             Side::Wal => true,
             Side::QemuNbd | Side::Raw => !self.shows_history(),
+            Side::QemuNbdWriteback => !self.shows_history() && !self.work().flush,
             Side::Unsafe => self.shows_price(),
             Side::Keeping => self.shows_history(),
         };

@@ -128,7 +128,7 @@ pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
         sides: arguments.sides.clone(),
     };
     let mut sides = run.jobs.iter().flat_map(|&job| run.sides(job));
-    if sides.any(|side| side == Side::QemuNbd) && find("qemu-nbd").is_none() {
+    if sides.any(Side::is_peer) && find("qemu-nbd").is_none() {
         return Err(CommandError::Failed(
             "qemu-nbd is missing: install the package qemu-utils".to_owned(),
         ));

@@ -66,7 +66,8 @@ pub fn section(medium: Medium, rows: &[Row], time: Duration, missing: Option<Str
     let mut notes = vec![
         turns.as_str(),
         "All sides but cache=unsafe answer a write once a kill of the daemon cannot lose it (for walvisor answer=written), and a FLUSH \
-         makes every write before it durable (fdatasync). All keep the host's page cache out (O_DIRECT, io_uring).",
+         makes every write before it durable (fdatasync). The peer and the raw image keep the host's page cache out (O_DIRECT, io_uring), \
+         except with cache=writeback. A log is written through it, 1 MiB ahead of the medium, and a disk past it.",
         counted,
     ];
     notes.extend(missing.as_deref());

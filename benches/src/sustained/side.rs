@@ -21,6 +21,9 @@ pub enum Side {
     Wal,
     /// The peer
     QemuNbd,
+    /// The peer, which writes through the host's page cache; only in jobs whose clients do not flush
+    #[value(name = "qemu-nbd-writeback")]
+    QemuNbdWriteback,
     /// The same daemon on the image alone
     Raw,
     /// The disk with its log, which answers a FLUSH without a sync
@@ -31,9 +34,10 @@ pub enum Side {
 
 impl Side {
     /// All sides.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::Wal,
         Self::QemuNbd,
+        Self::QemuNbdWriteback,
         Self::Raw,
         Self::Unsafe,
         Self::Keeping,
@@ -49,6 +53,7 @@ impl Side {
         match self {
             Self::Wal => "walvisor",
             Self::QemuNbd => "qemu-nbd",
+            Self::QemuNbdWriteback => "qemu-nbd, cache=writeback",
             Self::Raw => "walvisor, backend=raw",
             Self::Unsafe => "walvisor, cache=unsafe",
             Self::Keeping => "walvisor, retain=1G",
@@ -61,7 +66,13 @@ impl Side {
             Self::Wal | Self::Raw | Self::Keeping => "writeback",
             Self::Unsafe => "unsafe",
             Self::QemuNbd => "none, aio=io_uring",
+            Self::QemuNbdWriteback => "writeback, aio=io_uring",
         }
+    }
+
+    /// Whether it is qemu-nbd.
+    pub fn is_peer(self) -> bool {
+        matches!(self, Self::QemuNbd | Self::QemuNbdWriteback)
     }
 
     /// Starts the daemons of `disks` disks, whose images are in `images`, at the sockets `disk-N` in `sockets`. Each
@@ -80,10 +91,14 @@ impl Side {
             // What a daemon before left.
             let _ = std::fs::remove_file(socket(disk));
         }
-        if self == Self::QemuNbd {
+        if self.is_peer() {
+            let cache = match self {
+                Self::QemuNbdWriteback => "--cache=writeback",
+                _ => "--cache=none",
+            };
             let peers = (0..disks).map(|disk| {
                 let mut peer = Command::new("qemu-nbd");
-                peer.args(["--format=raw", "--cache=none", "--aio=io_uring"]);
+                peer.args(["--format=raw", cache, "--aio=io_uring"]);
                 peer.args(["--discard=unmap", "--shared=64", "--persistent"]);
                 peer.arg("--export-name=disk");
                 peer.arg(format!("--socket={}", socket(disk).display()));

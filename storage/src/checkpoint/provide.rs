@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::checkpoint::pace::Growth;
 use crate::error::Result;
 use crate::log::state::Log;
+use crate::medium::file::LONG_STEP;
 use crate::mutant::{Mutant, planted};
 use crate::sync;
 
@@ -18,18 +19,36 @@ impl Log {
     /// Makes the next segment file if too few are ready. `copies`: a copy is under way. `meanwhile` is called between its
     /// steps, unless none is ready: writers then wait, or soon do, and nothing else is to keep the medium from it.
     pub(crate) fn provide(&self, copies: bool, mut meanwhile: impl FnMut()) -> Result<()> {
-        let state = self.lock();
+        let mut state = self.lock();
         let Some(slot) = state.ring.next_file() else {
             return Ok(());
         };
-        let mut growth = Growth::of_log(state.ring.end());
+        let (size, began, ready) = (
+            self.segment_size,
+            state.ring.end(),
+            state.ring.ready_bytes(),
+        );
+        let mut growth = Growth::of_log(began);
+        // Writers that are faster get half of what is ready at once, and the rest in step with the file: else they would use it up,
+        // and wait until the file is made.
+        let mut steps = 0;
+        let mut progress = move || {
+            steps += 1;
+            let share = (steps * LONG_STEP).min(size) as f64 / size as f64;
+            (ready > 0).then_some(began + (ready as f64 * (1.0 + share) / 2.0) as u64)
+        };
+        state.ring.make_progress(progress());
         drop(state);
         let mut give_way = |took: Duration| {
-            let state = self.lock();
+            let mut state = self.lock();
             let needed = state.ring.has_none_free();
-            let pressing = state.is_pressing() || needed || copies;
+            let pressing = state.is_pressing() || needed || copies || state.ring.outruns_files();
             let disturbing = growth.is_under_way(state.ring.end());
+            let waited = state.ring.make_progress(progress());
             drop(state);
+            if waited {
+                self.wake_ports();
+            }
             if disturbing && !pressing {
                 sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
             }
@@ -37,14 +56,18 @@ impl Log {
                 meanwhile();
             }
         };
-        let size = self.segment_size;
         let made = self.medium.create_segment(slot, size, &mut give_way);
         let mut state = self.lock();
+        let waited = state.ring.make_progress(None);
         match made {
             Ok(segment) => state.ring.add(segment),
             Err(error) => {
                 // Without this segment the ring is smaller, so a checkpoint is needed sooner.
                 state.keeper.checkpoint |= state.ring.cramp();
+                drop(state);
+                if waited {
+                    self.wake_ports();
+                }
                 return Err(error);
             }
         }

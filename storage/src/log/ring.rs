@@ -44,7 +44,7 @@ pub(crate) enum Room {
     Tail,
     /// In this segment, which was free and is to become the [next tail](SegmentRing::begin_tail).
     Next(Arc<Segment>),
-    /// There is room, but the checkpoint under way hands it on little by little.
+    /// There is room, but the checkpoint under way, or the making of a segment file, hands it on little by little.
     Later,
     /// Nowhere yet. `left`: how many segments are free or can still be made. `reserved`: these are the keeper's.
     None { left: u32, reserved: bool },
@@ -79,6 +79,10 @@ pub(crate) struct SegmentRing {
     allowed: Option<u64>,
     /// A batch waits for [`allow`](Self::allow).
     delayed: bool,
+    /// The log grows up to this end until more of the segment file that is being made is ready; `None`: none is being made.
+    making: Option<u64>,
+    /// A batch waits for [`make_progress`](Self::make_progress).
+    outruns: bool,
 }
 
 impl SegmentRing {
@@ -107,6 +111,8 @@ impl SegmentRing {
             end: 0,
             allowed: None,
             delayed: false,
+            making: None,
+            outruns: false,
         }
     }
 
@@ -223,13 +229,39 @@ impl SegmentRing {
         std::mem::take(&mut self.delayed)
     }
 
+    /// Bytes that batches may use before they need a segment file that is not made yet; 0 if no segment is free.
+    pub(crate) fn ready_bytes(&self) -> u64 {
+        let tail = self
+            .tail
+            .as_ref()
+            .map_or(0, |tail| self.segment_size - tail.offset);
+        match self.free.len() as u64 {
+            0 => 0,
+            free => free * self.segment_size + tail,
+        }
+    }
+
+    /// While a segment file is being made, lets the log grow up to `end`; with `None`, none is being made any more. Returns
+    /// whether a batch waited for that.
+    pub(crate) fn make_progress(&mut self, end: Option<u64>) -> bool {
+        self.making = end;
+        std::mem::take(&mut self.outruns)
+    }
+
+    /// Whether batches use up the log faster than the segment file is made.
+    pub(crate) fn outruns_files(&self) -> bool {
+        self.outruns
+    }
+
     /// Looks for room for a batch, and for the summary of its segment. `draining`: the batch is the keeper's, which may
     /// take the room of the summary.
     pub(crate) fn make_room(&mut self, batch: BatchSize, draining: bool) -> Room {
         let bytes = batch.whole;
-        let allowed = self.allowed.is_none_or(|end| self.end + bytes <= end);
-        if !allowed && !draining {
-            self.delayed = true;
+        let within = |end: Option<u64>| draining || end.is_none_or(|end| self.end + bytes <= end);
+        let (allowed, made) = (within(self.allowed), within(self.making));
+        self.delayed |= !allowed;
+        self.outruns |= !made;
+        if !allowed || !made {
             return Room::Later;
         }
         // While the ring grows and no segment is free, most of the tail is reserved for the keeper, in case no

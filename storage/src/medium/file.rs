@@ -273,17 +273,19 @@ fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
 }
 
 /// Bytes that background work moves at once: a sync of the log waits for one such step at most.
-const STEP: u64 = 1 << 20;
+const STEP: u64 = 256 << 10;
+/// The same while a segment is made. Where each operation takes long, smaller ones would make writers wait for the segment.
+pub(crate) const LONG_STEP: u64 = 4 << 20;
 
 /// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion. `between` is called
-/// with the time that each [`STEP`] took.
+/// with the time that each [`LONG_STEP`] took.
 pub(crate) fn write_zeroes(
     file: &dyn DataFile,
     offset: u64,
     len: u64,
     between: &mut dyn FnMut(Duration),
 ) -> io::Result<()> {
-    let zeroes = Buffer::zeroed(len.min(STEP) as usize);
+    let zeroes = Buffer::zeroed(len.min(LONG_STEP) as usize);
     let mut done = 0;
     while done < len {
         let part = (len - done).min(zeroes.len() as u64);
@@ -393,13 +395,16 @@ mod tests {
     #[test]
     fn zeroes_are_written_step_by_step() {
         let file = tempfile::tempfile().unwrap();
-        FileExt::write_all_at(&file, &[7; 3 * STEP as usize], 0).unwrap();
+        FileExt::write_all_at(&file, &[7; 3 * LONG_STEP as usize], 0).unwrap();
         let mut steps = 0;
-        write_zeroes(&file, 512, 2 * STEP + 512, &mut |_| steps += 1).unwrap();
+        write_zeroes(&file, 512, 2 * LONG_STEP + 512, &mut |_| steps += 1).unwrap();
         assert_eq!(steps, 3);
-        let mut bytes = vec![1; 3 * STEP as usize];
+        let mut bytes = vec![1; 3 * LONG_STEP as usize];
         FileExt::read_exact_at(&file, &mut bytes, 0).unwrap();
         let zeroes = bytes.iter().filter(|&&byte| byte == 0).count() as u64;
-        assert_eq!((zeroes, bytes[511], bytes[512]), (2 * STEP + 512, 7, 0));
+        assert_eq!(
+            (zeroes, bytes[511], bytes[512]),
+            (2 * LONG_STEP + 512, 7, 0)
+        );
     }
 }

@@ -75,6 +75,13 @@ fn a_batch_waits_until_the_log_may_grow() {
     assert!(ring.allow(Some(ring.end() + 8704)));
     assert!(matches!(ring.make_room(batch(8704), false), Room::Tail));
     assert!(!ring.allow(None));
+    // While a segment file is made, the log has what is ready little by little.
+    assert!(!ring.make_progress(Some(ring.end() + 8192)));
+    assert!(matches!(ring.make_room(batch(8704), false), Room::Later));
+    assert!(ring.outruns_files() && !ring.holds_back());
+    assert!(matches!(ring.make_room(batch(8704), true), Room::Tail));
+    assert!(ring.make_progress(None));
+    assert!(!ring.outruns_files());
     assert!(matches!(ring.make_room(batch(SIZE), false), Room::Next(_)));
     ring.check(9);
 }

@@ -1,8 +1,9 @@
 //! How bytes reach the medium: one trait, and an engine for each kind of thread.
 //!
 //! ```text
-//!   port ──submit──▶ Engine ──▶ io_uring, if the kernel has it                     (uring.rs)
-//!     ▲                    └──▶ else a thread with pwritev2, reads inline          (blocking.rs)
+//!   port ──submit──▶ Engine ──▶ io_uring, if the kernel has it; batches through
+//!     ▲                    │    the page cache                                     (uring.rs)
+//!     │                    └──▶ else a thread with pwritev2, reads inline          (blocking.rs)
 //!     └──── poll ◀── event descriptor
 //!
 //!   the log's leader ──────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (operation.rs)
