@@ -22,7 +22,7 @@ const RUNS_BESIDE_FLUSHES: usize = 64;
 const RUNS_BESIDE_READS: usize = 8;
 const UNHURRIED_RUNS: usize = 2;
 /// What is in flight takes the medium so long, and so long while guests flush: they wait behind it.
-const QUEUE: Duration = Duration::from_millis(24);
+const QUEUE: Duration = Duration::from_millis(12);
 const QUEUE_BESIDE_FLUSHES: Duration = Duration::from_millis(6);
 /// After this long without growth of the log, background work disturbs no writer.
 const QUIET: Duration = Duration::from_millis(50);
@@ -283,7 +283,7 @@ mod tests {
 
         // What a medium does in some milliseconds.
         pace.know_rate(1_000_000);
-        for (quiet, queue) in [(Duration::ZERO, 24_000), (Duration::MAX, 6_000)] {
+        for (quiet, queue) in [(Duration::ZERO, 12_000), (Duration::MAX, 6_000)] {
             pace.flushes.quiet = quiet;
             pace.runs(&log, 0);
             assert_eq!(pace.queue(), queue);
