@@ -157,6 +157,29 @@ mod tests {
     /// the newest of each.
     #[test]
     fn a_checkpoint_of_many_small_writes_copies_each() {
+        checkpoint_many_small_writes(|_| {});
+    }
+
+    /// What is read through the page cache need not be what the medium has. Here it is another file, of zeroes.
+    #[test]
+    fn a_checkpoint_reads_the_medium_where_the_page_cache_is_wrong() {
+        checkpoint_many_small_writes(|log| {
+            for file in std::fs::read_dir(log).unwrap() {
+                let path = file.unwrap().path();
+                if path
+                    .file_name()
+                    .unwrap()
+                    .to_string_lossy()
+                    .starts_with("segment-")
+                {
+                    std::fs::remove_file(&path).unwrap();
+                    std::fs::write(&path, vec![0; 1 << 20]).unwrap();
+                }
+            }
+        });
+    }
+
+    fn checkpoint_many_small_writes(before: impl Fn(&std::path::Path)) {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
         let options = StoreOptions {
@@ -177,6 +200,7 @@ mod tests {
                 .unwrap();
         }
         drop(port);
+        before(&log);
         store.disks()[0].checkpoint().unwrap();
         store.close().unwrap();
         assert!(std::fs::read(&disk).unwrap() == expected);

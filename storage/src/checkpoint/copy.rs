@@ -8,7 +8,9 @@
 //! replicas apply the transactions of one commit group in parallel. The order of the records is already settled in
 //! the layer, which has only the newest extent of each sector.
 //!
-//! If many small parts of a segment are wanted, they are read through the page cache, see [`Ahead`].
+//! If many small parts of a segment are wanted, they are read through the page cache, see [`Ahead`]. Other readers of the segment's
+//! file can leave old bytes there while batches are written past the cache. So what the checksums do not match is read once more
+//! from the medium before it counts as damaged.
 
 use std::collections::{HashMap, VecDeque};
 use std::iter::Peekable;
@@ -63,14 +65,18 @@ struct Flight<'a> {
 
 /// A part of a run.
 enum Part {
-    Reading(LogRead),
+    /// `cached`: through the page cache.
+    Reading {
+        read: LogRead,
+        cached: bool,
+    },
     Read(Chunk),
 }
 
 impl Part {
     /// Takes the buffer that was read, if its checksums match those that were logged.
     fn verified(&mut self, buffer: Buffer) -> Result<()> {
-        if let Self::Reading(read) = self {
+        if let Self::Reading { read, .. } = self {
             *self = Self::Read(chunk(read.verified(buffer)?));
         }
         Ok(())
@@ -79,7 +85,7 @@ impl Part {
     fn read(self) -> Option<Chunk> {
         match self {
             Self::Read(chunk) => Some(chunk),
-            Self::Reading(_) => None,
+            Self::Reading { .. } => None,
         }
     }
 }
@@ -242,6 +248,15 @@ fn sync_bases(layers: &[Layer]) -> Result<()> {
     })
 }
 
+/// The operation that reads a part from `source`.
+fn read_of(read: &LogRead, source: Source) -> Io {
+    Io::Read {
+        source,
+        offset: read.offset(),
+        buffer: Buffer::for_overwrite(read.bytes()),
+    }
+}
+
 fn chunk(buffer: Buffer) -> Chunk {
     Chunk {
         len: buffer.len(),
@@ -364,13 +379,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 Some(Place::Log { segment, offset }) => {
                     flight.reads += 1;
                     let read = LogRead::new(segment.clone(), *offset, len);
-                    let io = Io::Read {
-                        source: self.ahead.source(segment.clone()),
-                        offset: read.offset(),
-                        buffer: Buffer::for_overwrite(read.bytes()),
-                    };
-                    self.engine.submit(id(part), io);
-                    Part::Reading(read)
+                    let source = self.ahead.source(segment.clone());
+                    let cached = matches!(source, Source::Base(_));
+                    self.engine.submit(id(part), read_of(&read, source));
+                    Part::Reading { read, cached }
                 }
                 Some(Place::Memory { payload, offset }) => {
                     Part::Read(chunk(Buffer::from(&payload[*offset..*offset + len])))
@@ -487,6 +499,14 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             Ok(buffer) => {
                 let buffer = buffer.expect("a read gives bytes");
                 if let Err(error) = flight.chunks[part].verified(buffer) {
+                    if let Part::Reading { read, cached } = &mut flight.chunks[part]
+                        && std::mem::take(cached)
+                    {
+                        let source = Source::Segment(read.segment().clone());
+                        self.engine.submit(end.id, read_of(read, source));
+                        self.flights.insert(number, flight);
+                        return;
+                    }
                     flight.damaged = true;
                     self.note_damage(flight.disk, error);
                 }
