@@ -117,7 +117,7 @@ impl ControlFile {
 /// Whether there is a log in this directory.
 pub fn has_log(log_dir: &Path) -> bool {
     // If this user may not examine the file, the next call that opens it reports that.
-    match files().kind(&log_dir.join("control")) {
+    match files().kind(&log_dir.join(CONTROL)) {
         Err(error) => error.kind() == std::io::ErrorKind::PermissionDenied,
         Ok(_) => true,
     }
@@ -150,8 +150,10 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
         names => names.map_err(|error| Error::io("read the log directory", log_dir, error))?,
     };
+    // Another process may have made a log here since the caller looked for one.
+    let is_log = names.iter().any(|name| name == CONTROL);
     // A crash in `create_log` leaves a control file with the unfinished name.
-    match names.iter().any(|name| name != UNFINISHED_CONTROL) {
+    match !is_log && names.iter().any(|name| name != UNFINISHED_CONTROL) {
         false => Ok(()),
         true => Err(Error::new(
             ErrorKind::Damaged,
@@ -164,7 +166,8 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
     }
 }
 
-/// The control file's name while it is being created.
+/// The control file's name, and its name while it is being created.
+const CONTROL: &str = "control";
 const UNFINISHED_CONTROL: &str = "control.new";
 
 /// Creates the directory and a control file with the disks that `fill` adds. The file gets its name when it is
@@ -181,7 +184,7 @@ pub(crate) fn create_log(
         }
         _ => {}
     }
-    let (path, unfinished) = (log_dir.join("control"), log_dir.join(UNFINISHED_CONTROL));
+    let (path, unfinished) = (log_dir.join(CONTROL), log_dir.join(UNFINISHED_CONTROL));
     const DOING: &str = "create the log's control file";
     let create = |error| Error::io(DOING, &path, error);
     // If several processes create the log at once, the one that locks this file does it, and the others look again.
@@ -262,7 +265,7 @@ pub(crate) fn open_or_create_log(
 /// The paths of the base images of all disks on a log when they were last open, without opening the log. The caller
 /// learns which files opening the log may open. Empty if the log can't be read; opening it reports the error.
 pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
-    let path = log_dir.join("control");
+    let path = log_dir.join(CONTROL);
     let read = || {
         let file = files().open(&path, Open::Read).ok()?;
         let control = read_control(file, path.clone(), home(log_dir).ok()?).ok()?;
@@ -273,7 +276,7 @@ pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
 
 /// Opens, locks and reads the control file, to use the log ([`Use::Log`]) or only to look at it ([`Use::LogRead`]).
 pub(crate) fn open_control(log_dir: &Path, using: Use) -> Result<ControlFile> {
-    let path = log_dir.join("control");
+    let path = log_dir.join(CONTROL);
     let holder = |_: &dyn DataFile| Holder::User;
     let how = using.how(Open::Existing);
     let file = lock::open_store_file(&path, "open the log", how, using, holder)?;

@@ -267,6 +267,19 @@ mod tests {
         names
     }
 
+    /// The directory is looked at after the log was looked for, and another process may make it in between.
+    #[test]
+    fn a_log_that_was_made_meanwhile_is_not_in_the_way() {
+        let dir = tempfile::tempdir().unwrap();
+        let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
+        create_disk(&disk, MIB, &log, &options()).unwrap();
+        assert!(names(&log).len() > 1);
+        refuse_occupied(&log).unwrap();
+        std::fs::remove_file(log.join("control")).unwrap();
+        let kind = refuse_occupied(&log).unwrap_err().kind();
+        assert_eq!(kind, crate::ErrorKind::Damaged);
+    }
+
     /// Wherever the creation of a disk is cut, the same command finishes it: beside another disk as well as on a
     /// new log.
     #[test]
