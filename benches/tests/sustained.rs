@@ -51,6 +51,13 @@ fn check(section: &Value, jobs: &[&str], counts_operations: bool) {
             "16 connections, fsync each, history kept or not" => {
                 vec!["walvisor", "walvisor, retain=1G"]
             }
+            // No client flushes.
+            "32 in flight" | "mix of a database, 32 in flight" => vec![
+                "walvisor",
+                "qemu-nbd",
+                "qemu-nbd, cache=writeback",
+                "walvisor, backend=raw",
+            ],
             _ => sides.to_vec(),
         };
         sides
