@@ -67,7 +67,7 @@ pub fn section(medium: Medium, rows: &[Row], time: Duration, missing: Option<Str
         turns.as_str(),
         "All sides but cache=unsafe answer a write once a kill of the daemon cannot lose it (for walvisor answer=written), and a FLUSH \
          makes every write before it durable (fdatasync). The peer and the raw image keep the host's page cache out (O_DIRECT, io_uring), \
-         except with cache=writeback. A log is written through it, 1 MiB ahead of the medium, and a disk past it.",
+         except with cache=writeback. A log is written through it, about 2 MiB ahead of the medium, and its image past it.",
         counted,
     ];
     notes.extend(missing.as_deref());
