@@ -35,6 +35,16 @@ struct Slices(Vec<libc::iovec>);
 // SAFETY: the pointers point into buffers that the operation owns, which are `Send`; nothing else uses them.
 unsafe impl Send for Slices {}
 
+/// What became of an operation at the page cache.
+enum Cached {
+    /// It does not go through it.
+    Not,
+    /// It has ended.
+    Ended(io::Result<()>),
+    /// It was written, and ends once these bytes of the segment are being written back.
+    EndsStep(Range<u64>),
+}
+
 /// See the module's documentation.
 pub(super) struct Uring {
     ring: Ring<InFlight>,
@@ -75,9 +85,8 @@ impl Uring {
         self.cached.as_ref().map(|(_, file)| file)
     }
 
-    /// Carries out a write that ends without a sync through the page cache. Returns the bytes of the segment that are to be
-    /// written back before the operation ends.
-    fn write_cached(&mut self, io: &mut Io) -> Option<io::Result<Option<Range<u64>>>> {
+    /// Carries out a write that ends without a sync through the page cache, if its segment takes it there.
+    fn write_cached(&mut self, io: &mut Io) -> Cached {
         let Io::Append {
             segment,
             offset,
@@ -86,13 +95,19 @@ impl Uring {
             ..
         } = io
         else {
-            return None;
+            return Cached::Not;
         };
-        let written = write_chunks(self.cached(segment)?, *offset, chunks, 0, false);
+        let Some(file) = self.cached(segment) else {
+            return Cached::Not;
+        };
+        let written = write_chunks(file, *offset, chunks, 0, false);
         let end = *offset + chunks.iter().map(|chunk| chunk.len as u64).sum::<u64>();
-        let range = written.map(|()| written_back(*offset..end));
+        let step = written_back(*offset..end);
         self.lists.push(io.take_list());
-        Some(range)
+        match (written, step) {
+            (Ok(()), Some(step)) => Cached::EndsStep(step),
+            (written, _) => Cached::Ended(written),
+        }
     }
 
     fn account(&mut self, operation: InFlight, moved: Result<usize, Errno>) {
@@ -146,12 +161,12 @@ impl Engine for Uring {
     fn submit(&mut self, id: u64, mut io: Io) {
         let mut slices = Slices::default();
         let write_back = match self.write_cached(&mut io) {
-            Some(Ok(Some(range))) => Some(range),
-            Some(written) => {
-                let result = written.map(|_| None);
+            Cached::Not => None,
+            Cached::EndsStep(range) => Some(range),
+            Cached::Ended(written) => {
+                let result = written.map(|()| None);
                 return self.done.push(Done { id, result });
             }
-            None => None,
         };
         let entry = match &mut io {
             Io::Append { segment, .. } if let Some(range) = write_back => {
