@@ -74,6 +74,8 @@ pub struct Tally {
     pub longest: Duration,
     /// How many requests ended in each second of the turn.
     pub seconds: Vec<u64>,
+    /// The longest time of a request that ended in each second of the turn.
+    pub waits: Vec<Duration>,
     /// Bytes of the writes that ended.
     pub written_bytes: u64,
 }
@@ -88,6 +90,11 @@ impl Tally {
         self.seconds.resize(seconds, 0);
         for (second, more) in self.seconds.iter_mut().zip(&other.seconds) {
             *second += more;
+        }
+        let waits = self.waits.len().max(other.waits.len());
+        self.waits.resize(waits, Duration::ZERO);
+        for (wait, other) in self.waits.iter_mut().zip(&other.waits) {
+            *wait = (*wait).max(*other);
         }
         self.written_bytes += other.written_bytes;
     }
@@ -131,6 +138,7 @@ impl Loops {
             slots: vec![slot; slots],
             tally: Tally {
                 seconds: vec![0; turn.as_secs() as usize],
+                waits: vec![Duration::ZERO; turn.as_secs() as usize],
                 ..Tally::default()
             },
         }
@@ -170,8 +178,13 @@ impl Loops {
             .record(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
         tally.time = now - self.began;
         tally.longest = tally.longest.max(took);
-        if let Some(second) = tally.seconds.get_mut(tally.time.as_secs() as usize) {
-            *second += 1;
+        let second = tally.time.as_secs() as usize;
+        if let (Some(ended), Some(wait)) = (
+            tally.seconds.get_mut(second),
+            tally.waits.get_mut(second),
+        ) {
+            *ended += 1;
+            *wait = (*wait).max(took);
         }
         if writes {
             tally.written_bytes += self.work.block as u64;
@@ -260,12 +273,14 @@ mod tests {
         let mut tally = loops.tally();
         let other = Tally {
             seconds: vec![1, 2, 3],
+            waits: vec![Duration::from_secs(7)],
             longest: Duration::from_secs(7),
             ..Tally::default()
         };
         tally.add(&other);
         assert_eq!(tally.seconds.iter().sum::<u64>(), 5 + 6);
         assert_eq!((tally.seconds.len(), tally.longest), (3, other.longest));
+        assert_eq!(tally.waits, [other.longest, Duration::ZERO]);
         assert_eq!(tally.written_bytes, 5 * BLOCK as u64);
     }
 

@@ -11,7 +11,7 @@ use crate::report::{Better, Cell, Section, Spread};
 /// Most points of a plot's line.
 const POINTS: usize = 300;
 
-const COLUMNS: [(&str, &str); 23] = [
+const COLUMNS: [(&str, &str); 24] = [
     ("job", "job"),
     ("side", "side"),
     ("answer", "answer="),
@@ -35,6 +35,7 @@ const COLUMNS: [(&str, &str); 23] = [
     ("median_beside_unsafe", "median / unsafe"),
     ("median_beside_no_history", "median / retain=off"),
     ("each_second_per_s", "each second"),
+    ("each_second_longest_ms", "longest of each second"),
 ];
 
 /// The section of a medium. `missing`: why it was not measured.
@@ -96,6 +97,11 @@ fn cells(row: &Row, side: Side) -> Vec<Cell> {
             _ => Cell::None,
         }
     };
+    let series = |figures: &dyn Fn(&Turn) -> Vec<f64>| {
+        turns
+            .first()
+            .map_or(Cell::None, |turn| Cell::Series(figures(turn)))
+    };
     // A page is several times 4 KiB.
     let operations: Option<Vec<f64>> = turns
         .iter()
@@ -127,10 +133,8 @@ fn cells(row: &Row, side: Side) -> Vec<Cell> {
             Side::Keeping => beside(Side::Wal, Turn::median),
             _ => Cell::None,
         },
-        match turns.first() {
-            Some(turn) => Cell::Series(turn.seconds()),
-            None => Cell::None,
-        },
+        series(&Turn::seconds),
+        series(&Turn::waits_ms),
     ]
 }
 

@@ -42,6 +42,12 @@ impl Turn {
             .collect()
     }
 
+    /// The longest wait of each second, in milliseconds.
+    pub fn waits_ms(&self) -> Vec<f64> {
+        let waits = self.tally.waits.iter();
+        waits.map(|wait| wait.as_secs_f64() * 1e3).collect()
+    }
+
     /// The requests of the second in the middle, when the seconds are sorted by their requests.
     pub fn median(&self) -> f64 {
         median(&sorted(self.seconds()))
