@@ -75,14 +75,34 @@ pub(crate) struct SegmentRing {
     full: bool,
     /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
     end: u64,
+    /// The room that the checkpoint under way has handed on.
+    copied: Handout,
+    /// The room that the making of a segment file has handed on.
+    made: Handout,
+}
+
+/// Room that background work hands on to batches in step with its progress.
+#[derive(Default)]
+struct Handout {
     /// The log grows up to this end for now; `None`: as long as there is room.
-    allowed: Option<u64>,
-    /// A batch waits for [`allow`](Self::allow).
-    delayed: bool,
-    /// The log grows up to this end until more of the segment file that is being made is ready; `None`: none is being made.
-    making: Option<u64>,
-    /// A batch waits for [`make_progress`](Self::make_progress).
-    outruns: bool,
+    end: Option<u64>,
+    /// A batch waits for more.
+    awaited: bool,
+}
+
+impl Handout {
+    /// Lets the log grow up to `end`. Returns whether a batch waited for that.
+    fn hand_on(&mut self, end: Option<u64>) -> bool {
+        self.end = end;
+        std::mem::take(&mut self.awaited)
+    }
+
+    /// Whether a batch may make the log grow up to `end`. If not, it waits from now on.
+    fn takes(&mut self, end: u64) -> bool {
+        let takes = self.end.is_none_or(|most| end <= most);
+        self.awaited |= !takes;
+        takes
+    }
 }
 
 impl SegmentRing {
@@ -109,10 +129,8 @@ impl SegmentRing {
             starved: false,
             full: false,
             end: 0,
-            allowed: None,
-            delayed: false,
-            making: None,
-            outruns: false,
+            copied: Handout::default(),
+            made: Handout::default(),
         }
     }
 
@@ -138,7 +156,7 @@ impl SegmentRing {
 
     /// Whether a batch waits for room that only a checkpoint makes.
     pub(crate) fn holds_back(&self) -> bool {
-        self.full || self.delayed
+        self.full || self.copied.awaited
     }
 
     /// Lets the next batch look for room again.
@@ -225,8 +243,7 @@ impl SegmentRing {
     /// Lets the log grow up to `end`, or, with `None`, as long as there is room. Returns whether a batch waited for
     /// that.
     pub(crate) fn allow(&mut self, end: Option<u64>) -> bool {
-        self.allowed = end;
-        std::mem::take(&mut self.delayed)
+        self.copied.hand_on(end)
     }
 
     /// Bytes that batches may use before they need a segment file that is not made yet; 0 if no segment is free.
@@ -244,24 +261,21 @@ impl SegmentRing {
     /// While a segment file is being made, lets the log grow up to `end`; with `None`, none is being made any more. Returns
     /// whether a batch waited for that.
     pub(crate) fn make_progress(&mut self, end: Option<u64>) -> bool {
-        self.making = end;
-        std::mem::take(&mut self.outruns)
+        self.made.hand_on(end)
     }
 
     /// Whether batches use up the log faster than the segment file is made.
     pub(crate) fn outruns_files(&self) -> bool {
-        self.outruns
+        self.made.awaited
     }
 
     /// Looks for room for a batch, and for the summary of its segment. `draining`: the batch is the keeper's, which may
     /// take the room of the summary.
     pub(crate) fn make_room(&mut self, batch: BatchSize, draining: bool) -> Room {
         let bytes = batch.whole;
-        let within = |end: Option<u64>| draining || end.is_none_or(|end| self.end + bytes <= end);
-        let (allowed, made) = (within(self.allowed), within(self.making));
-        self.delayed |= !allowed;
-        self.outruns |= !made;
-        if !allowed || !made {
+        let end = self.end + bytes;
+        // Both are asked, because each has to know that a batch waits for it.
+        if !draining && !(self.copied.takes(end) & self.made.takes(end)) {
             return Room::Later;
         }
         // While the ring grows and no segment is free, most of the tail is reserved for the keeper, in case no
