@@ -179,10 +179,9 @@ impl Loops {
         tally.time = now - self.began;
         tally.longest = tally.longest.max(took);
         let second = tally.time.as_secs() as usize;
-        if let (Some(ended), Some(wait)) = (
-            tally.seconds.get_mut(second),
-            tally.waits.get_mut(second),
-        ) {
+        if let (Some(ended), Some(wait)) =
+            (tally.seconds.get_mut(second), tally.waits.get_mut(second))
+        {
             *ended += 1;
             *wait = (*wait).max(took);
         }
