@@ -63,6 +63,23 @@ struct Slot {
     flushing: bool,
 }
 
+/// The requests that ended in one second.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Second {
+    /// How many.
+    pub requests: u64,
+    /// The longest time of one.
+    pub longest: Duration,
+}
+
+impl Second {
+    /// Adds requests that ended in the same second.
+    fn add(&mut self, requests: u64, longest: Duration) {
+        self.requests += requests;
+        self.longest = self.longest.max(longest);
+    }
+}
+
 /// The result of the loops.
 #[derive(Debug, Default)]
 pub struct Tally {
@@ -72,10 +89,8 @@ pub struct Tally {
     pub time: Duration,
     /// The longest time of a request.
     pub longest: Duration,
-    /// How many requests ended in each second of the turn.
-    pub seconds: Vec<u64>,
-    /// The longest time of a request that ended in each second of the turn.
-    pub waits: Vec<Duration>,
+    /// The seconds of the turn.
+    pub seconds: Vec<Second>,
     /// Bytes of the writes that ended.
     pub written_bytes: u64,
 }
@@ -87,14 +102,9 @@ impl Tally {
         self.time = self.time.max(other.time);
         self.longest = self.longest.max(other.longest);
         let seconds = self.seconds.len().max(other.seconds.len());
-        self.seconds.resize(seconds, 0);
+        self.seconds.resize(seconds, Second::default());
         for (second, more) in self.seconds.iter_mut().zip(&other.seconds) {
-            *second += more;
-        }
-        let waits = self.waits.len().max(other.waits.len());
-        self.waits.resize(waits, Duration::ZERO);
-        for (wait, other) in self.waits.iter_mut().zip(&other.waits) {
-            *wait = (*wait).max(*other);
+            second.add(more.requests, more.longest);
         }
         self.written_bytes += other.written_bytes;
     }
@@ -137,8 +147,7 @@ impl Loops {
             bytes,
             slots: vec![slot; slots],
             tally: Tally {
-                seconds: vec![0; turn.as_secs() as usize],
-                waits: vec![Duration::ZERO; turn.as_secs() as usize],
+                seconds: vec![Second::default(); turn.as_secs() as usize],
                 ..Tally::default()
             },
         }
@@ -178,12 +187,8 @@ impl Loops {
             .record(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
         tally.time = now - self.began;
         tally.longest = tally.longest.max(took);
-        let second = tally.time.as_secs() as usize;
-        if let (Some(ended), Some(wait)) =
-            (tally.seconds.get_mut(second), tally.waits.get_mut(second))
-        {
-            *ended += 1;
-            *wait = (*wait).max(took);
+        if let Some(second) = tally.seconds.get_mut(tally.time.as_secs() as usize) {
+            second.add(1, took);
         }
         if writes {
             tally.written_bytes += self.work.block as u64;
@@ -270,16 +275,21 @@ mod tests {
             loops.ended(0);
         }
         let mut tally = loops.tally();
+        let second = |requests, longest| Second {
+            requests,
+            longest: Duration::from_secs(longest),
+        };
         let other = Tally {
-            seconds: vec![1, 2, 3],
-            waits: vec![Duration::from_secs(7)],
+            seconds: vec![second(1, 7), second(2, 0), second(3, 0)],
             longest: Duration::from_secs(7),
             ..Tally::default()
         };
         tally.add(&other);
-        assert_eq!(tally.seconds.iter().sum::<u64>(), 5 + 6);
+        let requests = tally.seconds.iter().map(|second| second.requests);
+        assert_eq!(requests.sum::<u64>(), 5 + 6);
         assert_eq!((tally.seconds.len(), tally.longest), (3, other.longest));
-        assert_eq!(tally.waits, [other.longest, Duration::ZERO]);
+        let waits: Vec<_> = tally.seconds.iter().map(|second| second.longest).collect();
+        assert_eq!(waits, [other.longest, Duration::ZERO, Duration::ZERO]);
         assert_eq!(tally.written_bytes, 5 * BLOCK as u64);
     }
 

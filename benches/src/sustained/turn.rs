@@ -35,17 +35,16 @@ pub struct Row {
 impl Turn {
     /// Requests of each second.
     pub fn seconds(&self) -> Vec<f64> {
-        self.tally
-            .seconds
-            .iter()
-            .map(|&count| count as f64)
-            .collect()
+        let seconds = self.tally.seconds.iter();
+        seconds.map(|second| second.requests as f64).collect()
     }
 
     /// The longest wait of each second, in milliseconds.
     pub fn waits_ms(&self) -> Vec<f64> {
-        let waits = self.tally.waits.iter();
-        waits.map(|wait| wait.as_secs_f64() * 1e3).collect()
+        let seconds = self.tally.seconds.iter();
+        seconds
+            .map(|second| second.longest.as_secs_f64() * 1e3)
+            .collect()
     }
 
     /// The requests of the second in the middle, when the seconds are sorted by their requests.
@@ -177,13 +176,18 @@ fn drive(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::load::loops::Second;
 
     #[test]
     fn the_worst_seconds_are_told_beside_the_median() {
         let mut seconds = vec![100; 18];
         seconds.extend([10, 20]);
+        let seconds = seconds.into_iter().map(|requests| Second {
+            requests,
+            ..Second::default()
+        });
         let mut tally = Tally {
-            seconds,
+            seconds: seconds.collect(),
             time: Duration::from_secs(20),
             written_bytes: 4000,
             ..Tally::default()
