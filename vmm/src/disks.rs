@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
@@ -177,9 +178,26 @@ pub fn open(
     cpus: u8,
     scratch: ScratchFiles,
 ) -> Result<(Vec<OpenDisk>, OpenLogs), walvisor_storage::Error> {
+    raise_descriptor_limit();
     let mut logs = OpenLogs::default();
     let disks = logs.open(specs, cpus, scratch)?;
     Ok((disks, logs))
+}
+
+/// Raises the limit on descriptors. A log opens each of its segments twice, past the page cache and through it. A
+/// vhost-user front-end may bring some hundreds more, and must not use up those that the logs need.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::warn!(
+            "the limit of open files stays at {:?}: {error}",
+            limit.current
+        );
+    }
 }
 
 fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {

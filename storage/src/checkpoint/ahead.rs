@@ -4,10 +4,9 @@
 //! log. Read one by one, each block would cost the medium a request, and delay the syncs of others. So a segment of
 //! which many small parts are wanted is read once from beginning to end, and its parts come from memory. If the
 //! kernel needs the memory, it drops pages, and reads a part again when it is wanted. Much of a segment may be there already, as it
-//! was written. All other readers of the log bypass the cache, and the pages go when the segment is recycled.
+//! was written. The pages go when the segment is recycled.
 
 use std::collections::{HashMap, VecDeque};
-use std::fs::File;
 use std::num::NonZero;
 use std::os::unix::fs::FileExt;
 
@@ -15,8 +14,6 @@ use rustix::fs::{Advice, fadvise};
 
 use crate::index::{Piece, Place};
 use crate::log::state::Log;
-use crate::medium::engine::Source;
-use crate::medium::file::DataFile;
 use crate::medium::segment::Segment;
 use crate::sync::Arc;
 
@@ -28,7 +25,7 @@ const STEPS_IN_HASTE: usize = 4;
 /// See the module's documentation.
 #[derive(Default)]
 pub(crate) struct Ahead {
-    files: HashMap<*const Segment, Arc<File>>,
+    segments: Vec<Arc<Segment>>,
     segment_size: u64,
 }
 
@@ -42,27 +39,26 @@ impl Ahead {
                 entry.or_insert_with(|| (segment, 0)).1 += 1;
             }
         }
-        let worth = parts.into_iter();
-        let worth = worth.filter(|(_, (_, parts))| parts * WORTH >= log.segment_size);
+        let worth = parts.into_values();
+        let worth = worth.filter(|(_, parts)| parts * WORTH >= log.segment_size);
         // A segment that can't be opened is read part by part.
-        let files = worth
-            .filter_map(|(at, (segment, _))| Some((at, Arc::new(log.medium.cached(&segment)?))));
+        let worth = worth.filter(|(segment, _)| segment.cache().is_some());
         Self {
-            files: files.collect(),
+            segments: worth.map(|(segment, _)| segment).collect(),
             segment_size: log.segment_size,
         }
     }
 
     /// Total bytes of the segments to read.
     pub(crate) fn bytes(&self) -> u64 {
-        self.files.len() as u64 * self.segment_size
+        self.segments.len() as u64 * self.segment_size
     }
 
     /// Reads the segments in steps of `step` bytes. Calls `next` before each with the number of bytes read so far. If it returns
     /// `Some(true)`, one step is under way at a time, and a few with `Some(false)`; `None` ends the reading.
     pub(crate) fn read(&self, step: u64, mut next: impl FnMut(u64) -> Option<bool>) {
         let (mut done, mut under_way) = (0, VecDeque::new());
-        for file in self.files.values() {
+        for file in self.segments.iter().filter_map(|segment| segment.cache()) {
             for offset in (0..self.segment_size).step_by(step as usize) {
                 let Some(gently) = next(done) else {
                     return;
@@ -81,21 +77,13 @@ impl Ahead {
             }
         }
     }
-
-    /// The file from which the parts of `segment` are to be read.
-    pub(crate) fn source(&self, segment: Arc<Segment>) -> Source {
-        match self.files.get(&Arc::as_ptr(&segment)) {
-            Some(file) => Source::Base(Arc::clone(file) as Arc<dyn DataFile>),
-            None => Source::Segment(segment),
-        }
-    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::medium::cost::MediumCost;
-    use crate::{Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk};
+    use crate::{Buffer, DiskOptions, EngineKind, Operation, Store, StoreOptions, create_disk};
 
     const STEP: u64 = MediumCost::USUAL.largest;
 
@@ -127,9 +115,7 @@ mod tests {
         for byte in 1..20_u8 {
             let bytes = Buffer::from(&vec![byte; 1 << 20][..]);
             segment.file.write_all_at(&bytes, 0).unwrap();
-            let few = Ahead::of(log, pieces(15));
-            assert_eq!(few.bytes(), 0);
-            assert!(matches!(few.source(segment.clone()), Source::Segment(_)));
+            assert_eq!(Ahead::of(log, pieces(15)).bytes(), 0);
             let ahead = Ahead::of(log, pieces(16));
             assert_eq!(ahead.bytes(), 1 << 20);
             let mut steps = Vec::new();
@@ -144,11 +130,8 @@ mod tests {
                 (cut < 2).then_some(true)
             });
             assert_eq!(cut, 2);
-            let Source::Base(file) = ahead.source(segment.clone()) else {
-                panic!("16 parts of 1 MiB are worth it");
-            };
             let mut read = Buffer::zeroed(1 << 20);
-            file.read_exact_at(&mut read, 0).unwrap();
+            segment.source().read_exact_at(&mut read, 0).unwrap();
             assert!(read.iter().all(|&found| found == byte));
         }
     }
@@ -157,13 +140,14 @@ mod tests {
     /// the newest of each.
     #[test]
     fn a_checkpoint_of_many_small_writes_copies_each() {
-        checkpoint_many_small_writes(|_| {});
+        checkpoint_many_small_writes(EngineKind::Auto, |_| {});
     }
 
-    /// What is read through the page cache need not be what the medium has. Here it is another file, of zeroes.
+    /// What is read through the page cache need not be what the medium has. Here it is another file, of zeroes: an engine that
+    /// writes past the cache leaves it to the checkpoint to open it.
     #[test]
     fn a_checkpoint_reads_the_medium_where_the_page_cache_is_wrong() {
-        checkpoint_many_small_writes(|log| {
+        checkpoint_many_small_writes(EngineKind::Blocking, |log| {
             let zeroes = log.with_file_name("zeroes");
             for file in std::fs::read_dir(log).unwrap() {
                 let path = file.unwrap().path();
@@ -177,11 +161,12 @@ mod tests {
         });
     }
 
-    fn checkpoint_many_small_writes(before: impl Fn(&std::path::Path)) {
+    fn checkpoint_many_small_writes(engine: EngineKind, before: impl Fn(&std::path::Path)) {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
         let options = StoreOptions {
             segment_size: 1 << 20,
+            engine,
             ..StoreOptions::default()
         };
         create_disk(&disk, 4 << 20, &log, &options).unwrap();

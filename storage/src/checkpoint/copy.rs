@@ -8,9 +8,7 @@
 //! replicas apply the transactions of one commit group in parallel. The order of the records is already settled in
 //! the layer, which has only the newest extent of each sector.
 //!
-//! If many small parts of a segment are wanted, they are read through the page cache, see [`Ahead`]. Other readers of the segment's
-//! file can leave old bytes there while batches are written past the cache. So what the checksums do not match is read once more
-//! from the medium before it counts as damaged.
+//! If many small parts of a segment are wanted, they are read through the page cache, see [`Ahead`].
 
 use std::collections::{HashMap, VecDeque};
 use std::iter::Peekable;
@@ -65,18 +63,14 @@ struct Flight<'a> {
 
 /// A part of a run.
 enum Part {
-    /// `cached`: through the page cache.
-    Reading {
-        read: LogRead,
-        cached: bool,
-    },
+    Reading(LogRead),
     Read(Chunk),
 }
 
 impl Part {
     /// Takes the buffer that was read, if its checksums match those that were logged.
     fn verified(&mut self, buffer: Buffer) -> Result<()> {
-        if let Self::Reading { read, .. } = self {
+        if let Self::Reading(read) = self {
             *self = Self::Read(chunk(read.verified(buffer)?));
         }
         Ok(())
@@ -85,7 +79,7 @@ impl Part {
     fn read(self) -> Option<Chunk> {
         match self {
             Self::Read(chunk) => Some(chunk),
-            Self::Reading { .. } => None,
+            Self::Reading(_) => None,
         }
     }
 }
@@ -114,7 +108,6 @@ impl Rest {
 /// The runs to come and in flight, and the results of those that ended.
 struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     log: &'a Log,
-    ahead: Ahead,
     pace: CopyPace,
     medium: MediumCost,
     runs: Peekable<R>,
@@ -191,7 +184,6 @@ pub(crate) fn copy(
     let mut copier = Copier {
         log,
         done: ahead.bytes(),
-        ahead,
         pace,
         medium,
         runs: runs(layers, medium).peekable(),
@@ -246,15 +238,6 @@ fn sync_bases(layers: &[Layer]) -> Result<()> {
         // The mark gets the image's new generation; the sync makes it durable together with the bytes.
         disk.mark(true).map(drop)
     })
-}
-
-/// The operation that reads a part from `source`.
-fn read_of(read: &LogRead, source: Source) -> Io {
-    Io::Read {
-        source,
-        offset: read.offset(),
-        buffer: Buffer::for_overwrite(read.bytes()),
-    }
 }
 
 fn chunk(buffer: Buffer) -> Chunk {
@@ -379,10 +362,13 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 Some(Place::Log { segment, offset }) => {
                     flight.reads += 1;
                     let read = LogRead::new(segment.clone(), *offset, len);
-                    let source = self.ahead.source(segment.clone());
-                    let cached = matches!(source, Source::Base(_));
-                    self.engine.submit(id(part), read_of(&read, source));
-                    Part::Reading { read, cached }
+                    let io = Io::Read {
+                        source: Source::Segment(segment.clone()),
+                        offset: read.offset(),
+                        buffer: Buffer::for_overwrite(read.bytes()),
+                    };
+                    self.engine.submit(id(part), io);
+                    Part::Reading(read)
                 }
                 Some(Place::Memory { payload, offset }) => {
                     Part::Read(chunk(Buffer::from(&payload[*offset..*offset + len])))
@@ -499,14 +485,6 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             Ok(buffer) => {
                 let buffer = buffer.expect("a read gives bytes");
                 if let Err(error) = flight.chunks[part].verified(buffer) {
-                    if let Part::Reading { read, cached } = &mut flight.chunks[part]
-                        && std::mem::take(cached)
-                    {
-                        let source = Source::Segment(read.segment().clone());
-                        self.engine.submit(end.id, read_of(read, source));
-                        self.flights.insert(number, flight);
-                        return;
-                    }
                     flight.damaged = true;
                     self.note_damage(flight.disk, error);
                 }

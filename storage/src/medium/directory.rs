@@ -1,6 +1,5 @@
 //! The medium: where a log's segments are, and the engines that reach them.
 
-use std::fs::File;
 use std::io;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -38,13 +37,6 @@ pub(crate) trait Medium: Send + Sync {
     /// The file system of the log's other files.
     fn files(&self) -> Arc<dyn FileSystem> {
         shared_files()
-    }
-
-    /// Opens a segment through the page cache, if the medium can; every later write to the segment is seen through
-    /// it.
-    fn cached(&self, segment: &Segment) -> Option<File> {
-        let _ = segment;
-        None
     }
 
     /// Whether the medium's engines read in the submitting thread.
@@ -98,10 +90,6 @@ impl Medium for Directory {
 
     fn salt(&self) -> u64 {
         u64::from_le_bytes(file::random())
-    }
-
-    fn cached(&self, segment: &Segment) -> Option<File> {
-        File::open(&segment.path).ok()
     }
 
     fn blocks(&self) -> bool {

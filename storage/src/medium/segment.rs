@@ -1,8 +1,10 @@
 //! Segment files, fixed-size pieces of the log that are zero-filled once and recycled for ever, and verified reads of
 //! them.
 
+use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use rustix::fs::{Advice, fadvise};
@@ -20,7 +22,9 @@ use crate::sync::{Arc, RwLock};
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub path: PathBuf,
-    pub file: Box<dyn DataFile>,
+    pub file: Arc<dyn DataFile>,
+    /// The file through the page cache, see [`cache`](Self::cache). It is there and `None` if it can't be opened so.
+    cache: OnceLock<Option<File>>,
     /// Whether its file system needs an explicit sync: a write with `RWF_DSYNC` is not enough there.
     pub needs_sync: bool,
     /// The checksums of the payloads that the segment holds.
@@ -34,8 +38,32 @@ impl Segment {
         Self {
             needs_sync: file.host().is_some_and(needs_sync),
             path,
-            file,
+            file: file.into(),
+            cache: OnceLock::new(),
             checksums: RwLock::default(),
+        }
+    }
+
+    /// The file through the kernel's page cache, if there is one. Who writes or reads many bytes through it finds them, or
+    /// leaves them, in memory: so from then on all reads go through it, see [`source`](Self::source).
+    pub(crate) fn cache(&self) -> Option<&File> {
+        let open = || {
+            self.file.host()?;
+            let file = File::options().read(true).write(true).open(&self.path);
+            let file = file.ok()?;
+            // A read that does not find its page there reads no others. If this fails, it does.
+            let _ = fadvise(&file, 0, None, Advice::Random);
+            Some(file)
+        };
+        self.cache.get_or_init(open).as_ref()
+    }
+
+    /// The file to read payloads from: the page cache if bytes went through it, else the medium. The page cache need not have
+    /// what was written past it since, so payloads are [verified](LogRead::verified).
+    pub(crate) fn source(&self) -> &dyn DataFile {
+        match self.cache.get() {
+            Some(Some(file)) => file,
+            _ => self.file.as_ref(),
         }
     }
 
@@ -172,22 +200,30 @@ impl LogRead {
         (self.blocks.end - self.blocks.start) as usize
     }
 
-    /// Reads the wanted bytes, in the calling thread.
+    /// Reads the wanted bytes from the medium, in the calling thread.
     ///
     /// # Errors
-    /// If the read fails, or as [`verified`](Self::verified).
+    /// If the read fails; [`ErrorKind::Damaged`] if the medium does not have what was written.
     pub(crate) fn read(&self) -> Result<Buffer> {
         let mut buffer = Buffer::for_overwrite(self.bytes());
         let read = self.segment.file.read_exact_at(&mut buffer, self.offset());
         read.map_err(|error| Error::io("read the log segment", &self.segment.path, error))?;
-        self.verified(buffer)
+        self.checked(buffer)
     }
 
-    /// Verifies the blocks, which are in `read`, and returns the wanted bytes.
+    /// Verifies the blocks, which are in `read`, and returns the wanted bytes. If the page cache had others than the medium, it
+    /// reads those of the medium, in the calling thread.
     ///
     /// # Errors
-    /// [`ErrorKind::Damaged`] if the medium does not have what was written.
+    /// As [`read`](Self::read).
     pub(crate) fn verified(&self, read: Buffer) -> Result<Buffer> {
+        match self.checked(read) {
+            Err(_) if self.segment.cache.get().is_some() => self.read(),
+            checked => checked,
+        }
+    }
+
+    fn checked(&self, read: Buffer) -> Result<Buffer> {
         let checksums = self.segment.checksums.read().expect("checksums lock");
         let verified = checksums.verify(self.blocks.start, &read);
         drop(checksums);
@@ -202,5 +238,46 @@ impl LogRead {
                 ),
             )),
         }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use crate::medium::checksum;
+    use crate::medium::directory::{Medium, directory};
+    use crate::medium::engine::EngineKind;
+
+    /// A payload is read from the page cache if a write went through it, and from the medium if the cache has other bytes.
+    /// Here the cache is that of another file.
+    #[test]
+    fn a_read_trusts_the_page_cache_only_with_the_checksums() {
+        const LEN: usize = 8192;
+        let dir = tempfile::tempdir().unwrap();
+        let medium = directory(dir.path(), EngineKind::Auto);
+        let segment = medium.create_segment(0, 1 << 20, &mut |_| {}).unwrap();
+        let segment = Arc::new(segment);
+        let payload = Buffer::from(&[7; LEN][..]);
+        segment.file.write_all_at(&payload, 4096).unwrap();
+        segment.note(|table| table.add(4096, LEN as u64, &checksum::of(&payload)));
+        let read = LogRead::new(segment.clone(), 4096, LEN);
+        let found = || {
+            let mut found = Buffer::zeroed(LEN);
+            segment.source().read_exact_at(&mut found, 4096).unwrap();
+            found
+        };
+        assert!(found()[..] == payload[..], "the medium");
+        std::fs::remove_file(&segment.path).unwrap();
+        std::fs::write(&segment.path, vec![1; 1 << 20]).unwrap();
+        assert!(segment.cache().is_some());
+        assert!(found()[..] == [1; LEN], "the page cache");
+        assert!(read.verified(found()).unwrap()[..] == payload[..]);
+        // The medium does not have what was written either.
+        segment.file.write_all_at(&[7; 512], 4096).unwrap();
+        assert!(read.verified(found()).is_ok());
+        segment.file.write_all_at(&[8; 512], 4096).unwrap();
+        let damaged = read.verified(found()).unwrap_err();
+        assert_eq!(damaged.kind(), ErrorKind::Damaged);
     }
 }

@@ -17,7 +17,7 @@ pub(crate) struct Chunk {
     pub len: usize,
 }
 
-/// The source of a read: the base image or a segment, which the read pins.
+/// The source of a read: a file as it is, or a segment, which the read pins.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
     Base(Arc<dyn DataFile>),
@@ -28,7 +28,7 @@ impl Source {
     pub(super) fn file(&self) -> &dyn DataFile {
         match self {
             Self::Base(file) => file.as_ref(),
-            Self::Segment(segment) => segment.file.as_ref(),
+            Self::Segment(segment) => segment.source(),
         }
     }
 }

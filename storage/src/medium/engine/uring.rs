@@ -4,7 +4,6 @@
 //! their writers need not wait for the medium; a checkpoint copies them without a read; and a later fdatasync of the segment
 //! includes them. So that this sync stays short, the kernel writes them back in steps, and the log waits for the step before.
 
-use std::fs::File;
 use std::io;
 use std::ops::Range;
 
@@ -14,8 +13,7 @@ use rustix::io::Errno;
 use super::operation::{Chunk, Done, Engine, Io, SyncScope, run, write_chunks};
 use crate::Buffer;
 use crate::medium::ring::Ring;
-use crate::medium::segment::Segment;
-use crate::sync::{Arc, Event, Weak};
+use crate::sync::Event;
 
 /// The kernel begins to write a segment back whenever so many bytes of it are in the page cache.
 const WRITE_BACK: u64 = 1 << 20;
@@ -52,9 +50,6 @@ pub(super) struct Uring {
     /// Memory for the next operations: their slices and chunk lists.
     slices: Vec<Slices>,
     lists: Vec<Vec<Chunk>>,
-    /// The segment that was written through the page cache last, and its file, open for that. The `Weak` lets the segment be
-    /// recycled, and keeps another from having its address.
-    cached: Option<(Weak<Segment>, File)>,
     /// Signalled for operations that end while they are submitted; the ring signals it for all others.
     event: Event,
 }
@@ -66,23 +61,8 @@ impl Uring {
             done: Vec::new(),
             slices: Vec::new(),
             lists: Vec::new(),
-            cached: None,
             event: event.try_clone()?,
         })
-    }
-
-    /// The file through which the page cache takes writes to this segment. `None` if the segment has to be written past the cache:
-    /// where a server does the work of the file system, it would do each write at once.
-    fn cached(&mut self, segment: &Arc<Segment>) -> Option<&File> {
-        if segment.needs_sync {
-            return None;
-        }
-        let known = |(last, _): &(Weak<Segment>, File)| last.as_ptr() == Arc::as_ptr(segment);
-        if !self.cached.as_ref().is_some_and(known) {
-            let file = File::options().write(true).open(&segment.path).ok()?;
-            self.cached = Some((Arc::downgrade(segment), file));
-        }
-        self.cached.as_ref().map(|(_, file)| file)
     }
 
     /// Carries out a write that ends without a sync through the page cache, if its segment takes it there.
@@ -97,7 +77,12 @@ impl Uring {
         else {
             return Cached::Not;
         };
-        let Some(file) = self.cached(segment) else {
+        // Where a server does the work of the file system, it would do each write at once.
+        let cache = match segment.needs_sync {
+            true => None,
+            false => segment.cache(),
+        };
+        let Some(file) = cache else {
             return Cached::Not;
         };
         let written = write_chunks(file, *offset, chunks, 0, false);
@@ -236,6 +221,7 @@ mod tests {
     use crate::medium::directory::{Medium, directory};
     use crate::medium::engine::{EngineKind, Source};
     use crate::medium::file::DataFile;
+    use crate::sync::Arc;
 
     #[test]
     fn a_step_is_written_back_with_the_one_before() {
@@ -300,6 +286,8 @@ mod tests {
             let mut read = Buffer::zeroed(len);
             segment.file.read_exact_at(&mut read, offset).unwrap();
             assert!(read[..] == bytes, "batch {id}");
+            let cached = segment.source().raw_fd() != segment.file.raw_fd();
+            assert_eq!(cached, segment.path.exists(), "batch {id}");
         }
     }
 

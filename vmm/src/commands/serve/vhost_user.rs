@@ -9,7 +9,6 @@ use std::sync::Arc;
 use std::thread;
 use std::time::Instant;
 
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::block::{VirtioBlock, WorkerPool};
 use walvisor_devices::vhost_user::{Server, Service};
@@ -37,7 +36,6 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
     // The names are declared first, so that they are removed after everything that listens at them is dropped.
     let mut names = SocketNames::default();
     let ending = Ending::prepare(arguments, &mut names, DiskCommand::VhostUser, started)?;
-    raise_descriptor_limit();
     // The sockets are bound before the disks are opened, which may take long after a crash: early front-ends
     // wait, and are not refused.
     let bound = places
@@ -54,22 +52,6 @@ pub(super) fn run(arguments: &DaemonArguments, started: Instant) -> Result<(), C
         .and_then(|()| serve(arguments, open, &places, bound, &logs, ending));
     drop(names);
     conclude(served, metrics, &logs)
-}
-
-/// Raises the limit on descriptors. A front-end may bring some hundreds of them, and must not use up those that
-/// the logs need.
-fn raise_descriptor_limit() {
-    let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit {
-        current: limit.maximum,
-        ..limit
-    };
-    if let Err(error) = setrlimit(Resource::Nofile, raised) {
-        tracing::warn!(
-            "the limit of open files stays at {:?}: {error}",
-            limit.current
-        );
-    }
 }
 
 /// As many queues as this machine has CPUs: a front-end uses no more than its guest has CPUs, and an unused
