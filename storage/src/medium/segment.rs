@@ -23,7 +23,7 @@ use crate::sync::{Arc, RwLock};
 pub(crate) struct Segment {
     pub path: PathBuf,
     pub file: Arc<dyn DataFile>,
-    /// The file through the page cache, see [`cache`](Self::cache). It is there and `None` if it can't be opened so.
+    /// The file through the page cache, once [`cache`](Self::cache) was called; `None` within if it could not be opened.
     cache: OnceLock<Option<File>>,
     /// Whether its file system needs an explicit sync: a write with `RWF_DSYNC` is not enough there.
     pub needs_sync: bool,
@@ -44,22 +44,23 @@ impl Segment {
         }
     }
 
-    /// The file through the kernel's page cache, if there is one. Who writes or reads many bytes through it finds them, or
-    /// leaves them, in memory: so from then on all reads go through it, see [`source`](Self::source).
+    /// The file through the kernel's page cache. The first call opens it; `None` if that fails. Its callers write and read many
+    /// bytes through the cache, which leaves them in memory. So from then on all reads go through it, see [`source`](Self::source).
     pub(crate) fn cache(&self) -> Option<&File> {
         let open = || {
             self.file.host()?;
             let file = File::options().read(true).write(true).open(&self.path);
             let file = file.ok()?;
-            // A read that does not find its page there reads no others. If this fails, it does.
+            // A read that does not find its page in the cache reads that page alone. If this call fails, it also reads
+            // pages that follow.
             let _ = fadvise(&file, 0, None, Advice::Random);
             Some(file)
         };
         self.cache.get_or_init(open).as_ref()
     }
 
-    /// The file to read payloads from: the page cache if bytes went through it, else the medium. The page cache need not have
-    /// what was written past it since, so payloads are [verified](LogRead::verified).
+    /// The file to read payloads from: through the page cache if bytes went through it, else past it. The page cache may lack
+    /// what was written past it since, so readers [verify](LogRead::verified) payloads.
     pub(crate) fn source(&self) -> &dyn DataFile {
         match self.cache.get() {
             Some(Some(file)) => file,
