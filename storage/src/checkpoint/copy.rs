@@ -384,7 +384,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             flight.reads += 1;
             flight.memory += span.next_multiple_of(BUFFER_ALIGN);
             let io = Io::Read {
-                source: Source::Base(disk.base.clone()),
+                source: Source::File(disk.base.clone()),
                 offset: sector * SECTOR_SIZE,
                 buffer: Buffer::for_overwrite(span),
             };

@@ -136,7 +136,7 @@ impl Reads {
                     logged.push((skipped, read));
                     (source, offset, bytes)
                 }
-                Origin::File(file) => (Source::Base(file), part.sector * SECTOR_SIZE, bytes),
+                Origin::File(file) => (Source::File(file), part.sector * SECTOR_SIZE, bytes),
             };
             open += 1;
             let io = Io::Read {

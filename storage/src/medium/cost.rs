@@ -61,7 +61,7 @@ pub(super) fn measure(
         for read in 0..count {
             let place = size / READS / LARGE * LARGE * read + shift;
             let io = Io::Read {
-                source: Source::Base(segment.file.clone()),
+                source: Source::File(segment.file.clone()),
                 offset: place.min(size - bytes),
                 buffer: Buffer::for_overwrite(bytes as usize),
             };

@@ -62,10 +62,15 @@ impl Segment {
     /// The file to read payloads from: through the page cache if bytes went through it, else past it. The page cache may lack
     /// what was written past it since, so readers [verify](LogRead::verified) payloads.
     pub(crate) fn source(&self) -> &dyn DataFile {
-        match self.cache.get() {
-            Some(Some(file)) => file,
-            _ => self.file.as_ref(),
+        match self.opened_cache() {
+            Some(file) => file,
+            None => self.file.as_ref(),
         }
+    }
+
+    /// What [`cache`](Self::cache) has returned, if it was called.
+    fn opened_cache(&self) -> Option<&File> {
+        self.cache.get()?.as_ref()
     }
 
     /// Lets `change` change the table of checksums, under the table's lock.
@@ -219,7 +224,7 @@ impl LogRead {
     /// As [`read`](Self::read).
     pub(crate) fn verified(&self, read: Buffer) -> Result<Buffer> {
         match self.checked(read) {
-            Err(_) if self.segment.cache.get().is_some() => self.read(),
+            Err(_) if self.segment.opened_cache().is_some() => self.read(),
             checked => checked,
         }
     }

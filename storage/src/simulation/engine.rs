@@ -155,7 +155,7 @@ impl Simulated {
                 mut buffer,
             } => {
                 let read = match &source {
-                    Source::Base(file) => file.read_exact_at(&mut buffer, offset),
+                    Source::File(file) => file.read_exact_at(&mut buffer, offset),
                     Source::Segment(segment) => segment.file.read_exact_at(&mut buffer, offset),
                 };
                 read.map(|()| -> Option<Buffer> { Some(buffer) })

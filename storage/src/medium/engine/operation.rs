@@ -20,14 +20,14 @@ pub(crate) struct Chunk {
 /// The source of a read: a file as it is, or a segment, which the read pins.
 #[derive(Clone, Debug)]
 pub(crate) enum Source {
-    Base(Arc<dyn DataFile>),
+    File(Arc<dyn DataFile>),
     Segment(Arc<Segment>),
 }
 
 impl Source {
     pub(super) fn file(&self) -> &dyn DataFile {
         match self {
-            Self::Base(file) => file.as_ref(),
+            Self::File(file) => file.as_ref(),
             Self::Segment(segment) => segment.source(),
         }
     }

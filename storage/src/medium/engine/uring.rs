@@ -311,7 +311,7 @@ mod tests {
             let operation = InFlight {
                 id: 1,
                 io: Io::Read {
-                    source: Source::Base(base.clone()),
+                    source: Source::File(base.clone()),
                     offset: 0,
                     buffer: Buffer::zeroed(512),
                 },
