@@ -2,13 +2,13 @@
 //! use.
 //!
 //! ```text
-//!   frontend ──submit──▶ ThrottledQueue ── Throttle says "now" ──▶ BackendQueue
+//!   frontend ──submit──▶ QueueLimits ── Throttle says "now" ──▶ BackendQueue
 //!                             │ "at t"
-//!                             └─ held, in order ── timerfd at t ──▶ the frontend's event loop ──▶ completions: submit
+//!                             └─ held, in order ── timerfd at t ──▶ the frontend's event loop ──▶ release
 //! ```
 //! A bucket is stored as one moment, at which it will be full again (the generic cell rate algorithm, which admits the
 //! same requests as a token bucket). It needs no lock and no thread, and no work between requests. Without limits a
-//! request costs one check of a flag.
+//! frontend checks a flag, and submits the request to the disk itself.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -38,7 +38,7 @@ use rustix::time::{
     timerfd_create, timerfd_settime,
 };
 
-use crate::backend::{Backend, BackendQueue, Completion, Operation, SECTOR_SIZE};
+use crate::backend::{BackendQueue, Operation, SECTOR_SIZE};
 
 const SECOND: u64 = 1_000_000_000;
 
@@ -166,9 +166,6 @@ impl Throttle {
 
     /// Whether `operation` may start now. If not, the error is when to ask again, in nanoseconds of CLOCK_MONOTONIC.
     fn admit(&self, operation: &Operation) -> Result<(), u64> {
-        if !self.active.load(Ordering::Relaxed) {
-            return Ok(());
-        }
         self.admit_at(bytes_of(operation), now())
     }
 
@@ -237,32 +234,32 @@ impl Timer {
     }
 }
 
-/// A queue of a backend behind the limits of its disk: as a [`BackendQueue`], with one more descriptor to wait for.
-pub(crate) struct ThrottledQueue {
-    queue: Box<dyn BackendQueue>,
+/// The requests of a queue that wait for the limits of their disk.
+///
+/// Without limits a frontend submits requests to the [`BackendQueue`] itself: see [`in_force`](Self::in_force).
+pub(crate) struct QueueLimits {
     throttle: Arc<Throttle>,
     timer: Arc<Timer>,
     /// Requests that may not start yet, in order.
     held: VecDeque<(u64, Operation)>,
 }
 
-impl ThrottledQueue {
-    /// Opens a queue.
+impl QueueLimits {
+    /// The limits of a new queue.
     ///
     /// # Errors
-    /// As [`Backend::open_queue`].
-    pub(crate) fn open(backend: &dyn Backend, throttle: &Arc<Throttle>) -> io::Result<Self> {
+    /// If the system refuses a timer.
+    pub(crate) fn new(throttle: &Arc<Throttle>) -> io::Result<Self> {
         let timer = Arc::new(Timer::new()?);
         throttle.lock().timers.push(Arc::downgrade(&timer));
         Ok(Self {
-            queue: backend.open_queue()?,
             throttle: Arc::clone(throttle),
             timer,
             held: VecDeque::new(),
         })
     }
 
-    /// Readable when held requests may start; then call [`completions`](Self::completions).
+    /// Readable when held requests may start; then call [`release`](Self::release).
     pub(crate) fn timer(&self) -> BorrowedFd<'_> {
         self.timer.fd.as_fd()
     }
@@ -272,53 +269,33 @@ impl ThrottledQueue {
         !self.held.is_empty()
     }
 
-    pub(crate) fn set_clients(&mut self, clients: usize) {
-        self.queue.set_clients(clients);
+    /// Whether the next request has to pass [`submit`](Self::submit).
+    pub(crate) fn in_force(&self) -> bool {
+        self.throttle.active.load(Ordering::Relaxed) || self.holds()
     }
 
-    pub(crate) fn event(&self) -> BorrowedFd<'_> {
-        self.queue.event()
-    }
-
-    pub(crate) fn submit(&mut self, token: u64, operation: Operation) {
-        if self.held.is_empty() && self.throttle.admit(&operation).is_ok() {
-            self.queue.submit(token, operation);
-        } else {
-            self.held.push_back((token, operation));
+    /// Submits a request to `queue`, now or in a later [`release`](Self::release).
+    pub(crate) fn submit(
+        &mut self,
+        queue: &mut dyn BackendQueue,
+        token: u64,
+        operation: Operation,
+    ) {
+        self.held.push_back((token, operation));
+        if self.held.len() == 1 {
+            self.release(queue);
         }
     }
 
-    pub(crate) fn when_written(&mut self, token: u64) -> bool {
-        self.queue.when_written(token)
-    }
-
-    /// `alone`: see [`BackendQueue::kick_alone`].
-    pub(crate) fn kick(&mut self, alone: bool) {
-        self.release();
-        match alone {
-            true => self.queue.kick_alone(),
-            false => self.queue.kick(),
-        }
-    }
-
-    pub(crate) fn completions(&mut self, done: &mut Vec<Completion>) {
+    /// Submits the held requests that may start now, and sets the timer for the others.
+    pub(crate) fn release(&mut self, queue: &mut dyn BackendQueue) {
         self.timer.clear();
-        if self.release() {
-            self.queue.kick();
-        }
-        self.queue.completions(done);
-    }
-
-    /// Starts the held requests that may start now; `true`: some were started. It arms the timer for the others.
-    fn release(&mut self) -> bool {
-        let mut some = false;
         while let Some((_, operation)) = self.held.front() {
             let changes = self.throttle.changes.load(Ordering::SeqCst);
             match self.throttle.admit(operation) {
                 Ok(()) => {
                     let (token, operation) = self.held.pop_front().expect("it is in front");
-                    self.queue.submit(token, operation);
-                    some = true;
+                    queue.submit(token, operation);
                 }
                 Err(when) => {
                     self.timer.arm(when);
@@ -330,7 +307,6 @@ impl ThrottledQueue {
                 }
             }
         }
-        some
     }
 }
 
@@ -339,6 +315,7 @@ mod tests {
     use rustix::event::{PollFd, PollFlags, poll};
 
     use super::*;
+    use crate::backend::Backend;
     use crate::backend::ram::RamDisk;
 
     fn throttle(limits: Limits) -> Throttle {
@@ -417,13 +394,14 @@ mod tests {
         assert!(throttle.admit_at(u64::MAX, u64::MAX - 1).is_err());
     }
 
-    fn readable(queue: &ThrottledQueue, wait: bool) -> bool {
-        let mut fds = [
-            PollFd::from_borrowed_fd(queue.event(), PollFlags::IN),
-            PollFd::from_borrowed_fd(queue.timer(), PollFlags::IN),
-        ];
-        let now = Timespec::default();
-        poll(&mut fds, if wait { None } else { Some(&now) }).unwrap() > 0
+    fn is_due(limits: &QueueLimits) -> bool {
+        let mut fds = [PollFd::from_borrowed_fd(limits.timer(), PollFlags::IN)];
+        poll(&mut fds, Some(&Timespec::default())).unwrap() > 0
+    }
+
+    fn wait(limits: &QueueLimits) {
+        let mut fds = [PollFd::from_borrowed_fd(limits.timer(), PollFlags::IN)];
+        poll(&mut fds, None).unwrap();
     }
 
     #[test]
@@ -434,30 +412,26 @@ mod tests {
             ops_burst: 1,
             ..Limits::default()
         }));
-        let mut queue = ThrottledQueue::open(&disk, &throttle).unwrap();
-        let submit = |queue: &mut ThrottledQueue, tokens: std::ops::Range<u64>| {
+        let mut queue = disk.open_queue().unwrap();
+        let mut limits = QueueLimits::new(&throttle).unwrap();
+        let submit = |limits: &mut QueueLimits, queue: &mut dyn BackendQueue, tokens| {
             for token in tokens {
-                queue.submit(
-                    token,
-                    Operation::Read {
-                        sector: 0,
-                        sectors: 1,
-                    },
-                );
+                assert!(limits.in_force());
+                let operation = Operation::Read {
+                    sector: 0,
+                    sectors: 1,
+                };
+                limits.submit(queue, token, operation);
             }
-            queue.kick(false);
         };
-        submit(&mut queue, 0..5);
-        assert!(queue.holds());
         let mut done = Vec::new();
-        while done.len() < 5 {
-            assert!(readable(&queue, true));
-            queue.completions(&mut done);
+        submit(&mut limits, &mut *queue, 0..5);
+        assert!(limits.holds());
+        while limits.holds() {
+            wait(&limits);
+            limits.release(&mut *queue);
         }
-        assert!(
-            !queue.holds() && !readable(&queue, false),
-            "no wake-up is left over"
-        );
+        assert!(!is_due(&limits), "no wake-up is left over");
 
         // So slow that only the end of the limit can release the requests.
         throttle.set(Limits {
@@ -466,16 +440,17 @@ mod tests {
             bytes_burst: 1,
             ..Limits::default()
         });
-        submit(&mut queue, 5..8);
-        queue.completions(&mut done);
-        assert!(queue.holds());
+        submit(&mut limits, &mut *queue, 5..8);
+        limits.release(&mut *queue);
+        assert!(limits.holds());
         throttle.set(Limits::default());
-        assert!(readable(&queue, true));
-        while done.len() < 8 {
-            queue.completions(&mut done);
-        }
+        assert!(is_due(&limits));
+        assert!(limits.in_force(), "a request now would overtake those held");
+        limits.release(&mut *queue);
+        assert!(!limits.in_force() && !is_due(&limits));
+        queue.kick();
+        queue.completions(&mut done);
         let tokens: Vec<_> = done.iter().map(|completion| completion.token).collect();
         assert_eq!(tokens, [0, 1, 2, 3, 4, 5, 6, 7]);
-        assert!(!readable(&queue, false));
     }
 }

@@ -36,6 +36,7 @@ const ASKED: usize = 32;
 enum Source {
     Doorbell(usize),
     Backend(usize),
+    Timer(usize),
 }
 
 /// A message to a thread.
@@ -162,11 +163,17 @@ pub(super) trait Served: Send {
     /// The descriptor that the driver signals.
     fn doorbell(&self) -> BorrowedFd<'_>;
 
-    /// The descriptors that the backend and the limits' timer signal.
-    fn backend(&self) -> [BorrowedFd<'_>; 2];
+    /// The descriptor that the backend signals.
+    fn backend(&self) -> BorrowedFd<'_>;
+
+    /// The timer of the disk's limits.
+    fn timer(&self) -> BorrowedFd<'_>;
 
     /// Takes note that the doorbell has rung.
     fn rung(&mut self);
+
+    /// Submits the requests that the limits held until now, because the timer has expired.
+    fn release(&mut self);
 
     /// Takes the chains that the driver has made available.
     fn take(&mut self);
@@ -404,6 +411,12 @@ impl Thread {
                     backend = true;
                     self.mark(key);
                 }
+                Event::Ready(Source::Timer(key), _) => {
+                    if let Some(served) = self.queue(key) {
+                        served.release();
+                        self.mark(key);
+                    }
+                }
                 Event::Message(Mail::Newcomer(seat)) => self.welcome(seat),
                 Event::Message(Mail::Stop) => stops = true,
             }
@@ -442,12 +455,13 @@ impl Thread {
         };
         // Edge-triggered: each ring is reported once, even if another owner of the descriptor reads its counter first.
         let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
-        let doorbell = Source::Doorbell(key);
-        let mut watched = self.events.watch(served.doorbell(), doorbell, edges);
-        for event in served.backend() {
-            let backend = Source::Backend(key);
-            watched = watched.and_then(|()| self.events.watch(event, backend, EventSet::IN));
-        }
+        let sources = [
+            (served.doorbell(), Source::Doorbell(key), edges),
+            (served.backend(), Source::Backend(key), EventSet::IN),
+            (served.timer(), Source::Timer(key), EventSet::IN),
+        ];
+        let watch = |(fd, source, what)| self.events.watch(fd, source, what);
+        let watched = sources.into_iter().try_for_each(watch);
         if let (Err(error), Some(served)) = (watched, self.queue(key)) {
             served.give_up(&format!("its worker cannot wait for it: {error}"));
         }
@@ -511,8 +525,7 @@ impl Thread {
         };
         if let Some(served) = &seat.served {
             // Unwatch the descriptors before they are closed: the transport holds the doorbell open too.
-            let [event, timer] = served.backend();
-            for fd in [served.doorbell(), event, timer] {
+            for fd in [served.doorbell(), served.backend(), served.timer()] {
                 // A descriptor that is not watched any more needs nothing.
                 let _ = self.events.unwatch(fd);
             }

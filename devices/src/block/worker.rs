@@ -24,12 +24,12 @@ use super::request::{
 use super::tracker::Tracker;
 use super::tracker::Used;
 use super::virtqueue::{QueueError, QueueSetup, UsedBatch, Virtqueue};
-use crate::backend::{Backend, Completion, Operation, descriptor};
+use crate::backend::{Backend, BackendQueue, Completion, Operation, descriptor};
 use crate::latency::{OperationKind, add};
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
 use crate::status::DeviceStatus;
-use crate::throttle::{Throttle, ThrottledQueue};
+use crate::throttle::{QueueLimits, Throttle};
 
 /// Payload bytes that one queue may have in flight before it leaves further chains in the ring. One
 /// request may overshoot it.
@@ -107,7 +107,8 @@ impl Worker {
                 in_flight: InFlight::new(queue.size()),
                 queue,
                 memory,
-                disk: ThrottledQueue::open(&*plan.backend, &plan.throttle)?,
+                disk: plan.backend.open_queue()?,
+                limits: QueueLimits::new(&plan.throttle)?,
                 control: Arc::default(),
                 submitted: false,
                 took_all: true,
@@ -268,7 +269,8 @@ struct QueueWorker<M> {
     plan: WorkerPlan,
     queue: Virtqueue,
     memory: M,
-    disk: ThrottledQueue,
+    disk: Box<dyn BackendQueue>,
+    limits: QueueLimits,
     control: Arc<QueueControl>,
     in_flight: InFlight,
     /// Whether something was submitted since the last kick.
@@ -328,7 +330,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             // No room. Completions wake the worker; until then it needs no doorbells.
             return Ok(self.in_flight.vacancy().is_some()
                 && !self.batch.is_full(self.queue.size())
-                && !self.disk.holds());
+                && !self.limits.holds());
         }
         let promised = self.poll(memory)? || self.queue.enable_doorbell(memory)?;
         self.promised = promised.then(|| self.queue.taken());
@@ -380,7 +382,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 return Ok(false);
             };
             // A throttled disk holds one request of a queue; all others stay in the ring.
-            if self.batch.is_full(size) || self.disk.holds() {
+            if self.batch.is_full(size) || self.limits.holds() {
                 return Ok(false);
             }
             let Some(chain) = available.next() else {
@@ -401,7 +403,10 @@ impl<M: DeviceMemory> QueueWorker<M> {
                         since: *since.get_or_insert_with(Instant::now),
                     };
                     let token = self.in_flight.insert(slot, flying);
-                    self.disk.submit(token, operation);
+                    match self.limits.in_force() {
+                        false => self.disk.submit(token, operation),
+                        true => self.limits.submit(&mut *self.disk, token, operation),
+                    }
                     self.submitted = true;
                     continue;
                 }
@@ -473,7 +478,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             if !more {
                 return outcome;
             }
-            self.disk.kick(false);
+            self.disk.kick();
         }
     }
 }
@@ -506,12 +511,21 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
         descriptor(&self.plan.queue.doorbell)
     }
 
-    fn backend(&self) -> [BorrowedFd<'_>; 2] {
-        [self.disk.event(), self.disk.timer()]
+    fn backend(&self) -> BorrowedFd<'_> {
+        self.disk.event()
+    }
+
+    fn timer(&self) -> BorrowedFd<'_> {
+        self.limits.timer()
     }
 
     fn rung(&mut self) {
         add(&self.plan.metrics.doorbells, rings(self.doorbell()));
+    }
+
+    fn release(&mut self) {
+        self.limits.release(&mut *self.disk);
+        self.submitted = true;
     }
 
     fn take(&mut self) {
@@ -523,7 +537,10 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
     fn start(&mut self, alone: bool) {
         // After an error too: what was submitted before it still has to end.
         if std::mem::take(&mut self.submitted) {
-            self.disk.kick(alone && self.in_flight.len() == 1);
+            match alone && self.in_flight.len() == 1 {
+                true => self.disk.kick_alone(),
+                false => self.disk.kick(),
+            }
         }
     }
 

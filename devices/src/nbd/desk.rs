@@ -9,13 +9,14 @@ use super::export::{Export, Used};
 use super::inbox::{Inbox, Mail, Mapped};
 use super::protocol::command;
 use super::request::PendingRequest;
-use crate::backend::Answer;
+use crate::backend::{Answer, BackendQueue};
 use crate::latency::OperationKind;
-use crate::throttle::ThrottledQueue;
+use crate::throttle::QueueLimits;
 
 /// A port to one disk, shared by the worker's connections to that disk.
 pub(super) struct Desk {
-    pub(super) queue: ThrottledQueue,
+    pub(super) queue: Box<dyn BackendQueue>,
+    pub(super) limits: QueueLimits,
     /// Behind the queue, so that the queue is closed before the use of the export ends.
     pub(super) export: Used,
     pub(super) part: usize,
@@ -64,7 +65,13 @@ impl Desk {
         let Some(operation) = pending.and_then(|(_, pending, _)| pending.step(self.part)) else {
             return false;
         };
-        self.queue.submit(token as u64, operation);
+        match self.limits.in_force() {
+            false => self.queue.submit(token as u64, operation),
+            true => {
+                let queue = &mut *self.queue;
+                self.limits.submit(queue, token as u64, operation);
+            }
+        }
         self.submitted = true;
         true
     }

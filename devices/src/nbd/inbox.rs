@@ -11,8 +11,10 @@ use crate::event_loop::Remote;
 /// A descriptor that a worker watches.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Source {
-    /// The completion event or timer of this desk's queue.
+    /// The completion event of this desk's queue.
     Desk(usize),
+    /// The timer of the limits of this desk's disk.
+    Timer(usize),
     /// A client's socket.
     Client(usize),
 }

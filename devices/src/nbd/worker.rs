@@ -23,7 +23,7 @@ use crate::block::most_threads;
 use crate::control::Wake;
 use crate::event_loop::{Event, EventLoop, EventSet};
 use crate::listen::join;
-use crate::throttle::ThrottledQueue;
+use crate::throttle::QueueLimits;
 
 /// How many rounds of completions a worker handles before it looks at sockets again. The steps of one long request may
 /// complete as they are submitted, for a long time.
@@ -190,6 +190,12 @@ impl Worker {
                         desk.rung = true;
                     }
                 }
+                Event::Ready(Source::Timer(key), _) => {
+                    if let Some(desk) = self.desks.get_mut(key) {
+                        desk.limits.release(&mut *desk.queue);
+                        desk.submitted = true;
+                    }
+                }
                 // The read finds out whether the socket has data, an error or its end.
                 Event::Ready(Source::Client(key), what) if what != EventSet::OUT => {
                     self.receive(key);
@@ -280,7 +286,10 @@ impl Worker {
             return Ok(key);
         }
         let used = Used::begin(export).ok_or(ConnectionEnd::Gone)?;
-        let queue = ThrottledQueue::open(&*export.backend, &export.throttle)?;
+        let (queue, limits) = (
+            export.backend.open_queue()?,
+            QueueLimits::new(&export.throttle)?,
+        );
         let watcher: Arc<dyn Wake> = Arc::clone(&self.inbox) as _;
         export.gate.watch(Arc::downgrade(&watcher));
         export.users.watch(Arc::downgrade(&watcher));
@@ -288,15 +297,16 @@ impl Worker {
             export: used,
             part: part(export),
             queue,
+            limits,
             in_flight: Slab::new(),
             clients: 0,
             submitted: false,
             rung: false,
         });
-        let (queue, source) = (&self.desks[key].queue, Source::Desk(key));
-        let watched = self.events.watch(queue.event(), source, EventSet::IN);
+        let (desk, events) = (&self.desks[key], &mut self.events);
+        let watched = events.watch(desk.queue.event(), Source::Desk(key), EventSet::IN);
         watched
-            .and_then(|()| self.events.watch(queue.timer(), source, EventSet::IN))
+            .and_then(|()| events.watch(desk.limits.timer(), Source::Timer(key), EventSet::IN))
             .inspect_err(|_| self.close_desk(key))?;
         Ok(key)
     }
@@ -304,7 +314,7 @@ impl Worker {
     /// Closes a desk that no client of this worker uses any more.
     fn close_desk(&mut self, key: usize) {
         let desk = self.desks.remove(key);
-        for event in [desk.queue.event(), desk.queue.timer()] {
+        for event in [desk.queue.event(), desk.limits.timer()] {
             if let Err(error) = self.events.unwatch(event) {
                 tracing::debug!("NBD: a queue's event was not watched: {error}");
             }
@@ -358,7 +368,10 @@ impl Worker {
             let alone = in_flight.sum::<usize>() == 1;
             let desk = &mut self.desks[key];
             if std::mem::take(&mut desk.submitted) {
-                desk.queue.kick(alone);
+                match alone {
+                    true => desk.queue.kick_alone(),
+                    false => desk.queue.kick(),
+                }
             }
             desk.rung = false;
             desk.queue.completions(&mut ended);

@@ -24,14 +24,14 @@ use walvisor_block::short_slice;
 
 use super::device::WriteCacheHook;
 use super::{Command, CommandData, CommandRing, Device, Entry, Response, RingError, Ticket};
-use crate::backend::{Completion, Operation};
+use crate::backend::{BackendQueue, Completion, Operation};
 use crate::control::Wake;
 use crate::event_loop::{Event, EventLoop, EventSet, Remote};
 use crate::latency::{OperationKind, add};
 use crate::listen::join;
 use crate::metrics::BlockMetrics;
 use crate::scsi::{DataBuffer, LogicalUnit, Task, TaskStep};
-use crate::throttle::ThrottledQueue;
+use crate::throttle::QueueLimits;
 
 /// Bytes in flight, above which commands wait in the ring. One command may overshoot it.
 const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
@@ -60,6 +60,8 @@ enum Failure {
 enum Source {
     Kernel,
     Backend,
+    /// That of the disk's limits.
+    Timer,
 }
 
 /// A message to the worker.
@@ -92,11 +94,12 @@ impl Worker {
     /// If the system refuses a descriptor or a thread.
     pub fn start(device: &Device, ring: CommandRing, uio: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&uio, true)?;
-        let queue = ThrottledQueue::open(&**device.unit.backend(), &device.throttle)?;
+        let queue = device.unit.backend().open_queue()?;
+        let limits = QueueLimits::new(&device.throttle)?;
         let mut events = EventLoop::new()?;
         events.watch(&uio, Source::Kernel, EventSet::IN)?;
         events.watch(queue.event(), Source::Backend, EventSet::IN)?;
-        events.watch(queue.timer(), Source::Backend, EventSet::IN)?;
+        events.watch(limits.timer(), Source::Timer, EventSet::IN)?;
         let remote = Arc::new(events.remote());
         let watcher: Arc<dyn Wake> = Arc::clone(&remote) as _;
         device.gate.watch(Arc::downgrade(&watcher));
@@ -108,6 +111,7 @@ impl Worker {
             ring,
             uio,
             queue,
+            limits,
             events,
             happened: Vec::new(),
             stopping: false,
@@ -171,7 +175,8 @@ struct Server {
     metrics: Arc<BlockMetrics>,
     ring: CommandRing,
     uio: OwnedFd,
-    queue: ThrottledQueue,
+    queue: Box<dyn BackendQueue>,
+    limits: QueueLimits,
     events: EventLoop<Source, Mail>,
     /// The events of this wait. Empty between waits, and kept for its allocation.
     happened: Vec<Event<Source, Mail>>,
@@ -248,6 +253,10 @@ impl Server {
                 },
                 // Taking the completions clears the event.
                 Event::Ready(Source::Backend, _) => {}
+                Event::Ready(Source::Timer, _) => {
+                    self.limits.release(&mut *self.queue);
+                    self.submitted = true;
+                }
                 // The worker checks the gate before it takes a command.
                 Event::Message(Mail::Gate) => {}
                 Event::Message(Mail::Stop) => self.stopping = true,
@@ -282,7 +291,7 @@ impl Server {
         let mut taken = 0;
         while self.in_flight.len() < MAX_COMMANDS_IN_FLIGHT
             && self.bytes < MAX_BYTES_IN_FLIGHT
-            && !self.queue.holds()
+            && !self.limits.holds()
             && self.gate.enter()
         {
             let entry = self.ring.take();
@@ -347,7 +356,13 @@ impl Server {
                     // Only this thread turns the cache on, so a cache that is off here stays off for this operation.
                     *volatile |= self.unit.backend().write_cache();
                     count(&self.metrics, &operation);
-                    self.queue.submit(key as u64, operation);
+                    match self.limits.in_force() {
+                        false => self.queue.submit(key as u64, operation),
+                        true => {
+                            let queue = &mut *self.queue;
+                            self.limits.submit(queue, key as u64, operation);
+                        }
+                    }
                     self.submitted = true;
                 }
                 TaskStep::InFlight => return,
@@ -417,7 +432,10 @@ impl Server {
             }
             self.settle();
             if std::mem::take(&mut self.submitted) {
-                self.queue.kick(self.in_flight.len() == 1);
+                match self.in_flight.len() {
+                    1 => self.queue.kick_alone(),
+                    _ => self.queue.kick(),
+                }
             }
             self.queue.completions(&mut ended);
             if ended.is_empty() {

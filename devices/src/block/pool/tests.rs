@@ -41,14 +41,22 @@ impl Served for Noted {
         self.fds[0].as_fd()
     }
 
-    fn backend(&self) -> [BorrowedFd<'_>; 2] {
-        [self.fds[1].as_fd(), self.fds[2].as_fd()]
+    fn backend(&self) -> BorrowedFd<'_> {
+        self.fds[1].as_fd()
+    }
+
+    fn timer(&self) -> BorrowedFd<'_> {
+        self.fds[2].as_fd()
     }
 
     fn rung(&mut self) {
         assert!(!self.panic_at_the_bell.load(Ordering::SeqCst));
         rustix::io::read(&self.fds[0], &mut [0; 8]).unwrap();
         self.note("rung");
+    }
+
+    fn release(&mut self) {
+        self.note("release");
     }
 
     fn take(&mut self) {
