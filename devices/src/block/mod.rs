@@ -36,6 +36,7 @@ mod config;
 mod features;
 mod pool;
 mod request;
+mod seat;
 mod tracker;
 mod virtqueue;
 mod worker;
@@ -62,14 +63,14 @@ use crate::throttle::Throttle;
 
 pub use crate::latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
 pub use crate::metrics::{BlockCounts, BlockMetrics};
-pub(crate) use pool::most_threads;
 pub use pool::{Starter, WorkerPool};
+pub(crate) use pool::{Worker, most_threads};
 
 pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};
 pub(crate) use features::Features;
 pub(crate) use tracker::Tracker;
 pub(crate) use virtqueue::QueueSetup;
-pub(crate) use worker::{QueueStart, Worker};
+pub(crate) use worker::QueueStart;
 
 /// Device type of a block device (virtio 1.2, 5).
 pub(crate) const DEVICE_ID_BLOCK: u16 = 2;

@@ -1,35 +1,55 @@
-//! One queue: takes every available chain, submits them as a batch, and publishes those that have ended as a batch.
+//! A thread that serves queues: any number of them, side by side.
 //!
 //! ```text
-//!   a thread of the pool ─▶ take all chains, submit ─▶ kick ─▶ completions ─▶ used index once, ≤ 1 interrupt
+//!   queue ─┐                  ┌─ take from each that rang ─▶ submit for each ─▶ answer each ─┐
+//!   queue ─┼─▶ one event loop ┤                                                             ├─▶ sleep
+//!   inbox ─┘                  └──────────────────── there is more ◀─────────────────────────┘
+//!
+//!   one queue:  all available chains, a batch ─▶ kick ─▶ completions ─▶ used index once, ≤ 1 interrupt
 //! ```
 //!
+//! With one thread per queue, a commit group wakes as many threads as it has served queues, and each thread wakes its
+//! driver. One thread serves a dozen queues better in one turn: it submits the requests of all of them before it
+//! answers any, and requests that one sync has made durable are answered together.
+//!
 //! Memory is bounded: chains stay in the ring while [`MAX_BYTES_IN_FLIGHT`] are in flight, or as many requests as the
-//! queue has descriptors. Completions make room, and the worker takes more.
+//! queue has descriptors. Completions make room, and the thread takes more.
 
+use std::any::Any;
 use std::io::{self, IoSliceMut};
 use std::os::fd::BorrowedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::{Errno, ReadWriteFlags};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use slab::Slab;
 use vm_memory::GuestMemory;
 use vmm_sys_util::eventfd::EventFd;
+use walvisor_block::short_slice;
 
 use super::features::Features;
-use super::pool::{Alone, Handle, QueueControl, Served, WorkerPool};
 use super::request::{
     BlockAction, BlockRules, BlockStatus, Direction, ID_LEN, PendingChain, parse,
 };
-use super::tracker::Tracker;
-use super::tracker::Used;
+use super::seat::{Inbox, Mail, QueueControl, Seat, Served, Source};
+use super::tracker::{Tracker, Used};
 use super::virtqueue::{QueueError, QueueSetup, UsedBatch, Virtqueue};
 use crate::backend::{Backend, BackendQueue, Completion, Operation, descriptor};
+use crate::event_loop::{Event, EventLoop, EventSet};
 use crate::latency::{OperationKind, add};
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
 use crate::status::DeviceStatus;
 use crate::throttle::{QueueLimits, Throttle};
+
+/// Turns before the thread looks at its descriptors again.
+const ROUNDS: usize = 64;
+/// When the backend signals one queue, the thread also checks up to this many other queues with requests in flight: one
+/// sync serves many.
+const ASKED: usize = 32;
 
 /// Payload bytes that one queue may have in flight before it leaves further chains in the ring. One
 /// request may overshoot it.
@@ -68,117 +88,249 @@ pub(super) struct WorkerPlan {
     pub(super) status: Arc<DeviceStatus>,
 }
 
-/// The running worker of one queue. Dropping it drains the queue: requests in flight end and are answered
-/// without an interrupt, chains still in the ring stay there.
-pub(crate) struct Worker {
-    /// `None`: the driver's rings are broken, and it never ran.
-    handle: Option<Handle>,
-}
-
-impl Worker {
-    /// Starts serving the queue. A broken ring is the driver's fault and no error here: it sets DEVICE_NEEDS_RESET.
-    pub(super) fn start<M: DeviceMemory>(
-        mut plan: WorkerPlan,
-        memory: M,
-        pool: &Arc<WorkerPool>,
-    ) -> io::Result<Self> {
-        let queue = Virtqueue::new(
-            &plan.queue.setup,
-            plan.max_size,
-            plan.event_idx,
-            &*memory.memory(),
-            plan.queue.tracker.take(),
-        );
-        let queue = match queue {
-            Ok(queue) => queue,
-            Err(error) => {
-                give_up(&plan.status, plan.queue.index, &error);
-                return Ok(Self { handle: None });
-            }
+/// Starts a thread with its first queue.
+pub(super) fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
+    let events = EventLoop::new()?;
+    let inbox = Arc::new(Inbox::new(events.remote()));
+    // Before the thread begins, because a thread without a queue ends.
+    drop(inbox.put(seat));
+    let own = Arc::clone(&inbox);
+    thread::Builder::new().name(name.into()).spawn(move || {
+        short_slice();
+        if let Some(cpu) = cpu {
+            pin(cpu);
+        }
+        let mut worker = Thread {
+            events,
+            happened: Vec::new(),
+            inbox: own,
+            seats: Slab::new(),
+            busy: Vec::new(),
+            served: Vec::new(),
+            current: 0,
         };
-        // A worker that polls, or whose disk blocks, would delay other queues of its thread.
-        let own = plan.cpu.is_some() || !plan.poll.is_zero() || plan.backend.blocks();
-        let alone = own.then(|| Alone {
-            name: format!("virtio-blk-q{}", plan.queue.index),
-            cpu: plan.cpu,
-        });
-        let handle = pool.serve(alone, move || {
-            Ok(Box::new(QueueWorker {
-                in_flight: InFlight::new(queue.size()),
-                queue,
-                memory,
-                disk: plan.backend.open_queue()?,
-                limits: QueueLimits::new(&plan.throttle)?,
-                control: Arc::default(),
-                submitted: false,
-                took_all: true,
-                promised: None,
-                ended: Vec::new(),
-                batch: UsedBatch::new(plan.in_order),
-                plan,
-            }))
-        })?;
-        Ok(Self {
-            handle: Some(handle),
-        })
-    }
+        while let Err(reason) = catch_unwind(AssertUnwindSafe(|| worker.run())) {
+            worker.fell(&*reason);
+        }
+    })?;
+    Ok(inbox)
+}
 
-    /// Asks the worker to stop without waiting for it, so that several can drain at once.
-    pub(crate) fn request_stop(&self) {
-        self.handle.iter().for_each(Handle::request_stop);
-    }
-
-    /// Whether the queue is drained: then dropping the worker does not wait.
-    pub(crate) fn finished(&self) -> bool {
-        self.handle.as_ref().is_none_or(Handle::finished)
-    }
-
-    /// Drains the queue. Chains that the worker has taken are completed, unless the queue breaks.
-    pub(crate) fn stop(mut self) -> Drained {
-        let handle = self.handle.take();
-        let next = handle.as_ref().map(Handle::stop);
-        // Only now: the worker may have met an error while it drained.
-        let broken = handle.is_none_or(|handle| handle.control().broken());
-        Drained { next, broken }
+/// Keeps the calling thread on one processor. If the system refuses, the worker goes on unpinned.
+fn pin(cpu: u16) {
+    let mut set = CpuSet::new();
+    set.set(cpu.into());
+    if let Err(error) = sched_setaffinity(None, &set) {
+        tracing::warn!(%error, "a virtio-blk worker cannot run on CPU {cpu} alone");
     }
 }
 
-/// A queue that was served and is drained.
-pub(crate) struct Drained {
-    /// The index of the first chain that was not taken; `None` if the worker never ran.
-    pub(crate) next: Option<u16>,
-    /// The queue has met an error: only a reset lets it go on.
-    pub(crate) broken: bool,
+struct Thread {
+    events: EventLoop<Source, Mail>,
+    /// Events to be handled, the last first. After a panic in one queue the thread handles the rest for the others.
+    happened: Vec<Event<Source, Mail>>,
+    inbox: Arc<Inbox>,
+    seats: Slab<Seat>,
+    /// Keys of the queues that have something to do.
+    busy: Vec<usize>,
+    /// Keys of the queues that this turn serves; empty between turns, kept for its memory.
+    served: Vec<usize>,
+    /// Key of the queue being served: a panic is attributed to it.
+    current: usize,
 }
 
-impl Drop for Worker {
-    fn drop(&mut self) {
-        if let Some(handle) = self.handle.take() {
-            handle.stop();
+impl Thread {
+    /// Serves queues until none is left.
+    fn run(&mut self) {
+        while !(self.seats.is_empty() && self.inbox.close()) {
+            if let Err(error) = self.wait() {
+                let reason = format!("its worker cannot wait: {error}");
+                for (_, seat) in &mut self.seats {
+                    seat.served.iter_mut().for_each(|s| s.give_up(&reason));
+                }
+                self.seats.clear();
+                return;
+            }
+            for _ in 0..ROUNDS {
+                if self.busy.is_empty() {
+                    break;
+                }
+                self.turn();
+            }
         }
     }
+
+    /// Waits for something to do.
+    fn wait(&mut self) -> io::Result<()> {
+        if self.happened.is_empty() {
+            let timeout = (!self.busy.is_empty()).then_some(Duration::ZERO);
+            self.events.wait(timeout, &mut self.happened)?;
+            self.happened.reverse();
+        }
+        let (mut backend, mut stops) = (false, false);
+        while let Some(event) = self.happened.pop() {
+            match event {
+                Event::Ready(Source::Doorbell(key), _) => {
+                    if let Some(served) = self.queue(key) {
+                        served.rung();
+                        self.mark(key);
+                    }
+                }
+                Event::Ready(Source::Backend(key), _) => {
+                    backend = true;
+                    self.mark(key);
+                }
+                Event::Ready(Source::Timer(key), _) => {
+                    if let Some(served) = self.queue(key) {
+                        served.release();
+                        self.mark(key);
+                    }
+                }
+                Event::Message(Mail::Newcomer(seat)) => self.welcome(seat),
+                Event::Message(Mail::Stop) => stops = true,
+            }
+        }
+        if backend {
+            let waits = |seat: &Seat| seat.served.as_ref().is_some_and(|served| served.waits());
+            let others = self.seats.iter().filter(|(_, seat)| waits(seat));
+            let others: Vec<usize> = others.map(|(key, _)| key).take(ASKED).collect();
+            others.into_iter().for_each(|key| self.mark(key));
+        }
+        if stops {
+            self.see_off();
+        }
+        Ok(())
+    }
+
+    fn queue(&mut self, key: usize) -> Option<&mut Box<dyn Served>> {
+        self.current = key;
+        self.seats.get_mut(key)?.served.as_mut()
+    }
+
+    /// Notes that the queue has something to do.
+    fn mark(&mut self, key: usize) {
+        if let Some(seat) = self.seats.get_mut(key)
+            && !std::mem::replace(&mut seat.busy, true)
+        {
+            self.busy.push(key);
+        }
+    }
+
+    /// Takes a new queue.
+    fn welcome(&mut self, seat: Seat) {
+        let key = self.seats.insert(seat);
+        let Some(served) = &self.seats[key].served else {
+            return;
+        };
+        // Edge-triggered: each ring is reported once, even if another owner of the descriptor reads its counter first.
+        let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
+        let sources = [
+            (served.doorbell(), Source::Doorbell(key), edges),
+            (served.backend(), Source::Backend(key), EventSet::IN),
+            (served.timer(), Source::Timer(key), EventSet::IN),
+        ];
+        let watch = |(fd, source, what)| self.events.watch(fd, source, what);
+        let watched = sources.into_iter().try_for_each(watch);
+        if let (Err(error), Some(served)) = (watched, self.queue(key)) {
+            served.give_up(&format!("its worker cannot wait for it: {error}"));
+        }
+        // The doorbell may have rung before the thread watched it.
+        self.mark(key);
+    }
+
+    /// Finds the queues that are to stop.
+    fn see_off(&mut self) {
+        let stopping = |seat: &Seat| seat.control.stopping() && !seat.leaving;
+        let leaving = self.seats.iter().filter(|(_, seat)| stopping(seat));
+        for key in leaving.map(|(key, _)| key).collect::<Vec<_>>() {
+            let seat = &mut self.seats[key];
+            seat.leaving = true;
+            // From here on the thread watches only the queue's backend.
+            if let Some(served) = &seat.served
+                && let Err(error) = self.events.unwatch(served.doorbell())
+            {
+                tracing::debug!("a queue's doorbell was not watched: {error}");
+            }
+            self.mark(key);
+        }
+    }
+
+    /// Serves the queues that have something to do: takes from all of them before it answers any.
+    fn turn(&mut self) {
+        std::mem::swap(&mut self.busy, &mut self.served);
+        for at in 0..self.served.len() {
+            if let Some(served) = self.queue(self.served[at]) {
+                served.take();
+            }
+        }
+        let waits = |(_, seat): &(usize, &Seat)| seat.served.as_ref().is_some_and(|s| s.waits());
+        let alone = self.served.len() == 1 && self.seats.iter().filter(waits).count() <= 1;
+        for at in 0..self.served.len() {
+            if let Some(served) = self.queue(self.served[at]) {
+                served.start(alone);
+            }
+        }
+        for at in 0..self.served.len() {
+            let key = self.served[at];
+            let Some(served) = self.queue(key) else {
+                continue;
+            };
+            let (more, waits) = (served.answer(), served.waits());
+            let seat = &mut self.seats[key];
+            seat.busy = false;
+            if seat.leaving && !waits {
+                self.leave(key);
+            } else if more {
+                self.mark(key);
+            }
+        }
+        self.served.clear();
+    }
+
+    /// Removes a queue that is drained or lost.
+    fn leave(&mut self, key: usize) {
+        let Some(seat) = self.seats.try_remove(key) else {
+            return;
+        };
+        if let Some(served) = &seat.served {
+            // Unwatch the descriptors before they are closed: the transport holds the doorbell open too.
+            for fd in [served.doorbell(), served.backend(), served.timer()] {
+                // A descriptor that is not watched any more needs nothing.
+                let _ = self.events.unwatch(fd);
+            }
+        }
+        self.inbox.one_less();
+        drop(seat);
+    }
+
+    /// Removes the queue that has panicked; the others go on.
+    fn fell(&mut self, reason: &(dyn Any + Send)) {
+        let text = reason.downcast_ref::<&str>().copied();
+        let text = text.or_else(|| reason.downcast_ref::<String>().map(String::as_str));
+        let key = self.current;
+        if let Some(served) = self.queue(key) {
+            served.give_up(&format!(
+                "its worker has panicked: {}",
+                text.unwrap_or("no reason was given")
+            ));
+        }
+        self.leave(key);
+        self.busy.clear();
+        self.served.clear();
+        let keys: Vec<usize> = self.seats.iter().map(|(key, _)| key).collect();
+        for key in keys {
+            self.seats[key].busy = false;
+            self.mark(key);
+        }
+        // The thread may have taken a stop message before the panic without acting on it.
+        self.see_off();
+    }
 }
 
-/// Gives up a queue that cannot go on: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2, 2.1.2).
-fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
-    status.complain(format_args!(
-        "virtio-blk queue {queue}: {error}; the driver has to reset the device"
-    ));
-    status.needs_reset();
-}
-
-/// Reads and clears the counter of an eventfd. It never waits: another owner of the descriptor may have read the
-/// counter already, and may have made the descriptor a blocking one.
-fn rings(doorbell: BorrowedFd<'_>) -> u64 {
-    let mut count = [0; 8];
-    let mut buffer = [IoSliceMut::new(&mut count)];
-    // Offset -1: the current position, for files without an offset.
-    let nowhere = u64::MAX;
-    match rustix::io::preadv2(doorbell, &mut buffer, nowhere, ReadWriteFlags::NOWAIT) {
-        Ok(_) => u64::from_ne_bytes(count),
-        Err(Errno::AGAIN) => 0,
-        // Before Linux 5.8 NOWAIT fails here: count one ring.
-        Err(_) => 1,
+impl Drop for Thread {
+    /// Closes the inbox, so that no more queues are handed over.
+    fn drop(&mut self) {
+        self.inbox.end();
     }
 }
 
@@ -193,65 +345,53 @@ struct Flying {
 
 /// Requests handed to the backend, by token.
 struct InFlight {
-    slots: Vec<Option<Flying>>,
-    free: Vec<u16>,
+    requests: Slab<Flying>,
+    /// The most requests.
+    most: usize,
     bytes: usize,
 }
 
 impl InFlight {
-    fn new(size: u16) -> Self {
+    fn new(most: u16) -> Self {
         Self {
-            slots: (0..size).map(|_| None).collect(),
-            free: (0..size).rev().collect(),
+            requests: Slab::new(),
+            most: most.into(),
             bytes: 0,
         }
     }
 
     fn is_empty(&self) -> bool {
-        self.len() == 0
+        self.requests.is_empty()
     }
 
     fn len(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.requests.len()
     }
 
-    /// The slot for the next request, if there is room.
-    fn vacancy(&self) -> Option<u16> {
-        if self.bytes < MAX_BYTES_IN_FLIGHT {
-            self.free.last().copied()
-        } else {
-            None
-        }
+    fn has_room(&self) -> bool {
+        self.len() < self.most && self.bytes < MAX_BYTES_IN_FLIGHT
     }
 
-    /// Puts a request into the slot that [`vacancy`](Self::vacancy) named, and returns its token.
-    fn insert(&mut self, slot: u16, flying: Flying) -> u64 {
-        self.free.pop();
+    /// Adds a request, and returns its token.
+    fn insert(&mut self, flying: Flying) -> u64 {
         self.bytes += flying.pending.bytes as usize;
-        self.slots[usize::from(slot)] = Some(flying);
-        slot.into()
-    }
-
-    fn get_mut(&mut self, token: u64) -> Option<&mut Flying> {
-        self.slots.get_mut(usize::try_from(token).ok()?)?.as_mut()
+        self.requests.insert(flying) as u64
     }
 
     /// Whether the request still needs a flush before it is answered; returns `true` once.
     fn take_flush_after(&mut self, token: u64) -> bool {
-        let flying = self.get_mut(token);
+        let flying = self.requests.get_mut(token as usize);
         flying.is_some_and(|flying| std::mem::take(&mut flying.pending.flush_after))
     }
 
     /// Whether the request has changed the disk and `when_written` was not yet called for it; returns `true` once.
     fn take_unasked(&mut self, token: u64) -> bool {
-        let flying = self.get_mut(token);
+        let flying = self.requests.get_mut(token as usize);
         flying.is_some_and(|flying| std::mem::take(&mut flying.unasked))
     }
 
     fn remove(&mut self, token: u64) -> Option<Flying> {
-        let slot = u16::try_from(token).ok()?;
-        let flying = self.slots.get_mut(usize::from(slot))?.take()?;
-        self.free.push(slot);
+        let flying = self.requests.try_remove(token as usize)?;
         self.bytes -= flying.pending.bytes as usize;
         Some(flying)
     }
@@ -259,13 +399,14 @@ impl InFlight {
 
 impl Drop for InFlight {
     fn drop(&mut self) {
-        for flying in self.slots.drain(..).flatten() {
+        for flying in self.requests.drain() {
             flying.pending.abandon();
         }
     }
 }
 
-struct QueueWorker<M> {
+/// One queue.
+pub(super) struct QueueWorker<M> {
     plan: WorkerPlan,
     queue: Virtqueue,
     memory: M,
@@ -286,6 +427,27 @@ struct QueueWorker<M> {
 }
 
 impl<M: DeviceMemory> QueueWorker<M> {
+    /// Opens the queue of the disk that belongs to the driver's queue.
+    ///
+    /// # Errors
+    /// If the disk or the system refuses.
+    pub(super) fn open(plan: WorkerPlan, queue: Virtqueue, memory: M) -> io::Result<Self> {
+        Ok(Self {
+            in_flight: InFlight::new(queue.size()),
+            queue,
+            memory,
+            disk: plan.backend.open_queue()?,
+            limits: QueueLimits::new(&plan.throttle)?,
+            control: Arc::default(),
+            submitted: false,
+            took_all: true,
+            promised: None,
+            ended: Vec::new(),
+            batch: UsedBatch::new(plan.in_order),
+            plan,
+        })
+    }
+
     /// Does a step of the queue's work, until it meets an error. `true`: there is more to take.
     fn step(&mut self, step: impl FnOnce(&mut Self, &M::M) -> Result<bool, QueueError>) -> bool {
         let memory = self.memory.memory();
@@ -328,7 +490,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
         }
         if !self.took_all {
             // No room. Completions wake the worker; until then it needs no doorbells.
-            return Ok(self.in_flight.vacancy().is_some()
+            return Ok(self.in_flight.has_room()
                 && !self.batch.is_full(self.queue.size())
                 && !self.limits.holds());
         }
@@ -378,11 +540,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
         let mut since = None;
         let mut available = self.queue.available(memory)?;
         loop {
-            let Some(slot) = self.in_flight.vacancy() else {
-                return Ok(false);
-            };
-            // A throttled disk holds one request of a queue; all others stay in the ring.
-            if self.batch.is_full(size) || self.limits.holds() {
+            // The limits of a disk hold one request of a queue; all others stay in the ring.
+            if !self.in_flight.has_room() || self.batch.is_full(size) || self.limits.holds() {
                 return Ok(false);
             }
             let Some(chain) = available.next() else {
@@ -402,7 +561,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                         kind: OperationKind::of(&operation),
                         since: *since.get_or_insert_with(Instant::now),
                     };
-                    let token = self.in_flight.insert(slot, flying);
+                    let token = self.in_flight.insert(flying);
                     match self.limits.in_force() {
                         false => self.disk.submit(token, operation),
                         true => self.limits.submit(&mut *self.disk, token, operation),
@@ -561,5 +720,27 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
 
     fn give_up(&mut self, reason: &str) {
         self.fail(&reason);
+    }
+}
+/// Gives up a queue that cannot go on: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2, 2.1.2).
+pub(super) fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
+    status.complain(format_args!(
+        "virtio-blk queue {queue}: {error}; the driver has to reset the device"
+    ));
+    status.needs_reset();
+}
+
+/// Reads and clears the counter of an eventfd. It never waits: another owner of the descriptor may have read the
+/// counter already, and may have made the descriptor a blocking one.
+fn rings(doorbell: BorrowedFd<'_>) -> u64 {
+    let mut count = [0; 8];
+    let mut buffer = [IoSliceMut::new(&mut count)];
+    // Offset -1: the current position, for files without an offset.
+    let nowhere = u64::MAX;
+    match rustix::io::preadv2(doorbell, &mut buffer, nowhere, ReadWriteFlags::NOWAIT) {
+        Ok(_) => u64::from_ne_bytes(count),
+        Err(Errno::AGAIN) => 0,
+        // Before Linux 5.8 NOWAIT fails here: count one ring.
+        Err(_) => 1,
     }
 }

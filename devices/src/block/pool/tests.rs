@@ -1,8 +1,10 @@
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::*;
+use crate::block::seat::QueueControl;
 
 /// The calls that each queue has got, in order.
 #[derive(Clone, Default)]
