@@ -11,8 +11,9 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{
     CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, HistoryHeader, VERSION,
 };
-use crate::medium::file::{self, DataFile};
+use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, Open, files};
+use crate::medium::host;
 use crate::medium::lock::{Holder, Use};
 use crate::medium::{filesystem, lock};
 use crate::mutant::{Mutant, planted};
@@ -204,7 +205,7 @@ pub(crate) fn create_log(
     let mut header = ControlHeader::new_zeroed();
     header.magic = CONTROL_MAGIC;
     header.version = U32::new(VERSION);
-    header.log = file::random();
+    header.log = host::random();
     header.segment_size = U64::new(options.segment_size);
     header.max_segments = U32::new(options.max_segments);
     header.first_sequence = U64::new(1);
@@ -350,7 +351,7 @@ pub(crate) fn register<'a>(
     let path = real_path(path)?;
     let disks = &mut control.control.disks;
     let mut entry = DiskEntry::new_zeroed();
-    entry.disk = file::random();
+    entry.disk = host::random();
     entry.id = U32::new(disks.iter().map(|disk| disk.id.get()).max().unwrap_or(0) + 1);
     entry.size = U64::new(size);
     entry.set_path(&path, &control.home)?;

@@ -14,7 +14,7 @@ use rustix::fs::{Advice, fadvise};
 
 use crate::index::{Piece, Place};
 use crate::log::state::Log;
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::sync::Arc;
 
 /// A request for one part takes the medium as long as reading this many consecutive bytes.

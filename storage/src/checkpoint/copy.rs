@@ -23,7 +23,7 @@ use crate::index::{ExtentMap, Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::cost::MediumCost;
-use crate::medium::engine::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source};
+use crate::medium::file::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source};
 use crate::medium::holes::DataRanges;
 use crate::medium::segment::LogRead;
 use crate::mutant::{Mutant, planted};

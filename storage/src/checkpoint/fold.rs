@@ -18,7 +18,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::index::{Builder, Piece, Place};
 use crate::log::history::Commit;
 use crate::log::state::State;
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::live::read_live;
 use crate::recovery::replay::place;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use crate::checkpoint::pace::Growth;
 use crate::error::Result;
 use crate::log::state::Log;
-use crate::medium::file::LONG_STEP;
+use crate::medium::segment::LONG_STEP;
 use crate::mutant::{Mutant, planted};
 use crate::sync;
 

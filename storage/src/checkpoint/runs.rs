@@ -15,7 +15,7 @@ use std::iter::Peekable;
 use crate::SECTOR_SIZE;
 use crate::index::{Piece, Place};
 use crate::medium::cost::MediumCost;
-use crate::medium::engine::MAX_CHUNKS;
+use crate::medium::file::MAX_CHUNKS;
 use crate::sync::Arc;
 
 /// Adjacent extents that become one operation on the base image.

@@ -13,7 +13,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::pipeline::{Marked, Modification};
 use crate::log::state::Log;
 use crate::medium::checksum::{self, Payload};
-use crate::medium::engine::Done;
+use crate::medium::file::Done;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;

@@ -7,8 +7,7 @@ use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::index::{Piece, Place};
-use crate::medium::engine::{Done, Io, Source};
-use crate::medium::file::DataFile;
+use crate::medium::file::{DataFile, Done, Io, Source};
 use crate::medium::segment::LogRead;
 use crate::sync::Arc;
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SECTOR_SIZE, SharedBuffer};

@@ -12,7 +12,7 @@ use std::ops::Bound;
 use super::leaf::{Addition, Extent, LEAF, Leaf, Meaning, Word, zone};
 use super::memory::{IndexMemory, Share};
 use super::place::{Piece, Place};
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::{SECTOR_SIZE, SharedBuffer};

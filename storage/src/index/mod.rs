@@ -21,7 +21,7 @@ pub(crate) use extents::ExtentMap;
 pub(crate) use memory::IndexMemory;
 pub(crate) use place::{Piece, Place};
 
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::sync::Arc;
 
 /// The two layers over a base image.

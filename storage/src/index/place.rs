@@ -1,7 +1,7 @@
 //! The place of the newest bytes of a range of sectors.
 
 use crate::SharedBuffer;
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::sync::Arc;
 
 /// Where an extent's bytes are.

@@ -21,7 +21,7 @@ use crate::log::group::{Group, Spare};
 use crate::log::pipeline::Modification;
 use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
 use crate::log::waiters::{Mailbox, Waiter};
-use crate::medium::engine::{Appended, Done, Engine, Io};
+use crate::medium::file::{Appended, Done, Engine, Io};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};

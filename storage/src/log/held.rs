@@ -3,7 +3,7 @@
 use std::any::Any;
 
 use crate::format::Control;
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::sync::Arc;
 
 /// What a look reads of a log: all records up to an LSN, which are durable.

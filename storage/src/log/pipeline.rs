@@ -14,8 +14,7 @@ use crate::format::{Descriptor, Kind};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
 use crate::medium::checksum::{self, Payload};
-use crate::medium::engine::SyncScope;
-use crate::medium::segment::Segment;
+use crate::medium::file::{Segment, SyncScope};
 use crate::sync::Arc;
 
 /// A request that becomes a record of the log.

@@ -16,7 +16,7 @@ use crate::format::{self, SegmentHeader, Uuid};
 use crate::log::history::Commit;
 use crate::log::tail::{BatchSize, Sealed, Tail};
 use crate::medium::checksum::Table;
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::sync::Arc;
 
 /// Segments that are kept ready: one for the next writes, one for records that a checkpoint finds pending.

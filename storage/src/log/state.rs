@@ -21,7 +21,7 @@ use crate::log::ring::SegmentRing;
 use crate::log::stamp::Stamps;
 use crate::log::waiters::{Waiter, Waiters, deliver};
 use crate::medium::directory::Medium;
-use crate::medium::engine::Append;
+use crate::medium::file::Append;
 use crate::mutant::{any_planted, is_forgotten};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{self, Arc, Call, Condvar, Mutex, MutexGuard, mpsc};

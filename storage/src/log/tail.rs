@@ -2,7 +2,7 @@
 
 use crate::SharedBuffer;
 use crate::format::{self, SummaryFooter, Uuid};
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 

@@ -9,8 +9,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use crate::Buffer;
-use crate::medium::engine::{Engine, Io, Source};
-use crate::medium::segment::Segment;
+use crate::medium::file::{Engine, Io, Segment, Source};
 use crate::sync::{Arc, Event};
 
 /// What operations cost a medium.

@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use crate::error::Result;
 use crate::medium::cost::{self, MediumCost};
-use crate::medium::engine::{self, Append, Direct, Engine, EngineKind};
-use crate::medium::file;
+use crate::medium::engine::{self, EngineKind};
+use crate::medium::file::{Append, Direct, Engine, Segment};
 use crate::medium::filesystem::{FileSystem, files, shared_files};
+use crate::medium::host;
 use crate::medium::lock::Use;
-use crate::medium::segment::Segment;
 use crate::parallel;
 use crate::sync::{Arc, Event};
 
@@ -89,7 +89,7 @@ impl Medium for Directory {
     }
 
     fn salt(&self) -> u64 {
-        u64::from_le_bytes(file::random())
+        u64::from_le_bytes(host::random())
     }
 
     fn blocks(&self) -> bool {

@@ -1,20 +1,29 @@
-//! Files as the store needs them: locked, O_DIRECT where the file system allows it, holes, attributes.
+//! Files that hold data, segments of the log among them, and the operations on them.
+//!
+//! ```text
+//!   the log's leader ──▶ Append ──▶ pwritev2(RWF_DSYNC) or fdatasync, in its thread    Direct
+//!   a port           ──▶ Engine ──▶ io_uring, or a thread                              medium/engine/
+//! ```
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io::{self, Seek};
+use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
-use std::path::Path;
-use std::time::{Duration, UNIX_EPOCH};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
+use std::time::UNIX_EPOCH;
 
-use rustix::fs::{
-    Advice, AtFlags, FallocateFlags, FlockOperation, OFlags, SeekFrom, StatxFlags, XattrFlags,
-};
+use rustix::fs::{Advice, FallocateFlags, FlockOperation, fadvise};
 use rustix::io::{Errno, ReadWriteFlags};
+use smallvec::SmallVec;
 
 use crate::error::{Error, Result, invalid};
+use crate::medium::checksum::Table;
+use crate::medium::host;
 use crate::medium::mark::{Inode, Mark};
-use crate::{Buffer, SECTOR_SIZE, sync};
+use crate::sync::{Arc, RwLock};
+use crate::{Buffer, SharedBuffer};
 
 /// The store's operations on a file that holds data: a segment, the control file, a base image.
 pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
@@ -24,7 +33,7 @@ pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
     /// Writes all or a part of `slices`, which follow each other at `offset`; returns how many bytes. `durably`:
     /// these bytes are then durable, and earlier ones need not be. That does not hold on a file system that needs an
-    /// explicit sync ([`is_served`]).
+    /// explicit sync ([`host::is_served`]).
     fn write_slices_at(
         &self,
         slices: &[io::IoSlice<'_>],
@@ -90,7 +99,7 @@ impl DataFile for File {
 
     fn drop_cache(&self) -> io::Result<()> {
         self.sync_data()?;
-        Ok(rustix::fs::fadvise(self, 0, None, Advice::DontNeed)?)
+        Ok(fadvise(self, 0, None, Advice::DontNeed)?)
     }
 
     fn len(&self) -> io::Result<u64> {
@@ -132,7 +141,7 @@ impl DataFile for File {
     }
 
     fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        zero_range(self, offset, len, unmap)
+        host::zero_range(self, offset, len, unmap)
     }
 
     fn inode(&self) -> io::Result<Inode> {
@@ -147,11 +156,11 @@ impl DataFile for File {
     }
 
     fn read_mark(&self) -> io::Result<Option<Mark>> {
-        read_mark(self)
+        host::read_mark(self)
     }
 
     fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool> {
-        write_mark(self, mark)
+        host::write_mark(self, mark)
     }
 
     fn raw_fd(&self) -> RawFd {
@@ -161,140 +170,6 @@ impl DataFile for File {
     fn host(&self) -> Option<&File> {
         Some(self)
     }
-}
-
-/// Whether a server does the work of a file system: one of FUSE, or one in a network. For direct I/O some of these
-/// file systems at most pass `RWF_DSYNC` on to the server, and few servers honour it; all servers get an explicit
-/// sync.
-pub(crate) fn is_served(file: &File) -> rustix::io::Result<bool> {
-    const FUSE: u64 = 0x6573_5546;
-    const NFS: u64 = 0x6969;
-    const NINE_P: u64 = 0x0102_1997;
-    const CIFS: u64 = 0xff53_4d42;
-    const SMB2: u64 = 0xfe53_4d42;
-    let kind = rustix::fs::fstatfs(file)?.f_type as u64 & 0xffff_ffff;
-    Ok([FUSE, NFS, NINE_P, CIFS, SMB2].contains(&kind))
-}
-
-/// Opens a file for aligned I/O: with O_DIRECT if sector-sized I/O works that way, else buffered.
-pub(crate) fn open_direct(path: &Path, write: bool) -> io::Result<File> {
-    open_direct_with(path, write, OFlags::empty())
-}
-
-/// The same with further flags of open(2).
-pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::Result<File> {
-    let mut options = OpenOptions::new();
-    options
-        .read(true)
-        .write(write)
-        .custom_flags(flags.bits() as i32);
-    let direct = options
-        .clone()
-        .custom_flags((flags | OFlags::DIRECT).bits() as i32)
-        .open(path);
-    // The file is closed before the next attempt, because a block device is opened only once at a time.
-    if let Ok(file) = direct
-        && does_sectors(&file)?
-    {
-        return Ok(file);
-    }
-    options.open(path)
-}
-
-/// Whether a file that is open with O_DIRECT takes sector-sized I/O. Some file systems accept the flag and refuse the
-/// I/O; some devices have sectors of 4 KiB.
-fn does_sectors(file: &File) -> io::Result<bool> {
-    // STATX_DIOALIGN, of Linux 6.1.
-    let wanted = StatxFlags::from_bits_retain(0x2000);
-    if let Ok(told) = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, wanted)
-        && told.stx_mask & wanted.bits() != 0
-    {
-        return Ok((1..=SECTOR_SIZE as u32).contains(&told.stx_dio_offset_align));
-    }
-    // Without that report, a trial read decides. It has to read data, because a hole can be read at any offset; a
-    // server's file system answers reads of holes too.
-    let data = match is_served(file)? {
-        true => Ok(0),
-        false => rustix::fs::seek(file, SeekFrom::Data(0)),
-    };
-    let data = match data {
-        Ok(data) => data,
-        Err(Errno::NXIO) => return Ok(false),
-        Err(_) => 0,
-    };
-    let mut probe = Buffer::zeroed(SECTOR_SIZE as usize);
-    let read = file.read_at(&mut probe, data / SECTOR_SIZE * SECTOR_SIZE + SECTOR_SIZE);
-    Ok(!matches!(read, Err(error) if error.raw_os_error() == Some(libc::EINVAL)))
-}
-
-/// Makes a range read as zeroes: by a hole if `unmap`, else by zeroed extents. On a file system that has neither,
-/// zeroes are written over non-zero data only, so that the file does not grow.
-fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-    let flags = match unmap {
-        true => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
-        false => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
-    };
-    match rustix::fs::fallocate(file, flags, offset, len) {
-        Err(Errno::OPNOTSUPP) => overwrite_data(file, offset, len),
-        other => Ok(other?),
-    }
-}
-
-/// Writes zeroes over the non-zero bytes in a range: a hole stays a hole, and zero bytes cost no write.
-fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
-    let end = offset + len;
-    let (zeroes, mut read) = (
-        Buffer::zeroed(STEP.min(len) as usize),
-        Buffer::zeroed(STEP.min(len) as usize),
-    );
-    let mut at = offset;
-    while at < end {
-        at = match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            Ok(data) => at.max(data / SECTOR_SIZE * SECTOR_SIZE),
-            Err(Errno::NXIO) => break,
-            // The file system reports no holes: the whole range is read.
-            Err(_) => at,
-        };
-        let part = STEP.min(end.saturating_sub(at)) as usize;
-        let read = &mut read[..part];
-        FileExt::read_exact_at(file, read, at)?;
-        let sector = SECTOR_SIZE as usize;
-        let mut data = read
-            .chunks(sector)
-            .map(|bytes| bytes.iter().any(|&byte| byte != 0));
-        if let Some(first) = data.position(|data| data) {
-            let last = first + 1 + data.rposition(|data| data).map_or(0, |last| last + 1);
-            let (first, last) = (first * sector, (last * sector).min(part));
-            FileExt::write_all_at(file, &zeroes[..last - first], at + first as u64)?;
-        }
-        at += part as u64;
-    }
-    Ok(())
-}
-
-/// Bytes that background work moves at once: a sync of the log waits for one such step at most.
-const STEP: u64 = 256 << 10;
-/// The same while a segment is made. Where each operation takes long, smaller ones would make writers wait for the segment.
-pub(crate) const LONG_STEP: u64 = 4 << 20;
-
-/// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion. `between` is called
-/// with the time that each [`LONG_STEP`] took.
-pub(crate) fn write_zeroes(
-    file: &dyn DataFile,
-    offset: u64,
-    len: u64,
-    between: &mut dyn FnMut(Duration),
-) -> io::Result<()> {
-    let zeroes = Buffer::zeroed(len.min(LONG_STEP) as usize);
-    let mut done = 0;
-    while done < len {
-        let part = (len - done).min(zeroes.len() as u64);
-        let began = sync::now();
-        file.write_all_at(&zeroes[..part as usize], offset + done)?;
-        done += part;
-        between(sync::now() - began);
-    }
-    Ok(())
 }
 
 /// Sets the length of a base image, durably.
@@ -315,96 +190,313 @@ pub(crate) fn size_error(path: &Path, size: u64, error: std::io::Error) -> Error
     }
 }
 
-/// Random bytes from the system, for salts and identities.
-pub(crate) fn random<const N: usize>() -> [u8; N] {
-    let mut bytes = [0; N];
-    let mut filled = 0;
-    while filled < N {
-        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
-            Ok(n) => filled += n,
-            Err(Errno::INTR) => {}
-            Err(errno) => panic!("getrandom failed ({errno}): no salt can be made"),
+/// One segment file. Each `Arc` of it pins it: the segment is recycled only when no user holds one.
+#[derive(Debug)]
+pub(crate) struct Segment {
+    pub path: PathBuf,
+    pub file: Arc<dyn DataFile>,
+    /// The file through the page cache, once [`cache`](Self::cache) was called; `None` within if it could not be opened.
+    cache: OnceLock<Option<File>>,
+    /// Whether its file system needs an explicit sync: a write with `RWF_DSYNC` is not enough there.
+    pub needs_sync: bool,
+    /// The checksums of the payloads that the segment holds.
+    pub(super) checksums: RwLock<Table>,
+}
+
+impl Segment {
+    pub(crate) fn new(path: PathBuf, file: Box<dyn DataFile>) -> Self {
+        // An explicit sync is right on every file system.
+        let needs_sync = |file| host::is_served(file).unwrap_or(true);
+        Self {
+            needs_sync: file.host().is_some_and(needs_sync),
+            path,
+            file: file.into(),
+            cache: OnceLock::new(),
+            checksums: RwLock::default(),
         }
     }
-    bytes
-}
 
-/// The extended attribute of a base image that holds its mark.
-const ATTRIBUTE: &str = "user.walvisor.disk";
+    /// The file through the kernel's page cache. The first call opens it; `None` if that fails. Its callers write and read many
+    /// bytes through the cache, which leaves them in memory. So from then on all reads go through it, see [`source`](Self::source).
+    pub(crate) fn cache(&self) -> Option<&File> {
+        let open = || {
+            self.file.host()?;
+            let file = File::options().read(true).write(true).open(&self.path);
+            let file = file.ok()?;
+            // A read that does not find its page in the cache reads that page alone. If this call fails, it also reads
+            // pages that follow.
+            let _ = fadvise(&file, 0, None, Advice::Random);
+            Some(file)
+        };
+        self.cache.get_or_init(open).as_ref()
+    }
 
-/// Whether the error means that the file system has no extended attributes.
-fn lacks_attributes(errno: Errno) -> bool {
-    matches!(errno, Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM)
-}
-
-fn read_mark(file: &File) -> io::Result<Option<Mark>> {
-    let mut text = [0u8; 256];
-    let len = match rustix::fs::fgetxattr(file, ATTRIBUTE, &mut text[..]) {
-        Err(Errno::NODATA) => return Ok(None),
-        Err(errno) if lacks_attributes(errno) => return Ok(None),
-        len => len?,
-    };
-    let mark = std::str::from_utf8(&text[..len])
-        .ok()
-        .and_then(Mark::decode);
-    mark.map(Some).ok_or_else(|| {
-        io::Error::other(format!(
-            "the extended attribute {ATTRIBUTE} was not written by this program"
-        ))
-    })
-}
-
-fn write_mark(file: &File, mark: Option<&Mark>) -> io::Result<bool> {
-    let result = match mark {
-        Some(mark) => {
-            let text = mark.encode();
-            rustix::fs::fsetxattr(file, ATTRIBUTE, text.as_bytes(), XattrFlags::empty())
+    /// The file to read payloads from: through the page cache if bytes went through it, else past it. The page cache may lack
+    /// what was written past it since, so readers [verify](crate::medium::segment::LogRead::verified) payloads.
+    pub(crate) fn source(&self) -> &dyn DataFile {
+        match self.opened_cache() {
+            Some(file) => file,
+            None => self.file.as_ref(),
         }
-        None => match rustix::fs::fremovexattr(file, ATTRIBUTE) {
-            Err(Errno::NODATA) => Ok(()),
-            removed => removed,
-        },
-    };
-    match result {
-        Err(errno) if lacks_attributes(errno) => Ok(false),
-        other => Ok(other.map(|()| true)?),
+    }
+
+    /// What [`cache`](Self::cache) has returned, if it was called.
+    pub(super) fn opened_cache(&self) -> Option<&File> {
+        self.cache.get()?.as_ref()
+    }
+
+    /// Lets `change` change the table of checksums, under the table's lock.
+    pub(crate) fn note(&self, change: impl FnOnce(&mut Table)) {
+        change(&mut self.checksums.write().expect("checksums lock"));
+    }
+
+    /// Frees the pages of the kernel's cache that hold bytes of the segment, which nobody needs any more.
+    pub(crate) fn free_pages(&self) {
+        if let Some(file) = self.file.host() {
+            // A page that stays is used again, or freed when the kernel needs memory.
+            let _ = fadvise(file, 0, None, Advice::DontNeed);
+        }
     }
 }
 
-#[cfg(test)]
-#[cfg(not(feature = "shuttle"))]
-mod tests {
-    use super::*;
+/// A slice of a shared buffer, to be written.
+#[derive(Clone, Debug)]
+pub(crate) struct Chunk {
+    pub buffer: SharedBuffer,
+    pub len: usize,
+}
 
-    /// Data is overwritten with zeroes, and holes stay holes.
-    #[test]
-    fn without_holes_only_data_is_overwritten() {
-        let file = tempfile::tempfile().unwrap();
-        let len = 3 * STEP;
-        file.set_len(len).unwrap();
-        FileExt::write_all_at(&file, &[7; 8192], STEP - 4096).unwrap();
-        let blocks = file.metadata().unwrap().blocks();
-        overwrite_data(&file, 512, len - 512).unwrap();
-        assert_eq!(file.metadata().unwrap().blocks(), blocks);
-        let mut bytes = vec![1; len as usize];
-        FileExt::read_exact_at(&file, &mut bytes, 0).unwrap();
-        assert!(bytes.iter().all(|&byte| byte == 0));
+/// The source of a read: a file as it is, or a segment, which the read pins.
+#[derive(Clone, Debug)]
+pub(crate) enum Source {
+    File(Arc<dyn DataFile>),
+    Segment(Arc<Segment>),
+}
+
+impl Source {
+    pub(super) fn file(&self) -> &dyn DataFile {
+        match self {
+            Self::File(file) => file.as_ref(),
+            Self::Segment(segment) => segment.source(),
+        }
+    }
+}
+
+/// One operation.
+#[derive(Debug)]
+pub(crate) enum Io {
+    /// Write `chunks` at `offset` of the segment (nothing if there are no chunks), then sync.
+    Append {
+        segment: Arc<Segment>,
+        offset: u64,
+        chunks: Vec<Chunk>,
+        /// Which of the chunks are payloads of records, one each.
+        payloads: Range<usize>,
+        sync: SyncScope,
+    },
+    /// Fill `buffer` from `offset`.
+    Read {
+        source: Source,
+        offset: u64,
+        buffer: Buffer,
+    },
+    /// Write `chunks`, at most [`MAX_CHUNKS`], at `offset` of a base image.
+    Write {
+        base: Arc<dyn DataFile>,
+        offset: u64,
+        chunks: Vec<Chunk>,
+    },
+}
+
+/// Most chunks of one [`Io::Write`]: Linux takes 1024 in one call.
+pub(crate) const MAX_CHUNKS: usize = 256;
+
+impl Io {
+    /// The file, the offset and the chunks that the operation writes.
+    pub(crate) fn written(&self) -> Option<(&dyn DataFile, u64, &[Chunk])> {
+        match self {
+            Self::Append {
+                segment,
+                offset,
+                chunks,
+                ..
+            } => Some((segment.file.as_ref(), *offset, chunks)),
+            Self::Write {
+                base,
+                offset,
+                chunks,
+            } => Some((base.as_ref(), *offset, chunks)),
+            Self::Read { .. } => None,
+        }
     }
 
-    /// Other users get the medium between any two steps, however long the range.
-    #[test]
-    fn zeroes_are_written_step_by_step() {
-        let file = tempfile::tempfile().unwrap();
-        FileExt::write_all_at(&file, &[7; 3 * LONG_STEP as usize], 0).unwrap();
-        let mut steps = 0;
-        write_zeroes(&file, 512, 2 * LONG_STEP + 512, &mut |_| steps += 1).unwrap();
-        assert_eq!(steps, 3);
-        let mut bytes = vec![1; 3 * LONG_STEP as usize];
-        FileExt::read_exact_at(&file, &mut bytes, 0).unwrap();
-        let zeroes = bytes.iter().filter(|&&byte| byte == 0).count() as u64;
-        assert_eq!(
-            (zeroes, bytes[511], bytes[512]),
-            (2 * LONG_STEP + 512, 7, 0)
-        );
+    /// Whether the operation ends with a sync.
+    pub(super) fn syncs(&self) -> bool {
+        match self {
+            Self::Append { sync, .. } => sync.count() > 0,
+            _ => false,
+        }
     }
+
+    /// Takes the chunk list of an append, emptied, for the next append.
+    pub(super) fn take_list(&mut self) -> Vec<Chunk> {
+        match self {
+            Self::Append { chunks, .. } => {
+                chunks.clear();
+                std::mem::take(chunks)
+            }
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// The writes that an append makes durable.
+#[derive(Debug)]
+pub(crate) enum SyncScope {
+    /// Nothing yet.
+    None,
+    /// Its own write, and not necessarily earlier ones: a write with `RWF_DSYNC`, which a medium with FUA takes as
+    /// one command.
+    Write,
+    /// All that was written to these segments, by an fdatasync of each.
+    Segments(Vec<Arc<Segment>>),
+}
+
+impl SyncScope {
+    fn segments(&self) -> &[Arc<Segment>] {
+        match self {
+            Self::None | Self::Write => &[],
+            Self::Segments(segments) => segments,
+        }
+    }
+
+    /// Number of device syncs.
+    pub(crate) fn count(&self) -> u32 {
+        match self {
+            Self::None => 0,
+            Self::Write => 1,
+            Self::Segments(segments) => segments.len() as u32,
+        }
+    }
+}
+
+/// The end of an operation.
+#[derive(Debug)]
+pub(crate) struct Done {
+    pub id: u64,
+    /// The filled buffer of a read; `None` for all others.
+    pub result: io::Result<Option<Buffer>>,
+}
+
+/// The end of an append that the calling thread carried out.
+#[derive(Debug)]
+pub(crate) struct Appended {
+    /// How many writes it took.
+    pub result: io::Result<u64>,
+    /// The append's chunk list, emptied, for the next append.
+    pub list: Vec<Chunk>,
+}
+
+/// How the log's leader appends.
+pub(crate) trait Append: Send + Sync {
+    /// Carries out an append in the calling thread.
+    fn append(&self, io: Io) -> Appended;
+}
+
+/// Appends by system calls in the calling thread: the fastest way to a durable group. It is one call, and the
+/// medium's answer wakes no other thread. In an asynchronous write with `RWF_DSYNC` a kernel worker does the sync.
+/// The worker is bound to one processor: if a guest computes there, each sync takes a tick of the scheduler.
+pub(crate) struct Direct;
+
+impl Append for Direct {
+    fn append(&self, io: Io) -> Appended {
+        let (result, list) = run(io);
+        Appended {
+            result: result.map(|_| 1),
+            list,
+        }
+    }
+}
+
+/// Moves bytes. Owned and called by one thread.
+pub(crate) trait Engine: Send {
+    /// Takes an operation; it may start now or at the next [`enter`](Self::enter).
+    fn submit(&mut self, id: u64, io: Io);
+    /// Starts everything submitted.
+    fn enter(&mut self);
+    /// Appends the ended operations to `done`. The event given at creation is signalled at each end.
+    fn poll(&mut self, done: &mut Vec<Done>);
+    /// An empty chunk list, from an ended append if there is one: so the next append need not allocate its own.
+    fn list(&mut self) -> Vec<Chunk> {
+        Vec::new()
+    }
+}
+
+/// Carries out an operation in the calling thread. Returns its result, and an append's chunk list, emptied.
+pub(super) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
+    let written = match (&io, io.written()) {
+        (_, None) => Ok(()),
+        (io, Some((file, offset, chunks))) => {
+            let durably = matches!(
+                io,
+                Io::Append {
+                    sync: SyncScope::Write,
+                    ..
+                }
+            );
+            write_chunks(file, offset, chunks, 0, durably)
+        }
+    };
+    let list = io.take_list();
+    let ended = written.and_then(|()| match io {
+        Io::Append { sync, .. } => {
+            let mut segments = sync.segments().iter();
+            segments.try_for_each(|segment| segment.file.sync_data())?;
+            Ok(None)
+        }
+        Io::Read {
+            source,
+            offset,
+            buffer,
+        } => read_exact(&source, offset, buffer).map(Some),
+        Io::Write { .. } => Ok(None),
+    });
+    (ended, list)
+}
+
+/// Reads exactly `buffer.len()` bytes.
+fn read_exact(source: &Source, offset: u64, mut buffer: Buffer) -> io::Result<Buffer> {
+    source.file().read_exact_at(&mut buffer, offset)?;
+    Ok(buffer)
+}
+
+/// Writes all of `chunks` from byte `skip` of them on, see [`DataFile::write_slices_at`].
+pub(crate) fn write_chunks(
+    file: &dyn DataFile,
+    offset: u64,
+    chunks: &[Chunk],
+    skip: usize,
+    durably: bool,
+) -> io::Result<()> {
+    let total: usize = chunks.iter().map(|chunk| chunk.len).sum();
+    let mut done = skip;
+    while done < total {
+        let mut passed = 0;
+        // Groups seldom have more chunks, so usually no memory is allocated.
+        let mut slices: SmallVec<[io::IoSlice<'_>; 128]> = SmallVec::new();
+        for chunk in chunks {
+            let from = done.saturating_sub(passed).min(chunk.len);
+            if from < chunk.len {
+                slices.push(io::IoSlice::new(&chunk.buffer[from..chunk.len]));
+            }
+            passed += chunk.len;
+        }
+        match file.write_slices_at(&slices, offset + done as u64, durably) {
+            Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
+            Ok(written) => done += written,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
 }

@@ -12,7 +12,8 @@ use rustix::fs::{CWD, OFlags, RenameFlags, renameat_with};
 use rustix::io::Errno;
 
 use crate::error::{Error, Result};
-use crate::medium::file::{DataFile, open_direct};
+use crate::medium::file::DataFile;
+use crate::medium::host::open_direct;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 

@@ -8,6 +8,7 @@ pub(crate) mod engine;
 pub(crate) mod file;
 pub(crate) mod filesystem;
 pub(crate) mod holes;
+pub(crate) mod host;
 pub(crate) mod lock;
 pub(crate) mod mark;
 pub(crate) mod owner;

@@ -4,7 +4,7 @@
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use crate::medium::engine::{Append, Appended, Io, SyncScope};
+use crate::medium::file::{Append, Appended, Io, SyncScope};
 use crate::sync::{self, Mutex};
 
 /// Most bytes of one operation: clouds count a longer write as several.

@@ -1,91 +1,20 @@
 //! Segment files, fixed-size pieces of the log that are zero-filled once and recycled for ever, and verified reads of
 //! them.
 
-use std::fs::File;
+use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
 use std::time::Duration;
-
-use rustix::fs::{Advice, fadvise};
 
 use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::SegmentHeader;
-use crate::medium::checksum::Table;
-use crate::medium::file::{self, DataFile};
+use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{FileSystem, Open};
 use crate::medium::lock::{self, Holder, Use};
-use crate::sync::{Arc, RwLock};
-
-/// One segment file. Each `Arc` of it pins it: the segment is recycled only when no user holds one.
-#[derive(Debug)]
-pub(crate) struct Segment {
-    pub path: PathBuf,
-    pub file: Arc<dyn DataFile>,
-    /// The file through the page cache, once [`cache`](Self::cache) was called; `None` within if it could not be opened.
-    cache: OnceLock<Option<File>>,
-    /// Whether its file system needs an explicit sync: a write with `RWF_DSYNC` is not enough there.
-    pub needs_sync: bool,
-    /// The checksums of the payloads that the segment holds.
-    checksums: RwLock<Table>,
-}
+use crate::sync::{self, Arc};
 
 impl Segment {
-    pub(crate) fn new(path: PathBuf, file: Box<dyn DataFile>) -> Self {
-        // An explicit sync is right on every file system.
-        let needs_sync = |file| file::is_served(file).unwrap_or(true);
-        Self {
-            needs_sync: file.host().is_some_and(needs_sync),
-            path,
-            file: file.into(),
-            cache: OnceLock::new(),
-            checksums: RwLock::default(),
-        }
-    }
-
-    /// The file through the kernel's page cache. The first call opens it; `None` if that fails. Its callers write and read many
-    /// bytes through the cache, which leaves them in memory. So from then on all reads go through it, see [`source`](Self::source).
-    pub(crate) fn cache(&self) -> Option<&File> {
-        let open = || {
-            self.file.host()?;
-            let file = File::options().read(true).write(true).open(&self.path);
-            let file = file.ok()?;
-            // A read that does not find its page in the cache reads that page alone. If this call fails, it also reads
-            // pages that follow.
-            let _ = fadvise(&file, 0, None, Advice::Random);
-            Some(file)
-        };
-        self.cache.get_or_init(open).as_ref()
-    }
-
-    /// The file to read payloads from: through the page cache if bytes went through it, else past it. The page cache may lack
-    /// what was written past it since, so readers [verify](LogRead::verified) payloads.
-    pub(crate) fn source(&self) -> &dyn DataFile {
-        match self.opened_cache() {
-            Some(file) => file,
-            None => self.file.as_ref(),
-        }
-    }
-
-    /// What [`cache`](Self::cache) has returned, if it was called.
-    fn opened_cache(&self) -> Option<&File> {
-        self.cache.get()?.as_ref()
-    }
-
-    /// Lets `change` change the table of checksums, under the table's lock.
-    pub(crate) fn note(&self, change: impl FnOnce(&mut Table)) {
-        change(&mut self.checksums.write().expect("checksums lock"));
-    }
-
-    /// Frees the pages of the kernel's cache that hold bytes of the segment, which nobody needs any more.
-    pub(crate) fn free_pages(&self) {
-        if let Some(file) = self.file.host() {
-            // A page that stays is used again, or freed when the kernel needs memory.
-            let _ = fadvise(file, 0, None, Advice::DontNeed);
-        }
-    }
-
     /// The path of segment file number `slot` of the log in `dir`.
     pub(crate) fn path(dir: &Path, slot: u32) -> PathBuf {
         dir.join(format!("segment-{slot:05}"))
@@ -107,7 +36,7 @@ impl Segment {
             // The zeroes bypass the page cache and go out in steps: a segment written back at once would keep the
             // medium from the log's syncs.
             let direct = files.open(&unfinished, Open::Direct)?;
-            file::write_zeroes(direct.as_ref(), 0, size, between)?;
+            write_zeroes(direct.as_ref(), 0, size, between)?;
             direct.write_all_at(&SegmentHeader::blank(), 0)?;
             file.sync_all()?;
             files.rename(&unfinished, &path)
@@ -162,6 +91,29 @@ impl Segment {
         found.sort_unstable();
         Ok(found)
     }
+}
+
+/// Bytes of zeroes that are written at once while a segment is made. Where each operation takes long, smaller ones would make writers wait for the segment.
+pub(crate) const LONG_STEP: u64 = 4 << 20;
+
+/// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion. `between` is called
+/// with the time that each [`LONG_STEP`] took.
+fn write_zeroes(
+    file: &dyn DataFile,
+    offset: u64,
+    len: u64,
+    between: &mut dyn FnMut(Duration),
+) -> io::Result<()> {
+    let zeroes = Buffer::zeroed(len.min(LONG_STEP) as usize);
+    let mut done = 0;
+    while done < len {
+        let part = (len - done).min(zeroes.len() as u64);
+        let began = sync::now();
+        file.write_all_at(&zeroes[..part as usize], offset + done)?;
+        done += part;
+        between(sync::now() - began);
+    }
+    Ok(())
 }
 
 /// A read of payload bytes of a segment. The blocks that hold these bytes are read whole, and verified.
@@ -250,6 +202,8 @@ impl LogRead {
 #[cfg(test)]
 #[cfg(not(feature = "shuttle"))]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use super::*;
     use crate::medium::checksum;
     use crate::medium::directory::{Medium, directory};
@@ -285,5 +239,22 @@ mod tests {
         segment.file.write_all_at(&[8; 512], 4096).unwrap();
         let damaged = read.verified(found()).unwrap_err();
         assert_eq!(damaged.kind(), ErrorKind::Damaged);
+    }
+
+    /// Other users get the medium between any two steps, however long the range.
+    #[test]
+    fn zeroes_are_written_step_by_step() {
+        let file = tempfile::tempfile().unwrap();
+        FileExt::write_all_at(&file, &[7; 3 * LONG_STEP as usize], 0).unwrap();
+        let mut steps = 0;
+        write_zeroes(&file, 512, 2 * LONG_STEP + 512, &mut |_| steps += 1).unwrap();
+        assert_eq!(steps, 3);
+        let mut bytes = vec![1; 3 * LONG_STEP as usize];
+        FileExt::read_exact_at(&file, &mut bytes, 0).unwrap();
+        let zeroes = bytes.iter().filter(|&&byte| byte == 0).count() as u64;
+        assert_eq!(
+            (zeroes, bytes[511], bytes[512]),
+            (2 * LONG_STEP + 512, 7, 0)
+        );
     }
 }

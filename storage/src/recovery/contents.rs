@@ -12,7 +12,7 @@ use zerocopy::little_endian::{U32, U64};
 use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, ControlHeader, Decoded, SegmentHeader, SummaryFooter};
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::batch::Batch;
 use crate::recovery::window::Window;

@@ -2,7 +2,7 @@
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel;
 use crate::recovery::contents::{Candidate, Contents, Verify};

@@ -13,7 +13,7 @@ use crate::format::{Control, Descriptor, Kind};
 use crate::index::{Builder, ExtentMap, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::directory::Medium;
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
 use crate::recovery::contents::Verify;

@@ -25,7 +25,7 @@ use crate::index::{ExtentMap, Place};
 use crate::log::history::Commit;
 use crate::log::ring::Live;
 use crate::medium::directory::Medium;
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
 use crate::recovery::batch::Batch;

@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, sync_channel};
 use std::thread::{self, JoinHandle};
 
 use crate::error::{Error, Result};
-use crate::medium::segment::Segment;
+use crate::medium::file::Segment;
 use crate::{Buffer, format};
 
 /// Room in front of a piece for the end of the piece before it: a batch header may span both.
@@ -159,7 +159,7 @@ mod tests {
 
     use super::*;
     use crate::format::BLOCK;
-    use crate::medium::file::open_direct;
+    use crate::medium::host::open_direct;
 
     /// A segment of a little more than three pieces, and its bytes.
     fn segment(directory: &Path) -> (Arc<Segment>, Vec<u8>) {

@@ -10,12 +10,10 @@ use crate::Buffer;
 use crate::error::Result;
 use crate::medium::cost::MediumCost;
 use crate::medium::directory::Medium;
-use crate::medium::engine::{
-    self, Append, Appended, Done, Engine, EngineKind, Io, Source, SyncScope,
-};
+use crate::medium::engine::{self, EngineKind};
+use crate::medium::file::{self, Append, Appended, Done, Engine, Io, Segment, Source, SyncScope};
 use crate::medium::filesystem::FileSystem;
 use crate::medium::lock::Use;
-use crate::medium::segment::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event, thread};
 
@@ -55,7 +53,7 @@ impl Queued {
             if planted(Mutant::SyncTooEarly) {
                 sync_segments(sync)?;
             }
-            engine::operation::write_chunks(segment.file.as_ref(), *offset, chunks, 0, false)?;
+            file::write_chunks(segment.file.as_ref(), *offset, chunks, 0, false)?;
         }
         self.written = true;
         Ok(())
@@ -164,8 +162,7 @@ impl Simulated {
                 base,
                 offset,
                 chunks,
-            } => engine::operation::write_chunks(base.as_ref(), offset, &chunks, 0, false)
-                .map(|()| None),
+            } => file::write_chunks(base.as_ref(), offset, &chunks, 0, false).map(|()| None),
         }
     }
 }

@@ -19,7 +19,7 @@ use crate::format::ControlHeader;
 use crate::log::committer::Leader;
 use crate::log::group::Group;
 use crate::log::state::Log;
-use crate::medium::engine::{Appended, Engine};
+use crate::medium::file::{Appended, Engine};
 use crate::medium::lock::Use;
 use crate::mutant::PLANTED;
 use crate::store::attach::OpenBase;

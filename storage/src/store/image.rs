@@ -10,8 +10,9 @@ use crate::catalog::identity::Identity;
 use crate::catalog::options::ImageFormat;
 use crate::disk::allocation::{LIMIT, file_extents};
 use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::medium::file::{self, DataFile};
+use crate::medium::file::DataFile;
 use crate::medium::filesystem::{Open, PathKind, files};
+use crate::medium::host;
 use crate::medium::lock::{self, Holder, Use};
 use crate::medium::mark::{Mark, hex};
 use crate::store::other_format::refuse_other_format;
@@ -125,11 +126,11 @@ fn open_file(path: &Path, write: bool) -> Result<File> {
         _ => OFlags::empty(),
     };
     let open = || {
-        let claimed = file::open_direct_with(path, write, claim)?;
+        let claimed = host::open_direct_with(path, write, claim)?;
         match write || claim.is_empty() {
             true => Ok(claimed),
             // Other readers may come: that the device could be claimed is enough.
-            false => file::open_direct_with(path, write, OFlags::empty()),
+            false => host::open_direct_with(path, write, OFlags::empty()),
         }
     };
     let using = if write { Use::Write } else { Use::Read };

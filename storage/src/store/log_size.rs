@@ -14,9 +14,9 @@ use crate::catalog::options::{Resize, SEGMENTS};
 use crate::error::{Error, Result, invalid};
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
+use crate::medium::file::Segment;
 use crate::medium::filesystem::{self, files};
 use crate::medium::lock::Use;
-use crate::medium::segment::Segment;
 use crate::recovery::replay::read_log_until;
 use crate::recovery::scan::Scan;
 

@@ -14,7 +14,8 @@ use rustix::io::Errno;
 
 use crate::SECTOR_SIZE;
 use crate::error::{Error, Result};
-use crate::medium::file::{self, DataFile};
+use crate::medium::file::DataFile;
+use crate::medium::host;
 use crate::sync::{Arc, Mutex, MutexGuard};
 
 /// Makes a file without a name for the writes to a [`Look`](crate::Look), in the directory that `TMPDIR` names, else in
@@ -40,7 +41,7 @@ fn unnamed(directory: &Path) -> io::Result<File> {
         return Ok(file);
     }
     // Few file systems can't do that. There the file loses its name at once.
-    let number = u64::from_le_bytes(file::random());
+    let number = u64::from_le_bytes(host::random());
     let path = directory.join(format!("walvisor-scratch-{number:016x}"));
     let file = options.create_new(true).open(&path)?;
     std::fs::remove_file(&path)?;

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use super::operation::{Done, Engine, Io, run};
+use crate::medium::file::{Done, Engine, Io, run};
 use crate::sync::Event;
 use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};

@@ -6,22 +6,18 @@
 //!     │                    └──▶ else a thread with pwritev2, reads inline          (blocking.rs)
 //!     └──── poll ◀── event descriptor
 //!
-//!   the log's leader ──────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (operation.rs)
+//!   the log's leader ──────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (medium/file.rs)
 //! ```
 //! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
 
 mod blocking;
-pub(crate) mod operation;
 mod uring;
 
 use std::io;
 
+use crate::medium::file::Engine;
 use crate::medium::ring;
 use crate::sync::Event;
-
-pub(crate) use operation::{
-    Append, Appended, Chunk, Direct, Done, Engine, Io, MAX_CHUNKS, Source, SyncScope,
-};
 
 /// Which engine moves the bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -63,7 +59,7 @@ mod tests {
     use super::*;
     use crate::Buffer;
     use crate::medium::directory::Medium;
-    use crate::medium::file::DataFile;
+    use crate::medium::file::{Chunk, DataFile, Done, Io, Source, SyncScope};
     use crate::sync::Arc;
 
     fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<Done> {
@@ -173,7 +169,7 @@ mod tests {
             let path = dir.path().join("base");
             std::fs::write(&path, vec![0; 1 << 20]).unwrap();
             let base: Arc<dyn DataFile> =
-                Arc::new(crate::medium::file::open_direct(&path, true).unwrap());
+                Arc::new(crate::medium::host::open_direct(&path, true).unwrap());
             for i in 0..16u8 {
                 engine.submit(
                     u64::from(i),

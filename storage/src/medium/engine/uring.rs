@@ -10,8 +10,8 @@ use std::ops::Range;
 use io_uring::{opcode, types};
 use rustix::io::Errno;
 
-use super::operation::{Chunk, Done, Engine, Io, SyncScope, run, write_chunks};
 use crate::Buffer;
+use crate::medium::file::{Chunk, Done, Engine, Io, SyncScope, run, write_chunks};
 use crate::medium::ring::Ring;
 use crate::sync::Event;
 
@@ -219,8 +219,8 @@ mod tests {
 
     use super::*;
     use crate::medium::directory::{Medium, directory};
-    use crate::medium::engine::{EngineKind, Source};
-    use crate::medium::file::DataFile;
+    use crate::medium::engine::EngineKind;
+    use crate::medium::file::{DataFile, Source};
     use crate::sync::Arc;
 
     #[test]

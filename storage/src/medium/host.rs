@@ -1,0 +1,202 @@
+//! Files of the host: O_DIRECT where the file system allows it, holes, attributes, and random bytes.
+
+use std::fs::{File, OpenOptions};
+use std::io;
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::path::Path;
+
+use rustix::fs::{AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags, XattrFlags};
+use rustix::io::Errno;
+
+use crate::medium::mark::Mark;
+use crate::{Buffer, SECTOR_SIZE};
+
+/// Whether a server does the work of a file system: one of FUSE, or one in a network. For direct I/O some of these
+/// file systems at most pass `RWF_DSYNC` on to the server, and few servers honour it; all servers get an explicit
+/// sync.
+pub(crate) fn is_served(file: &File) -> rustix::io::Result<bool> {
+    const FUSE: u64 = 0x6573_5546;
+    const NFS: u64 = 0x6969;
+    const NINE_P: u64 = 0x0102_1997;
+    const CIFS: u64 = 0xff53_4d42;
+    const SMB2: u64 = 0xfe53_4d42;
+    let kind = rustix::fs::fstatfs(file)?.f_type as u64 & 0xffff_ffff;
+    Ok([FUSE, NFS, NINE_P, CIFS, SMB2].contains(&kind))
+}
+
+/// Opens a file for aligned I/O: with O_DIRECT if sector-sized I/O works that way, else buffered.
+pub(crate) fn open_direct(path: &Path, write: bool) -> io::Result<File> {
+    open_direct_with(path, write, OFlags::empty())
+}
+
+/// The same with further flags of open(2).
+pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    options
+        .read(true)
+        .write(write)
+        .custom_flags(flags.bits() as i32);
+    let direct = options
+        .clone()
+        .custom_flags((flags | OFlags::DIRECT).bits() as i32)
+        .open(path);
+    // The file is closed before the next attempt, because a block device is opened only once at a time.
+    if let Ok(file) = direct
+        && does_sectors(&file)?
+    {
+        return Ok(file);
+    }
+    options.open(path)
+}
+
+/// Whether a file that is open with O_DIRECT takes sector-sized I/O. Some file systems accept the flag and refuse the
+/// I/O; some devices have sectors of 4 KiB.
+fn does_sectors(file: &File) -> io::Result<bool> {
+    // STATX_DIOALIGN, of Linux 6.1.
+    let wanted = StatxFlags::from_bits_retain(0x2000);
+    if let Ok(told) = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, wanted)
+        && told.stx_mask & wanted.bits() != 0
+    {
+        return Ok((1..=SECTOR_SIZE as u32).contains(&told.stx_dio_offset_align));
+    }
+    // Without that report, a trial read decides. It has to read data, because a hole can be read at any offset; a
+    // server's file system answers reads of holes too.
+    let data = match is_served(file)? {
+        true => Ok(0),
+        false => rustix::fs::seek(file, SeekFrom::Data(0)),
+    };
+    let data = match data {
+        Ok(data) => data,
+        Err(Errno::NXIO) => return Ok(false),
+        Err(_) => 0,
+    };
+    let mut probe = Buffer::zeroed(SECTOR_SIZE as usize);
+    let read = file.read_at(&mut probe, data / SECTOR_SIZE * SECTOR_SIZE + SECTOR_SIZE);
+    Ok(!matches!(read, Err(error) if error.raw_os_error() == Some(libc::EINVAL)))
+}
+
+/// Makes a range read as zeroes: by a hole if `unmap`, else by zeroed extents. On a file system that has neither,
+/// zeroes are written over non-zero data only, so that the file does not grow.
+pub(super) fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
+    let flags = match unmap {
+        true => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
+        false => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
+    };
+    match rustix::fs::fallocate(file, flags, offset, len) {
+        Err(Errno::OPNOTSUPP) => overwrite_data(file, offset, len),
+        other => Ok(other?),
+    }
+}
+
+/// Writes zeroes over the non-zero bytes in a range: a hole stays a hole, and zero bytes cost no write.
+fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
+    let end = offset + len;
+    let (zeroes, mut read) = (
+        Buffer::zeroed(STEP.min(len) as usize),
+        Buffer::zeroed(STEP.min(len) as usize),
+    );
+    let mut at = offset;
+    while at < end {
+        at = match rustix::fs::seek(file, SeekFrom::Data(at)) {
+            Ok(data) => at.max(data / SECTOR_SIZE * SECTOR_SIZE),
+            Err(Errno::NXIO) => break,
+            // The file system reports no holes: the whole range is read.
+            Err(_) => at,
+        };
+        let part = STEP.min(end.saturating_sub(at)) as usize;
+        let read = &mut read[..part];
+        FileExt::read_exact_at(file, read, at)?;
+        let sector = SECTOR_SIZE as usize;
+        let mut data = read
+            .chunks(sector)
+            .map(|bytes| bytes.iter().any(|&byte| byte != 0));
+        if let Some(first) = data.position(|data| data) {
+            let last = first + 1 + data.rposition(|data| data).map_or(0, |last| last + 1);
+            let (first, last) = (first * sector, (last * sector).min(part));
+            FileExt::write_all_at(file, &zeroes[..last - first], at + first as u64)?;
+        }
+        at += part as u64;
+    }
+    Ok(())
+}
+
+/// Bytes that background work moves at once: a sync of the log waits for one such step at most.
+const STEP: u64 = 256 << 10;
+/// Random bytes from the system, for salts and identities.
+pub(crate) fn random<const N: usize>() -> [u8; N] {
+    let mut bytes = [0; N];
+    let mut filled = 0;
+    while filled < N {
+        match rustix::rand::getrandom(&mut bytes[filled..], rustix::rand::GetRandomFlags::empty()) {
+            Ok(n) => filled += n,
+            Err(Errno::INTR) => {}
+            Err(errno) => panic!("getrandom failed ({errno}): no salt can be made"),
+        }
+    }
+    bytes
+}
+
+/// The extended attribute of a base image that holds its mark.
+const ATTRIBUTE: &str = "user.walvisor.disk";
+
+/// Whether the error means that the file system has no extended attributes.
+fn lacks_attributes(errno: Errno) -> bool {
+    matches!(errno, Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM)
+}
+
+pub(super) fn read_mark(file: &File) -> io::Result<Option<Mark>> {
+    let mut text = [0u8; 256];
+    let len = match rustix::fs::fgetxattr(file, ATTRIBUTE, &mut text[..]) {
+        Err(Errno::NODATA) => return Ok(None),
+        Err(errno) if lacks_attributes(errno) => return Ok(None),
+        len => len?,
+    };
+    let mark = std::str::from_utf8(&text[..len])
+        .ok()
+        .and_then(Mark::decode);
+    mark.map(Some).ok_or_else(|| {
+        io::Error::other(format!(
+            "the extended attribute {ATTRIBUTE} was not written by this program"
+        ))
+    })
+}
+
+pub(super) fn write_mark(file: &File, mark: Option<&Mark>) -> io::Result<bool> {
+    let result = match mark {
+        Some(mark) => {
+            let text = mark.encode();
+            rustix::fs::fsetxattr(file, ATTRIBUTE, text.as_bytes(), XattrFlags::empty())
+        }
+        None => match rustix::fs::fremovexattr(file, ATTRIBUTE) {
+            Err(Errno::NODATA) => Ok(()),
+            removed => removed,
+        },
+    };
+    match result {
+        Err(errno) if lacks_attributes(errno) => Ok(false),
+        other => Ok(other.map(|()| true)?),
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use std::os::unix::fs::MetadataExt;
+
+    use super::*;
+
+    /// Data is overwritten with zeroes, and holes stay holes.
+    #[test]
+    fn without_holes_only_data_is_overwritten() {
+        let file = tempfile::tempfile().unwrap();
+        let len = 3 * STEP;
+        file.set_len(len).unwrap();
+        FileExt::write_all_at(&file, &[7; 8192], STEP - 4096).unwrap();
+        let blocks = file.metadata().unwrap().blocks();
+        overwrite_data(&file, 512, len - 512).unwrap();
+        assert_eq!(file.metadata().unwrap().blocks(), blocks);
+        let mut bytes = vec![1; len as usize];
+        FileExt::read_exact_at(&file, &mut bytes, 0).unwrap();
+        assert!(bytes.iter().all(|&byte| byte == 0));
+    }
+}
