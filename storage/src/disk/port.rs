@@ -316,7 +316,7 @@ impl Port {
             .pieces
             .drain(..)
             .map(|piece| Part::of(piece, &disk.base));
-        let submit = |id, io| committer.submit_read(id, io);
+        let submit = |id, io| committer.submit(id, io);
         Ok(
             match self.reads.begin(token, sector, sectors, parts, submit) {
                 Some(data) => Submitted::Ended(Some(data)),

@@ -44,6 +44,8 @@ pub(crate) struct Committer {
     pub log: Arc<Log>,
     pub mailbox: Arc<Mailbox>,
     engine: Box<dyn Engine>,
+    /// Operations submitted to the engine and not yet polled.
+    in_engine: usize,
     /// The batches that this thread writes, by engine id.
     batches: Vec<(u64, Group)>,
     next_batch: u64,
@@ -72,6 +74,7 @@ impl Committer {
             leader,
             mailbox,
             engine,
+            in_engine: 0,
             batches: Vec::new(),
             next_batch: BATCHES,
             spare: Spare::default(),
@@ -166,7 +169,9 @@ impl Committer {
     /// Returns whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
         let led = self.unstarted && self.look(alone);
-        self.engine.enter();
+        if self.in_engine > 0 {
+            self.engine.enter();
+        }
         led
     }
 
@@ -177,9 +182,6 @@ impl Committer {
         let log = self.log.clone();
         let _failing = FailOnPanic::new(&log);
         loop {
-            if self.spare.chunks.capacity() == 0 {
-                self.spare.chunks = self.engine.list();
-            }
             let mut state = log.lock();
             let batch = match self.resigned {
                 true => None,
@@ -205,13 +207,15 @@ impl Committer {
             };
             drop(state);
             self.batches.push((self.next_batch, batch));
-            self.engine.submit(self.next_batch, io);
+            self.submit(self.next_batch, io);
             self.next_batch += 1;
+            self.spare.chunks = self.engine.list();
         }
     }
 
-    /// Submits a read. [`poll`](Self::poll) returns its end.
-    pub(crate) fn submit_read(&mut self, id: u64, io: Io) {
+    /// Submits a read, or a batch. [`poll`](Self::poll) collects its end.
+    pub(crate) fn submit(&mut self, id: u64, io: Io) {
+        self.in_engine += 1;
         self.engine.submit(id, io);
     }
 
@@ -223,7 +227,10 @@ impl Committer {
         }
         self.unstarted |= self.mailbox.called.swap(false, Ordering::Acquire);
         let mut ended = std::mem::take(&mut self.ended);
-        self.engine.poll(&mut ended);
+        if self.in_engine > 0 {
+            self.engine.poll(&mut ended);
+            self.in_engine -= ended.len();
+        }
         for end in ended.drain(..) {
             let batch = self.batches.iter().position(|(id, _)| *id == end.id);
             let Some(batch) = batch else {
