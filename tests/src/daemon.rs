@@ -57,7 +57,16 @@ impl Daemon {
     #[track_caller]
     #[must_use]
     pub fn start(dir: &Path, arguments: &str) -> Self {
-        let mut command = Command::new(binary());
+        Self::start_with(Command::new(binary()), dir, arguments)
+    }
+
+    /// Starts the daemon in the same way, by a command that runs [`binary`] with the arguments that follow it.
+    ///
+    /// # Panics
+    /// The daemon does not serve all disks.
+    #[track_caller]
+    #[must_use]
+    pub fn start_with(mut command: Command, dir: &Path, arguments: &str) -> Self {
         command
             .args(["serve", "vhost-user"])
             .args(arguments.split_whitespace())
@@ -70,6 +79,12 @@ impl Daemon {
         let lines = stdout.lines().take(count).map_while(Result::ok).count();
         assert_eq!(lines, count, "disks that are served");
         Self { child }
+    }
+
+    /// The daemon's process, or that of the command that runs it.
+    #[must_use]
+    pub fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     /// Stops the daemon with SIGTERM, as a service manager does, and asserts that its status is 0.
