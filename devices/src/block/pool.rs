@@ -4,7 +4,7 @@ use std::io;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
-use super::seat::{Handle, Inbox, Seat, Served};
+use super::seat::{Inbox, QueueControl, Seat, Served};
 use super::virtqueue::Virtqueue;
 use super::worker::{self, QueueWorker, WorkerPlan, give_up};
 use crate::memory::DeviceMemory;
@@ -57,7 +57,7 @@ impl WorkerPool {
         self: &Arc<Self>,
         alone: Option<Alone>,
         open: impl FnOnce() -> io::Result<Box<dyn Served>> + Send + 'static,
-    ) -> io::Result<Handle> {
+    ) -> io::Result<Worker> {
         let pool = Arc::clone(self);
         self.opened_by_starter(move || open().and_then(|served| pool.place(alone, served)))
     }
@@ -77,12 +77,14 @@ impl WorkerPool {
     }
 
     /// Gives a queue to a thread.
-    fn place(&self, alone: Option<Alone>, served: Box<dyn Served>) -> io::Result<Handle> {
+    fn place(&self, alone: Option<Alone>, served: Box<dyn Served>) -> io::Result<Worker> {
         let mut seat = Seat::new(served);
         let control = Arc::clone(&seat.control);
+        let placed = |inbox| Worker {
+            queue: Some((control, inbox)),
+        };
         if let Some(alone) = alone {
-            let inbox = worker::start(seat, &alone.name, alone.cpu)?;
-            return Ok(Handle::new(control, inbox));
+            return worker::start(seat, &alone.name, alone.cpu).map(placed);
         }
         // A panic leaves no partial change in the list.
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
@@ -90,17 +92,14 @@ impl WorkerPool {
         let least = shared.iter().min_by_key(|inbox| inbox.load());
         if let Some(inbox) = least.filter(|_| shared.len() >= self.most) {
             seat = match inbox.put(seat) {
-                None => {
-                    let inbox = Arc::clone(inbox);
-                    return Ok(Handle::new(control, inbox));
-                }
+                None => return Ok(placed(Arc::clone(inbox))),
                 // The thread has ended just now.
                 Some(seat) => seat,
             };
         }
         let inbox = worker::start(seat, "virtio-blk", None)?;
         shared.push(Arc::clone(&inbox));
-        Ok(Handle::new(control, inbox))
+        Ok(placed(inbox))
     }
 }
 
@@ -114,8 +113,8 @@ pub(super) struct Alone {
 /// The running worker of one queue. Dropping it drains the queue: requests in flight end and are answered
 /// without an interrupt, chains still in the ring stay there.
 pub(crate) struct Worker {
-    /// `None`: the driver's rings are broken, and it never ran.
-    handle: Option<Handle>,
+    /// The queue, and the inbox of its thread. `None`: the driver's rings are broken, and it never ran.
+    queue: Option<(Arc<QueueControl>, Arc<Inbox>)>,
 }
 
 impl Worker {
@@ -136,7 +135,7 @@ impl Worker {
             Ok(queue) => queue,
             Err(error) => {
                 give_up(&plan.status, plan.queue.index, &error);
-                return Ok(Self { handle: None });
+                return Ok(Self { queue: None });
             }
         };
         // A worker that polls, or whose disk blocks, would delay other queues of its thread.
@@ -145,31 +144,35 @@ impl Worker {
             name: format!("virtio-blk-q{}", plan.queue.index),
             cpu: plan.cpu,
         });
-        let handle = pool.serve(alone, move || {
+        pool.serve(alone, move || {
             Ok(Box::new(QueueWorker::open(plan, queue, memory)?))
-        })?;
-        Ok(Self {
-            handle: Some(handle),
         })
     }
 
     /// Asks the worker to stop without waiting for it, so that several can drain at once.
     pub(crate) fn request_stop(&self) {
-        self.handle.iter().for_each(Handle::request_stop);
+        if let Some((queue, inbox)) = &self.queue {
+            inbox.stop(queue);
+        }
     }
 
     /// Whether the queue is drained: then dropping the worker does not wait.
     pub(crate) fn finished(&self) -> bool {
-        self.handle.as_ref().is_none_or(Handle::finished)
+        self.queue.as_ref().is_none_or(|(queue, _)| queue.is_over())
     }
 
     /// Drains the queue. Chains that the worker has taken are completed, unless the queue breaks.
-    pub(crate) fn stop(mut self) -> Drained {
-        let handle = self.handle.take();
-        let next = handle.as_ref().map(Handle::stop);
+    pub(crate) fn stop(self) -> Drained {
+        let next = self.drain();
         // Only now: the worker may have met an error while it drained.
-        let broken = handle.is_none_or(|handle| handle.control().broken());
+        let broken = self.queue.as_ref().is_none_or(|(queue, _)| queue.broken());
         Drained { next, broken }
+    }
+
+    fn drain(&self) -> Option<u16> {
+        self.request_stop();
+        let (queue, _) = self.queue.as_ref()?;
+        Some(queue.wait_until_over())
     }
 }
 
@@ -183,9 +186,7 @@ pub(crate) struct Drained {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        if let Some(handle) = self.handle.take() {
-            handle.stop();
-        }
+        self.drain();
     }
 }
 

@@ -1,9 +1,9 @@
-//! A queue's place at the thread that serves it, and its owner's side.
+//! A queue's place at the thread that serves it, and what the thread shares with the queue's owner.
 //!
 //! ```text
-//!   owner ── Handle ──▶ Inbox ── a queue to serve, or one to stop ──▶ the thread: a Seat for each queue
-//!     ▲                                                                            │
-//!     └───────────── QueueControl: the queue is drained and gone ◀── Seat dropped ─┘
+//!   owner ──▶ Inbox ── a queue to serve, or one to stop ──▶ the thread: a Seat for each queue
+//!     ▲                                                                  │
+//!     └─── QueueControl: the queue is drained and gone ◀── Seat dropped ─┘
 //! ```
 
 use std::os::fd::BorrowedFd;
@@ -95,40 +95,15 @@ impl QueueControl {
     fn ended(&self) -> MutexGuard<'_, Option<u16>> {
         self.ended.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
-
-/// The owner's side of a queue that is served.
-pub(super) struct Handle {
-    control: Arc<QueueControl>,
-    pub(super) inbox: Arc<Inbox>,
-}
-
-impl Handle {
-    /// The handle of the queue with this control, at the thread of `inbox`.
-    pub(super) fn new(control: Arc<QueueControl>, inbox: Arc<Inbox>) -> Self {
-        Self { control, inbox }
-    }
-
-    pub(super) fn control(&self) -> &QueueControl {
-        &self.control
-    }
-
-    /// Tells the queue to drain, without waiting for it.
-    pub(super) fn request_stop(&self) {
-        self.control.stop.store(true, Ordering::SeqCst);
-        self.inbox.remote.send(Mail::Stop);
-    }
 
     /// Whether the queue is drained and gone.
-    pub(super) fn finished(&self) -> bool {
-        self.control.ended().is_some()
+    pub(super) fn is_over(&self) -> bool {
+        self.ended().is_some()
     }
 
-    /// Drains the queue. Returns the number of chains taken, modulo 2^16.
-    pub(super) fn stop(&self) -> u16 {
-        self.request_stop();
-        let ended = self.control.ended();
-        let ended = self.control.over.wait_while(ended, |ended| ended.is_none());
+    /// Waits until the queue is drained and gone. Returns the number of chains taken, modulo 2^16.
+    pub(super) fn wait_until_over(&self) -> u16 {
+        let ended = self.over.wait_while(self.ended(), |ended| ended.is_none());
         ended
             .unwrap_or_else(PoisonError::into_inner)
             .unwrap_or_default()
@@ -211,6 +186,12 @@ impl Inbox {
         }
         self.remote.send(Mail::Newcomer(seat));
         None
+    }
+
+    /// Tells a queue of the thread to drain, without waiting for it.
+    pub(super) fn stop(&self, queue: &QueueControl) {
+        queue.stop.store(true, Ordering::SeqCst);
+        self.remote.send(Mail::Stop);
     }
 
     /// Ends the thread, unless it has a queue or one is on its way.

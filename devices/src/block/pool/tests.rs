@@ -92,7 +92,7 @@ impl Served for Noted {
 
 /// A queue that is served, and its driver's side.
 struct Queue {
-    handle: Handle,
+    worker: Worker,
     doorbell: OwnedFd,
     gate: Arc<Mutex<Option<mpsc::Receiver<()>>>>,
     panic_at_the_bell: Arc<AtomicBool>,
@@ -116,16 +116,20 @@ impl Queue {
             gate: Arc::clone(&gate),
             panic_at_the_bell: Arc::clone(&panic_at_the_bell),
         };
-        let handle = pool.serve(alone, move || Ok(Box::new(noted))).unwrap();
+        let worker = pool.serve(alone, move || Ok(Box::new(noted))).unwrap();
         // The worker's first look at the ring.
         diary.wait_for(("answer", name));
         diary.0.lock().unwrap().clear();
         Self {
-            handle,
+            worker,
             doorbell,
             gate,
             panic_at_the_bell,
         }
+    }
+
+    fn inbox(&self) -> &Arc<Inbox> {
+        &self.worker.queue.as_ref().unwrap().1
     }
 
     fn ring(&self) {
@@ -150,7 +154,7 @@ fn three() -> (Arc<WorkerPool>, Diary, [Queue; 3]) {
     let diary = Diary::default();
     let queues = ['a', 'b', 'c'].map(|name| Queue::new(&pool, name, &diary));
     for queue in &queues[1..] {
-        assert!(Arc::ptr_eq(&queues[0].handle.inbox, &queue.handle.inbox));
+        assert!(Arc::ptr_eq(queues[0].inbox(), queue.inbox()));
     }
     (pool, diary, queues)
 }
@@ -171,8 +175,8 @@ fn all_queues_that_rang_are_taken_from_before_any_is_answered() {
     let then = [("start", b), ("start", c), ("answer", b), ("answer", c)];
     assert_eq!(notes, [alone, rung, then].concat());
     assert_eq!(
-        [first, second, third].map(|queue| queue.handle.stop()),
-        [7; 3]
+        [first, second, third].map(|queue| queue.worker.drain()),
+        [Some(7); 3]
     );
 }
 
@@ -181,12 +185,12 @@ fn a_queue_that_panics_is_lost_alone() {
     let (_pool, diary, [first, second, third]) = three();
     drop(second.hold_up());
     diary.wait_for(("give up", 'b'));
-    assert_eq!(second.handle.stop(), 7);
+    assert_eq!(second.worker.drain(), Some(7));
     diary.0.lock().unwrap().clear();
     for (queue, name) in [(&first, 'a'), (&third, 'c')] {
         queue.ring();
         diary.wait_for(("answer", name));
-        assert!(!queue.handle.finished());
+        assert!(!queue.worker.finished());
     }
 }
 
@@ -194,12 +198,12 @@ fn a_queue_that_panics_is_lost_alone() {
 fn a_thread_ends_with_its_last_queue_and_another_takes_its_place() {
     let (pool, diary) = (Arc::new(WorkerPool::default()), Diary::default());
     let first = Queue::new(&pool, 'a', &diary);
-    first.handle.stop();
-    while !first.handle.inbox.closed() {
+    first.worker.drain();
+    while !first.inbox().closed() {
         thread::yield_now();
     }
     let second = Queue::new(&pool, 'b', &diary);
-    assert!(!Arc::ptr_eq(&first.handle.inbox, &second.handle.inbox));
+    assert!(!Arc::ptr_eq(first.inbox(), second.inbox()));
     assert_eq!(pool.shared.lock().unwrap().len(), 1);
     second.ring();
     diary.wait_for(("answer", 'b'));
@@ -215,10 +219,10 @@ fn a_thread_ends_when_its_only_queue_panics() {
     let queue = Queue::start(&pool, Some(alone), 'a', &diary);
     drop(queue.hold_up());
     diary.wait_for(("give up", 'a'));
-    while !queue.handle.inbox.closed() {
+    while !queue.inbox().closed() {
         thread::yield_now();
     }
-    assert_eq!(queue.handle.stop(), 7);
+    assert_eq!(queue.worker.drain(), Some(7));
 }
 
 /// The messages that a thread gets in the turn in which one of its queues panics still reach the other queues.
@@ -229,10 +233,10 @@ fn a_queue_is_stopped_although_another_panics_in_the_same_turn() {
     diary.wait_for(("take", 'a'));
     second.panic_at_the_bell.store(true, Ordering::SeqCst);
     second.ring();
-    third.handle.request_stop();
+    third.worker.request_stop();
     opens.send(()).unwrap();
-    assert_eq!(third.handle.stop(), 7);
-    assert_eq!(second.handle.stop(), 7);
+    assert_eq!(third.worker.drain(), Some(7));
+    assert_eq!(second.worker.drain(), Some(7));
     first.ring();
     diary.wait_for(("answer", 'a'));
 }
