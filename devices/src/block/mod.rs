@@ -34,6 +34,7 @@
 
 mod config;
 mod features;
+mod in_flight;
 mod pool;
 mod request;
 mod seat;
@@ -68,9 +69,9 @@ pub(crate) use pool::{Worker, most_threads};
 
 pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};
 pub(crate) use features::Features;
+pub(crate) use seat::QueueStart;
 pub(crate) use tracker::Tracker;
 pub(crate) use virtqueue::QueueSetup;
-pub(crate) use worker::QueueStart;
 
 /// Device type of a block device (virtio 1.2, 5).
 pub(crate) const DEVICE_ID_BLOCK: u16 = 2;
@@ -370,7 +371,7 @@ impl VirtioBlock {
         memory: M,
         status: Arc<DeviceStatus>,
     ) -> io::Result<Worker> {
-        let plan = worker::WorkerPlan {
+        let plan = seat::WorkerPlan {
             flush_after_write: self.flush_after_write(features),
             // A driver that outlives this process expects completed writes to be there, flushed or not.
             written_first: queue.tracker.is_some() && self.config.answer == Answer::Written,

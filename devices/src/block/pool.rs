@@ -1,12 +1,16 @@
-//! Places queues at threads, and is the owner's side of a queue.
+//! Starts threads, places queues at them, and is the owner's side of a queue.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
-use super::seat::{Inbox, QueueControl, Seat, Served};
+use rustix::thread::{CpuSet, sched_setaffinity};
+use walvisor_block::short_slice;
+
+use super::seat::{Inbox, QueueControl, Seat, Served, WorkerPlan};
 use super::virtqueue::Virtqueue;
-use super::worker::{self, QueueWorker, WorkerPlan, give_up};
+use super::worker::{QueueWorker, Thread, give_up};
+use crate::event_loop::EventLoop;
 use crate::memory::DeviceMemory;
 
 /// Runs jobs in a thread of its own. Queue workers then inherit what threads inherit, such as a system call filter,
@@ -84,7 +88,7 @@ impl WorkerPool {
             queue: Some((control, inbox)),
         };
         if let Some(alone) = alone {
-            return worker::start(seat, &alone.name, alone.cpu).map(placed);
+            return start(seat, &alone.name, alone.cpu).map(placed);
         }
         // A panic leaves no partial change in the list.
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
@@ -97,9 +101,35 @@ impl WorkerPool {
                 Some(seat) => seat,
             };
         }
-        let inbox = worker::start(seat, "virtio-blk", None)?;
+        let inbox = start(seat, "virtio-blk", None)?;
         shared.push(Arc::clone(&inbox));
         Ok(placed(inbox))
+    }
+}
+
+/// Starts a thread with its first queue.
+fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
+    let events = EventLoop::new()?;
+    let inbox = Arc::new(Inbox::new(events.remote()));
+    // Before the thread begins, because a thread without a queue ends.
+    drop(inbox.put(seat));
+    let own = Arc::clone(&inbox);
+    thread::Builder::new().name(name.into()).spawn(move || {
+        short_slice();
+        if let Some(cpu) = cpu {
+            pin(cpu);
+        }
+        Thread::new(events, own).serve();
+    })?;
+    Ok(inbox)
+}
+
+/// Keeps the calling thread on one processor. If the system refuses, the worker goes on unpinned.
+fn pin(cpu: u16) {
+    let mut set = CpuSet::new();
+    set.set(cpu.into());
+    if let Err(error) = sched_setaffinity(None, &set) {
+        tracing::warn!(%error, "a virtio-blk worker cannot run on CPU {cpu} alone");
     }
 }
 

@@ -1,4 +1,4 @@
-//! A queue's place at the thread that serves it, and what the thread shares with the queue's owner.
+//! What the owner of a queue gives to the thread that serves it, and what they share.
 //!
 //! ```text
 //!   owner ──▶ Inbox ── a queue to serve, or one to stop ──▶ the thread: a Seat for each queue
@@ -10,8 +10,52 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
+use std::time::Duration;
 
+use vmm_sys_util::eventfd::EventFd;
+
+use super::features::Features;
+use super::request::ID_LEN;
+use super::tracker::Tracker;
+use super::virtqueue::QueueSetup;
+use crate::backend::Backend;
 use crate::event_loop::Remote;
+use crate::metrics::BlockMetrics;
+use crate::status::DeviceStatus;
+use crate::throttle::Throttle;
+
+/// The queue that a worker serves.
+pub(crate) struct QueueStart {
+    /// Its number, from 0.
+    pub(crate) index: u16,
+    /// Its rings.
+    pub(crate) setup: QueueSetup,
+    /// The eventfd that the driver signals.
+    pub(crate) doorbell: EventFd,
+    /// Records the chains in flight, for a front-end that outlives this process.
+    pub(crate) tracker: Option<Tracker>,
+}
+
+/// Everything a worker needs to know when it starts.
+pub(super) struct WorkerPlan {
+    pub(super) queue: QueueStart,
+    pub(super) max_size: u16,
+    pub(super) event_idx: bool,
+    pub(super) in_order: bool,
+    /// How long to poll the ring before sleeping.
+    pub(super) poll: Duration,
+    /// The processor to run on.
+    pub(super) cpu: Option<u16>,
+    pub(super) features: Features,
+    pub(super) id: [u8; ID_LEN],
+    pub(super) flush_after_write: bool,
+    /// Whether a change must outlive this process before it is answered.
+    pub(super) written_first: bool,
+    pub(super) backend: Arc<dyn Backend>,
+    pub(super) throttle: Arc<Throttle>,
+    pub(super) metrics: Arc<BlockMetrics>,
+    pub(super) status: Arc<DeviceStatus>,
+}
 
 /// A descriptor that a thread watches, with its queue's key. [`Served`] says what each is.
 #[derive(Clone, Copy)]

@@ -12,38 +12,32 @@
 //! driver. One thread serves a dozen queues better in one turn: it submits the requests of all of them before it
 //! answers any, and requests that one sync has made durable are answered together.
 //!
-//! Memory is bounded: chains stay in the ring while [`MAX_BYTES_IN_FLIGHT`] are in flight, or as many requests as the
-//! queue has descriptors. Completions make room, and the thread takes more.
+//! Memory is bounded: chains stay in the ring while [32 MiB](super::in_flight::MAX_BYTES_IN_FLIGHT) are in flight, or as
+//! many requests as the queue has descriptors. Completions make room, and the thread takes more.
 
 use std::any::Any;
 use std::io::{self, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::io::{Errno, ReadWriteFlags};
-use rustix::thread::{CpuSet, sched_setaffinity};
 use slab::Slab;
 use vm_memory::GuestMemory;
-use vmm_sys_util::eventfd::EventFd;
-use walvisor_block::short_slice;
 
-use super::features::Features;
-use super::request::{
-    BlockAction, BlockRules, BlockStatus, Direction, ID_LEN, PendingChain, parse,
-};
-use super::seat::{Inbox, Mail, QueueControl, Seat, Served, Source};
-use super::tracker::{Tracker, Used};
-use super::virtqueue::{QueueError, QueueSetup, UsedBatch, Virtqueue};
-use crate::backend::{Backend, BackendQueue, Completion, Operation, descriptor};
+use super::in_flight::{Flying, InFlight};
+use super::request::{BlockAction, BlockRules, BlockStatus, Direction, PendingChain, parse};
+use super::seat::{Inbox, Mail, QueueControl, Seat, Served, Source, WorkerPlan};
+use super::tracker::Used;
+use super::virtqueue::{QueueError, UsedBatch, Virtqueue};
+use crate::backend::{BackendQueue, Completion, Operation, descriptor};
 use crate::event_loop::{Event, EventLoop, EventSet};
 use crate::latency::{OperationKind, add};
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
 use crate::status::DeviceStatus;
-use crate::throttle::{QueueLimits, Throttle};
+use crate::throttle::QueueLimits;
 
 /// Turns before the thread looks at its descriptors again.
 const ROUNDS: usize = 64;
@@ -51,81 +45,8 @@ const ROUNDS: usize = 64;
 /// sync serves many.
 const ASKED: usize = 32;
 
-/// Payload bytes that one queue may have in flight before it leaves further chains in the ring. One
-/// request may overshoot it.
-const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
-
-/// The queue that a worker serves.
-pub(crate) struct QueueStart {
-    /// Its number, from 0.
-    pub(crate) index: u16,
-    /// Its rings.
-    pub(crate) setup: QueueSetup,
-    /// The eventfd that the driver signals.
-    pub(crate) doorbell: EventFd,
-    /// Records the chains in flight, for a front-end that outlives this process.
-    pub(crate) tracker: Option<Tracker>,
-}
-
-/// Everything a worker needs to know when it starts.
-pub(super) struct WorkerPlan {
-    pub(super) queue: QueueStart,
-    pub(super) max_size: u16,
-    pub(super) event_idx: bool,
-    pub(super) in_order: bool,
-    /// How long to poll the ring before sleeping.
-    pub(super) poll: Duration,
-    /// The processor to run on.
-    pub(super) cpu: Option<u16>,
-    pub(super) features: Features,
-    pub(super) id: [u8; ID_LEN],
-    pub(super) flush_after_write: bool,
-    /// Whether a change must outlive this process before it is answered.
-    pub(super) written_first: bool,
-    pub(super) backend: Arc<dyn Backend>,
-    pub(super) throttle: Arc<Throttle>,
-    pub(super) metrics: Arc<BlockMetrics>,
-    pub(super) status: Arc<DeviceStatus>,
-}
-
-/// Starts a thread with its first queue.
-pub(super) fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
-    let events = EventLoop::new()?;
-    let inbox = Arc::new(Inbox::new(events.remote()));
-    // Before the thread begins, because a thread without a queue ends.
-    drop(inbox.put(seat));
-    let own = Arc::clone(&inbox);
-    thread::Builder::new().name(name.into()).spawn(move || {
-        short_slice();
-        if let Some(cpu) = cpu {
-            pin(cpu);
-        }
-        let mut worker = Thread {
-            events,
-            happened: Vec::new(),
-            inbox: own,
-            seats: Slab::new(),
-            busy: Vec::new(),
-            served: Vec::new(),
-            current: 0,
-        };
-        while let Err(reason) = catch_unwind(AssertUnwindSafe(|| worker.run())) {
-            worker.fell(&*reason);
-        }
-    })?;
-    Ok(inbox)
-}
-
-/// Keeps the calling thread on one processor. If the system refuses, the worker goes on unpinned.
-fn pin(cpu: u16) {
-    let mut set = CpuSet::new();
-    set.set(cpu.into());
-    if let Err(error) = sched_setaffinity(None, &set) {
-        tracing::warn!(%error, "a virtio-blk worker cannot run on CPU {cpu} alone");
-    }
-}
-
-struct Thread {
+/// A thread of the pool.
+pub(super) struct Thread {
     events: EventLoop<Source, Mail>,
     /// Events to be handled, the last first. After a panic in one queue the thread handles the rest for the others.
     happened: Vec<Event<Source, Mail>>,
@@ -140,7 +61,26 @@ struct Thread {
 }
 
 impl Thread {
-    /// Serves queues until none is left.
+    /// A thread that gets its queues through `inbox`, the inbox of `events`.
+    pub(super) fn new(events: EventLoop<Source, Mail>, inbox: Arc<Inbox>) -> Self {
+        Self {
+            events,
+            happened: Vec::new(),
+            inbox,
+            seats: Slab::new(),
+            busy: Vec::new(),
+            served: Vec::new(),
+            current: 0,
+        }
+    }
+
+    /// Serves queues until none is left. A queue that panics is lost alone.
+    pub(super) fn serve(&mut self) {
+        while let Err(reason) = catch_unwind(AssertUnwindSafe(|| self.run())) {
+            self.fell(&*reason);
+        }
+    }
+
     fn run(&mut self) {
         while !(self.seats.is_empty() && self.inbox.close()) {
             if let Err(error) = self.wait() {
@@ -331,77 +271,6 @@ impl Drop for Thread {
     /// Closes the inbox, so that no more queues are handed over.
     fn drop(&mut self) {
         self.inbox.end();
-    }
-}
-
-/// A request that was handed to the backend.
-struct Flying {
-    pending: PendingChain,
-    kind: OperationKind,
-    unasked: bool,
-    /// When the batch that the request belongs to was taken.
-    since: Instant,
-}
-
-/// Requests handed to the backend, by token.
-struct InFlight {
-    requests: Slab<Flying>,
-    /// The most requests.
-    most: usize,
-    bytes: usize,
-}
-
-impl InFlight {
-    fn new(most: u16) -> Self {
-        Self {
-            requests: Slab::new(),
-            most: most.into(),
-            bytes: 0,
-        }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.requests.is_empty()
-    }
-
-    fn len(&self) -> usize {
-        self.requests.len()
-    }
-
-    fn has_room(&self) -> bool {
-        self.len() < self.most && self.bytes < MAX_BYTES_IN_FLIGHT
-    }
-
-    /// Adds a request, and returns its token.
-    fn insert(&mut self, flying: Flying) -> u64 {
-        self.bytes += flying.pending.bytes as usize;
-        self.requests.insert(flying) as u64
-    }
-
-    /// Whether the request still needs a flush before it is answered; returns `true` once.
-    fn take_flush_after(&mut self, token: u64) -> bool {
-        let flying = self.requests.get_mut(token as usize);
-        flying.is_some_and(|flying| std::mem::take(&mut flying.pending.flush_after))
-    }
-
-    /// Whether the request has changed the disk and `when_written` was not yet called for it; returns `true` once.
-    fn take_unasked(&mut self, token: u64) -> bool {
-        let flying = self.requests.get_mut(token as usize);
-        flying.is_some_and(|flying| std::mem::take(&mut flying.unasked))
-    }
-
-    fn remove(&mut self, token: u64) -> Option<Flying> {
-        let flying = self.requests.try_remove(token as usize)?;
-        self.bytes -= flying.pending.bytes as usize;
-        Some(flying)
-    }
-}
-
-impl Drop for InFlight {
-    fn drop(&mut self) {
-        for flying in self.requests.drain() {
-            flying.pending.abandon();
-        }
     }
 }
 
