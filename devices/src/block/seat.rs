@@ -68,7 +68,7 @@ pub(super) enum Source {
 /// A message to a thread.
 pub(super) enum Mail {
     /// A queue to serve.
-    Newcomer(Seat),
+    Serve(Seat),
     /// A queue is to stop: the `stop` flag of its control is set.
     Stop,
 }
@@ -228,7 +228,7 @@ impl Inbox {
         if self.load.fetch_update(set, fetched, more).is_err() {
             return Some(seat);
         }
-        self.remote.send(Mail::Newcomer(seat));
+        self.remote.send(Mail::Serve(seat));
         None
     }
 
@@ -245,12 +245,12 @@ impl Inbox {
     }
 
     /// Notes that a queue has left the thread.
-    pub(super) fn one_less(&self) {
+    pub(super) fn queue_removed(&self) {
         self.load.fetch_sub(1, Ordering::SeqCst);
     }
 
     /// Notes that the thread ends, whatever it has.
-    pub(super) fn end(&self) {
+    pub(super) fn thread_ended(&self) {
         self.load.store(CLOSED, Ordering::SeqCst);
     }
 }

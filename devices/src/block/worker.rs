@@ -77,7 +77,7 @@ impl Thread {
     /// Serves queues until none is left. A queue that panics is lost alone.
     pub(super) fn serve(&mut self) {
         while let Err(reason) = catch_unwind(AssertUnwindSafe(|| self.run())) {
-            self.fell(&*reason);
+            self.remove_panicked(&*reason);
         }
     }
 
@@ -126,7 +126,7 @@ impl Thread {
                         self.mark(key);
                     }
                 }
-                Event::Message(Mail::Newcomer(seat)) => self.welcome(seat),
+                Event::Message(Mail::Serve(seat)) => self.add(seat),
                 Event::Message(Mail::Stop) => stops = true,
             }
         }
@@ -137,7 +137,7 @@ impl Thread {
             others.into_iter().for_each(|key| self.mark(key));
         }
         if stops {
-            self.see_off();
+            self.stop_queues();
         }
         Ok(())
     }
@@ -156,8 +156,8 @@ impl Thread {
         }
     }
 
-    /// Takes a new queue.
-    fn welcome(&mut self, seat: Seat) {
+    /// Takes a queue to serve.
+    fn add(&mut self, seat: Seat) {
         let key = self.seats.insert(seat);
         let Some(served) = &self.seats[key].served else {
             return;
@@ -178,8 +178,8 @@ impl Thread {
         self.mark(key);
     }
 
-    /// Finds the queues that are to stop.
-    fn see_off(&mut self) {
+    /// Begins to drain the queues that are to stop.
+    fn stop_queues(&mut self) {
         let stopping = |seat: &Seat| seat.control.stopping() && !seat.leaving;
         let leaving = self.seats.iter().filter(|(_, seat)| stopping(seat));
         for key in leaving.map(|(key, _)| key).collect::<Vec<_>>() {
@@ -219,7 +219,7 @@ impl Thread {
             let seat = &mut self.seats[key];
             seat.busy = false;
             if seat.leaving && !waits {
-                self.leave(key);
+                self.remove(key);
             } else if more {
                 self.mark(key);
             }
@@ -228,7 +228,7 @@ impl Thread {
     }
 
     /// Removes a queue that is drained or lost.
-    fn leave(&mut self, key: usize) {
+    fn remove(&mut self, key: usize) {
         let Some(seat) = self.seats.try_remove(key) else {
             return;
         };
@@ -239,12 +239,12 @@ impl Thread {
                 let _ = self.events.unwatch(fd);
             }
         }
-        self.inbox.one_less();
+        self.inbox.queue_removed();
         drop(seat);
     }
 
     /// Removes the queue that has panicked; the others go on.
-    fn fell(&mut self, reason: &(dyn Any + Send)) {
+    fn remove_panicked(&mut self, reason: &(dyn Any + Send)) {
         let text = reason.downcast_ref::<&str>().copied();
         let text = text.or_else(|| reason.downcast_ref::<String>().map(String::as_str));
         let key = self.current;
@@ -254,7 +254,7 @@ impl Thread {
                 text.unwrap_or("no reason was given")
             ));
         }
-        self.leave(key);
+        self.remove(key);
         self.busy.clear();
         self.served.clear();
         let keys: Vec<usize> = self.seats.iter().map(|(key, _)| key).collect();
@@ -263,14 +263,14 @@ impl Thread {
             self.mark(key);
         }
         // The thread may have taken a stop message before the panic without acting on it.
-        self.see_off();
+        self.stop_queues();
     }
 }
 
 impl Drop for Thread {
     /// Closes the inbox, so that no more queues are handed over.
     fn drop(&mut self) {
-        self.inbox.end();
+        self.inbox.thread_ended();
     }
 }
 
