@@ -192,10 +192,12 @@ impl Worker {
     }
 
     /// Drains the queue. Chains that the worker has taken are completed, unless the queue breaks.
-    pub(crate) fn stop(self) -> Drained {
+    pub(crate) fn stop(mut self) -> Drained {
         let next = self.drain();
-        // Only now: the worker may have met an error while it drained.
-        let broken = self.queue.as_ref().is_none_or(|(queue, _)| queue.broken());
+        // Only now: the worker may have met an error while it drained. The queue is taken, so dropping the worker does not
+        // drain it again.
+        let queue = self.queue.take();
+        let broken = queue.is_none_or(|(queue, _)| queue.broken());
         Drained { next, broken }
     }
 
