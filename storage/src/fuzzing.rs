@@ -24,7 +24,7 @@ use crate::index::{Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::checksum;
 use crate::medium::directory::Medium;
-use crate::medium::file::{DataFile, Engine, Segment};
+use crate::medium::file::{CachedFile, DataFile, Engine, ReadFile, Segment};
 use crate::medium::filesystem::{FileSystem, Open, PathKind};
 use crate::medium::mark::{Inode, Mark};
 use crate::recovery::contents::Verify;
@@ -183,11 +183,17 @@ impl MemoryFile {
     }
 }
 
-impl DataFile for MemoryFile {
+impl ReadFile for MemoryFile {
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         self.with(offset, buffer.len(), |bytes| buffer.copy_from_slice(bytes))
     }
 
+    fn raw_fd(&self) -> RawFd {
+        -1
+    }
+}
+
+impl DataFile for MemoryFile {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         self.with(offset, bytes.len(), |into| into.copy_from_slice(bytes))
     }
@@ -247,8 +253,8 @@ impl DataFile for MemoryFile {
         Ok(false)
     }
 
-    fn raw_fd(&self) -> RawFd {
-        -1
+    fn open_cached(&self, _path: &Path) -> io::Result<Box<dyn CachedFile>> {
+        unreachable!("recovery reads past the page cache")
     }
 
     fn host(&self) -> Option<&std::fs::File> {

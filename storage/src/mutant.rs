@@ -94,7 +94,7 @@ pub(crate) enum Mutant {
     /// The writer does not write the records that ports wait for and that came while it wrote a batch. The medium
     /// does not know of waiters.
     WrittenForgotten,
-    /// A leader that leaves does not wake a waiter to take its place. Wake-ups are not operations of the medium.
+    /// A leader that leaves does not call another to take its place. Wake-ups are not operations of the medium.
     LeaderLeavesSilently,
     /// A port clears its wake-up signal after it looked for work, not before. Wake-ups are not operations of the
     /// medium.
@@ -163,6 +163,9 @@ pub(crate) enum Mutant {
     /// An operation that writes and syncs its segments begins with the sync.
     #[cfg(test)]
     SyncTooEarly,
+    /// The page cache is written back through the descriptor that syncs, so the sync is not told of what failed.
+    #[cfg(test)]
+    WriteBackTakesError,
     /// A reused segment keeps its old salt.
     #[cfg(test)]
     ReuseSalt,

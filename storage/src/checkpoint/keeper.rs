@@ -217,6 +217,11 @@ impl Keeper {
     /// Gives segments back to the ring once no reader holds them.
     pub(super) fn reclaim(&self) {
         let mut state = self.log.lock();
+        if state.ring.has_readers() {
+            drop(state);
+            self.log.reap_reads();
+            state = self.log.lock();
+        }
         let more = state.ring.reclaim();
         state.check(&self.log);
         drop(state);
@@ -259,7 +264,7 @@ impl Keeper {
     }
 
     /// Waits until nobody holds the room that closing needs: the log's writer while it writes a segment's summary, or a read that
-    /// is under way. A read that nobody takes never ends: so the wait is bounded.
+    /// is under way. The medium may never answer it: so the wait is bounded.
     pub(super) fn await_readers(&self) {
         for _ in 0..AWAITED_RESTS {
             if !self.log.lock().ring.waits_for_readers() {

@@ -5,25 +5,24 @@ use std::io;
 use std::os::fd::BorrowedFd;
 
 use crate::catalog::mark_text::MarkText;
-use crate::disk::reads::{Part, Reads, check_range, check_read};
+use crate::disk::reads::{Part, ReadQueue, SharedReads, check_range, check_read};
 use crate::format::Kind;
 use crate::index::Piece;
 use crate::log::committer::{Committer, Refused};
 use crate::log::disk_state::DiskState;
 use crate::log::pipeline::{Marked, Modification};
 use crate::log::state::Log;
+use crate::log::waiters::PortReads;
 use crate::medium::checksum::{self, Payload};
-use crate::medium::file::Done;
 use crate::mutant::{Mutant, planted};
-use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, Mutex, MutexGuard};
 use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE};
 
-/// One thread's way to a disk. Dropping it waits for the operations in flight; completions not taken are lost.
+/// One thread's way to a disk. Dropping it waits for the reads in flight; completions not taken are lost.
 ///
-/// A port may write a batch of records that other ports of the log wait for. So its owner has to call
-/// [`completions`](Self::completions) whenever [`event`](Self::event) is readable, also while the owner waits for
-/// nothing itself, or drop the port.
+/// A port that its owner does not poll holds up no other port: what it has taken of the log's work is done when a call of it
+/// returns.
 pub struct Port {
     pub(crate) disk: Arc<DiskState>,
     pub(crate) committer: Committer,
@@ -32,10 +31,9 @@ pub struct Port {
     pub(crate) newest_lsn: u64,
     /// Writes held back by a full log, in order.
     parked: VecDeque<(u64, Modification)>,
-    reads: Reads,
-    /// Memory for the next read's pieces, and for ended operations.
+    reads: Arc<SharedReads>,
+    /// Memory for the next read's pieces.
     pieces: Vec<Piece>,
-    ended: Vec<Done>,
 }
 
 /// The state of a request after the port has taken it.
@@ -51,16 +49,29 @@ enum Submitted {
 impl Port {
     /// A port to the disk with this state, on this log.
     pub(crate) fn new(log: &Arc<Log>, disk: &Arc<DiskState>) -> io::Result<Self> {
+        let committer = Committer::new(log.clone(), 1)?;
+        let mailbox = committer.mailbox.clone();
+        let engine = log.medium.engine(&mailbox.event)?;
+        let reads = Arc::new(SharedReads {
+            queue: Mutex::new(ReadQueue::new(engine, &disk.path)),
+            mailbox: mailbox.clone(),
+        });
+        let shared: Arc<dyn PortReads> = reads.clone();
+        // It is the first: the mailbox is new.
+        let _ = mailbox.reads.set(Arc::downgrade(&shared));
         Ok(Self {
             disk: disk.clone(),
-            committer: Committer::new(log.clone(), 1)?,
+            committer,
             done: Vec::new(),
             newest_lsn: 0,
             parked: VecDeque::new(),
-            reads: Reads::default(),
+            reads,
             pieces: Vec::new(),
-            ended: Vec::new(),
         })
+    }
+
+    fn reads(&self) -> MutexGuard<'_, ReadQueue> {
+        self.reads.queue.lock().expect("reads lock")
     }
 }
 
@@ -110,11 +121,11 @@ impl BackendQueue for Port {
     }
 
     fn kick(&mut self) {
-        self.committer.start(false);
+        self.start(false);
     }
 
     fn kick_alone(&mut self) {
-        self.committer.start(true);
+        self.start(true);
     }
 
     fn event(&self) -> BorrowedFd<'_> {
@@ -122,21 +133,32 @@ impl BackendQueue for Port {
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {
-        let mut ended = std::mem::take(&mut self.ended);
-        self.committer.poll(&mut ended, &mut self.done);
-        for end in ended.drain(..) {
-            self.done.extend(self.reads.end_part(&self.disk.path, end));
+        if !planted(Mutant::SignalClearedLate) {
+            self.committer.clear();
         }
-        self.ended = ended;
+        let mut ended = std::mem::take(&mut self.done);
+        self.reads().poll(&mut ended);
+        self.committer.poll(&mut ended);
+        self.done = ended;
         if !self.parked.is_empty() {
             self.unpark();
             self.committer.start(false);
         }
         done.append(&mut self.done);
+        if planted(Mutant::SignalClearedLate) {
+            self.committer.clear();
+        }
     }
 }
 
 impl Port {
+    /// Starts what was submitted. `alone`: the thread has nothing else to do, so it makes a lone, quick sync itself. Returns
+    /// whether it did.
+    pub(crate) fn start(&mut self, alone: bool) -> bool {
+        self.reads().start();
+        self.committer.start(alone)
+    }
+
     /// Queues the completion of a request that has ended already, and parks one that the full log holds back.
     fn settle(&mut self, token: u64, submitted: Result<Submitted, Failure>) {
         let result = match submitted {
@@ -308,20 +330,18 @@ impl Port {
 
     fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Submitted, Failure> {
         check_read(sector, sectors, self.disk.sectors())?;
-        let (disk, committer) = (&self.disk, &mut self.committer);
-        committer.log.reads.fetch_add(1, Ordering::Relaxed);
+        let disk = &self.disk;
+        self.committer.log.reads.fetch_add(1, Ordering::Relaxed);
         let count = u64::from(sectors);
         disk.index().pieces(sector, count, &mut self.pieces);
         let parts = self
             .pieces
             .drain(..)
             .map(|piece| Part::of(piece, &disk.base));
-        let submit = |id, io| committer.submit(id, io);
-        Ok(
-            match self.reads.begin(token, sector, sectors, parts, submit) {
-                Some(data) => Submitted::Ended(Some(data)),
-                None => Submitted::InFlight,
-            },
-        )
+        let mut reads = self.reads.queue.lock().expect("reads lock");
+        Ok(match reads.begin(token, sector, sectors, parts) {
+            Some(data) => Submitted::Ended(Some(data)),
+            None => Submitted::InFlight,
+        })
     }
 }

@@ -1,15 +1,19 @@
 //! Reads in flight. A read is cut into parts, of which each comes from a place of its own; the parts are verified and
 //! put together.
+//!
+//! The reads of a port are in a [`ReadQueue`] of their own: the port's thread starts and ends them, and so does the keeper if
+//! it needs the segments that they pin.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::index::{Piece, Place};
-use crate::medium::file::{DataFile, Done, Io, Source};
+use crate::log::waiters::{Mailbox, PortReads};
+use crate::medium::file::{DataFile, Done, Engine, Io, Source};
 use crate::medium::segment::LogRead;
-use crate::sync::Arc;
+use crate::sync::{Arc, Mutex};
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SECTOR_SIZE, SharedBuffer};
 
 /// A part of a read.
@@ -200,5 +204,93 @@ impl Reads {
                 false => Ok(read.buffer),
             },
         })
+    }
+}
+
+/// The reads of a port, and the engine that carries them out.
+pub(crate) struct ReadQueue {
+    /// The image of the port's disk, for messages.
+    path: PathBuf,
+    engine: Box<dyn Engine>,
+    /// Operations submitted to the engine and not yet polled.
+    in_engine: usize,
+    reads: Reads,
+    /// Reads that another thread has ended.
+    ended: Vec<Completion>,
+    /// Memory for ended operations.
+    parts: Vec<Done>,
+}
+
+impl ReadQueue {
+    /// A queue for reads of the disk with the image `path`.
+    pub(crate) fn new(engine: Box<dyn Engine>, path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            engine,
+            in_engine: 0,
+            reads: Reads::default(),
+            ended: Vec::new(),
+            parts: Vec::new(),
+        }
+    }
+
+    /// Begins a read, see [`Reads::begin`]. It may start now or at the next [`start`](Self::start).
+    pub(crate) fn begin(
+        &mut self,
+        token: u64,
+        sector: u64,
+        sectors: u32,
+        parts: impl Iterator<Item = Part>,
+    ) -> Option<Buffer> {
+        let (engine, in_engine) = (&mut self.engine, &mut self.in_engine);
+        self.reads.begin(token, sector, sectors, parts, |id, io| {
+            *in_engine += 1;
+            engine.submit(id, io);
+        })
+    }
+
+    /// Starts the reads that were begun.
+    pub(crate) fn start(&mut self) {
+        if self.in_engine > 0 {
+            self.engine.enter();
+        }
+    }
+
+    /// Appends the completions of reads that have ended to `done`.
+    pub(crate) fn poll(&mut self, done: &mut Vec<Completion>) {
+        if self.in_engine > 0 {
+            let mut parts = std::mem::take(&mut self.parts);
+            self.engine.poll(&mut parts);
+            self.in_engine -= parts.len();
+            for part in parts.drain(..) {
+                done.extend(self.reads.end_part(&self.path, part));
+            }
+            self.parts = parts;
+        }
+        done.append(&mut self.ended);
+    }
+}
+
+/// The reads of a port whose thread another one may stand in for.
+pub(crate) struct SharedReads {
+    pub queue: Mutex<ReadQueue>,
+    /// Signalled when another thread has ended a read.
+    pub mailbox: Arc<Mailbox>,
+}
+
+impl PortReads for SharedReads {
+    fn reap(&self) {
+        let Ok(mut queue) = self.queue.try_lock() else {
+            return;
+        };
+        let mut ended = std::mem::take(&mut queue.ended);
+        let before = ended.len();
+        queue.poll(&mut ended);
+        let more = ended.len() > before;
+        queue.ended = ended;
+        drop(queue);
+        if more {
+            self.mailbox.event.signal();
+        }
     }
 }

@@ -21,7 +21,7 @@ use crate::log::group::{Group, Spare};
 use crate::log::pipeline::Modification;
 use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
 use crate::log::waiters::{Mailbox, Waiter};
-use crate::medium::file::{Appended, Done, Engine, Io};
+use crate::medium::file::{Appended, Io};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
@@ -36,35 +36,20 @@ pub(crate) enum Refused {
     Stuck,
 }
 
-/// Engine ids from here on belong to batches; those below to reads.
-const BATCHES: u64 = 1 << 63;
-
-/// One thread's engine and mailbox.
+/// One thread's part in group commit, with its mailbox.
 pub(crate) struct Committer {
     pub log: Arc<Log>,
     pub mailbox: Arc<Mailbox>,
-    engine: Box<dyn Engine>,
-    /// Operations submitted to the engine and not yet polled.
-    in_engine: usize,
-    /// The batches that this thread writes, by engine id.
-    batches: Vec<(u64, Group)>,
-    next_batch: u64,
     spare: Spare,
     leader: Leader,
-    /// Memory for ended operations, which each poll uses again.
-    ended: Vec<Done>,
     /// The port has appended a record or added a waiter since it last looked at the log.
     unstarted: bool,
-    /// Set while the port resigns: it takes no new batch.
-    resigned: bool,
 }
 
 impl Committer {
     /// A committer for a port with `clients` clients that may join a group.
     pub(crate) fn new(log: Arc<Log>, clients: usize) -> io::Result<Self> {
-        let event = Event::new()?;
-        let engine = log.medium.engine(&event)?;
-        let mailbox = Arc::new(Mailbox::new(event));
+        let mailbox = Arc::new(Mailbox::new(Event::new()?));
         let mut state = log.lock();
         state.waiters.add_port(&mailbox, clients);
         drop(state);
@@ -73,14 +58,8 @@ impl Committer {
             log,
             leader,
             mailbox,
-            engine,
-            in_engine: 0,
-            batches: Vec::new(),
-            next_batch: BATCHES,
             spare: Spare::default(),
-            ended: Vec::new(),
             unstarted: false,
-            resigned: false,
         })
     }
 
@@ -164,95 +143,63 @@ impl Committer {
         Ok(false)
     }
 
-    /// Starts the submitted operations, and calls the leader if it is wanted.
+    /// Writes the batches that need no sync, and calls the leader if it is wanted.
     /// `alone`: the thread has nothing to do until a request of this port ends, so it leads a lone, quick group itself.
     /// Returns whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
-        let led = self.unstarted && self.look(alone);
-        if self.in_engine > 0 {
-            self.engine.enter();
-        }
-        led
+        self.unstarted && self.look(alone, false)
     }
 
-    /// Looks at the log: writes the batches that need no sync, and calls the leader for the others.
-    fn look(&mut self, alone: bool) -> bool {
+    /// Looks at the log: writes the batches that need no sync, and calls the leader for the others. Each batch is ended before
+    /// this returns. `polls`: the caller takes the port's completions next.
+    fn look(&mut self, alone: bool, polls: bool) -> bool {
         self.unstarted = false;
-        // If this thread panicked, a batch that it has taken and not begun would never end.
+        // If this thread panicked, a batch that it has taken would never end.
         let log = self.log.clone();
         let _failing = FailOnPanic::new(&log);
         loop {
             let mut state = log.lock();
-            let batch = match self.resigned {
-                true => None,
-                false => log.write_behind(&mut state, &mut self.spare),
-            };
+            let batch = log.write_behind(&mut state, &mut self.spare);
             state.check(&log);
-            let Some((io, batch)) = batch else {
-                let stuck = state.take_stuck();
-                let silent = self.resigned && planted(Mutant::LeaderLeavesSilently);
-                let called = !state.led && log.wants_leader(&state) && !silent;
-                let mut led = false;
-                if called && alone && log.is_lone(&state, &self.mailbox) {
-                    let next = self.leader.begin_locked(state);
-                    led = self.leader.run(next);
-                } else {
-                    drop(state);
-                    if called {
-                        log.call_leader();
-                    }
-                }
-                log.refuse_waiters(stuck);
-                return led;
-            };
-            drop(state);
-            self.batches.push((self.next_batch, batch));
-            self.submit(self.next_batch, io);
-            self.next_batch += 1;
-            self.spare.chunks = self.engine.list();
-        }
-    }
-
-    /// Submits a read, or a batch. [`poll`](Self::poll) collects its end.
-    pub(crate) fn submit(&mut self, id: u64, io: Io) {
-        self.in_engine += 1;
-        self.engine.submit(id, io);
-    }
-
-    /// Collects what has ended: finishes batches, appends reads to `reads` and completions to `done`.
-    pub(crate) fn poll(&mut self, reads: &mut Vec<Done>, done: &mut Vec<Completion>) {
-        // The event is cleared first, so that the next call sees every signal from here on.
-        if !planted(Mutant::SignalClearedLate) {
-            self.mailbox.event.clear();
-        }
-        self.unstarted |= self.mailbox.called.swap(false, Ordering::Acquire);
-        let mut ended = std::mem::take(&mut self.ended);
-        if self.in_engine > 0 {
-            self.engine.poll(&mut ended);
-            self.in_engine -= ended.len();
-        }
-        for end in ended.drain(..) {
-            let batch = self.batches.iter().position(|(id, _)| *id == end.id);
-            let Some(batch) = batch else {
-                reads.push(end);
+            if let Some((io, batch)) = batch {
+                drop(state);
+                let ran = log.appender.append(io);
+                self.spare.chunks = ran.list;
+                let own = Some(&self.mailbox).filter(|_| polls);
+                log.end_group(batch, ran.result, own, &mut self.spare, |state| {
+                    state.check(&log);
+                });
                 continue;
-            };
-            let (_, batch) = self.batches.swap_remove(batch);
-            let (result, own) = (end.result.map(|_| 1), Some(&self.mailbox));
-            let log = &self.log;
-            log.end_group(batch, result, own, &mut self.spare, |state| {
-                state.check(log);
-            });
-            self.unstarted = true;
+            }
+            let stuck = state.take_stuck();
+            let called = !state.led && log.wants_leader(&state);
+            let mut led = false;
+            if called && alone && log.is_lone(&state, &self.mailbox) {
+                let next = self.leader.begin_locked(state);
+                led = self.leader.run(next);
+            } else {
+                drop(state);
+                if called {
+                    log.call_leader();
+                }
+            }
+            log.refuse_waiters(stuck);
+            return led;
         }
-        self.ended = ended;
+    }
+
+    /// Clears the port's signal. The port looks for what has ended after that, so that it sees every signal from here on.
+    pub(crate) fn clear(&self) {
+        self.mailbox.event.clear();
+    }
+
+    /// Looks at the log if there may be something to do, and appends completions to `done`.
+    pub(crate) fn poll(&mut self, done: &mut Vec<Completion>) {
+        self.unstarted |= self.mailbox.called.swap(false, Ordering::Acquire);
         if self.unstarted {
-            self.start(false);
+            self.look(false, true);
         }
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
-        if planted(Mutant::SignalClearedLate) {
-            self.mailbox.event.clear();
-        }
     }
 
     /// Sleeps until there may be something to do.
@@ -263,36 +210,20 @@ impl Committer {
     /// Makes everything up to `lsn` durable, blocking. For the keeper, which has nothing else to do meanwhile: so it
     /// leads the group itself if there is no leader.
     pub(crate) fn flush(&mut self, lsn: u64, leader: &mut Leader) -> Result<(), Failure> {
-        self.resigned = false;
         if self.wait_for(lsn, 0)? {
             return Ok(());
         }
-        let (mut reads, mut done) = (Vec::new(), Vec::new());
+        let mut done = Vec::new();
         loop {
             let led = leader.lead_one();
-            self.poll(&mut reads, &mut done);
+            self.clear();
+            self.poll(&mut done);
             if !done.is_empty() {
-                break;
+                return done.swap_remove(0).result.map(drop);
             }
             if !led {
                 self.sleep();
             }
-        }
-        self.resign();
-        done.swap_remove(0).result.map(drop)
-    }
-
-    /// Waits for the batches in flight and takes no more; other ports and the leader serve the remaining waiters.
-    fn resign(&mut self) {
-        self.resigned = true;
-        let (mut reads, mut done) = (Vec::new(), Vec::new());
-        while !self.batches.is_empty() {
-            self.sleep();
-            self.poll(&mut reads, &mut done);
-        }
-        // Other ports now write what this port would have written.
-        if !planted(Mutant::LeaderLeavesSilently) {
-            self.log.wake_ports();
         }
     }
 }
@@ -302,7 +233,8 @@ impl Drop for Committer {
         let mut state = self.log.lock();
         state.waiters.remove_port(&self.mailbox);
         drop(state);
-        self.resign();
+        // A group that waited for more waiters may be complete without this port.
+        self.log.call_leader();
     }
 }
 
@@ -409,7 +341,7 @@ impl Leader {
             },
         );
         self.leads = wanted && goes_on;
-        if wanted && !goes_on {
+        if wanted && !goes_on && !planted(Mutant::LeaderLeavesSilently) {
             log.call_leader();
         }
         self.leads

@@ -6,8 +6,10 @@
 //! The stages overlap: while one group syncs, the next is collected, and pending records are written early when they
 //! are many. In the common case nothing is being written when a sync can begin: then one operation writes and syncs
 //! all pending records. The log's leader ([`Leader`](crate::log::committer::Leader)) runs the operations that sync, one
-//! group after the other; a batch that is only written is written by a port.
+//! group after the other; a batch that is only written is written by a port, within one call: so no batch waits for a
+//! thread that may not come back. The leader also has the page cache write such batches back.
 
+use std::ops::Range;
 use std::time::Instant;
 
 use zerocopy::little_endian::{U16, U32, U64};
@@ -19,7 +21,7 @@ use crate::log::ring::Room;
 use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
 use crate::log::tail::{BatchSize, Sealed};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
-use crate::medium::file::{Chunk, Io, Segment, SyncScope};
+use crate::medium::file::{Chunk, Io, Segment, SyncScope, WriteBack, Written};
 use crate::mutant::{Mutant, described, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
@@ -27,12 +29,15 @@ use crate::{Buffer, SharedBuffer};
 
 /// From this many bytes of pending payload on, records are written although no waiter needs them yet.
 const WRITE_BEHIND: usize = 1 << 20;
+/// A segment is written back whenever so many bytes of it are in the page cache.
+const WRITE_BACK: u64 = 1 << 20;
 /// Most batches being written at a time.
 const MOST_WRITING: usize = 4;
 /// Most segments written and not synced.
 const MOST_UNSYNCED: usize = 8;
 
-/// A batch being written, a sync, or both in one operation. Neither: a segment's summary is being written.
+/// A batch being written, a sync, or both in one operation. Neither: a segment's summary is being written, or the page cache
+/// is told to write back.
 pub(crate) struct Group {
     batch: Option<GroupBatch>,
     sync: Option<Syncing>,
@@ -42,16 +47,17 @@ pub(crate) struct Group {
 #[derive(Default)]
 pub(crate) struct Spare {
     records: Vec<Vec<Record>>,
-    /// For the next batch; see [`Engine::list`](crate::medium::engine::Engine::list).
+    /// For the next batch; see [`Appended::list`](crate::medium::file::Appended::list).
     pub(crate) chunks: Vec<Chunk>,
     served: Vec<Waiter>,
 }
 
 struct GroupBatch {
     records: Vec<Record>,
-    /// Byte offset of the first payload in the segment.
-    payload_at: u64,
     segment: Arc<Segment>,
+    /// Byte offsets of the batch and of its first payload in the segment.
+    at: u64,
+    payload_at: u64,
     bytes: u64,
 }
 
@@ -88,11 +94,19 @@ impl Log {
         // A port that began to wait while the leader wrote a batch does not look again: the leader writes its
         // records.
         let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
-        let batch = match (left || self.leader_alone) && self.is_behind(state) {
+        let left = left || self.leader_alone || state.pipeline.is_released();
+        let batch = match left && self.is_behind(state) {
             true => self.batch(state, spare, false),
             false => None,
         };
-        batch.or_else(|| self.seal(state, spare))
+        let write_back = || {
+            let step = state.pipeline.take_write_back()?;
+            let (batch, sync) = (None, None);
+            Some((Io::WriteBack(step), Group { batch, sync }))
+        };
+        batch
+            .or_else(write_back)
+            .or_else(|| self.seal(state, spare))
     }
 
     /// The next write without a sync for a port, while the leader may be busy with a sync: a batch, or a segment's
@@ -123,7 +137,7 @@ impl Log {
             offset,
             chunks,
             payloads: 0..0,
-            sync: SyncScope::None,
+            sync: self.unsynced(),
         };
         let (batch, sync) = (None, None);
         Some((io, Group { batch, sync }))
@@ -145,7 +159,17 @@ impl Log {
             || state.pipeline.unsynced() >= MOST_UNSYNCED
             || self.is_awaited(state)
             || state.ring.has_sealed()
-            || (self.leader_alone && self.is_behind(state))
+            || state.pipeline.is_behind()
+            || ((self.leader_alone || state.pipeline.is_released()) && self.is_behind(state))
+    }
+
+    /// How a batch is written that needs no sync yet: past the page cache if the leader writes every batch, since it has the
+    /// medium to itself then.
+    fn unsynced(&self) -> SyncScope {
+        match self.leader_alone {
+            true => SyncScope::None,
+            false => SyncScope::Later,
+        }
     }
 
     /// Whether the only waiter is one of `port`'s, and its group would start at once and soon be over.
@@ -270,6 +294,7 @@ impl Log {
         let whole = (header_len + payload_len) as u64;
         if count == 0
             || state.pipeline.writing() >= MOST_WRITING
+            || !(synced || state.pipeline.may_run_ahead())
             || !self.make_room(state, BatchSize { header, whole })
         {
             return None;
@@ -364,13 +389,14 @@ impl Log {
         }
         let scope = match synced {
             true => pipeline.sync_batch(),
-            false => SyncScope::None,
+            false => self.unsynced(),
         };
         let group = Group {
             batch: Some(GroupBatch {
                 records,
-                payload_at,
                 segment: segment.clone(),
+                at: offset,
+                payload_at,
                 bytes,
             }),
             sync: synced.then(|| Syncing::new(&scope)),
@@ -415,20 +441,19 @@ impl Log {
         state.waiters.lsns().take(self.most_served)
     }
 
-    /// Ends a group: publishes the watermarks, and gives each waiter that it served a completion. `result` is the
-    /// number of writes that it took. `own` is the mailbox of the caller, if it has one: the caller looks into it
-    /// next, so it is not woken. `then` is called with the lock held.
+    /// Ends a group: publishes the watermarks, and gives each waiter that it served a completion. `own` is the mailbox of
+    /// the caller, if it looks into it next: so it is not woken. `then` is called with the lock held.
     pub(crate) fn end_group<T>(
         &self,
         group: Group,
-        result: std::io::Result<u64>,
+        result: std::io::Result<Written>,
         own: Option<&Arc<Mailbox>>,
         spare: &mut Spare,
         then: impl FnOnce(&mut State) -> T,
     ) -> T {
         let _failing = FailOnPanic::new(self);
-        let writes = match result {
-            Ok(writes) => writes,
+        let Written { writes, cached } = match result {
+            Ok(written) => written,
             Err(error) => {
                 self.poison(&error);
                 return then(&mut self.lock());
@@ -468,6 +493,11 @@ impl Log {
             let last = batch.records.last().expect("a batch has records");
             pipeline.end_batch(last.lsn);
             self.written.store(pipeline.written(), Ordering::Release);
+            let (segment, written) = (batch.segment.clone(), batch.at..batch.at + batch.bytes);
+            let step = WRITE_BACK.min(self.segment_size / 8);
+            if cached && let Some(range) = written_back(written, step) {
+                pipeline.add_write_back(WriteBack { segment, range });
+            }
         }
         if let Some(sync) = &group.sync {
             pipeline.end_sync();
@@ -496,6 +526,13 @@ impl Log {
     }
 }
 
+/// What is to be written back once these bytes of a segment are in the page cache: the step that they end, and the step before it
+/// with what parallel writes may have left there. `None` if they end no step.
+fn written_back(written: Range<u64>, step: u64) -> Option<Range<u64>> {
+    let (begin, end) = (written.start / step, written.end / step);
+    (begin < end).then(|| begin.saturating_sub(1) * step..end * step)
+}
+
 /// Bytes of the payloads of these records.
 fn payload_bytes(records: &[Record]) -> u64 {
     let payloads = records.iter().map(|record| record.change.payload_len());
@@ -517,5 +554,19 @@ impl Log {
         let (waiters, pipeline) = (&state.waiters, &state.pipeline);
         let most = if waiters.lsns().len() > 0 { 2 } else { 1 };
         waiters.newest_written() > pipeline.batched() && pipeline.writes_alone() < most
+    }
+}
+
+#[test]
+fn a_step_is_written_back_with_the_one_before() {
+    const STEP: u64 = WRITE_BACK;
+    for (written, expected) in [
+        (0..STEP - 1, None),
+        (4096..STEP, Some(0..STEP)),
+        (STEP..STEP + 4096, None),
+        (2 * STEP - 4096..2 * STEP + 4096, Some(0..2 * STEP)),
+        (3 * STEP..5 * STEP + 1, Some(2 * STEP..5 * STEP)),
+    ] {
+        assert_eq!(written_back(written, STEP), expected);
     }
 }

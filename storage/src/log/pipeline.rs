@@ -14,7 +14,7 @@ use crate::format::{Descriptor, Kind};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
 use crate::medium::checksum::{self, Payload};
-use crate::medium::file::{Segment, SyncScope};
+use crate::medium::file::{Segment, SyncScope, WriteBack};
 use crate::sync::Arc;
 
 /// A request that becomes a record of the log.
@@ -86,6 +86,9 @@ impl Record {
     }
 }
 
+/// Most steps of write-back that are due; further batches wait until the leader has begun some.
+const MOST_BEHIND: usize = 4;
+
 /// A batch on its way to its segment.
 struct Writing {
     last_lsn: u64,
@@ -118,6 +121,10 @@ pub(crate) struct Pipeline {
     unsynced: Vec<Arc<Segment>>,
     /// The sync under way makes records up to this LSN durable.
     syncing: Option<u64>,
+    /// Steps of written batches that the page cache is to write back, oldest first.
+    behind: VecDeque<WriteBack>,
+    /// A batch waits for the write-back to catch up.
+    held_up: bool,
 }
 
 impl Pipeline {
@@ -137,6 +144,8 @@ impl Pipeline {
             writing: VecDeque::new(),
             unsynced: Vec::new(),
             syncing: None,
+            behind: VecDeque::new(),
+            held_up: false,
         }
     }
 
@@ -211,6 +220,32 @@ impl Pipeline {
         writing.filter(|one| !one.synced && !one.ended).count()
     }
 
+    /// Whether the next batch may be written without a sync. If not, it waits for the write-back to catch up.
+    pub(crate) fn may_run_ahead(&mut self) -> bool {
+        self.held_up = self.behind.len() >= MOST_BEHIND;
+        !self.held_up
+    }
+
+    /// Whether a batch that waited for the write-back may be written now.
+    pub(crate) fn is_released(&self) -> bool {
+        self.held_up && self.behind.len() < MOST_BEHIND
+    }
+
+    /// Whether the page cache is to write something back.
+    pub(crate) fn is_behind(&self) -> bool {
+        !self.behind.is_empty()
+    }
+
+    /// Takes the oldest step of write-back.
+    pub(crate) fn take_write_back(&mut self) -> Option<WriteBack> {
+        self.behind.pop_front()
+    }
+
+    /// Adds a step of write-back.
+    pub(crate) fn add_write_back(&mut self, step: WriteBack) {
+        self.behind.push_back(step);
+    }
+
     /// The number of segments that hold written batches which no sync covers.
     pub(crate) fn unsynced(&self) -> usize {
         self.unsynced.len()
@@ -271,6 +306,8 @@ impl Pipeline {
         assert!(self.syncing.is_none(), "one sync at a time");
         self.syncing = Some(lsn);
         self.next_cid += 1;
+        // It writes all of this back.
+        self.behind.clear();
     }
 
     /// Begins the sync of the newest batch and of all before it; returns what it has to cover: the batch alone if
@@ -302,6 +339,7 @@ impl Pipeline {
     pub(crate) fn fail(&mut self) {
         self.pending.clear();
         self.writing.clear();
+        self.behind.clear();
     }
 
     /// The segments that hold batches which are not durable.

@@ -285,6 +285,13 @@ impl Log {
         self.wake_ports();
     }
 
+    /// Ends the reads that the medium has answered, of all ports: one that its owner does not poll would pin segments for ever.
+    pub(crate) fn reap_reads(&self) {
+        let ports = self.lock().waiters.ports();
+        let reads = ports.iter().filter_map(|port| port.reads.get()?.upgrade());
+        reads.for_each(|reads| reads.reap());
+    }
+
     /// Makes all ports, and the leader, look at the log again.
     pub(crate) fn wake_ports(&self) {
         let ports = self.lock().waiters.ports();

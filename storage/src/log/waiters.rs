@@ -10,11 +10,19 @@
 //! One batch at a time is written for these waiters, by the port that finds none under way; waiters that come
 //! meanwhile share the next one. The thread that ends a batch, a port's or the log's leader, looks for the next.
 
+use std::sync::OnceLock;
+
 use smallvec::SmallVec;
 
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, Event, Mutex, Weak};
 use crate::{Completion, Failure};
+
+/// Reads of a port. A read under way pins the segments that it reads, so any thread may end those that the medium has answered.
+pub(crate) trait PortReads: Send + Sync {
+    /// Ends the reads that the medium has answered, unless the port does so now. The port finds their completions later.
+    fn reap(&self);
+}
 
 /// Where completions of other threads' groups reach a port.
 pub(crate) struct Mailbox {
@@ -22,6 +30,8 @@ pub(crate) struct Mailbox {
     pub event: Event,
     /// The port has to look at the log again.
     pub called: AtomicBool,
+    /// The port's reads, if it makes any.
+    pub reads: OnceLock<Weak<dyn PortReads>>,
     /// The port's waiters in the log, and how many its owner says may wait at a time. Changed under the log's lock
     /// only.
     waiting: AtomicUsize,
@@ -34,6 +44,7 @@ impl Mailbox {
             completions: Mutex::default(),
             event,
             called: AtomicBool::new(false),
+            reads: OnceLock::new(),
             waiting: AtomicUsize::new(0),
             clients: AtomicUsize::new(0),
         }

@@ -1,12 +1,18 @@
 //! Files that hold data, segments of the log among them, and the operations on them.
 //!
 //! ```text
-//!   the log's leader ──▶ Append ──▶ pwritev2(RWF_DSYNC) or fdatasync, in its thread    Direct
-//!   a port           ──▶ Engine ──▶ io_uring, or a thread                              medium/engine/
+//!   the log's leader ──▶ Append ──▶ pwritev2(RWF_DSYNC), fdatasync or sync_file_range, in its thread   Direct
+//!   a port           ──▶ Append ──▶ pwritev2 to the page cache, in its thread
+//!   a port, a copy   ──▶ Engine ──▶ io_uring, or a thread                                              medium/engine/
 //! ```
+//!
+//! Linux reports a failed write-back once to each open file description, to whichever call asks first. So a segment is open
+//! twice: [`Segment::file`] is the descriptor that syncs, and nothing but syncs asks it for errors; everything that goes
+//! through the page cache, starting write-back included, uses a [`CachedFile`], which can't sync.
 
 use std::fs::File;
 use std::io::{self, Seek};
+use std::num::NonZero;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -25,10 +31,16 @@ use crate::medium::mark::{Inode, Mark};
 use crate::sync::{Arc, RwLock};
 use crate::{Buffer, SharedBuffer};
 
-/// The store's operations on a file that holds data: a segment, the control file, a base image.
-pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
+/// A file to read from.
+pub(crate) trait ReadFile: Send + Sync + std::fmt::Debug {
     /// Fills `buffer` from `offset`, or fails.
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
+    /// The descriptor, for engines.
+    fn raw_fd(&self) -> RawFd;
+}
+
+/// The store's operations on a file that holds data: a segment, the control file, a base image.
+pub(crate) trait DataFile: ReadFile {
     /// Writes all of `bytes` at `offset`.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
     /// Writes all or a part of `slices`, which follow each other at `offset`; returns how many bytes. `durably`:
@@ -65,17 +77,63 @@ pub(crate) trait DataFile: Send + Sync + std::fmt::Debug {
     fn read_mark(&self) -> io::Result<Option<Mark>>;
     /// Sets or removes the mark of a base image. `false`: the file system has no extended attributes.
     fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool>;
-    /// The descriptor, for engines.
-    fn raw_fd(&self) -> RawFd;
+    /// Opens the same file once more, through the kernel's page cache. `path` is where it was opened; if another file is there
+    /// by now, it is not that one that is opened.
+    fn open_cached(&self, path: &Path) -> io::Result<Box<dyn CachedFile>>;
     /// The file itself, for operations that only the host has; `None` if the file is not on the host.
     fn host(&self) -> Option<&File>;
 }
 
-impl DataFile for File {
+/// A file through the kernel's page cache, by a descriptor that no sync uses: see the module's documentation.
+pub(crate) trait CachedFile: ReadFile {
+    /// Writes all or a part of `slices`, which follow each other at `offset`, to the page cache; returns how many bytes.
+    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize>;
+    /// Starts to write dirty pages of this range back. Waits first for those that are being written back already.
+    fn write_back(&self, range: Range<u64>) -> io::Result<()>;
+    /// Starts to read this range into the page cache, if the kernel likes.
+    fn read_ahead(&self, offset: u64, len: u64);
+}
+
+impl ReadFile for File {
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
         FileExt::read_exact_at(self, buffer, offset)
     }
 
+    fn raw_fd(&self) -> RawFd {
+        self.as_raw_fd()
+    }
+}
+
+/// A file of the host through the page cache.
+#[derive(Debug)]
+struct HostCache(File);
+
+impl ReadFile for HostCache {
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        FileExt::read_exact_at(&self.0, buffer, offset)
+    }
+
+    fn raw_fd(&self) -> RawFd {
+        self.0.as_raw_fd()
+    }
+}
+
+impl CachedFile for HostCache {
+    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize> {
+        Ok(rustix::io::pwritev(&self.0, slices, offset)?)
+    }
+
+    fn write_back(&self, range: Range<u64>) -> io::Result<()> {
+        host::write_back(&self.0, range)
+    }
+
+    fn read_ahead(&self, offset: u64, len: u64) {
+        // A page that is not there when it is wanted is read then.
+        let _ = fadvise(&self.0, offset, NonZero::new(len), Advice::WillNeed);
+    }
+}
+
+impl DataFile for File {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         FileExt::write_all_at(self, bytes, offset)
     }
@@ -163,8 +221,12 @@ impl DataFile for File {
         host::write_mark(self, mark)
     }
 
-    fn raw_fd(&self) -> RawFd {
-        self.as_raw_fd()
+    fn open_cached(&self, path: &Path) -> io::Result<Box<dyn CachedFile>> {
+        let file = host::reopen(self, path)?;
+        // A read that does not find its page in the cache reads that page alone. If this call fails, it also reads
+        // pages that follow.
+        let _ = fadvise(&file, 0, None, Advice::Random);
+        Ok(Box::new(HostCache(file)))
     }
 
     fn host(&self) -> Option<&File> {
@@ -194,9 +256,10 @@ pub(crate) fn size_error(path: &Path, size: u64, error: std::io::Error) -> Error
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub path: PathBuf,
+    /// The file past the page cache. Every sync of the segment is one of this descriptor.
     pub file: Arc<dyn DataFile>,
-    /// The file through the page cache, once [`cache`](Self::cache) was called; `None` within if it could not be opened.
-    cache: OnceLock<Option<File>>,
+    /// The file through the page cache, once [`open_cache`](Self::open_cache) was called; `None` within if that failed.
+    cache: OnceLock<Option<Box<dyn CachedFile>>>,
     /// Whether its file system needs an explicit sync: a write with `RWF_DSYNC` is not enough there.
     pub needs_sync: bool,
     /// The checksums of the payloads that the segment holds.
@@ -216,33 +279,36 @@ impl Segment {
         }
     }
 
-    /// The file through the kernel's page cache. The first call opens it; `None` if that fails. Its callers write and read many
-    /// bytes through the cache, which leaves them in memory. So from then on all reads go through it, see [`source`](Self::source).
-    pub(crate) fn cache(&self) -> Option<&File> {
-        let open = || {
-            self.file.host()?;
-            let file = File::options().read(true).write(true).open(&self.path);
-            let file = file.ok()?;
-            // A read that does not find its page in the cache reads that page alone. If this call fails, it also reads
-            // pages that follow.
-            let _ = fadvise(&file, 0, None, Advice::Random);
-            Some(file)
-        };
-        self.cache.get_or_init(open).as_ref()
+    /// Opens the file through the kernel's page cache, unless an earlier call did; `None` if that fails. Its callers write and
+    /// read many bytes through the cache, which leaves them in memory. So from then on all reads go through it, see
+    /// [`source`](Self::source).
+    pub(crate) fn open_cache(&self) -> Option<&dyn CachedFile> {
+        if self.cache.get().is_none() {
+            // Of two threads that come at a time, one closes what it has opened.
+            let _ = self.cache.set(self.file.open_cached(&self.path).ok());
+        }
+        self.cache()
+    }
+
+    /// What [`open_cache`](Self::open_cache) has returned, if it was called.
+    pub(crate) fn cache(&self) -> Option<&dyn CachedFile> {
+        self.cache.get()?.as_deref()
+    }
+
+    /// Takes another file for this one through the page cache: as if that had other bytes than the medium.
+    #[cfg(test)]
+    pub(crate) fn set_cache(&self, other: File) {
+        let other: Box<dyn CachedFile> = Box::new(HostCache(other));
+        assert!(self.cache.set(Some(other)).is_ok(), "the cache is open");
     }
 
     /// The file to read payloads from: through the page cache if bytes went through it, else past it. The page cache may lack
     /// what was written past it since, so readers [verify](crate::medium::segment::LogRead::verified) payloads.
-    pub(crate) fn source(&self) -> &dyn DataFile {
-        match self.opened_cache() {
+    pub(crate) fn source(&self) -> &dyn ReadFile {
+        match self.cache() {
             Some(file) => file,
             None => self.file.as_ref(),
         }
-    }
-
-    /// What [`cache`](Self::cache) has returned, if it was called.
-    pub(super) fn opened_cache(&self) -> Option<&File> {
-        self.cache.get()?.as_ref()
     }
 
     /// Lets `change` change the table of checksums, under the table's lock.
@@ -274,7 +340,7 @@ pub(crate) enum Source {
 }
 
 impl Source {
-    pub(super) fn file(&self) -> &dyn DataFile {
+    pub(crate) fn file(&self) -> &dyn ReadFile {
         match self {
             Self::File(file) => file.as_ref(),
             Self::Segment(segment) => segment.source(),
@@ -306,6 +372,15 @@ pub(crate) enum Io {
         offset: u64,
         chunks: Vec<Chunk>,
     },
+    /// Start to write a part of a segment back from the page cache, as [`CachedFile::write_back`].
+    WriteBack(WriteBack),
+}
+
+/// A part of a segment that the page cache holds and the medium may lack.
+#[derive(Clone, Debug)]
+pub(crate) struct WriteBack {
+    pub segment: Arc<Segment>,
+    pub range: Range<u64>,
 }
 
 /// Most chunks of one [`Io::Write`]: Linux takes 1024 in one call.
@@ -326,15 +401,7 @@ impl Io {
                 offset,
                 chunks,
             } => Some((base.as_ref(), *offset, chunks)),
-            Self::Read { .. } => None,
-        }
-    }
-
-    /// Whether the operation ends with a sync.
-    pub(super) fn syncs(&self) -> bool {
-        match self {
-            Self::Append { sync, .. } => sync.count() > 0,
-            _ => false,
+            Self::Read { .. } | Self::WriteBack(_) => None,
         }
     }
 
@@ -355,6 +422,8 @@ impl Io {
 pub(crate) enum SyncScope {
     /// Nothing yet.
     None,
+    /// Nothing yet, and the write may stay in the page cache: a later fdatasync of the segment includes it.
+    Later,
     /// Its own write, and not necessarily earlier ones: a write with `RWF_DSYNC`, which a medium with FUA takes as
     /// one command.
     Write,
@@ -365,7 +434,7 @@ pub(crate) enum SyncScope {
 impl SyncScope {
     fn segments(&self) -> &[Arc<Segment>] {
         match self {
-            Self::None | Self::Write => &[],
+            Self::None | Self::Later | Self::Write => &[],
             Self::Segments(segments) => segments,
         }
     }
@@ -373,7 +442,7 @@ impl SyncScope {
     /// Number of device syncs.
     pub(crate) fn count(&self) -> u32 {
         match self {
-            Self::None => 0,
+            Self::None | Self::Later => 0,
             Self::Write => 1,
             Self::Segments(segments) => segments.len() as u32,
         }
@@ -388,34 +457,86 @@ pub(crate) struct Done {
     pub result: io::Result<Option<Buffer>>,
 }
 
-/// The end of an append that the calling thread carried out.
+/// The end of an operation that the calling thread carried out.
 #[derive(Debug)]
 pub(crate) struct Appended {
-    /// How many writes it took.
-    pub result: io::Result<u64>,
+    pub result: io::Result<Written>,
     /// The append's chunk list, emptied, for the next append.
     pub list: Vec<Chunk>,
 }
 
-/// How the log's leader appends.
+/// What an append has written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Written {
+    /// How many writes it took.
+    pub writes: u64,
+    /// Whether the bytes are in the page cache, to be written back later.
+    pub cached: bool,
+}
+
+impl Written {
+    /// One write past the page cache.
+    pub(crate) const DIRECT: Self = Self {
+        writes: 1,
+        cached: false,
+    };
+}
+
+/// How threads append to the log.
 pub(crate) trait Append: Send + Sync {
-    /// Carries out an append in the calling thread.
+    /// Carries out an append, or a write-back, in the calling thread.
     fn append(&self, io: Io) -> Appended;
 }
 
 /// Appends by system calls in the calling thread: the fastest way to a durable group. It is one call, and the
 /// medium's answer wakes no other thread. In an asynchronous write with `RWF_DSYNC` a kernel worker does the sync.
 /// The worker is bound to one processor: if a guest computes there, each sync takes a tick of the scheduler.
+///
+/// A batch that nobody has to sync yet goes to the page cache. A kill of the process can't lose it there, so its writers need
+/// not wait for the medium, and the thread that took it ends it in the same call: no batch waits for a thread that may not
+/// come back. A checkpoint copies it without a read, and a later fdatasync of the segment includes it. So that this sync stays
+/// short, the log's leader has the page cache written back in steps.
 pub(crate) struct Direct;
 
 impl Append for Direct {
-    fn append(&self, io: Io) -> Appended {
-        let (result, list) = run(io);
-        Appended {
-            result: result.map(|_| 1),
-            list,
-        }
+    fn append(&self, mut io: Io) -> Appended {
+        let written = append_cached(&io);
+        let (result, list) = match written {
+            Some(written) => (written, io.take_list()),
+            None => {
+                let (result, list) = run(io);
+                (result.map(|_| Written::DIRECT), list)
+            }
+        };
+        Appended { result, list }
     }
+}
+
+/// Carries out an append that needs no sync yet through the page cache; `None` for any other operation, and if the segment
+/// can't be written that way.
+pub(crate) fn append_cached(io: &Io) -> Option<io::Result<Written>> {
+    let Io::Append {
+        segment,
+        offset,
+        chunks,
+        sync: SyncScope::Later,
+        ..
+    } = io
+    else {
+        return None;
+    };
+    // Where a server does the work of the file system, it would do each write at once.
+    let cache = match segment.needs_sync {
+        true => None,
+        false => segment.open_cache(),
+    }?;
+    let written = write_all(chunks, 0, |slices, done| {
+        cache.write_slices_at(slices, offset + done)
+    });
+    Some(written.map(|()| Written {
+        writes: 1,
+        cached: true,
+    }))
 }
 
 /// Moves bytes. Owned and called by one thread.
@@ -426,14 +547,10 @@ pub(crate) trait Engine: Send {
     fn enter(&mut self);
     /// Appends the ended operations to `done`. The event given at creation is signalled at each end.
     fn poll(&mut self, done: &mut Vec<Done>);
-    /// An empty chunk list, from an ended append if there is one: so the next append need not allocate its own.
-    fn list(&mut self) -> Vec<Chunk> {
-        Vec::new()
-    }
 }
 
 /// Carries out an operation in the calling thread. Returns its result, and an append's chunk list, emptied.
-pub(super) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
+pub(crate) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
     let written = match (&io, io.written()) {
         (_, None) => Ok(()),
         (io, Some((file, offset, chunks))) => {
@@ -449,6 +566,10 @@ pub(super) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
     };
     let list = io.take_list();
     let ended = written.and_then(|()| match io {
+        Io::WriteBack(WriteBack { segment, range }) => match segment.cache() {
+            Some(cache) => cache.write_back(range).map(|()| None),
+            None => Ok(None),
+        },
         Io::Append { sync, .. } => {
             let mut segments = sync.segments().iter();
             segments.try_for_each(|segment| segment.file.sync_data())?;
@@ -478,6 +599,18 @@ pub(crate) fn write_chunks(
     skip: usize,
     durably: bool,
 ) -> io::Result<()> {
+    write_all(chunks, skip, |slices, done| {
+        file.write_slices_at(slices, offset + done, durably)
+    })
+}
+
+/// Writes all of `chunks` from byte `skip` of them on. `write` writes all or a part of its slices, which begin at that byte of
+/// the chunks, and returns how many bytes.
+fn write_all(
+    chunks: &[Chunk],
+    skip: usize,
+    write: impl Fn(&[io::IoSlice<'_>], u64) -> io::Result<usize>,
+) -> io::Result<()> {
     let total: usize = chunks.iter().map(|chunk| chunk.len).sum();
     let mut done = skip;
     while done < total {
@@ -491,7 +624,7 @@ pub(crate) fn write_chunks(
             }
             passed += chunk.len;
         }
-        match file.write_slices_at(&slices, offset + done as u64, durably) {
+        match write(&slices, done as u64) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Ok(written) => done += written,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
@@ -499,4 +632,80 @@ pub(crate) fn write_chunks(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use crate::medium::directory::{Medium, directory};
+    use crate::medium::engine::EngineKind;
+
+    /// An append of `len` bytes of this value to the start of the segment.
+    fn append(segment: &Arc<Segment>, value: u8, len: usize, sync: SyncScope) -> Io {
+        Io::Append {
+            segment: segment.clone(),
+            offset: 0,
+            chunks: vec![Chunk {
+                buffer: Buffer::from(&vec![value; len][..]).share(),
+                len,
+            }],
+            payloads: 0..1,
+            sync,
+        }
+    }
+
+    fn read(file: &dyn ReadFile, len: usize) -> Buffer {
+        let mut buffer = Buffer::zeroed(len);
+        file.read_exact_at(&mut buffer, 0).unwrap();
+        buffer
+    }
+
+    /// A batch that needs no sync goes to the page cache, and so do reads from then on. All else goes past it.
+    #[test]
+    fn only_a_batch_without_a_sync_goes_to_the_page_cache() {
+        let dir = tempfile::tempdir().unwrap();
+        let medium = directory(dir.path(), EngineKind::Auto);
+        let segment = Arc::new(medium.create_segment(0, 1 << 20, &mut |_| {}).unwrap());
+        let all = vec![segment.clone()];
+        let scopes = [
+            SyncScope::None,
+            SyncScope::Write,
+            SyncScope::Segments(all),
+            SyncScope::Later,
+        ];
+        for (value, sync) in (1..).zip(scopes) {
+            let cached = matches!(sync, SyncScope::Later);
+            let written = Direct
+                .append(append(&segment, value, 8192, sync))
+                .result
+                .unwrap();
+            assert_eq!((written.writes, written.cached), (1, cached));
+            assert_eq!(segment.cache().is_some(), cached);
+            for file in [segment.source(), segment.file.as_ref()] {
+                assert!(read(file, 8192)[..] == [value; 8192]);
+            }
+        }
+        let range = 0..8192;
+        let step = WriteBack { segment, range };
+        Direct.append(Io::WriteBack(step)).result.unwrap();
+    }
+
+    /// The log's directory was moved away and copied back: what is written goes to the files that are locked, not to those that
+    /// have their names now.
+    #[test]
+    fn the_page_cache_is_that_of_the_file_that_was_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let medium = directory(dir.path(), EngineKind::Auto);
+        let segment = Arc::new(medium.create_segment(0, 1 << 20, &mut |_| {}).unwrap());
+        let moved = dir.path().join("moved");
+        std::fs::rename(&segment.path, &moved).unwrap();
+        std::fs::copy(&moved, &segment.path).unwrap();
+        Direct
+            .append(append(&segment, 7, 4096, SyncScope::Later))
+            .result
+            .unwrap();
+        assert!(std::fs::read(&moved).unwrap()[..4096] == [7; 4096]);
+        assert!(std::fs::read(&segment.path).unwrap()[..4096] != [7; 4096]);
+    }
 }

@@ -2,7 +2,9 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::ops::Range;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags, XattrFlags};
@@ -73,6 +75,39 @@ fn does_sectors(file: &File) -> io::Result<bool> {
     let mut probe = Buffer::zeroed(SECTOR_SIZE as usize);
     let read = file.read_at(&mut probe, data / SECTOR_SIZE * SECTOR_SIZE + SECTOR_SIZE);
     Ok(!matches!(read, Err(error) if error.raw_os_error() == Some(libc::EINVAL)))
+}
+
+/// Opens a file a second time, for buffered reading and writing, by a description of its own: with its own cursor of reported
+/// write-back errors. By the descriptor where /proc is mounted, else by `path`, if the same file is still there.
+///
+/// # Errors
+/// If neither leads to the file.
+pub(super) fn reopen(file: &File, path: &Path) -> io::Result<File> {
+    let by_descriptor = format!("/proc/self/fd/{}", file.as_raw_fd());
+    let mut options = OpenOptions::new();
+    options.read(true).write(true);
+    let opened = options
+        .open(by_descriptor)
+        .or_else(|_| options.open(path))?;
+    let identity = |file: &File| file.metadata().map(|found| (found.dev(), found.ino()));
+    match identity(&opened)? == identity(file)? {
+        true => Ok(opened),
+        false => Err(io::Error::other(format!(
+            "{}: another file is in its place",
+            path.display()
+        ))),
+    }
+}
+
+/// Starts to write dirty pages of this range back, after those that are being written back already.
+pub(super) fn write_back(file: &File, range: Range<u64>) -> io::Result<()> {
+    let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE;
+    let (offset, len) = (range.start as i64, (range.end - range.start) as i64);
+    // SAFETY: the call takes a descriptor, which is open, and numbers.
+    match unsafe { libc::sync_file_range(file.as_raw_fd(), offset, len, flags) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
 }
 
 /// Makes a range read as zeroes: by a hole if `unmap`, else by zeroed extents. On a file system that has neither,
@@ -181,8 +216,6 @@ pub(super) fn write_mark(file: &File, mark: Option<&Mark>) -> io::Result<bool> {
 #[cfg(test)]
 #[cfg(not(feature = "shuttle"))]
 mod tests {
-    use std::os::unix::fs::MetadataExt;
-
     use super::*;
 
     /// Data is overwritten with zeroes, and holes stay holes.

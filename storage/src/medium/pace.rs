@@ -4,7 +4,7 @@
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use crate::medium::file::{Append, Appended, Io, SyncScope};
+use crate::medium::file::{Append, Appended, Io, SyncScope, Written};
 use crate::sync::{self, Mutex};
 
 /// Most bytes of one operation: clouds count a longer write as several.
@@ -119,7 +119,10 @@ impl Append for Slowed {
                     sync,
                 });
                 Appended {
-                    result: synced.result.map(|_| payloads.len() as u64),
+                    result: synced.result.map(|_| Written {
+                        writes: payloads.len() as u64,
+                        cached: false,
+                    }),
                     ..synced
                 }
             }

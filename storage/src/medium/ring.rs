@@ -23,7 +23,6 @@ pub(crate) fn probe() -> io::Result<()> {
         opcode::Read::CODE,
         opcode::Write::CODE,
         opcode::Writev::CODE,
-        opcode::SyncFileRange::CODE,
         opcode::Fallocate::CODE,
     ];
     match needed.iter().all(|&code| probe.is_supported(code)) {

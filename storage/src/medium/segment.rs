@@ -176,7 +176,7 @@ impl LogRead {
     /// As [`read`](Self::read).
     pub(crate) fn verified(&self, read: Buffer) -> Result<Buffer> {
         match self.checked(read) {
-            Err(_) if self.segment.opened_cache().is_some() => self.read(),
+            Err(_) if self.segment.cache().is_some() => self.read(),
             checked => checked,
         }
     }
@@ -202,6 +202,7 @@ impl LogRead {
 #[cfg(test)]
 #[cfg(not(feature = "shuttle"))]
 mod tests {
+    use std::io::Write;
     use std::os::unix::fs::FileExt;
 
     use super::*;
@@ -218,8 +219,12 @@ mod tests {
         let medium = directory(dir.path(), EngineKind::Auto);
         let segment = medium.create_segment(0, 1 << 20, &mut |_| {}).unwrap();
         let segment = Arc::new(segment);
-        let payload = Buffer::from(&[7; LEN][..]);
-        segment.file.write_all_at(&payload, 4096).unwrap();
+        let write = |value: u8, len: usize| {
+            let bytes = Buffer::from(&vec![value; len][..]);
+            segment.file.write_all_at(&bytes, 4096).unwrap();
+            bytes
+        };
+        let payload = write(7, LEN);
         segment.note(|table| table.add(4096, LEN as u64, &checksum::of(&payload)));
         let read = LogRead::new(segment.clone(), 4096, LEN);
         let found = || {
@@ -228,15 +233,15 @@ mod tests {
             found
         };
         assert!(found()[..] == payload[..], "the medium");
-        std::fs::remove_file(&segment.path).unwrap();
-        std::fs::write(&segment.path, vec![1; 1 << 20]).unwrap();
-        assert!(segment.cache().is_some());
+        let mut other = tempfile::tempfile().unwrap();
+        other.write_all(&vec![1; 1 << 20]).unwrap();
+        segment.set_cache(other);
         assert!(found()[..] == [1; LEN], "the page cache");
         assert!(read.verified(found()).unwrap()[..] == payload[..]);
         // The medium does not have what was written either.
-        segment.file.write_all_at(&[7; 512], 4096).unwrap();
+        write(7, 512);
         assert!(read.verified(found()).is_ok());
-        segment.file.write_all_at(&[8; 512], 4096).unwrap();
+        write(8, 512);
         let damaged = read.verified(found()).unwrap_err();
         assert_eq!(damaged.kind(), ErrorKind::Damaged);
     }

@@ -11,7 +11,7 @@ use crate::error::Result;
 use crate::medium::cost::MediumCost;
 use crate::medium::directory::Medium;
 use crate::medium::engine::{self, EngineKind};
-use crate::medium::file::{self, Append, Appended, Done, Engine, Io, Segment, Source, SyncScope};
+use crate::medium::file::{self, Append, Appended, Done, Engine, Io, Segment, SyncScope, Written};
 use crate::medium::filesystem::FileSystem;
 use crate::medium::lock::Use;
 use crate::mutant::{Mutant, planted};
@@ -29,14 +29,20 @@ pub(super) struct SimulatedEngine {
 pub(super) struct Queued {
     id: u64,
     pub io: Io,
-    /// Whether an append's bytes are in the cache.
+    /// Whether an append's bytes are in the cache; `cached`: in the page cache.
     written: bool,
+    cached: bool,
 }
 
 impl Queued {
     pub(super) fn new(id: u64, io: Io) -> Self {
-        let written = false;
-        Self { id, io, written }
+        let (written, cached) = (false, false);
+        Self {
+            id,
+            io,
+            written,
+            cached,
+        }
     }
 
     /// Puts an append's bytes into the cache.
@@ -53,10 +59,21 @@ impl Queued {
             if planted(Mutant::SyncTooEarly) {
                 sync_segments(sync)?;
             }
-            file::write_chunks(segment.file.as_ref(), *offset, chunks, 0, false)?;
+            match file::append_cached(&self.io) {
+                Some(written) => self.cached = written?.cached,
+                None => file::write_chunks(segment.file.as_ref(), *offset, chunks, 0, false)?,
+            }
         }
         self.written = true;
         Ok(())
+    }
+
+    /// What an append has written.
+    fn appended(&self) -> Written {
+        Written {
+            cached: self.cached,
+            ..Written::DIRECT
+        }
     }
 
     /// Leaves the unwritten bytes in flight on the medium: the process is killed.
@@ -127,7 +144,7 @@ impl Simulated {
                 };
                 let synced = match sync {
                     SyncScope::Write if planted(Mutant::AckBeforeSync) => Ok(None),
-                    SyncScope::None => Ok(None),
+                    SyncScope::None | SyncScope::Later => Ok(None),
                     SyncScope::Write => own(),
                     SyncScope::Segments(_) if planted(Mutant::SyncLost) => Ok(None),
                     SyncScope::Segments(_)
@@ -152,10 +169,7 @@ impl Simulated {
                 offset,
                 mut buffer,
             } => {
-                let read = match &source {
-                    Source::File(file) => file.read_exact_at(&mut buffer, offset),
-                    Source::Segment(segment) => segment.file.read_exact_at(&mut buffer, offset),
-                };
+                let read = source.file().read_exact_at(&mut buffer, offset);
                 read.map(|()| -> Option<Buffer> { Some(buffer) })
             }
             Io::Write {
@@ -163,6 +177,7 @@ impl Simulated {
                 offset,
                 chunks,
             } => file::write_chunks(base.as_ref(), offset, &chunks, 0, false).map(|()| None),
+            Io::WriteBack(_) => file::run(io).0,
         }
     }
 }
@@ -238,7 +253,7 @@ impl Engine for SimulatedEngine {
             let mut queued = self.queued.remove(index);
             let id = queued.id;
             if let (false, Io::Append { sync, .. }) = (queued.written, &queued.io) {
-                let ended = matches!(sync, SyncScope::None);
+                let ended = sync.count() == 0;
                 match queued.write() {
                     Ok(()) if !ended => self.queued.insert(index, queued),
                     result => done.push(Done {
@@ -308,10 +323,11 @@ impl Append for Simulated {
     fn append(&self, io: Io) -> Appended {
         let mut queued = Queued::new(0, io);
         let written = queued.write();
+        let appended = queued.appended();
         thread::yield_now();
         let ended = written.and_then(|()| self.end(queued.io));
         Appended {
-            result: ended.map(|_| 1),
+            result: ended.map(|_| appended),
             list: Vec::new(),
         }
     }

@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::RawFd;
 use std::path::{Path, PathBuf};
 
@@ -10,7 +11,7 @@ use super::bytes::SECTOR;
 use super::medium::{LateWrite, World, due};
 use super::names::DIRECTORY;
 use crate::Buffer;
-use crate::medium::file::{DataFile, Segment};
+use crate::medium::file::{CachedFile, DataFile, ReadFile, Segment};
 use crate::medium::filesystem::{FileSystem, Open, PathKind, SIMULATED};
 use crate::medium::mark::{Inode, Mark};
 use crate::mutant::{Mutant, planted};
@@ -43,6 +44,7 @@ impl Simulated {
         Box::new(SimulatedFile {
             medium: self.clone(),
             index,
+            descriptor: self.lock().describe(index),
             locked: AtomicBool::new(false),
         })
     }
@@ -64,14 +66,16 @@ impl Simulated {
     ) -> io::Result<Option<Buffer>> {
         let range = offset as usize..offset as usize + len;
         let mut world = self.lock();
-        world.sync(number(segment.file.as_ref()), Some(range))?;
+        world.sync(descriptor(segment.file.as_ref()), Some(range))?;
         Ok(None)
     }
 
     /// Leaves a write in flight: the process is killed.
     pub(super) fn leave_in_flight(&self, file: &dyn DataFile, offset: u64, bytes: Vec<u8>) {
-        self.lock().late.push(LateWrite {
-            file: number(file),
+        let mut world = self.lock();
+        let file = world.file_of(descriptor(file));
+        world.late.push(LateWrite {
+            file,
             offset,
             bytes,
         });
@@ -87,8 +91,8 @@ impl Drop for Entered {
     }
 }
 
-/// The number of a simulated file.
-fn number(file: &dyn DataFile) -> usize {
+/// The number of a simulated file's descriptor.
+fn descriptor(file: &dyn DataFile) -> usize {
     (file.raw_fd() - FIRST_DESCRIPTOR) as usize
 }
 
@@ -99,6 +103,7 @@ const FIRST_DESCRIPTOR: RawFd = 1 << 30;
 struct SimulatedFile {
     medium: Simulated,
     index: usize,
+    descriptor: usize,
     locked: AtomicBool,
 }
 
@@ -111,9 +116,16 @@ impl Drop for SimulatedFile {
     }
 }
 
-impl DataFile for SimulatedFile {
-    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
-        let mut world = self.medium.lock();
+impl Simulated {
+    /// Reads from a file, past the page cache unless `from_cache`.
+    fn read(
+        &self,
+        file: usize,
+        buffer: &mut [u8],
+        offset: u64,
+        from_cache: bool,
+    ) -> io::Result<()> {
+        let mut world = self.lock();
         if world.crashed {
             return Err(io::Error::other("power lost"));
         }
@@ -123,20 +135,87 @@ impl DataFile for SimulatedFile {
             world.fail("read")?;
         }
         world.bytes_read += buffer.len() as u64;
-        match world.files[self.index]
-            .current
-            .read(buffer, offset as usize)
-        {
+        match world.read(file, buffer, offset as usize, from_cache) {
             true => Ok(()),
             false => Err(io::ErrorKind::UnexpectedEof.into()),
         }
     }
 
+    /// Writes all or a part of `slices`, past the page cache unless `to_cache`.
+    fn write(
+        &self,
+        file: usize,
+        slices: &[io::IoSlice<'_>],
+        offset: u64,
+        to_cache: bool,
+    ) -> io::Result<usize> {
+        let slices: Vec<&[u8]> = slices.iter().map(|slice| &slice[..]).collect();
+        let bytes = slices.concat();
+        let mut world = self.lock();
+        let sectors = bytes.len() / SECTOR;
+        let part = match world.short_writes && sectors > 1 && world.random.one_in(3) {
+            true => 1 + world.random.below(sectors as u64 - 1) as usize,
+            false => sectors,
+        };
+        world.write(file, &bytes[..part * SECTOR], offset, to_cache)?;
+        Ok(part * SECTOR)
+    }
+}
+
+impl ReadFile for SimulatedFile {
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.medium.read(self.index, buffer, offset, false)
+    }
+
+    fn raw_fd(&self) -> RawFd {
+        FIRST_DESCRIPTOR + self.descriptor as RawFd
+    }
+}
+
+/// A file through the simulated page cache.
+#[derive(Debug)]
+struct SimulatedCache {
+    medium: Simulated,
+    index: usize,
+    descriptor: usize,
+    /// The descriptor that it was opened by.
+    syncing: usize,
+}
+
+impl ReadFile for SimulatedCache {
+    fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()> {
+        self.medium.read(self.index, buffer, offset, true)
+    }
+
+    fn raw_fd(&self) -> RawFd {
+        FIRST_DESCRIPTOR + self.descriptor as RawFd
+    }
+}
+
+impl CachedFile for SimulatedCache {
+    fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize> {
+        self.medium.write(self.index, slices, offset, true)
+    }
+
+    fn write_back(&self, range: Range<u64>) -> io::Result<()> {
+        let (range, mut world) = (range.start as usize..range.end as usize, self.medium.lock());
+        if planted(Mutant::WriteBackTakesError) {
+            // Its own result comes too late for the sync that follows.
+            let _ = world.write_back(self.syncing, range);
+            return Ok(());
+        }
+        world.write_back(self.descriptor, range)
+    }
+
+    fn read_ahead(&self, _offset: u64, _len: u64) {}
+}
+
+impl DataFile for SimulatedFile {
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         if bytes.is_empty() {
             return Ok(());
         }
-        self.medium.lock().write(self.index, bytes, offset)
+        self.medium.lock().write(self.index, bytes, offset, false)
     }
 
     fn write_slices_at(
@@ -145,24 +224,16 @@ impl DataFile for SimulatedFile {
         offset: u64,
         durably: bool,
     ) -> io::Result<usize> {
-        let slices: Vec<&[u8]> = slices.iter().map(|slice| &slice[..]).collect();
-        let bytes = slices.concat();
-        let mut world = self.medium.lock();
-        let sectors = bytes.len() / SECTOR;
-        let part = match world.short_writes && sectors > 1 && world.random.one_in(3) {
-            true => 1 + world.random.below(sectors as u64 - 1) as usize,
-            false => sectors,
-        };
-        world.write(self.index, &bytes[..part * SECTOR], offset)?;
+        let written = self.medium.write(self.index, slices, offset, false)?;
         if durably {
-            let range = offset as usize..offset as usize + part * SECTOR;
-            world.sync(self.index, Some(range))?;
+            let range = offset as usize..offset as usize + written;
+            self.medium.lock().sync(self.descriptor, Some(range))?;
         }
-        Ok(part * SECTOR)
+        Ok(written)
     }
 
     fn sync_data(&self) -> io::Result<()> {
-        self.medium.lock().sync(self.index, None)
+        self.medium.lock().sync(self.descriptor, None)
     }
 
     fn drop_cache(&self) -> io::Result<()> {
@@ -171,7 +242,7 @@ impl DataFile for SimulatedFile {
         if segment && planted(Mutant::RecoverySkipsSync) {
             return Ok(());
         }
-        world.sync(self.index, None)?;
+        world.sync(self.descriptor, None)?;
         if !(segment && planted(Mutant::RecoveryTrustsCache)) {
             world.drop_clean(self.index);
         }
@@ -191,7 +262,7 @@ impl DataFile for SimulatedFile {
     }
 
     fn sync_all(&self) -> io::Result<()> {
-        self.medium.lock().sync_all(self.index)
+        self.medium.lock().sync_all(self.descriptor)
     }
 
     fn try_lock(&self, _shared: bool) -> io::Result<bool> {
@@ -237,8 +308,18 @@ impl DataFile for SimulatedFile {
         Ok(true)
     }
 
-    fn raw_fd(&self) -> RawFd {
-        FIRST_DESCRIPTOR + self.index as RawFd
+    fn open_cached(&self, _path: &Path) -> io::Result<Box<dyn CachedFile>> {
+        let mut world = self.medium.lock();
+        if world.without_cache {
+            return Err(io::Error::from_raw_os_error(libc::EMFILE));
+        }
+        let descriptor = world.describe(self.index);
+        Ok(Box::new(SimulatedCache {
+            medium: self.medium.clone(),
+            index: self.index,
+            descriptor,
+            syncing: self.descriptor,
+        }))
     }
 
     fn host(&self) -> Option<&File> {

@@ -19,7 +19,7 @@ use crate::format::ControlHeader;
 use crate::log::committer::Leader;
 use crate::log::group::Group;
 use crate::log::state::Log;
-use crate::medium::file::{Appended, Engine};
+use crate::medium::file::{Append, Appended, Engine, Io, SyncScope, Written};
 use crate::medium::lock::Use;
 use crate::mutant::PLANTED;
 use crate::store::attach::OpenBase;
@@ -86,9 +86,18 @@ impl SteppedWriter {
             if self.leader.until().is_some() && self.medium.lock().is_over() {
                 self.leader.over();
             }
-            if let Some((io, group)) = self.leader.begin() {
-                self.under_way = Some(group);
-                self.engine.submit(0, io);
+            match self.leader.begin() {
+                Some((io, group)) if is_cached(&io) => {
+                    let ran = self.medium.append(io);
+                    if self.leader.end(group, ran, true) {
+                        self.step();
+                    }
+                }
+                Some((io, group)) => {
+                    self.under_way = Some(group);
+                    self.engine.submit(0, io);
+                }
+                None => {}
             }
             return;
         };
@@ -99,13 +108,23 @@ impl SteppedWriter {
             return;
         };
         let ran = Appended {
-            result: end.result.map(|_| 1),
+            result: end.result.map(|_| Written::DIRECT),
             list: Vec::new(),
         };
         if self.leader.end(group, ran, true) {
             self.step();
         }
     }
+}
+
+/// Whether an operation is one of the page cache, which does not wait for the medium.
+fn is_cached(io: &Io) -> bool {
+    let sync = match io {
+        Io::WriteBack(_) => return true,
+        Io::Append { sync, .. } => sync,
+        _ => return false,
+    };
+    matches!(sync, SyncScope::Later)
 }
 
 impl Fixture {

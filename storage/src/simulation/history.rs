@@ -41,6 +41,8 @@ pub(super) struct Totals {
     pub late_writes: u64,
     /// Control slots that a power cut left with only some of the sectors last written to them.
     pub torn_slots: u64,
+    /// Parts of the page cache that could not be written back.
+    pub failed_write_backs: u64,
     /// Kills after which every change that was completed as written had to be there.
     pub kept: u64,
     /// Looks at the disks as they were after an earlier record.
@@ -76,6 +78,7 @@ impl super::Total for Totals {
         self.worked_on += other.worked_on;
         self.late_writes += other.late_writes;
         self.torn_slots += other.torn_slots;
+        self.failed_write_backs += other.failed_write_backs;
         self.kept += other.kept;
         self.looked_back += other.looked_back;
         self.pinned += other.pinned;
@@ -155,6 +158,7 @@ impl History {
         let world = self.fixture.medium.lock();
         self.totals.late_writes = world.late_writes;
         self.totals.torn_slots = world.torn_slots;
+        self.totals.failed_write_backs = world.failed_write_backs;
         drop(world);
         Ok(self.totals)
     }
@@ -320,13 +324,14 @@ impl History {
 
     /// Plans small faults: writes end short, or a read, a write or a sync fails once at a random time.
     fn plan_faults(&mut self) {
-        let (kind, after) = (self.random.below(12), self.random.below(20));
+        let (kind, after) = (self.random.below(14), self.random.below(20));
         let mut world = self.fixture.medium.lock();
         match kind {
             0 => world.fail_read = Some(after),
             1 => world.fail_write = Some(after),
             2 | 3 => world.short_writes = true,
             4 if world.fail_sync.is_none() => world.fail_sync = Some(after / 2),
+            5 | 6 => world.fail_write_back = Some(after / 8),
             _ => {}
         }
     }

@@ -8,7 +8,13 @@
 //!
 //! A process that is killed leaves the cache as it is. The writes that its engines had in flight reach the cache at
 //! any later time, unless a new opener waits for them by locking the file.
+//!
+//! Before the medium's cache there is the kernel's page cache, which has a view of each file of its own. What is written to it
+//! is written back at any later time, and that may fail: then readers of the medium see the bytes from before, readers of the
+//! page cache may see the lost ones for a while, and each descriptor that was open is told once, by the first of its calls
+//! that asks. A descriptor opened later is told if none was before it. A kill leaves the page cache, a power cut does not.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::io;
 use std::ops::Range;
@@ -40,6 +46,21 @@ pub(super) struct FileState {
     pub marks: Vec<Option<Mark>>,
     /// A sync failed: readers may see sectors that are neither durable nor will be written by the next sync.
     unwritten: bool,
+    /// Of the cached sectors those that the page cache has not begun to write back.
+    dirty: BTreeSet<usize>,
+    /// Sectors of the page cache whose write-back failed.
+    lost: BTreeMap<usize, [u8; SECTOR]>,
+    /// How many write-backs have failed, and whether a descriptor was told of the last.
+    errors: u64,
+    told: bool,
+}
+
+/// An open descriptor.
+#[derive(Clone, Copy, Debug)]
+struct Descriptor {
+    file: usize,
+    /// How many failed write-backs of its file it knows of.
+    known: u64,
 }
 
 /// The state of all files and names.
@@ -60,6 +81,10 @@ impl FileState {
             mark: None,
             marks: Vec::new(),
             unwritten: false,
+            dirty: BTreeSet::new(),
+            lost: BTreeMap::new(),
+            errors: 0,
+            told: false,
         }
     }
 
@@ -91,12 +116,16 @@ impl FileState {
             self.durable.put_sector(*offset, sector);
         }
         self.cached.clear();
+        self.dirty.clear();
+        self.lost.clear();
         self.forget_unwritten();
     }
 
     fn set_len(&mut self, len: usize) {
         self.current.resize(len);
         self.cached.retain(|(offset, _)| *offset < len);
+        self.dirty.retain(|offset| *offset < len);
+        self.lost.retain(|offset, _| *offset < len);
         self.lengths.push(len);
     }
 
@@ -146,6 +175,7 @@ pub(super) struct World {
     pub names: Names,
     /// Files that an opener has locked.
     pub locked: Vec<usize>,
+    descriptors: Vec<Descriptor>,
     pub random: Random,
     /// Operations until power is lost.
     pub ticks: Option<u64>,
@@ -157,6 +187,14 @@ pub(super) struct World {
     pub fail_read: Option<u64>,
     /// How many writes succeed before one fails with EIO, once; a part of its bytes is in the cache.
     pub fail_write: Option<u64>,
+    /// How many write-backs of the page cache succeed before one fails with EIO, once: any part of it is lost, and is
+    /// readable through the page cache for a while.
+    pub fail_write_back: Option<u64>,
+    /// How many write-backs failed.
+    pub failed_write_backs: u64,
+    /// Whether files can't be opened through the page cache; `buffered`: whether they are opened no other way.
+    pub without_cache: bool,
+    pub buffered: bool,
     /// Whether any operation failed; `failed_read`: whether a read did.
     pub failed: bool,
     pub failed_read: bool,
@@ -205,12 +243,17 @@ impl World {
             files: Vec::new(),
             names: Names::default(),
             locked: Vec::new(),
+            descriptors: Vec::new(),
             random: Random(seed),
             ticks: None,
             crashed: false,
             fail_sync: None,
             fail_read: None,
             fail_write: None,
+            fail_write_back: None,
+            failed_write_backs: 0,
+            without_cache: seed % 8 == 7,
+            buffered: seed % 8 == 6,
             failed: false,
             failed_read: false,
             short_writes: false,
@@ -265,6 +308,30 @@ impl World {
         self.files
             .push(FileState::new(last(path), Bytes::default()));
         Ok(self.files.len() - 1)
+    }
+
+    /// A new descriptor of a file.
+    pub(super) fn describe(&mut self, file: usize) -> usize {
+        let FileState { errors, told, .. } = self.files[file];
+        let known = errors - u64::from(errors > 0 && !told);
+        self.descriptors.push(Descriptor { file, known });
+        self.descriptors.len() - 1
+    }
+
+    /// The file of a descriptor.
+    pub(super) fn file_of(&self, descriptor: usize) -> usize {
+        self.descriptors[descriptor].file
+    }
+
+    /// Tells a descriptor once of write-backs of its file that failed.
+    fn tell(&mut self, descriptor: usize) -> io::Result<()> {
+        let Descriptor { file, known } = &mut self.descriptors[descriptor];
+        let file = &mut self.files[*file];
+        if *known == file.errors {
+            return Ok(());
+        }
+        (*known, file.told) = (file.errors, true);
+        Err(io::Error::other("planted write-back failure"))
     }
 
     pub(super) fn create_dir(&mut self, path: &Path) -> io::Result<()> {
@@ -393,6 +460,7 @@ impl World {
     /// Counts one operation; returns an error once power is lost.
     pub(super) fn tick(&mut self) -> io::Result<()> {
         self.land_some();
+        self.write_back_some();
         match &mut self.ticks {
             Some(0) => self.cut_power(),
             Some(ticks) => *ticks -= 1,
@@ -405,7 +473,14 @@ impl World {
         }
     }
 
-    pub(super) fn write(&mut self, file: usize, bytes: &[u8], offset: u64) -> io::Result<()> {
+    /// Writes to a file, past the page cache unless `to_cache`.
+    pub(super) fn write(
+        &mut self,
+        file: usize,
+        bytes: &[u8],
+        offset: u64,
+        to_cache: bool,
+    ) -> io::Result<()> {
         if self.crashed {
             return Err(io::Error::other("power lost"));
         }
@@ -413,6 +488,7 @@ impl World {
             bytes.len().is_multiple_of(SECTOR) && offset.is_multiple_of(SECTOR as u64),
             "sector writes only"
         );
+        let to_cache = to_cache || self.buffered;
         let full = self.base_full && self.files[file].name.starts_with("base");
         let fits = match full {
             true => self.random.below((bytes.len() / SECTOR) as u64 + 1) as usize * SECTOR,
@@ -422,11 +498,33 @@ impl World {
         let offset = offset as usize;
         let fails = due(&mut self.fail_write);
         // At most half of the bytes reach the cache.
-        let bytes = match fails {
+        let mut bytes = match fails {
             true => &bytes[..bytes.len() / SECTOR / 2 * SECTOR],
             false => bytes,
         };
+        // A process that is killed while it writes to the page cache has written the first bytes. What it writes past the page
+        // cache may still be in flight.
+        let killed = self.ticks == Some(0);
+        if killed && to_cache {
+            let sectors = (bytes.len() / SECTOR) as u64;
+            bytes = &bytes[..self.random.below(sectors + 1) as usize * SECTOR];
+        } else if killed && self.is_segment(file) && self.random.one_in(2) {
+            self.late.push(LateWrite {
+                file,
+                offset: offset as u64,
+                bytes: bytes.to_vec(),
+            });
+            bytes = &[];
+        }
         self.put(file, bytes, offset);
+        let range = offset..offset + bytes.len();
+        let state = &mut self.files[file];
+        state.lost.retain(|at, _| !range.contains(at));
+        state.dirty.retain(|at| !range.contains(at));
+        if to_cache {
+            let cached = state.cached.iter().map(|(at, _)| *at);
+            state.dirty.extend(cached.filter(|at| range.contains(at)));
+        }
         // The write at which power is lost is in the cache too: any part of it may have reached the medium.
         self.tick()?;
         match (fails, full) {
@@ -434,6 +532,32 @@ impl World {
             (false, true) => Err(no_space()),
             (false, false) => Ok(()),
         }
+    }
+
+    /// Reads from a file, past the page cache unless `from_cache`. `false`: the file is shorter.
+    pub(super) fn read(
+        &mut self,
+        file: usize,
+        buffer: &mut [u8],
+        offset: usize,
+        from_cache: bool,
+    ) -> bool {
+        let range = offset..offset + buffer.len();
+        let from_cache = from_cache || self.buffered;
+        if !from_cache {
+            self.write_back_range(file, &range);
+        }
+        let state = &self.files[file];
+        let read = state.current.read(buffer, offset);
+        if read && from_cache {
+            let first = range.start / SECTOR * SECTOR;
+            for (&at, sector) in state.lost.range(first..range.end) {
+                for (i, byte) in (at..).zip(sector).filter(|(i, _)| range.contains(i)) {
+                    buffer[i - range.start] = *byte;
+                }
+            }
+        }
+        read
     }
 
     /// Puts bytes into the cache.
@@ -451,6 +575,65 @@ impl World {
             state.current.put_sector(at, sector);
             let sector = sector.try_into().expect("a sector");
             state.cached.push((at, sector));
+        }
+    }
+
+    /// Writes dirty sectors of the page cache in this range back to the medium's cache. If that fails, any of them are lost.
+    pub(super) fn write_back_range(&mut self, file: usize, range: &Range<usize>) {
+        let dirty: Vec<usize> = self.files[file]
+            .dirty
+            .range(range.clone())
+            .copied()
+            .collect();
+        if dirty.is_empty() {
+            return;
+        }
+        let fails = due(&mut self.fail_write_back);
+        // Some pages stay readable, and some are taken from the cache at once.
+        let (lost, readable) = (self.random.below(dirty.len() as u64), self.random.one_in(2));
+        let state = &mut self.files[file];
+        for &at in &dirty {
+            state.dirty.remove(&at);
+        }
+        if !fails {
+            return;
+        }
+        for &at in &dirty[lost as usize..] {
+            let newest = state.cached.iter().rposition(|(cached, _)| *cached == at);
+            let (_, bytes) = state.cached.remove(newest.expect("it is dirty"));
+            if readable {
+                state.lost.insert(at, bytes);
+            }
+        }
+        state.forget_unwritten();
+        (state.errors, state.told) = (state.errors + 1, false);
+        self.failed_write_backs += 1;
+        // What is lost can't be read any more either.
+        (self.failed, self.failed_read) = (true, true);
+    }
+
+    /// Starts to write a range of the page cache back; a descriptor that is told of an earlier failure gets the error.
+    pub(super) fn write_back(&mut self, descriptor: usize, range: Range<usize>) -> io::Result<()> {
+        self.tick()?;
+        self.write_back_range(self.file_of(descriptor), &range);
+        self.tell(descriptor)
+    }
+
+    /// Lets the kernel write a part of the page cache back, or take a page from it that could not be written, by chance.
+    fn write_back_some(&mut self) {
+        let used = |file: &FileState| !(file.dirty.is_empty() && file.lost.is_empty());
+        if self.crashed || !self.files.iter().any(used) || !self.random.one_in(8) {
+            return;
+        }
+        let used: Vec<usize> = (0..self.files.len())
+            .filter(|&i| used(&self.files[i]))
+            .collect();
+        let file = used[self.random.below(used.len() as u64) as usize];
+        let len = self.files[file].current.len() as u64;
+        let from = self.random.below(len / SECTOR as u64 + 1) as usize * SECTOR;
+        match self.random.one_in(2) {
+            true => self.write_back_range(file, &(from..len as usize)),
+            false => self.files[file].lost.retain(|at, _| *at < from),
         }
     }
 
@@ -476,7 +659,8 @@ impl World {
     }
 
     /// Makes a file durable, with its attribute.
-    pub(super) fn sync_all(&mut self, file: usize) -> io::Result<()> {
+    pub(super) fn sync_all(&mut self, descriptor: usize) -> io::Result<()> {
+        let file = self.file_of(descriptor);
         let (segment, state) = (self.is_segment(file), &self.files[file]);
         let (name, marked) = (&state.name, !state.marks.is_empty());
         let resized_image = !segment && !name.starts_with("control") && !state.lengths.is_empty();
@@ -487,19 +671,27 @@ impl World {
         {
             return Ok(());
         }
-        self.sync(file, None)?;
+        self.sync(descriptor, None)?;
         let state = &mut self.files[file];
         state.sync_marks(state.marks.len());
         Ok(())
     }
 
     /// Makes the bytes in this range durable, or all of the file's bytes.
-    pub(super) fn sync(&mut self, file: usize, range: Option<Range<usize>>) -> io::Result<()> {
+    pub(super) fn sync(
+        &mut self,
+        descriptor: usize,
+        range: Option<Range<usize>>,
+    ) -> io::Result<()> {
+        let file = self.file_of(descriptor);
         if self.files[file].name.as_ref() == "control" && due(&mut self.cut_control) {
             self.cut_power();
         }
         self.tick()?;
         self.note();
+        let len = self.files[file].current.len();
+        self.write_back_range(file, &range.clone().unwrap_or(0..len));
+        self.tell(descriptor)?;
         let counts = !self.fail_control || self.files[file].name.as_ref() == "control";
         if counts && due(&mut self.fail_sync) {
             let readable = self
@@ -532,6 +724,7 @@ impl World {
 
     /// Drops a file's cached sectors that no later sync will write.
     pub(super) fn drop_clean(&mut self, file: usize) {
+        self.files[file].lost.clear();
         if self.files[file].unwritten {
             self.files[file].forget_unwritten();
         }
@@ -629,14 +822,19 @@ impl World {
         state.current = Bytes::from(bytes);
         state.durable = state.current.clone();
         state.cached.clear();
+        state.dirty.clear();
+        state.lost.clear();
     }
 
     /// Works again after a kill, with all or most of the cache: the kernel may drop clean pages at any time.
     pub(super) fn restart(&mut self) {
         for file in 0..self.files.len() {
-            if self.files[file].unwritten && self.random.one_in(2) {
+            let state = &self.files[file];
+            if (state.unwritten || !state.lost.is_empty()) && self.random.one_in(2) {
                 self.drop_clean(file);
             }
+            // Another program's sync was told of what failed. Else opening fails once, which is no broken promise.
+            self.files[file].told = true;
         }
         self.crashed = false;
         self.locked.clear();
@@ -645,6 +843,7 @@ impl World {
         self.fail_sync = None;
         self.fail_read = None;
         self.fail_write = None;
+        self.fail_write_back = None;
         self.failed = false;
         self.failed_read = false;
         self.short_writes = false;

@@ -161,8 +161,10 @@ fn run(seeds: Range<u64>) {
             "too few restores in place"
         );
         assert!(
-            total.late_writes > count / 30 && total.torn_slots > count / 100,
-            "too little is late or torn"
+            total.late_writes > count / 60
+                && total.torn_slots > count / 100
+                && total.failed_write_backs > count / 50,
+            "too little is late, torn or not written back"
         );
     }
 }
@@ -345,6 +347,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::SegmentNameUnsynced,
         Mutant::ControlInPlace,
         Mutant::FailedSyncRetried,
+        Mutant::WriteBackTakesError,
         Mutant::WaiterLostOnError,
         Mutant::StuckWaitersForgotten,
         Mutant::ReadSkipsChecksum,

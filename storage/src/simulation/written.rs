@@ -2,54 +2,74 @@
 
 use std::time::Duration;
 
-use super::fixture::{Fixture, Shape, filled};
-use super::medium::{Pace, World};
+use super::fixture::{Fixture, Running, Shape, filled};
+use super::medium::World;
+use crate::log::committer::Leader;
+use crate::log::group::{Group, Spare};
+use crate::medium::file::Io;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
-use crate::{BackendQueue, CommitWait, Completion, Operation, Port};
+use crate::{BackendQueue, CommitWait, Operation, Port};
 
 fn write(port: &mut Port, value: u32) {
     let (sector, data) = (0, filled(value, 1));
     port.submit(u64::from(value), Operation::Write { sector, data });
 }
 
+/// An open log whose ring has all its segments.
+fn open(wait: CommitWait) -> (Fixture, Running) {
+    let fixture = Fixture::new(World::new(1), Shape::one_disk(8, 4));
+    let mut running = fixture.open(false, wait).unwrap();
+    (0..4).for_each(|_| running.keeper.step(false).unwrap());
+    (fixture, running)
+}
+
+/// Takes the batch that a port would write next, as if its thread were in the middle of writing it.
+fn begin_batch(running: &Running) -> Option<(Io, Group)> {
+    let log = &running.disks[0].log;
+    log.write_behind(&mut log.lock(), &mut Spare::default())
+}
+
+/// Ends a batch that was begun so.
+fn end_batch(running: &Running, (io, group): (Io, Group)) {
+    let log = &running.disks[0].log;
+    let ran = log.appender.append(io);
+    log.end_group(group, ran.result, None, &mut Spare::default(), |_| ());
+}
+
 /// Whether a port learns that its record is written. The record came while the leader wrote a batch without a sync,
 /// for a port that has been closed since.
 fn is_told() -> bool {
-    let shape = Shape::one_disk(8, 4);
-    let fixture = Fixture::new(World::new(1), shape);
-    let mut running = fixture.open(false, CommitWait::NONE).unwrap();
-    // Steps until the ring has all its segments.
-    (0..4).for_each(|_| running.keeper.step(false).unwrap());
-    fixture.medium.lock().pace = Pace::Late;
+    let (_fixture, running) = open(CommitWait::NONE);
     let log = running.disks[0].log.clone();
     let [mut first, mut flushing, mut last] =
         [0, 1, 2].map(|_| running.disks[0].open_port().unwrap());
-    let turn = || running.step_writer();
     // While the first batch is under way, the leader takes the records that the flushing port waits for.
     write(&mut first, 1);
     assert!(!first.when_written(11));
-    first.kick();
+    let firsts = begin_batch(&running).expect("a batch");
     write(&mut flushing, 2);
     flushing.submit(12, Operation::Flush);
-    turn();
+    let mut leader = Leader::new(log.clone(), None);
+    let (io, group) = leader.begin().expect("a batch");
     assert_eq!(log.lock().pipeline.batched(), 2);
     drop(flushing);
     write(&mut last, 3);
     assert!(!last.when_written(13));
     last.kick();
-    let mut done = Vec::new();
-    while !done.iter().any(|end: &Completion| end.token == 11) {
-        first.completions(&mut done);
-    }
-    assert_eq!(
-        log.lock().pipeline.batched(),
-        2,
-        "both wait behind the leader's batch"
+    end_batch(&running, firsts);
+    assert!(
+        begin_batch(&running).is_none(),
+        "it waits behind the leader's batch"
     );
-    (0..20).for_each(|_| turn());
+    let mut next = Some((io, group));
+    while let Some((io, group)) = next {
+        let ran = log.appender.append(io);
+        leader.end(group, ran, true);
+        next = leader.begin();
+    }
     let told = log.written.load(Ordering::Acquire) == 3;
-    done.clear();
+    let mut done = Vec::new();
     last.completions(&mut done);
     assert_eq!(told, done.iter().any(|end| end.token == 13));
     told
@@ -67,14 +87,11 @@ fn who_waits_behind_the_writers_batch_is_told() {
 /// A FLUSH whose group waits for more to join it is answered also if the leader writes a batch meanwhile.
 #[test]
 fn a_groups_wait_outlives_a_batch_of_the_leader() {
-    let shape = Shape::one_disk(8, 4);
     let wait = CommitWait {
         longest: Some(Duration::from_secs(3600)),
         count: Some(3),
     };
-    let fixture = Fixture::new(World::new(1), shape);
-    let mut running = fixture.open(false, wait).unwrap();
-    (0..4).for_each(|_| running.keeper.step(false).unwrap());
+    let (_fixture, running) = open(wait);
     let [mut flushing, mut writing] = [0, 1].map(|_| running.disks[0].open_port().unwrap());
     write(&mut flushing, 1);
     flushing.submit(12, Operation::Flush);
@@ -92,21 +109,20 @@ fn a_groups_wait_outlives_a_batch_of_the_leader() {
 /// How many records are in batches once a second record is there, while the batch of the first is being written; `flush`: and a
 /// FLUSH waits for that.
 fn batched_beside_a_batch(flush: bool) -> u64 {
-    let fixture = Fixture::new(World::new(1), Shape::one_disk(8, 4));
-    let mut running = fixture.open(false, CommitWait::NONE).unwrap();
-    (0..4).for_each(|_| running.keeper.step(false).unwrap());
-    fixture.medium.lock().pace = Pace::Late;
+    let (_fixture, running) = open(CommitWait::NONE);
     let [mut first, mut second] = [0, 1].map(|_| running.disks[0].open_port().unwrap());
     write(&mut first, 1);
     assert!(!first.when_written(11));
-    first.kick();
+    let firsts = begin_batch(&running).expect("a batch");
     if flush {
         first.submit(12, Operation::Flush);
     }
     write(&mut second, 2);
     assert!(!second.when_written(13));
     second.kick();
-    running.disks[0].log.lock().pipeline.batched()
+    let batched = running.disks[0].log.lock().pipeline.batched();
+    end_batch(&running, firsts);
+    batched
 }
 
 #[test]

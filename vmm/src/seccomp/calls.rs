@@ -58,6 +58,7 @@ pub(super) const OPEN_FILES: &[c_long] = &[
     libc::SYS_pwritev2,
     libc::SYS_read,
     libc::SYS_readv,
+    libc::SYS_sync_file_range,
     libc::SYS_timerfd_create,
     libc::SYS_timerfd_settime,
     libc::SYS_write,

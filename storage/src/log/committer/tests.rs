@@ -39,7 +39,7 @@ fn a_lone_flush_wakes_no_other_thread() {
     let mut port = store.disks()[0].open_port().unwrap();
     write(&mut port, 1).unwrap();
     port.submit(7, Operation::Flush);
-    assert!(port.committer.start(true), "this thread made the sync");
+    assert!(port.start(true), "this thread made the sync");
     let mut done = Vec::new();
     port.completions(&mut done);
     assert_eq!(
@@ -49,7 +49,7 @@ fn a_lone_flush_wakes_no_other_thread() {
     // A thread with other work leaves the sync to the writer thread.
     write(&mut port, 2).unwrap();
     port.submit(8, Operation::Flush);
-    assert!(!port.committer.start(false));
+    assert!(!port.start(false));
     store.writer = Some(Writer::start(&port.committer.log).unwrap());
     while done.len() < 2 {
         port.sleep_for_test();

@@ -11,7 +11,8 @@
 //! - the data that survives is a prefix: no request survives that was submitted after the end of a lost one;
 //! - a request fails only if the medium failed or the store was closed. Once the log itself has failed, every later
 //!   FLUSH and WRITE fails (if only room can't be made, requests that need none succeed);
-//! - a clean close, with or without ports still at work, leaves everything in the base images.
+//! - a clean close, with or without ports still at work, leaves everything in the base images;
+//! - a port that is not polled holds up no other: the others' requests end while it stands still.
 
 mod judge;
 mod looks;
@@ -30,7 +31,7 @@ use super::{Total, on_all_cores};
 use crate::log::state::Log;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, thread};
+use crate::sync::{Arc, Condvar, Mutex, thread};
 use crate::{BackendQueue, CommitWait, Port, Store};
 
 /// Counters of runs, which show whether they tried what they should.
@@ -81,7 +82,7 @@ fn serve(
     let mut done = Vec::new();
     let mut asked = true;
     while std::mem::take(&mut asked) {
-        let led = port.committer.start(alone);
+        let led = port.start(alone);
         told(judge, |judge| judge.led_alone += u64::from(led));
         port.completions(&mut done);
         done.retain(|end| {
@@ -105,7 +106,33 @@ fn serve(
     mine.is_empty() || fixture.medium.lock().crashed
 }
 
-fn work(mut port: Port, which: usize, judge: &SharedJudge, fixture: &Fixture, log: &Log) {
+/// How many clients that do not stall are at work.
+#[derive(Default)]
+struct AtWork {
+    count: Mutex<usize>,
+    ended: Condvar,
+}
+
+impl AtWork {
+    fn end_one(&self) {
+        *self.count.lock().expect("at work") -= 1;
+        self.ended.notify_all();
+    }
+
+    fn wait(&self) {
+        let count = self.count.lock().expect("at work");
+        drop(self.ended.wait_while(count, |count| *count > 0));
+    }
+}
+
+fn work(
+    mut port: Port,
+    which: usize,
+    judge: &SharedJudge,
+    fixture: &Fixture,
+    log: &Log,
+    others: &AtWork,
+) {
     let plan = told(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
     let wait = |port: &mut Port, mine: &mut Vec<u64>| {
@@ -119,14 +146,23 @@ fn work(mut port: Port, which: usize, judge: &SharedJudge, fixture: &Fixture, lo
                 mine.push(token);
                 port.submit(token, operation);
             }
+            None if plan.stalls => port.kick(),
             None if matches!(step, Step::Wait) => wait(&mut port, &mut mine),
             None => {
                 serve(&mut port, judge, fixture, log, &mut mine, plan.alone);
             }
         }
     }
+    if plan.stalls {
+        port.kick();
+        others.wait();
+    }
     if !plan.leaves {
         wait(&mut port, &mut mine);
+    }
+    drop(port);
+    if !plan.stalls {
+        others.end_one();
     }
 }
 
@@ -152,13 +188,17 @@ fn run(seed: u64) -> Result<Totals, Broken> {
     let log = running.disks[0].log.clone();
     let store = Store::start(log.clone(), running.disks, running.keeper).expect("a thread");
     let judge: SharedJudge = Arc::new(std::sync::Mutex::new(Judge::new(plan.clone())));
+    let others = Arc::new(AtWork::default());
+    *others.count.lock().expect("at work") =
+        plan.clients.iter().filter(|client| !client.stalls).count();
     let clients: Vec<_> = (0..plan.clients.len())
         .map(|which| {
             let port = store.disks()[plan.clients[which].disk]
                 .open_port()
                 .expect("a port");
             let (judge, fixture, log) = (judge.clone(), fixture.clone(), log.clone());
-            thread::spawn(move || work(port, which, &judge, &fixture, &log))
+            let others = others.clone();
+            thread::spawn(move || work(port, which, &judge, &fixture, &log, &others))
         })
         .collect();
     let join = |clients: Vec<thread::JoinHandle<()>>| {
@@ -309,7 +349,7 @@ fn explore_all(choice: Choice) {
             all.led_alone,
         ];
         assert!(
-            tried.iter().all(|&count| count > all.runs / 20),
+            tried.iter().all(|&count| count > all.runs / 25),
             "too little tried"
         );
     }
@@ -338,6 +378,7 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
         Mutant::FailedSyncRetried,
         Mutant::WaiterLostOnError,
         Mutant::LeaderLeavesSilently,
+        Mutant::WrittenForgotten,
         Mutant::SignalClearedLate,
         Mutant::SegmentFreedSilently,
     ];

@@ -32,6 +32,8 @@ pub(super) struct Client {
     pub leaves: bool,
     /// Whether its thread makes quick syncs itself.
     pub alone: bool,
+    /// Whether it submits its requests, and does not look at its port again before all others have ended.
+    pub stalls: bool,
 }
 
 /// The plan of a run: its disks, clients and faults.
@@ -79,6 +81,7 @@ impl Plan {
                 steps: steps.collect(),
                 leaves: random.one_in(4),
                 alone: random.one_in(2),
+                stalls: random.one_in(10),
             }
         });
         let clients = clients.collect();
