@@ -39,7 +39,6 @@ fn serve(port: &mut dyn BackendQueue, count: usize) -> Vec<Completion> {
         let mut fds = [PollFd::from_borrowed_fd(port.event(), PollFlags::IN)];
         let second = Timespec::try_from(Duration::from_secs(1)).unwrap();
         poll(&mut fds, Some(&second)).unwrap();
-        drop(fds);
         port.completions(&mut done);
     }
     assert!(done.iter().all(|end| end.result.is_ok()), "{done:?}");

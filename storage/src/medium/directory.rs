@@ -2,10 +2,11 @@
 
 use std::io;
 use std::num::NonZeroUsize;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::medium::cost::{self, MediumCost};
 use crate::medium::engine::{self, EngineKind};
 use crate::medium::file::{Append, Direct, Engine, Segment};
@@ -27,6 +28,12 @@ pub(crate) trait Medium: Send + Sync {
         size: u64,
         between: &mut dyn FnMut(Duration),
     ) -> Result<Segment>;
+
+    /// Refuses to make another file if the log's directory is no longer where it was opened: that file would not be beside the
+    /// others.
+    fn check_place(&self) -> Result<()> {
+        Ok(())
+    }
 
     /// Opens the segment files there are, in the order of their numbers.
     fn segments(&self) -> Result<Vec<(u32, Segment)>>;
@@ -67,6 +74,8 @@ pub(crate) trait Medium: Send + Sync {
 /// A log directory of a file system, and the kind of engine that was found to work.
 pub(crate) struct Directory {
     pub path: PathBuf,
+    /// What the path led to when the log was opened.
+    pub identity: Option<(u64, u64)>,
     pub engine: EngineKind,
     /// Number of threads that read the log while it is opened.
     pub threads: usize,
@@ -81,7 +90,24 @@ impl Medium for Directory {
         size: u64,
         between: &mut dyn FnMut(Duration),
     ) -> Result<Segment> {
-        Segment::create(&*files(), &self.path, slot, size, between)
+        self.check_place()?;
+        let made = Segment::create(&*files(), &self.path, slot, size, between)?;
+        self.check_place()?;
+        Ok(made)
+    }
+
+    fn check_place(&self) -> Result<()> {
+        match self.identity == identity(&self.path) {
+            true => Ok(()),
+            false => Err(Error::new(
+                ErrorKind::Io,
+                format!(
+                    "{}: the log's directory was moved or replaced while the log was in use; move it back, or restart what \
+                     uses the log",
+                    self.path.display()
+                ),
+            )),
+        }
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {
@@ -113,9 +139,16 @@ impl Medium for Directory {
     }
 }
 
+/// Device and inode of a directory; `None` if there is none.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    let found = std::fs::metadata(path).ok()?;
+    Some((found.dev(), found.ino()))
+}
+
 pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
     Directory {
         path: log_dir.to_path_buf(),
+        identity: identity(log_dir),
         engine,
         threads: parallel::thread_count(None),
         using: Use::Log,
@@ -129,4 +162,24 @@ pub(crate) fn directory_to_read(log_dir: &Path, threads: Option<NonZeroUsize>) -
         using: Use::LogRead,
         ..directory(log_dir, EngineKind::Blocking)
     }
+}
+
+/// A new segment in a directory that took the log's name would be lost to the log.
+#[test]
+#[cfg(not(feature = "shuttle"))]
+fn no_segment_is_made_in_another_directory_of_the_same_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let (log, moved) = (dir.path().join("log"), dir.path().join("moved"));
+    std::fs::create_dir(&log).unwrap();
+    let medium = directory(&log, EngineKind::Blocking);
+    let create = |slot| medium.create_segment(slot, 1 << 20, &mut |_| {});
+    assert!(create(0).is_ok());
+    std::fs::rename(&log, &moved).unwrap();
+    std::fs::create_dir(&log).unwrap();
+    let refused = create(1).unwrap_err().to_string();
+    assert!(refused.contains("moved or replaced"), "{refused}");
+    assert!(std::fs::read_dir(&log).unwrap().next().is_none());
+    std::fs::remove_dir(&log).unwrap();
+    std::fs::rename(&moved, &log).unwrap();
+    assert!(create(1).is_ok());
 }

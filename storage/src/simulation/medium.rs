@@ -399,6 +399,11 @@ impl World {
         self.files[file].name.starts_with("segment")
     }
 
+    /// Whether a file is a segment that is whole.
+    fn is_live_segment(&self, file: usize) -> bool {
+        self.is_segment(file) && !self.files[file].name.ends_with(".new")
+    }
+
     /// The number of a file.
     pub(super) fn find(&self, name: &str) -> usize {
         self.names.find(name).expect("a file of that name")
@@ -508,7 +513,7 @@ impl World {
         if killed && to_cache {
             let sectors = (bytes.len() / SECTOR) as u64;
             bytes = &bytes[..self.random.below(sectors + 1) as usize * SECTOR];
-        } else if killed && self.is_segment(file) && self.random.one_in(2) {
+        } else if killed && self.is_live_segment(file) && self.random.one_in(2) {
             self.late.push(LateWrite {
                 file,
                 offset: offset as u64,
