@@ -147,11 +147,7 @@ fn choose(path: &std::path::Path, export: &str) -> Option<UnixStream> {
 
 /// Sends a write of the first sector.
 fn send_write(socket: &mut UnixStream, cookie: u64) -> std::io::Result<()> {
-    let mut bytes = Vec::from(0x2560_9513_u32.to_be_bytes());
-    bytes.extend([0, 0, 0, 1]);
-    bytes.extend(cookie.to_be_bytes());
-    bytes.extend(0_u64.to_be_bytes());
-    bytes.extend(512_u32.to_be_bytes());
+    let mut bytes = header(1, cookie, 0, 512);
     bytes.resize(bytes.len() + 512, 7);
     socket.write_all(&bytes)
 }
@@ -203,5 +199,56 @@ fn exports_come_and_go_and_their_clients_end_in_order() {
         send_write(&mut staying, round).unwrap();
         assert!(read_reply(&mut staying, round));
     }
+    server.stop();
+}
+
+/// A request's header.
+fn header(command: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
+    let mut bytes = Vec::from(0x2560_9513_u32.to_be_bytes());
+    bytes.extend([0, 0]);
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(cookie.to_be_bytes());
+    bytes.extend(offset.to_be_bytes());
+    bytes.extend(len.to_be_bytes());
+    bytes
+}
+
+/// A client that has not asked for block sizes may send requests of up to 32 MiB. `integrityhuge` of nbd's own tests sends
+/// longer ones, such as the read below.
+#[test]
+fn a_request_of_more_than_32_mib_is_refused_and_changes_nothing() {
+    const LONGEST: usize = 32 << 20;
+    const LONGER: usize = 42_380_288;
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("s");
+    let disk = Arc::new(RamDisk::new(LONGER as u64 / 512 + 1024));
+    let server = Server::start(vec![Service {
+        listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
+        exports: vec![Export::new("disk", "", disk)],
+        tls: Tls::Off,
+    }])
+    .unwrap();
+    let mut client = choose(&path, "disk").unwrap();
+    let mut answer = |command, len: usize, payload: &[u8]| {
+        let mut request = header(command, 7, 481_280, len as u32);
+        request.extend(payload);
+        client.write_all(&request).unwrap();
+        let mut reply = [0; 16];
+        client.read_exact(&mut reply).unwrap();
+        assert_eq!(
+            (&reply[..4], &reply[8..]),
+            (&[0x67, 0x44, 0x66, 0x98][..], &7_u64.to_be_bytes()[..])
+        );
+        let error = u32::from_be_bytes(reply[4..8].try_into().unwrap());
+        let mut data = vec![0; if command == 0 && error == 0 { len } else { 0 }];
+        client.read_exact(&mut data).unwrap();
+        (error, data)
+    };
+    const EINVAL: u32 = 22;
+    assert_eq!(answer(1, LONGEST, &vec![1; LONGEST]).0, 0);
+    assert_eq!(answer(1, LONGER, &vec![2; LONGER]).0, EINVAL);
+    assert_eq!(answer(0, LONGER, &[]).0, EINVAL);
+    let (error, data) = answer(0, LONGEST, &[]);
+    assert!(error == 0 && data.iter().all(|&byte| byte == 1));
     server.stop();
 }
