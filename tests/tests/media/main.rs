@@ -1,6 +1,8 @@
 //! The store on difficult media: slow ones, ones with sectors of 4 KiB, and file systems without RWF_DSYNC or
 //! holes.
 
+mod failing;
+mod faulty_file;
 mod fuse;
 mod sectors;
 mod slow;

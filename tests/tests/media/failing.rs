@@ -1,0 +1,581 @@
+//! A medium that fails, below a file system that caches pages. Linux reports that a page could not be written back
+//! once to each opened file. So a FLUSH tells the truth only if nobody else takes the report that its sync has to get.
+//!
+//! A process writes to a disk and flushes, on ext4 or XFS over a loop device over a [`FaultyFile`], while pages fail. It
+//! looks late at what has ended, as a thread does that serves other disks too. It is killed, what the medium has not got
+//! is lost, and another process reads the disk: what a FLUSH has acknowledged must be there.
+
+use std::convert::Infallible;
+use std::io::{BufRead, BufReader, Lines, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::time::Timespec;
+use walvisor_storage::{
+    BackendQueue, Buffer, CommitWait, DiskOptions, EngineKind, Operation, Port, Store,
+    StoreOptions, create_disk, default_log_dir,
+};
+use walvisor_tests::{have, leash};
+
+use crate::faulty_file::{FaultyFile, MARK};
+use crate::volume::run;
+
+/// A disk is written in blocks, from the first to the last.
+const BLOCK: usize = 256 << 10;
+const BLOCKS: u64 = 48;
+/// How many writes to the medium succeed before the first that fails, from and to. All blocks take more.
+const SOUND: std::ops::Range<u64> = 12..80;
+/// All writes from now on.
+const ALL: u64 = u64::MAX;
+/// How late the process looks at what has ended.
+const DELAYS: [u64; 3] = [0, 3, 20];
+
+/// What a child process is to do: its words are in [`a_child_process`].
+const ROLE: &str = "WALVISOR_TEST_ROLE";
+
+fn options() -> StoreOptions {
+    StoreOptions {
+        segment_size: 8 << 20,
+        max_segments: 8,
+        ..StoreOptions::default()
+    }
+}
+
+/// Opens the disk. `waits`: a group waits a moment for a second FLUSH before its sync, as it does by itself when syncs are slow.
+fn open(disk: &Path, waits: bool) -> Result<Store, walvisor_storage::Error> {
+    let mut options = options();
+    if waits {
+        options.commit_wait = CommitWait {
+            longest: Some(Duration::from_millis(1)),
+            count: Some(2),
+        };
+    }
+    Store::open(&default_log_dir(disk), &[DiskOptions::new(disk)], &options)
+}
+
+/// The content of a block in a round.
+fn content(round: u64, block: u64) -> Vec<u8> {
+    let mut sector = MARK.to_vec();
+    sector.extend(round.to_ne_bytes());
+    sector.extend(block.to_ne_bytes());
+    sector.resize(512, round as u8);
+    sector.repeat(BLOCK / 512)
+}
+
+fn sector(block: u64) -> u64 {
+    block * BLOCK as u64 / 512
+}
+
+/// A file system on a medium that fails. Dropping it removes all of it.
+struct FailingFs {
+    dir: tempfile::TempDir,
+    mounted: bool,
+    device: Option<String>,
+    medium: Option<FaultyFile>,
+}
+
+impl FailingFs {
+    /// Makes a file system of a kind.
+    fn new(kind: &str) -> Result<Self, String> {
+        let (maker, package, size, options) = match kind {
+            "xfs" => ("mkfs.xfs", "xfsprogs", 320 << 20, &["-q", "-K"][..]),
+            _ => {
+                let options = &["-q", "-t", "ext4", "-E", "nodiscard"][..];
+                ("mke2fs", "e2fsprogs", 192 << 20, options)
+            }
+        };
+        if !have(maker, package) || !have("losetup", "mount") {
+            return Err("no tools for file systems".to_owned());
+        }
+        let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
+        let mut made = Self {
+            dir,
+            mounted: false,
+            device: None,
+            medium: None,
+        };
+        std::fs::create_dir(made.top()).map_err(|error| error.to_string())?;
+        let file = made.dir.path().join("medium");
+        made.medium = Some(FaultyFile::mount(&file, size)?);
+        let file = file.display().to_string();
+        let device = run("losetup", &["--find", "--show", "--direct-io=on", &file])?;
+        made.device = Some(device.clone());
+        run(maker, &[options, &[&device]].concat())?;
+        made.mount()?;
+        Ok(made)
+    }
+
+    fn medium(&self) -> &FaultyFile {
+        self.medium.as_ref().expect("it has one")
+    }
+
+    /// The mount point.
+    fn top(&self) -> PathBuf {
+        self.dir.path().join("mounted")
+    }
+
+    fn disk(&self) -> PathBuf {
+        self.top().join("disk.img")
+    }
+
+    /// Makes the disk anew.
+    fn create_disk(&self) {
+        let (disk, log) = (self.disk(), default_log_dir(&self.disk()));
+        let _ = std::fs::remove_file(&disk);
+        let _ = std::fs::remove_dir_all(&log);
+        create_disk(&disk, BLOCKS * BLOCK as u64, &log, &options()).unwrap();
+    }
+
+    fn mount(&mut self) -> Result<(), String> {
+        let device = self.device.as_deref().expect("it has one");
+        run("mount", &[device, &self.top().display().to_string()])?;
+        self.mounted = true;
+        Ok(())
+    }
+
+    /// Unmounts the file system, so that nothing of it is in memory. What io_uring does for a process that was killed
+    /// ends a moment later than the process.
+    fn unmount(&mut self) -> Result<(), String> {
+        let began = Instant::now();
+        while self.mounted {
+            match run("umount", &[&self.top().display().to_string()]) {
+                Err(why) if !why.contains("busy") || began.elapsed().as_secs() > 30 => {
+                    return Err(why);
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+                Ok(_) => self.mounted = false,
+            }
+        }
+        Ok(())
+    }
+
+    /// What a power cut does, after all processes have ended: what is not on the medium by now is lost.
+    fn lose_power(&mut self) {
+        self.medium().fail_writes(0, ALL);
+        self.unmount().unwrap();
+        self.medium().heal();
+        self.mount().unwrap();
+    }
+}
+
+impl Drop for FailingFs {
+    fn drop(&mut self) {
+        if let Err(why) = self.unmount() {
+            println!("{why}");
+        }
+        if let Some(device) = self.device.take() {
+            let _ = run("losetup", &["--detach", &device]);
+        }
+    }
+}
+
+/// A child process: this test program, in a role. Dropping it kills it.
+struct Role {
+    process: Child,
+    lines: Lines<BufReader<ChildStdout>>,
+    orders: ChildStdin,
+}
+
+impl Role {
+    fn start(disk: &Path, role: &str) -> Self {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "failing::a_child_process", "--nocapture"])
+            .env(ROLE, format!("{role} {}", disk.display()))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let mut process = leash(&mut command).spawn().unwrap();
+        let lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        let orders = process.stdin.take().unwrap();
+        Self {
+            process,
+            lines,
+            orders,
+        }
+    }
+
+    /// The next line that begins with one of `words`.
+    fn told(&mut self, words: &[&str]) -> String {
+        let mut lines = self.lines.by_ref().map_while(Result::ok);
+        let told = lines.find(|line| words.iter().any(|word| line.starts_with(word)));
+        told.unwrap_or_else(|| panic!("the child ends without {words:?}"))
+    }
+
+    /// What each block is, to a reader: the round that wrote it (0: none), `failed` or `torn`.
+    fn blocks(&mut self) -> Vec<String> {
+        self.orders.write_all(b"read\n").unwrap();
+        let told = self.told(&["blocks "]);
+        told.split(' ').skip(1).map(str::to_owned).collect()
+    }
+
+    /// Lets a reader close the disk.
+    fn close(mut self) {
+        self.orders.write_all(b"close\n").unwrap();
+        assert!(self.process.wait().unwrap().success());
+    }
+}
+
+impl Drop for Role {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// The child processes; does nothing unless it is one.
+#[test]
+fn a_child_process() {
+    let Ok(role) = std::env::var(ROLE) else {
+        return;
+    };
+    let words: Vec<&str> = role.split(' ').collect();
+    match words[..] {
+        ["write", round, delay, reports, disk] => write_and_flush(
+            Path::new(disk),
+            round.parse().unwrap(),
+            Duration::from_millis(delay.parse().unwrap()),
+            reports == "Taken",
+        ),
+        ["read", disk] => read_blocks(Path::new(disk)),
+        _ => panic!("{role}"),
+    }
+}
+
+/// Writes all blocks, and flushes now and then, until all are flushed or something fails. Tells of each FLUSH how many
+/// blocks it has acknowledged, and waits to be killed. `take`: see [`take_reports`].
+fn write_and_flush(disk: &Path, round: u64, delay: Duration, take: bool) {
+    // The tokens of FLUSHes follow those of writes, which are the blocks.
+    const FLUSHES: u64 = 1 << 32;
+    let store = open(disk, round.is_multiple_of(2)).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    port.set_clients(2);
+    let (mut submitted, mut written, mut acknowledged) = (0, 0, 0);
+    // What each FLUSH acknowledges, and how many have not ended.
+    let (mut flushed, mut flushing) = (Vec::new(), 0);
+    let mut done = Vec::new();
+    let began = Instant::now();
+    'turns: while acknowledged < BLOCKS {
+        assert!(began.elapsed().as_secs() < 60, "it hangs");
+        if take {
+            take_reports(&default_log_dir(disk));
+        }
+        // Not at each turn: pages are to be written back without a sync that waits for them.
+        let due = submitted == BLOCKS || (round + submitted / 4).is_multiple_of(2);
+        if due && flushing < 2 {
+            port.submit(FLUSHES + flushed.len() as u64, Operation::Flush);
+            flushed.push(written);
+            flushing += 1;
+        }
+        for _ in 0..(BLOCKS - submitted).min(4) {
+            let data = Buffer::from(&content(round, submitted)[..]);
+            let sector = sector(submitted);
+            port.submit(submitted, Operation::Write { sector, data });
+            submitted += 1;
+        }
+        port.kick();
+        wait_for_event(&port);
+        std::thread::sleep(delay);
+        port.completions(&mut done);
+        for completion in done.drain(..) {
+            match (completion.token, completion.result) {
+                (_, Err(_)) => break 'turns,
+                (flush @ FLUSHES.., Ok(_)) => {
+                    flushing -= 1;
+                    acknowledged = acknowledged.max(flushed[(flush - FLUSHES) as usize]);
+                    println!("acknowledged {acknowledged}");
+                }
+                (block, Ok(_)) => {
+                    assert_eq!(block, written, "writes end in their order");
+                    written += 1;
+                }
+            }
+        }
+    }
+    println!("ended");
+    loop {
+        std::thread::park();
+    }
+}
+
+/// Waits until something has ended, a moment at most.
+fn wait_for_event(port: &Port) {
+    let mut event = [PollFd::from_borrowed_fd(port.event(), PollFlags::IN)];
+    let most = Timespec {
+        tv_sec: 0,
+        tv_nsec: 1_000_000,
+    };
+    poll(&mut event, Some(&most)).unwrap();
+}
+
+/// The fault that the tests must see. The log opens a segment twice: past the page cache, to write it and to sync it, and
+/// through the cache. A call on the file that is synced, other than the sync, takes the report that the sync has to get.
+fn take_reports(log: &Path) {
+    let opened = std::fs::read_dir("/proc/self/fd").unwrap();
+    for opened in opened.map_while(Result::ok) {
+        let segment = std::fs::read_link(opened.path()).is_ok_and(|path| {
+            path.parent() == Some(log) && path.to_string_lossy().contains("segment-")
+        });
+        if !segment {
+            continue;
+        }
+        let number = opened.file_name().into_string().unwrap();
+        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}")).unwrap();
+        let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
+        let flags = i32::from_str_radix(flags.unwrap().trim(), 8).unwrap();
+        if flags & libc::O_DIRECT != 0 {
+            let (number, wait) = (number.parse().unwrap(), libc::SYNC_FILE_RANGE_WAIT_BEFORE);
+            // SAFETY: it changes no memory. If the store closes the file meanwhile, it fails, or waits for another.
+            unsafe { libc::sync_file_range(number, 0, 0, wait) };
+        }
+    }
+}
+
+/// Reads all blocks whenever it is told to, and says what they are.
+fn read_blocks(disk: &Path) {
+    let store = match open(disk, false) {
+        Ok(store) => store,
+        Err(error) => return println!("refused {error}"),
+    };
+    println!("opened");
+    let mut port = store.disks()[0].open_port().unwrap();
+    for order in std::io::stdin().lines() {
+        if order.unwrap() == "close" {
+            break;
+        }
+        let blocks: Vec<String> = (0..BLOCKS).map(|block| what_is(&mut port, block)).collect();
+        println!("blocks {}", blocks.join(" "));
+    }
+    drop(port);
+    store.close().unwrap();
+}
+
+/// What a block is; see [`Role::blocks`].
+fn what_is(port: &mut Port, block: u64) -> String {
+    let (sector, sectors) = (sector(block), (BLOCK / 512) as u32);
+    port.submit(block, Operation::Read { sector, sectors });
+    port.kick();
+    let (mut done, began) = (Vec::new(), Instant::now());
+    while done.is_empty() {
+        assert!(began.elapsed().as_secs() < 60, "it hangs");
+        port.completions(&mut done);
+        wait_for_event(port);
+    }
+    let Ok(Some(data)) = done.remove(0).result else {
+        return "failed".to_owned();
+    };
+    let round = u64::from_ne_bytes(data[8..16].try_into().unwrap());
+    let expected = match round {
+        0 => vec![0; BLOCK],
+        round => content(round, block),
+    };
+    match data[..] == expected {
+        true => round.to_string(),
+        false => "torn".to_owned(),
+    }
+}
+
+/// What came of some rounds.
+#[derive(Debug, Default)]
+struct Tally {
+    rounds: u64,
+    /// Rounds in which a write failed.
+    failed: u64,
+    /// FLUSHes that were acknowledged, and those of which something was gone.
+    acknowledged: usize,
+    lost: usize,
+    rounds_with_loss: u64,
+}
+
+/// Who gets the reports of pages that could not be written back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Reports {
+    /// The store.
+    Kept,
+    /// The test takes those that the store's syncs would get.
+    Taken,
+}
+
+/// Lets writes fail in `count` rounds; with reports taken, until an acknowledged FLUSH is lost.
+fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: Reports) -> Tally {
+    let mut tally = Tally::default();
+    fs.create_disk();
+    let mut before = vec!["0".to_owned(); BLOCKS as usize];
+    for round in 1..=count {
+        tally.rounds += 1;
+        let random = round.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32;
+        let sound = SOUND.start + random % (SOUND.end - SOUND.start);
+        let failing = [1, 1, 4, ALL][round as usize / 2 % 4];
+        fs.medium().fail_writes(sound, failing);
+        let mut writer = Role::start(&fs.disk(), &format!("write {round} {delay} {reports:?}"));
+        let mut acknowledged: Vec<usize> = Vec::new();
+        while let Some(blocks) = writer
+            .told(&["acknowledged ", "ended"])
+            .strip_prefix("acknowledged ")
+        {
+            acknowledged.push(blocks.parse().unwrap());
+        }
+        drop(writer);
+        tally.failed += u64::from(fs.medium().heal().0 > 0);
+        acknowledged.retain(|&blocks| blocks > 0);
+        tally.acknowledged += acknowledged.len();
+        fs.lose_power();
+        let mut reader = Role::start(&fs.disk(), "read");
+        let opened = reader.told(&["opened", "refused "]);
+        let found = match opened.as_str() {
+            "opened" => reader.blocks(),
+            _ => Vec::new(),
+        };
+        let this = round.to_string();
+        let kept = found.iter().take_while(|&found| *found == this).count();
+        let lost = acknowledged.iter().filter(|&&blocks| blocks > kept).count();
+        if lost > 0 {
+            println!(
+                "round {round}: {lost} of {} FLUSHes lost, up to {:?} blocks; {kept} are there; {opened}",
+                acknowledged.len(),
+                acknowledged.last(),
+            );
+            tally.lost += lost;
+            tally.rounds_with_loss += 1;
+            if reports == Reports::Taken {
+                break;
+            }
+            drop(reader);
+            fs.create_disk();
+            before = vec!["0".to_owned(); BLOCKS as usize];
+            continue;
+        }
+        assert_eq!(opened, "opened", "round {round}");
+        for (block, (found, before)) in found.iter().zip(&before).enumerate() {
+            let whole = *found == this || found == before;
+            assert!(
+                whole,
+                "round {round}: block {block}: {found}, it was {before}"
+            );
+        }
+        reader.close();
+        before = found;
+    }
+    println!("{delay} ms late, {reports:?}: {tally:?}");
+    tally
+}
+
+/// Whether the store can use io_uring here.
+fn probe_io_uring() -> Result<(), walvisor_storage::Error> {
+    let dir = tempfile::tempdir().unwrap();
+    let disk = dir.path().join("disk.img");
+    let log = default_log_dir(&disk);
+    let options = StoreOptions {
+        engine: EngineKind::IoUring,
+        ..options()
+    };
+    create_disk(&disk, 512, &log, &options)?;
+    Store::open(&log, &[DiskOptions::new(&disk)], &options)?.close()
+}
+
+/// Rounds of each delay: those of a test, or as many as wanted.
+fn rounds(of_a_test: u64) -> u64 {
+    let wanted = std::env::var("WALVISOR_FAILING_ROUNDS").ok();
+    wanted.map_or(of_a_test, |wanted| wanted.parse().expect("a number"))
+}
+
+/// What an acknowledged FLUSH covers is there, whatever fails and whenever that is seen.
+fn nothing_acknowledged_is_lost(kind: &str) {
+    let mut fs = match FailingFs::new(kind) {
+        Ok(fs) => fs,
+        Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
+    };
+    let tallies = DELAYS.map(|delay| fail_in_rounds(&mut fs, rounds(12), delay, Reports::Kept));
+    for tally in tallies {
+        assert_eq!(tally.lost, 0);
+        assert!(tally.failed == tally.rounds && tally.acknowledged > 0);
+    }
+}
+
+#[test]
+fn a_test_that_panics_leaves_no_mount_and_no_loop_device() {
+    let ended = std::panic::catch_unwind(|| -> Result<Infallible, String> {
+        let fs = FailingFs::new("ext4")?;
+        fs.medium().fail_writes(0, ALL);
+        std::panic::resume_unwind(Box::new(fs.dir.path().to_owned()))
+    });
+    let place = match ended {
+        Ok(Err(why)) => return println!("skipped: no ext4 on a medium that fails: {why}"),
+        Err(place) => *place.downcast::<PathBuf>().unwrap(),
+    };
+    let place = place.to_str().unwrap();
+    let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
+    assert!(!mounts.contains(place), "{mounts}");
+    let loops = run("losetup", &["--list", "--noheadings"]).unwrap();
+    assert!(!loops.contains(place), "{loops}");
+}
+
+#[test]
+fn no_flush_is_lost_on_ext4() {
+    nothing_acknowledged_is_lost("ext4");
+}
+
+#[test]
+fn no_flush_is_lost_on_xfs() {
+    nothing_acknowledged_is_lost("xfs");
+}
+
+#[test]
+fn a_report_that_another_call_takes_loses_a_flush() {
+    if let Err(why) = probe_io_uring() {
+        return println!("skipped: without io_uring nothing goes through the page cache: {why}");
+    }
+    for kind in ["ext4", "xfs"] {
+        let mut fs = match FailingFs::new(kind) {
+            Ok(fs) => fs,
+            Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
+        };
+        let tally = fail_in_rounds(&mut fs, 200, 20, Reports::Taken);
+        assert!(tally.lost > 0, "{kind}: the test does not see the fault");
+    }
+}
+
+/// A read that fails is an error of that read alone: the guest gets no wrong byte, and nothing is lost.
+fn reads_fail_and_heal(kind: &str) {
+    let mut fs = match FailingFs::new(kind) {
+        Ok(fs) => fs,
+        Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
+    };
+    fs.create_disk();
+    let mut writer = Role::start(&fs.disk(), "write 1 0 Kept");
+    writer.told(&["ended"]);
+    drop(writer);
+    fs.lose_power();
+    // The log can't be read while it is opened.
+    fs.medium().fail_reads();
+    let refused = Role::start(&fs.disk(), "read").told(&["opened", "refused "]);
+    assert!(refused.contains("Input/output error"), "{refused}");
+    assert!(fs.medium().heal().1 > 0);
+    // First the blocks are read from the log. Closing copies them to the image.
+    for place in ["log", "image"] {
+        fs.lose_power();
+        let mut reader = Role::start(&fs.disk(), "read");
+        assert_eq!(reader.told(&["opened", "refused "]), "opened", "{place}");
+        fs.medium().fail_reads();
+        let found = reader.blocks();
+        assert!(
+            found.iter().all(|found| found == "failed"),
+            "{place}: {found:?}"
+        );
+        fs.medium().heal();
+        let found = reader.blocks();
+        assert!(found.iter().all(|found| found == "1"), "{place}: {found:?}");
+        reader.close();
+    }
+}
+
+#[test]
+fn a_read_that_fails_on_ext4_is_an_error_until_the_medium_is_healed() {
+    reads_fail_and_heal("ext4");
+}
+
+#[test]
+fn a_read_that_fails_on_xfs_is_an_error_until_the_medium_is_healed() {
+    reads_fail_and_heal("xfs");
+}

@@ -1,0 +1,256 @@
+//! A file in memory that the kernel reads and writes through FUSE, and that fails when a test says so. It speaks the
+//! kernel's protocol itself (`linux/fuse.h`): the mount point is the file, so there are no names to look up.
+
+use std::fs::File;
+use std::io::{Read, Write};
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use nix::mount::MsFlags;
+use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::io::Errno;
+
+use crate::volume::run;
+
+/// What each sector of a disk's data begins with. Only requests that move such sectors fail: a file system whose own
+/// blocks fail stops by itself.
+pub const MARK: &[u8; 8] = b"\xdaTaMaRk\xa7";
+
+/// Most bytes that the kernel writes at once.
+const LARGEST_WRITE: u32 = 128 << 10;
+/// The time that a medium tries before it reports an error.
+const FAILURE: Duration = Duration::from_millis(2);
+/// The time that a sync takes.
+const SYNC: Duration = Duration::from_millis(0);
+
+const GETATTR: u32 = 3;
+const OPEN: u32 = 14;
+const READ: u32 = 15;
+const WRITE: u32 = 16;
+const RELEASE: u32 = 18;
+const FSYNC: u32 = 20;
+const INIT: u32 = 26;
+/// Forgets and interrupts get no answer.
+const UNANSWERED: [u32; 3] = [2, 36, 42];
+
+/// The file, mounted. Dropping it unmounts it.
+pub struct FaultyFile {
+    path: PathBuf,
+    medium: Arc<Medium>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+struct Medium {
+    memory: File,
+    size: u64,
+    faults: Mutex<Faults>,
+}
+
+#[derive(Default)]
+struct Faults {
+    /// Writes of data that succeed before the next ones fail, and how many of those fail.
+    sound_writes: u64,
+    failing_writes: u64,
+    reads_fail: bool,
+    failed_writes: u64,
+    failed_reads: u64,
+}
+
+impl FaultyFile {
+    /// Mounts a file of `size` bytes at the file `path`.
+    pub fn mount(path: &Path, size: u64) -> Result<Self, String> {
+        let memory = memfd_create("medium", MemfdFlags::CLOEXEC).map(File::from);
+        let memory = memory.map_err(|error| error.to_string())?;
+        let made = memory.set_len(size).and_then(|()| File::create(path));
+        made.map_err(|error| format!("{}: {error}", path.display()))?;
+        let kernel = File::options().read(true).write(true).open("/dev/fuse");
+        let kernel = kernel.map_err(|error| format!("/dev/fuse: {error}"))?;
+        let options = format!(
+            "fd={},rootmode=100600,user_id=0,group_id=0",
+            kernel.as_raw_fd()
+        );
+        let flags = MsFlags::MS_NOSUID | MsFlags::MS_NODEV;
+        nix::mount::mount(Some("medium"), path, Some("fuse"), flags, Some(&*options))
+            .map_err(|error| format!("mount {}: {error}", path.display()))?;
+        let medium = Arc::new(Medium {
+            memory,
+            size,
+            faults: Mutex::default(),
+        });
+        let kernel = Arc::new(kernel);
+        let threads = (0..4).map(|_| {
+            let (medium, kernel) = (medium.clone(), kernel.clone());
+            std::thread::spawn(move || medium.serve(&kernel))
+        });
+        Ok(Self {
+            path: path.to_owned(),
+            threads: threads.collect(),
+            medium,
+        })
+    }
+
+    /// Lets `failing` writes of data fail, after `sound` ones have succeeded.
+    pub fn fail_writes(&self, sound: u64, failing: u64) {
+        let mut faults = self.medium.faults.lock().unwrap();
+        (faults.sound_writes, faults.failing_writes) = (sound, failing);
+    }
+
+    /// Lets all reads of data fail.
+    pub fn fail_reads(&self) {
+        self.medium.faults.lock().unwrap().reads_fail = true;
+    }
+
+    /// Lets nothing fail. Returns how many writes and reads have failed since the last call.
+    pub fn heal(&self) -> (u64, u64) {
+        let faults = std::mem::take(&mut *self.medium.faults.lock().unwrap());
+        (faults.failed_writes, faults.failed_reads)
+    }
+}
+
+impl Drop for FaultyFile {
+    fn drop(&mut self) {
+        // While it is mounted, the threads wait for requests.
+        match run("umount", &[&self.path.display().to_string()]) {
+            Ok(_) => self.threads.drain(..).for_each(|thread| {
+                let _ = thread.join();
+            }),
+            Err(why) => println!("the medium stays mounted: {why}"),
+        }
+    }
+}
+
+impl Medium {
+    /// Answers the kernel until the file is unmounted.
+    fn serve(&self, kernel: &File) {
+        // The kernel wants room for its headers too.
+        let mut request = vec![0; LARGEST_WRITE as usize + 4096];
+        loop {
+            let len = match (&*kernel).read(&mut request) {
+                Ok(len) => len,
+                Err(error) if error.raw_os_error() == Some(Errno::NODEV.raw_os_error()) => return,
+                // A request was taken back.
+                Err(_) => continue,
+            };
+            let request = &request[..len];
+            let opcode = u32_at(request, 4);
+            if UNANSWERED.contains(&opcode) {
+                continue;
+            }
+            let answer = self.answer(opcode, &request[40..]);
+            let (error, body) = match answer {
+                Ok(body) => (0, body),
+                Err(errno) => (-errno.raw_os_error(), Vec::new()),
+            };
+            let mut reply = (16 + body.len() as u32).to_ne_bytes().to_vec();
+            reply.extend(error.to_ne_bytes());
+            reply.extend(&request[8..16]);
+            reply.extend(body);
+            // The kernel refuses the answer to a request that it has taken back.
+            let _ = (&*kernel).write(&reply);
+        }
+    }
+
+    /// The answer's body to a request with these arguments.
+    fn answer(&self, opcode: u32, arguments: &[u8]) -> Result<Vec<u8>, Errno> {
+        match opcode {
+            INIT => Ok(self.greet(arguments)),
+            GETATTR => Ok(self.attributes()),
+            // The kernel keeps no pages of it, so each failure is reported to who asked.
+            OPEN => Ok(words(&[0, 0, DIRECT_IO, 0])),
+            RELEASE => Ok(Vec::new()),
+            READ => {
+                let mut bytes = vec![0; u32_at(arguments, 16) as usize];
+                let read = self.memory.read_at(&mut bytes, u64_at(arguments, 8));
+                bytes.truncate(read.map_err(|_| Errno::IO)?);
+                match self.read_fails(&bytes) {
+                    true => Err(Errno::IO),
+                    false => Ok(bytes),
+                }
+            }
+            WRITE => {
+                let (offset, bytes) = (u64_at(arguments, 8), &arguments[40..]);
+                if self.write_fails(bytes) {
+                    std::thread::sleep(FAILURE);
+                    return Err(Errno::IO);
+                }
+                let written = self.memory.write_all_at(bytes, offset);
+                written.map_err(|_| Errno::IO)?;
+                Ok(words(&[bytes.len() as u32, 0]))
+            }
+            FSYNC => {
+                std::thread::sleep(SYNC);
+                Ok(Vec::new())
+            }
+            _ => Err(Errno::NOSYS),
+        }
+    }
+
+    /// `fuse_init_out`.
+    fn greet(&self, arguments: &[u8]) -> Vec<u8> {
+        let (version, readahead) = ([7, 31], u32_at(arguments, 8));
+        let (flags, background) = (ASYNC_READ | BIG_WRITES | ASYNC_DIO, 64 << 16 | 64);
+        let [major, minor] = version;
+        let mut body = vec![major, minor, readahead, flags, background, LARGEST_WRITE, 1];
+        body.resize(16, 0);
+        words(&body)
+    }
+
+    /// `fuse_attr_out`, valid for an hour.
+    fn attributes(&self) -> Vec<u8> {
+        let (size, blocks) = (self.size, self.size / 512);
+        let halves = |long: u64| [long as u32, (long >> 32) as u32];
+        let mut body = vec![3600, 0, 0, 0];
+        for long in [1, size, blocks, 0, 0, 0] {
+            body.extend(halves(long));
+        }
+        body.extend([0, 0, 0, 0o100600, 1, 0, 0, 0, 4096, 0]);
+        words(&body)
+    }
+
+    fn write_fails(&self, bytes: &[u8]) -> bool {
+        let mut faults = self.faults.lock().unwrap();
+        if faults.failing_writes == 0 || !has_data(bytes) {
+            return false;
+        }
+        if faults.sound_writes > 0 {
+            faults.sound_writes -= 1;
+            return false;
+        }
+        faults.failing_writes -= 1;
+        faults.failed_writes += 1;
+        true
+    }
+
+    fn read_fails(&self, bytes: &[u8]) -> bool {
+        let mut faults = self.faults.lock().unwrap();
+        let fails = faults.reads_fail && has_data(bytes);
+        faults.failed_reads += u64::from(fails);
+        fails
+    }
+}
+
+/// Flags of an opened file, and of the greeting.
+const DIRECT_IO: u32 = 1;
+const ASYNC_READ: u32 = 1;
+const BIG_WRITES: u32 = 1 << 5;
+const ASYNC_DIO: u32 = 1 << 15;
+
+fn has_data(bytes: &[u8]) -> bool {
+    bytes.chunks(512).any(|sector| sector.starts_with(MARK))
+}
+
+fn words(words: &[u32]) -> Vec<u8> {
+    words.iter().flat_map(|word| word.to_ne_bytes()).collect()
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> u32 {
+    u32::from_ne_bytes(bytes[at..at + 4].try_into().unwrap())
+}
+
+fn u64_at(bytes: &[u8], at: usize) -> u64 {
+    u64::from_ne_bytes(bytes[at..at + 8].try_into().unwrap())
+}
