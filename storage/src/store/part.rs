@@ -122,12 +122,17 @@ impl Part {
 
     /// Notes that the file has all bytes up to an offset of what it is a copy of, durably. Returns `false` if its file system has no place for
     /// that: an attempt that is killed then begins again.
-    pub(crate) fn note(&self, offset: u64) -> bool {
+    ///
+    /// # Errors
+    /// If bytes of the file are not durable. The kernel says so once, so no later sync of the file is to be believed.
+    pub(crate) fn note(&self, offset: u64) -> Result<bool> {
+        let Some(file) = self.file.host() else {
+            return Ok(false);
+        };
+        let synced = self.file.sync_data();
+        synced.map_err(|error| Error::io("write", &self.target, error))?;
         let note = format!("{} {offset}", self.origin);
-        self.file.host().is_some_and(|file| {
-            self.file.sync_data().is_ok()
-                && rustix::fs::fsetxattr(file, NOTE, note.as_bytes(), XattrFlags::empty()).is_ok()
-        })
+        Ok(rustix::fs::fsetxattr(file, NOTE, note.as_bytes(), XattrFlags::empty()).is_ok())
     }
 
     /// Takes the note away.

@@ -85,7 +85,10 @@ pub fn import_disk_as(
             };
             copy(from, part.named(), range).map(|()| bytes)
         },
-        &mut |at, _| progress(at, size),
+        &mut |at, _| {
+            progress(at, size);
+            Ok(())
+        },
     )?;
     new.finish(part, size, options, &mut |_| {})?;
     progress(size, size);
@@ -254,19 +257,21 @@ fn fill(
     };
     let copied = match shared {
         true => transfer(threads, view.over_base(), &copy, &mut |at, _| {
-            progress(at, size)
+            progress(at, size);
+            Ok(())
         }),
         false => {
             let mut due = NOTED_BYTES;
             let mut passed = |at, copied| {
                 if copied >= due {
                     // Ranges are whole sectors.
-                    due = match part.note(at) {
+                    due = match part.note(at)? {
                         true => copied + NOTED_BYTES,
                         false => u64::MAX,
                     };
                 }
                 progress(at, size);
+                Ok(())
             };
             let data = view.data(begun..size, KERNEL_COPY_BYTES);
             transfer(threads, data, &copy, &mut passed)
@@ -400,7 +405,7 @@ fn transfer<T: Send>(
     threads: Option<NonZeroUsize>,
     mut data: impl Iterator<Item = Result<(Range<u64>, T)>> + Send,
     copy: &(dyn Fn(Range<u64>, T) -> Result<u64> + Sync),
-    passed: &mut dyn FnMut(u64, u64),
+    passed: &mut dyn FnMut(u64, u64) -> Result<()>,
 ) -> Result<u64> {
     let parts = std::iter::from_fn(|| {
         let (mut part, mut bytes) = (Vec::new(), 0);
@@ -428,7 +433,7 @@ fn transfer<T: Send>(
     parallel::in_order(thread_count(threads), parts, copy_part, |part| {
         let (bytes, end) = part?;
         copied += bytes;
-        passed(end, copied);
+        passed(end, copied)?;
         Ok::<_, Error>(true)
     })?;
     Ok(copied)
