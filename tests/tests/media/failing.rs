@@ -6,6 +6,7 @@
 //! is lost, and another process reads the disk: what a FLUSH has acknowledged must be there.
 
 use std::convert::Infallible;
+use std::fs::File;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
@@ -15,7 +16,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::time::Timespec;
 use walvisor_storage::{
     BackendQueue, Buffer, CommitWait, DiskOptions, EngineKind, Operation, Port, Store,
-    StoreOptions, create_disk, default_log_dir,
+    StoreOptions, create_disk, default_log_dir, export_disk, import_disk,
 };
 use walvisor_tests::{have, leash};
 
@@ -27,6 +28,8 @@ const BLOCK: usize = 256 << 10;
 const BLOCKS: u64 = 48;
 /// How many writes to the medium succeed before the first that fails, from and to. All blocks take more.
 const SOUND: std::ops::Range<u64> = 12..80;
+/// Bytes of a medium. XFS wants 300 MiB.
+const SIZE: u64 = 400 << 20;
 /// All writes from now on.
 const ALL: u64 = u64::MAX;
 /// How late the process looks at what has ended.
@@ -79,11 +82,11 @@ struct FailingFs {
 impl FailingFs {
     /// Makes a file system of a kind.
     fn new(kind: &str) -> Result<Self, String> {
-        let (maker, package, size, options) = match kind {
-            "xfs" => ("mkfs.xfs", "xfsprogs", 320 << 20, &["-q", "-K"][..]),
+        let (maker, package, options) = match kind {
+            "xfs" => ("mkfs.xfs", "xfsprogs", &["-q", "-K"][..]),
             _ => {
                 let options = &["-q", "-t", "ext4", "-E", "nodiscard"][..];
-                ("mke2fs", "e2fsprogs", 192 << 20, options)
+                ("mke2fs", "e2fsprogs", options)
             }
         };
         if !have(maker, package) || !have("losetup", "mount") {
@@ -98,7 +101,7 @@ impl FailingFs {
         };
         std::fs::create_dir(made.top()).map_err(|error| error.to_string())?;
         let file = made.dir.path().join("medium");
-        made.medium = Some(FaultyFile::mount(&file, size)?);
+        made.medium = Some(FaultyFile::mount(&file, SIZE)?);
         let file = file.display().to_string();
         let device = run("losetup", &["--find", "--show", "--direct-io=on", &file])?;
         made.device = Some(device.clone());
@@ -239,6 +242,7 @@ fn a_child_process() {
             reports == "Taken",
         ),
         ["read", disk] => read_blocks(Path::new(disk)),
+        ["export", copy, disk] => export(Path::new(disk), Path::new(copy)),
         _ => panic!("{role}"),
     }
 }
@@ -578,4 +582,44 @@ fn a_read_that_fails_on_ext4_is_an_error_until_the_medium_is_healed() {
 #[test]
 fn a_read_that_fails_on_xfs_is_an_error_until_the_medium_is_healed() {
     reads_fail_and_heal("xfs");
+}
+
+/// Copies a disk to a file, and says what came of it.
+fn export(disk: &Path, copy: &Path) {
+    let log = default_log_dir(disk);
+    match export_disk(disk, &log, copy, false, None, &mut |_, _| {}) {
+        Ok(_) => println!("exported"),
+        Err(error) => println!("refused {error}"),
+    }
+}
+
+/// A long copy is made durable in steps, and then once more. The report of a page that could not be written back comes
+/// to the first of these syncs alone.
+#[test]
+fn a_copy_of_which_pages_fail_is_no_copy() {
+    let fs = match FailingFs::new("ext4") {
+        Ok(fs) => fs,
+        Err(why) => return println!("skipped: no ext4 on a medium that fails: {why}"),
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let (raw, disk) = (dir.path().join("raw"), dir.path().join("disk.img"));
+    let mut file = File::create(&raw).unwrap();
+    file.write_all(&content(1, 0)).unwrap();
+    // More than a step.
+    for _ in 0..260 {
+        file.write_all(&vec![0; 1 << 20]).unwrap();
+    }
+    drop(file);
+    let log = default_log_dir(&disk);
+    import_disk(&disk, &raw, &log, &options(), &mut |_, _| {}).unwrap();
+    let copy = fs.top().join("copy");
+    let role = format!("export {}", copy.display());
+    let told = || Role::start(&disk, &role).told(&["exported", "refused "]);
+    fs.medium().fail_writes(0, 1);
+    let refused = told();
+    assert_eq!(fs.medium().heal().0, 1, "{refused}");
+    assert!(refused.contains("Input/output error"), "{refused}");
+    assert!(!copy.exists());
+    assert_eq!(told(), "exported");
+    assert!(std::fs::read(&copy).unwrap() == std::fs::read(&raw).unwrap());
 }

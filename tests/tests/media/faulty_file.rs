@@ -11,7 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use nix::mount::MsFlags;
-use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use rustix::io::Errno;
 
 use crate::volume::run;
@@ -177,8 +177,7 @@ impl Medium {
                     std::thread::sleep(FAILURE);
                     return Err(Errno::IO);
                 }
-                let written = self.memory.write_all_at(bytes, offset);
-                written.map_err(|_| Errno::IO)?;
+                self.write(bytes, offset).map_err(|_| Errno::IO)?;
                 Ok(words(&[bytes.len() as u32, 0]))
             }
             FSYNC => {
@@ -209,6 +208,15 @@ impl Medium {
         }
         body.extend([0, 0, 0, 0o100600, 1, 0, 0, 0, 4096, 0]);
         words(&body)
+    }
+
+    /// Writes to the memory. Zeroes take none.
+    fn write(&self, bytes: &[u8], offset: u64) -> std::io::Result<()> {
+        if bytes.iter().any(|&byte| byte != 0) {
+            return self.memory.write_all_at(bytes, offset);
+        }
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(fallocate(&self.memory, hole, offset, bytes.len() as u64)?)
     }
 
     fn write_fails(&self, bytes: &[u8]) -> bool {
