@@ -213,10 +213,12 @@ impl Role {
         told.split(' ').skip(1).map(str::to_owned).collect()
     }
 
-    /// Lets a reader close the disk.
-    fn close(mut self) {
+    /// Lets a reader close the disk, which copies the log to the image. Returns the error, if there is one.
+    fn close(mut self) -> Result<(), String> {
         self.orders.write_all(b"close\n").unwrap();
+        let told = self.told(&["closed", "refused "]);
         assert!(self.process.wait().unwrap().success());
+        (told == "closed").then_some(()).ok_or(told)
     }
 }
 
@@ -352,7 +354,10 @@ fn read_blocks(disk: &Path) {
         println!("blocks {}", blocks.join(" "));
     }
     drop(port);
-    store.close().unwrap();
+    match store.close() {
+        Ok(()) => println!("closed"),
+        Err(error) => println!("refused {error}"),
+    }
 }
 
 /// What a block is; see [`Role::blocks`].
@@ -458,7 +463,7 @@ fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: Reports) 
                 "round {round}: block {block}: {found}, it was {before}"
             );
         }
-        reader.close();
+        reader.close().unwrap();
         before = found;
     }
     println!("{delay} ms late, {reports:?}: {tally:?}");
@@ -540,6 +545,45 @@ fn a_report_that_another_call_takes_loses_a_flush() {
     }
 }
 
+/// What was acknowledged stays in the log until all of it is in the image.
+fn copies_to_the_image_fail(kind: &str) {
+    let mut fs = match FailingFs::new(kind) {
+        Ok(fs) => fs,
+        Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
+    };
+    fs.create_disk();
+    for (round, failing) in (1..).zip([1, 4, ALL]) {
+        let mut writer = Role::start(&fs.disk(), &format!("write {round} 0 Kept"));
+        writer.told(&["ended"]);
+        drop(writer);
+        fs.lose_power();
+        let mut reader = Role::start(&fs.disk(), "read");
+        assert_eq!(reader.told(&["opened", "refused "]), "opened");
+        fs.medium().fail_writes(SOUND.start, failing);
+        let closed = reader.close();
+        let failed = fs.medium().heal().0;
+        println!("{failed} writes failed: {closed:?}");
+        assert!(failed > 0);
+        fs.lose_power();
+        let mut reader = Role::start(&fs.disk(), "read");
+        assert_eq!(reader.told(&["opened", "refused "]), "opened");
+        let found = reader.blocks();
+        let this = round.to_string();
+        assert!(found.iter().all(|found| *found == this), "{found:?}");
+        reader.close().unwrap();
+    }
+}
+
+#[test]
+fn a_copy_to_the_image_that_fails_on_ext4_loses_nothing() {
+    copies_to_the_image_fail("ext4");
+}
+
+#[test]
+fn a_copy_to_the_image_that_fails_on_xfs_loses_nothing() {
+    copies_to_the_image_fail("xfs");
+}
+
 /// A read that fails is an error of that read alone: the guest gets no wrong byte, and nothing is lost.
 fn reads_fail_and_heal(kind: &str) {
     let mut fs = match FailingFs::new(kind) {
@@ -570,7 +614,7 @@ fn reads_fail_and_heal(kind: &str) {
         fs.medium().heal();
         let found = reader.blocks();
         assert!(found.iter().all(|found| found == "1"), "{place}: {found:?}");
-        reader.close();
+        reader.close().unwrap();
     }
 }
 
