@@ -1,9 +1,9 @@
 //! A medium that fails, below a file system that caches pages. Linux reports that a page could not be written back
 //! once to each opened file. So a FLUSH tells the truth only if nobody else takes the report that its sync has to get.
 //!
-//! A process writes to a disk and flushes, on ext4 or XFS over a loop device over a [`FaultyFile`], while pages fail. It
-//! looks late at what has ended, as a thread does that serves other disks too. It is killed, what the medium has not got
-//! is lost, and another process reads the disk: what a FLUSH has acknowledged must be there.
+//! A process writes to a disk and flushes, on ext4 or XFS, while pages of the medium below fail. It looks late at what
+//! has ended, as a thread does that serves other disks too. It is killed, what the medium has not got is lost, and
+//! another process reads the disk: what a FLUSH has acknowledged must be there.
 
 use std::convert::Infallible;
 use std::fs::File;
@@ -18,9 +18,10 @@ use walvisor_storage::{
     BackendQueue, Buffer, CommitWait, DiskOptions, EngineKind, Operation, Port, Store,
     StoreOptions, create_disk, default_log_dir, export_disk, import_disk,
 };
-use walvisor_tests::{have, leash};
+use walvisor_tests::leash;
 
-use crate::faulty_file::{FaultyFile, MARK};
+use crate::failing_fs::{ALL, FailingFs};
+use crate::faulty_file::MARK;
 use crate::volume::run;
 
 /// A disk is written in blocks, from the first to the last.
@@ -28,14 +29,10 @@ const BLOCK: usize = 256 << 10;
 const BLOCKS: u64 = 48;
 /// How many writes to the medium succeed before the first that fails, from and to. All blocks take more.
 const SOUND: std::ops::Range<u64> = 12..80;
-/// Bytes of a medium. XFS wants 300 MiB.
-const SIZE: u64 = 400 << 20;
-/// All writes from now on.
-const ALL: u64 = u64::MAX;
 /// How late the process looks at what has ended.
 const DELAYS: [u64; 3] = [0, 3, 20];
 
-/// What a child process is to do: its words are in [`a_child_process`].
+/// The variable that tells a child process what to do; see [`a_child_process`].
 const ROLE: &str = "WALVISOR_TEST_ROLE";
 
 fn options() -> StoreOptions {
@@ -46,7 +43,8 @@ fn options() -> StoreOptions {
     }
 }
 
-/// Opens the disk. `waits`: a group waits a moment for a second FLUSH before its sync, as it does by itself when syncs are slow.
+/// Opens the disk. `waits`: a group waits a moment for a second FLUSH before its sync, as it does by itself where syncs
+/// are slow.
 fn open(disk: &Path, waits: bool) -> Result<Store, walvisor_storage::Error> {
     let mut options = options();
     if waits {
@@ -56,6 +54,18 @@ fn open(disk: &Path, waits: bool) -> Result<Store, walvisor_storage::Error> {
         };
     }
     Store::open(&default_log_dir(disk), &[DiskOptions::new(disk)], &options)
+}
+
+fn disk_on(fs: &FailingFs) -> PathBuf {
+    fs.top().join("disk.img")
+}
+
+/// Makes the disk of a file system, anew if there is one.
+fn make_disk_on(fs: &FailingFs) {
+    let (disk, log) = (disk_on(fs), default_log_dir(&disk_on(fs)));
+    let _ = std::fs::remove_file(&disk);
+    let _ = std::fs::remove_dir_all(&log);
+    create_disk(&disk, BLOCKS * BLOCK as u64, &log, &options()).unwrap();
 }
 
 /// The content of a block in a round.
@@ -69,109 +79,6 @@ fn content(round: u64, block: u64) -> Vec<u8> {
 
 fn sector(block: u64) -> u64 {
     block * BLOCK as u64 / 512
-}
-
-/// A file system on a medium that fails. Dropping it removes all of it.
-struct FailingFs {
-    dir: tempfile::TempDir,
-    mounted: bool,
-    device: Option<String>,
-    medium: Option<FaultyFile>,
-}
-
-impl FailingFs {
-    /// Makes a file system of a kind.
-    fn new(kind: &str) -> Result<Self, String> {
-        let (maker, package, options) = match kind {
-            "xfs" => ("mkfs.xfs", "xfsprogs", &["-q", "-K"][..]),
-            _ => {
-                let options = &["-q", "-t", "ext4", "-E", "nodiscard"][..];
-                ("mke2fs", "e2fsprogs", options)
-            }
-        };
-        if !have(maker, package) || !have("losetup", "mount") {
-            return Err("no tools for file systems".to_owned());
-        }
-        let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
-        let mut made = Self {
-            dir,
-            mounted: false,
-            device: None,
-            medium: None,
-        };
-        std::fs::create_dir(made.top()).map_err(|error| error.to_string())?;
-        let file = made.dir.path().join("medium");
-        made.medium = Some(FaultyFile::mount(&file, SIZE)?);
-        let file = file.display().to_string();
-        let device = run("losetup", &["--find", "--show", "--direct-io=on", &file])?;
-        made.device = Some(device.clone());
-        run(maker, &[options, &[&device]].concat())?;
-        made.mount()?;
-        Ok(made)
-    }
-
-    fn medium(&self) -> &FaultyFile {
-        self.medium.as_ref().expect("it has one")
-    }
-
-    /// The mount point.
-    fn top(&self) -> PathBuf {
-        self.dir.path().join("mounted")
-    }
-
-    fn disk(&self) -> PathBuf {
-        self.top().join("disk.img")
-    }
-
-    /// Makes the disk anew.
-    fn create_disk(&self) {
-        let (disk, log) = (self.disk(), default_log_dir(&self.disk()));
-        let _ = std::fs::remove_file(&disk);
-        let _ = std::fs::remove_dir_all(&log);
-        create_disk(&disk, BLOCKS * BLOCK as u64, &log, &options()).unwrap();
-    }
-
-    fn mount(&mut self) -> Result<(), String> {
-        let device = self.device.as_deref().expect("it has one");
-        run("mount", &[device, &self.top().display().to_string()])?;
-        self.mounted = true;
-        Ok(())
-    }
-
-    /// Unmounts the file system, so that nothing of it is in memory. What io_uring does for a process that was killed
-    /// ends a moment later than the process.
-    fn unmount(&mut self) -> Result<(), String> {
-        let began = Instant::now();
-        while self.mounted {
-            match run("umount", &[&self.top().display().to_string()]) {
-                Err(why) if !why.contains("busy") || began.elapsed().as_secs() > 30 => {
-                    return Err(why);
-                }
-                Err(_) => std::thread::sleep(Duration::from_millis(10)),
-                Ok(_) => self.mounted = false,
-            }
-        }
-        Ok(())
-    }
-
-    /// What a power cut does, after all processes have ended: what is not on the medium by now is lost.
-    fn lose_power(&mut self) {
-        self.medium().fail_writes(0, ALL);
-        self.unmount().unwrap();
-        self.medium().heal();
-        self.mount().unwrap();
-    }
-}
-
-impl Drop for FailingFs {
-    fn drop(&mut self) {
-        if let Err(why) = self.unmount() {
-            println!("{why}");
-        }
-        if let Some(device) = self.device.take() {
-            let _ = run("losetup", &["--detach", &device]);
-        }
-    }
 }
 
 /// A child process: this test program, in a role. Dropping it kills it.
@@ -409,7 +316,7 @@ enum Reports {
 /// Lets writes fail in `count` rounds; with reports taken, until an acknowledged FLUSH is lost.
 fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: Reports) -> Tally {
     let mut tally = Tally::default();
-    fs.create_disk();
+    make_disk_on(fs);
     let mut before = vec!["0".to_owned(); BLOCKS as usize];
     for round in 1..=count {
         tally.rounds += 1;
@@ -417,7 +324,7 @@ fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: Reports) 
         let sound = SOUND.start + random % (SOUND.end - SOUND.start);
         let failing = [1, 1, 4, ALL][round as usize / 2 % 4];
         fs.medium().fail_writes(sound, failing);
-        let mut writer = Role::start(&fs.disk(), &format!("write {round} {delay} {reports:?}"));
+        let mut writer = Role::start(&disk_on(fs), &format!("write {round} {delay} {reports:?}"));
         let mut acknowledged: Vec<usize> = Vec::new();
         while let Some(blocks) = writer
             .told(&["acknowledged ", "ended"])
@@ -430,7 +337,7 @@ fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: Reports) 
         acknowledged.retain(|&blocks| blocks > 0);
         tally.acknowledged += acknowledged.len();
         fs.lose_power();
-        let mut reader = Role::start(&fs.disk(), "read");
+        let mut reader = Role::start(&disk_on(fs), "read");
         let opened = reader.told(&["opened", "refused "]);
         let found = match opened.as_str() {
             "opened" => reader.blocks(),
@@ -451,7 +358,7 @@ fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: Reports) 
                 break;
             }
             drop(reader);
-            fs.create_disk();
+            make_disk_on(fs);
             before = vec!["0".to_owned(); BLOCKS as usize];
             continue;
         }
@@ -507,13 +414,15 @@ fn a_test_that_panics_leaves_no_mount_and_no_loop_device() {
     let ended = std::panic::catch_unwind(|| -> Result<Infallible, String> {
         let fs = FailingFs::new("ext4")?;
         fs.medium().fail_writes(0, ALL);
-        std::panic::resume_unwind(Box::new(fs.dir.path().to_owned()))
+        std::panic::resume_unwind(Box::new(fs.top()))
     });
     let place = match ended {
         Ok(Err(why)) => return println!("skipped: no ext4 on a medium that fails: {why}"),
         Err(place) => *place.downcast::<PathBuf>().unwrap(),
     };
-    let place = place.to_str().unwrap();
+    let dir = place.parent().unwrap();
+    assert!(!dir.exists());
+    let place = dir.to_str().unwrap();
     let mounts = std::fs::read_to_string("/proc/self/mounts").unwrap();
     assert!(!mounts.contains(place), "{mounts}");
     let loops = run("losetup", &["--list", "--noheadings"]).unwrap();
@@ -551,13 +460,13 @@ fn copies_to_the_image_fail(kind: &str) {
         Ok(fs) => fs,
         Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
     };
-    fs.create_disk();
+    make_disk_on(&fs);
     for (round, failing) in (1..).zip([1, 4, ALL]) {
-        let mut writer = Role::start(&fs.disk(), &format!("write {round} 0 Kept"));
+        let mut writer = Role::start(&disk_on(&fs), &format!("write {round} 0 Kept"));
         writer.told(&["ended"]);
         drop(writer);
         fs.lose_power();
-        let mut reader = Role::start(&fs.disk(), "read");
+        let mut reader = Role::start(&disk_on(&fs), "read");
         assert_eq!(reader.told(&["opened", "refused "]), "opened");
         fs.medium().fail_writes(SOUND.start, failing);
         let closed = reader.close();
@@ -565,7 +474,7 @@ fn copies_to_the_image_fail(kind: &str) {
         println!("{failed} writes failed: {closed:?}");
         assert!(failed > 0);
         fs.lose_power();
-        let mut reader = Role::start(&fs.disk(), "read");
+        let mut reader = Role::start(&disk_on(&fs), "read");
         assert_eq!(reader.told(&["opened", "refused "]), "opened");
         let found = reader.blocks();
         let this = round.to_string();
@@ -590,20 +499,20 @@ fn reads_fail_and_heal(kind: &str) {
         Ok(fs) => fs,
         Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
     };
-    fs.create_disk();
-    let mut writer = Role::start(&fs.disk(), "write 1 0 Kept");
+    make_disk_on(&fs);
+    let mut writer = Role::start(&disk_on(&fs), "write 1 0 Kept");
     writer.told(&["ended"]);
     drop(writer);
     fs.lose_power();
     // The log can't be read while it is opened.
     fs.medium().fail_reads();
-    let refused = Role::start(&fs.disk(), "read").told(&["opened", "refused "]);
+    let refused = Role::start(&disk_on(&fs), "read").told(&["opened", "refused "]);
     assert!(refused.contains("Input/output error"), "{refused}");
     assert!(fs.medium().heal().1 > 0);
     // First the blocks are read from the log. Closing copies them to the image.
     for place in ["log", "image"] {
         fs.lose_power();
-        let mut reader = Role::start(&fs.disk(), "read");
+        let mut reader = Role::start(&disk_on(&fs), "read");
         assert_eq!(reader.told(&["opened", "refused "]), "opened", "{place}");
         fs.medium().fail_reads();
         let found = reader.blocks();

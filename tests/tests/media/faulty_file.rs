@@ -24,9 +24,9 @@ pub const MARK: &[u8; 8] = b"\xdaTaMaRk\xa7";
 const LARGEST_WRITE: u32 = 128 << 10;
 /// The time that a medium tries before it reports an error.
 const FAILURE: Duration = Duration::from_millis(2);
-/// The time that a sync takes.
-const SYNC: Duration = Duration::from_millis(0);
 
+// Requests.
+const FORGET: u32 = 2;
 const GETATTR: u32 = 3;
 const OPEN: u32 = 14;
 const READ: u32 = 15;
@@ -34,8 +34,14 @@ const WRITE: u32 = 16;
 const RELEASE: u32 = 18;
 const FSYNC: u32 = 20;
 const INIT: u32 = 26;
-/// Forgets and interrupts get no answer.
-const UNANSWERED: [u32; 3] = [2, 36, 42];
+const INTERRUPT: u32 = 36;
+const BATCH_FORGET: u32 = 42;
+
+// Flags of the opened file, and of the connection.
+const DIRECT_IO: u32 = 1;
+const ASYNC_READ: u32 = 1;
+const BIG_WRITES: u32 = 1 << 5;
+const ASYNC_DIO: u32 = 1 << 15;
 
 /// The file, mounted. Dropping it unmounts it.
 pub struct FaultyFile {
@@ -131,13 +137,16 @@ impl Medium {
         loop {
             let len = match (&*kernel).read(&mut request) {
                 Ok(len) => len,
-                Err(error) if error.raw_os_error() == Some(Errno::NODEV.raw_os_error()) => return,
-                // A request was taken back.
-                Err(_) => continue,
+                Err(error) => match Errno::from_io_error(&error) {
+                    // A request was taken back before it was read.
+                    Some(Errno::NOENT | Errno::INTR | Errno::AGAIN) => continue,
+                    _ => return,
+                },
             };
             let request = &request[..len];
             let opcode = u32_at(request, 4);
-            if UNANSWERED.contains(&opcode) {
+            // These get no answer.
+            if [FORGET, BATCH_FORGET, INTERRUPT].contains(&opcode) {
                 continue;
             }
             let answer = self.answer(opcode, &request[40..]);
@@ -161,7 +170,7 @@ impl Medium {
             GETATTR => Ok(self.attributes()),
             // The kernel keeps no pages of it, so each failure is reported to who asked.
             OPEN => Ok(words(&[0, 0, DIRECT_IO, 0])),
-            RELEASE => Ok(Vec::new()),
+            RELEASE | FSYNC => Ok(Vec::new()),
             READ => {
                 let mut bytes = vec![0; u32_at(arguments, 16) as usize];
                 let read = self.memory.read_at(&mut bytes, u64_at(arguments, 8));
@@ -179,10 +188,6 @@ impl Medium {
                 }
                 self.write(bytes, offset).map_err(|_| Errno::IO)?;
                 Ok(words(&[bytes.len() as u32, 0]))
-            }
-            FSYNC => {
-                std::thread::sleep(SYNC);
-                Ok(Vec::new())
             }
             _ => Err(Errno::NOSYS),
         }
@@ -240,12 +245,6 @@ impl Medium {
         fails
     }
 }
-
-/// Flags of an opened file, and of the greeting.
-const DIRECT_IO: u32 = 1;
-const ASYNC_READ: u32 = 1;
-const BIG_WRITES: u32 = 1 << 5;
-const ASYNC_DIO: u32 = 1 << 15;
 
 fn has_data(bytes: &[u8]) -> bool {
     bytes.chunks(512).any(|sector| sector.starts_with(MARK))

@@ -1,0 +1,107 @@
+//! A file system on a medium that fails: ext4 or XFS, over a loop device over a [`FaultyFile`].
+
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use walvisor_tests::have;
+
+use crate::faulty_file::FaultyFile;
+use crate::volume::run;
+
+/// Bytes of a medium. XFS wants 300 MiB.
+const SIZE: u64 = 400 << 20;
+/// All requests from now on.
+pub const ALL: u64 = u64::MAX;
+
+/// A file system on a medium that fails. Dropping it removes all of it.
+pub struct FailingFs {
+    mounted: bool,
+    device: Option<String>,
+    medium: Option<FaultyFile>,
+    /// The last to be dropped.
+    dir: tempfile::TempDir,
+}
+
+impl FailingFs {
+    /// Makes a file system of a kind.
+    pub fn new(kind: &str) -> Result<Self, String> {
+        let (maker, package, options) = match kind {
+            "xfs" => ("mkfs.xfs", "xfsprogs", &["-q", "-K"][..]),
+            _ => {
+                let options = &["-q", "-t", "ext4", "-E", "nodiscard"][..];
+                ("mke2fs", "e2fsprogs", options)
+            }
+        };
+        if !have(maker, package) || !have("losetup", "mount") {
+            return Err("no tools for file systems".to_owned());
+        }
+        let dir = tempfile::tempdir().map_err(|error| error.to_string())?;
+        let mut made = Self {
+            mounted: false,
+            device: None,
+            medium: None,
+            dir,
+        };
+        std::fs::create_dir(made.top()).map_err(|error| error.to_string())?;
+        let file = made.dir.path().join("medium");
+        made.medium = Some(FaultyFile::mount(&file, SIZE)?);
+        let file = file.display().to_string();
+        let device = run("losetup", &["--find", "--show", "--direct-io=on", &file])?;
+        made.device = Some(device.clone());
+        run(maker, &[options, &[&device]].concat())?;
+        made.mount()?;
+        Ok(made)
+    }
+
+    /// The medium.
+    pub fn medium(&self) -> &FaultyFile {
+        self.medium.as_ref().expect("it has one")
+    }
+
+    /// The mount point.
+    pub fn top(&self) -> PathBuf {
+        self.dir.path().join("mounted")
+    }
+
+    fn mount(&mut self) -> Result<(), String> {
+        let device = self.device.as_deref().expect("it has one");
+        run("mount", &[device, &self.top().display().to_string()])?;
+        self.mounted = true;
+        Ok(())
+    }
+
+    /// Unmounts the file system, so that nothing of it is in memory. What io_uring does for a process that was killed
+    /// ends a moment later than the process.
+    fn unmount(&mut self) -> Result<(), String> {
+        let began = Instant::now();
+        while self.mounted {
+            match run("umount", &[&self.top().display().to_string()]) {
+                Err(why) if !why.contains("busy") || began.elapsed().as_secs() > 30 => {
+                    return Err(why);
+                }
+                Err(_) => std::thread::sleep(Duration::from_millis(10)),
+                Ok(_) => self.mounted = false,
+            }
+        }
+        Ok(())
+    }
+
+    /// What a power cut does, after all processes have ended: what is not on the medium by now is lost.
+    pub fn lose_power(&mut self) {
+        self.medium().fail_writes(0, ALL);
+        self.unmount().unwrap();
+        self.medium().heal();
+        self.mount().unwrap();
+    }
+}
+
+impl Drop for FailingFs {
+    fn drop(&mut self) {
+        if let Err(why) = self.unmount() {
+            println!("{why}");
+        }
+        if let Some(device) = self.device.take() {
+            let _ = run("losetup", &["--detach", &device]);
+        }
+    }
+}
