@@ -234,7 +234,10 @@ fn take_reports(log: &Path) {
             continue;
         }
         let number = opened.file_name().into_string().unwrap();
-        let info = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}")).unwrap();
+        // The store may have closed it meanwhile.
+        let Ok(info) = std::fs::read_to_string(format!("/proc/self/fdinfo/{number}")) else {
+            continue;
+        };
         let flags = info.lines().find_map(|line| line.strip_prefix("flags:"));
         let flags = i32::from_str_radix(flags.unwrap().trim(), 8).unwrap();
         if flags & libc::O_DIRECT != 0 {
@@ -390,7 +393,7 @@ fn probe_io_uring() -> Result<(), walvisor_storage::Error> {
     Store::open(&log, &[DiskOptions::new(&disk)], &options)?.close()
 }
 
-/// Rounds of each delay: those of a test, or as many as wanted.
+/// Rounds of each delay: those of a test, or as many as `WALVISOR_FAILING_ROUNDS` says.
 fn rounds(of_a_test: u64) -> u64 {
     let wanted = std::env::var("WALVISOR_FAILING_ROUNDS").ok();
     wanted.map_or(of_a_test, |wanted| wanted.parse().expect("a number"))
