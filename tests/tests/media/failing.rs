@@ -304,7 +304,8 @@ struct Tally {
     /// FLUSHes that were acknowledged, and those of which something was gone.
     acknowledged: usize,
     lost: usize,
-    rounds_with_loss: u64,
+    /// Blocks that were neither what the round wrote nor what they were before.
+    wrong: usize,
 }
 
 /// Who gets the reports of pages that could not be written back.
@@ -349,32 +350,29 @@ fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: Reports) 
         let this = round.to_string();
         let kept = found.iter().take_while(|&found| *found == this).count();
         let lost = acknowledged.iter().filter(|&&blocks| blocks > kept).count();
-        if lost > 0 {
-            println!(
-                "round {round}: {lost} of {} FLUSHes lost, up to {:?} blocks; {kept} are there; {opened}",
-                acknowledged.len(),
-                acknowledged.last(),
-            );
-            tally.lost += lost;
-            tally.rounds_with_loss += 1;
-            if reports == Reports::Taken {
-                break;
-            }
-            drop(reader);
-            make_disk_on(fs);
-            before = vec!["0".to_owned(); BLOCKS as usize];
+        let blocks = found.iter().zip(&before);
+        let wrong = blocks.filter(|&(found, before)| *found != this && found != before);
+        let wrong = wrong.count();
+        if (lost, wrong) == (0, 0) && opened == "opened" {
+            reader.close().unwrap();
+            before = found;
             continue;
         }
-        assert_eq!(opened, "opened", "round {round}");
-        for (block, (found, before)) in found.iter().zip(&before).enumerate() {
-            let whole = *found == this || found == before;
-            assert!(
-                whole,
-                "round {round}: block {block}: {found}, it was {before}"
-            );
+        println!(
+            "round {round}: {opened}; {acknowledged:?} blocks acknowledged, {kept} are there: {}",
+            found.join(" ")
+        );
+        tally.lost += lost;
+        tally.wrong += wrong;
+        match reports {
+            // A log that is refused although nothing is lost is a fault of its own.
+            Reports::Kept => assert!(lost + wrong > 0, "{opened}"),
+            Reports::Taken if lost > 0 => break,
+            Reports::Taken => {}
         }
-        reader.close().unwrap();
-        before = found;
+        drop(reader);
+        make_disk_on(fs);
+        before = vec!["0".to_owned(); BLOCKS as usize];
     }
     println!("{delay} ms late, {reports:?}: {tally:?}");
     tally
@@ -407,7 +405,7 @@ fn nothing_acknowledged_is_lost(kind: &str) {
     };
     let tallies = DELAYS.map(|delay| fail_in_rounds(&mut fs, rounds(12), delay, Reports::Kept));
     for tally in tallies {
-        assert_eq!(tally.lost, 0);
+        assert_eq!((tally.lost, tally.wrong), (0, 0));
         assert!(tally.failed == tally.rounds && tally.acknowledged > 0);
     }
 }
