@@ -379,8 +379,7 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
             Arc::new(DiskState::new(disk, &DiskOptions::new(path), base))
         })
         .collect();
-    let recovered = recover(&mut control, &states, read, false);
-    let scan = recovered?;
+    let (scan, _) = recover(&mut control, &states, read, false)?;
     let found = (scan.last.lsn, scan.records, scan.batches, scan.max_lsn);
     assert_eq!(looked?, found, "looking and recovering differ");
     assert_eq!(checked?, found, "checking and recovering differ");

@@ -24,6 +24,9 @@ pub(crate) enum Mutant {
     RecycleEarly,
     /// Recovery ignores how far the control file says that the log was durable. The medium does not know what the file means.
     DurableLsnIgnored,
+    /// Only one slot of the control file says how far the log was durable when the segments that prove it are wiped. The medium does
+    /// not know what the file means.
+    ProofInOneSlot,
     /// LSNs of a torn tail are given out again. Recovery chooses the next LSN in memory.
     LsnRestart,
     /// The payload changes after its checksum was computed. That is before the medium gets either.

@@ -60,6 +60,12 @@ impl ControlFile {
         self.update(|_| {})
     }
 
+    /// Changes anything in both slots: if one of them rots, the other knows it too.
+    pub(crate) fn change_both(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
+        self.change(change)?;
+        self.write()
+    }
+
     /// Writes the contents that were read once more, to the slot that they came from, and syncs it. They must be on
     /// the medium before segments that they free are reused, and before the other slot, the valid one until then,
     /// is overwritten. A sync alone is not enough: after a failed sync the cache may hold pages that no later sync
@@ -232,8 +238,7 @@ pub(crate) fn create_log(
     fill(&mut control)?;
     // Writes both copies, so that their space is allocated now and not when the file system is full.
     if !planted(Mutant::ControlNamedUnwritten) {
-        control.write()?;
-        control.write()?;
+        control.change_both(|_| {})?;
     }
     files()
         .rename_new(&unfinished, &control.path)

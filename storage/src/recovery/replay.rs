@@ -312,13 +312,14 @@ pub(crate) fn read_durable(
     Ok((scan, waiting))
 }
 
-/// Gives the disks their parts of the log, and makes the log's end durable. `keeps_history`: the log keeps its records.
+/// Gives the disks their parts of the log, and makes the log's end durable. `keeps_history`: the log keeps its records. Returns the
+/// segments that hold no part of the log, too.
 pub(crate) fn recover(
     control: &mut ControlFile,
     states: &[Arc<DiskState>],
-    (scan, mut indexes): (Scan, Indexes),
+    (mut scan, mut indexes): (Scan, Indexes),
     keeps_history: bool,
-) -> Result<Scan> {
+) -> Result<(Scan, Vec<Arc<Segment>>)> {
     // Unless the log keeps its records, the indexes are frozen at once. The first checkpoint then copies only what was recovered, whatever is written
     // meanwhile, and so needs no room in a ring that may be full.
     for state in states {
@@ -331,18 +332,7 @@ pub(crate) fn recover(
             state.last_lsn.store(waiting.last_lsn, Ordering::Release);
         }
     }
-    let header = &mut control.control.header;
-    let seen = match planted(Mutant::LsnRestart) {
-        true => scan.last.lsn,
-        false => scan.max_lsn.max(scan.last.lsn),
-    };
-    // This comes before any segment is wiped: numbers seen on the medium are never given out again.
-    header.next_lsn = U64::new(seen + 1);
-    header.next_cid = U64::new(scan.max_cid + 1);
-    control.write()?;
     // The bytes behind the end must never be taken for part of the log again.
-    scan.void
-        .iter()
-        .try_for_each(|segment| scan::wipe(segment))?;
-    Ok(scan)
+    let free = scan.release(control)?;
+    Ok((scan, free))
 }

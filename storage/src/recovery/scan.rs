@@ -17,7 +17,9 @@ use std::collections::VecDeque;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::catalog::control::unknown_version;
+use zerocopy::little_endian::U64;
+
+use crate::catalog::control::{ControlFile, unknown_version};
 use crate::catalog::rewind::Lines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader};
@@ -37,9 +39,12 @@ use crate::{Buffer, SECTOR_SIZE, parallel};
 pub(crate) struct Scan {
     /// The segments that hold parts of the log.
     pub live: Vec<Live>,
-    pub free: Vec<Arc<Segment>>,
+    /// Those that hold none: see [`release`](Self::release).
+    free: Vec<Arc<Segment>>,
     /// Segments behind the end of the log whose headers must be wiped before the log is written again.
-    pub void: Vec<Arc<Segment>>,
+    void: Vec<Arc<Segment>>,
+    /// Segments whose own header is damaged: they may have been part of the log.
+    suspects: Vec<Arc<Segment>>,
     /// The highest numbers seen anywhere, void or not: they are never given out again.
     pub max_lsn: u64,
     pub max_cid: u64,
@@ -63,6 +68,68 @@ pub(crate) struct Scan {
 }
 
 impl Scan {
+    /// How many segments there are.
+    pub(crate) fn segments(&self) -> usize {
+        self.live.len() + self.free.len() + self.void.len() + self.suspects.len()
+    }
+
+    /// The segments that hold no part of a log that was [read durably](crate::recovery::replay::read_durable). There is no other way
+    /// to them, and whoever has them may overwrite or remove them: what they prove is in both slots of the control file by then. That
+    /// is how far the log was durable, so that damage is never taken for a torn write, and the highest numbers seen anywhere. What is
+    /// void is wiped.
+    pub(crate) fn release(&mut self, control: &mut ControlFile) -> Result<Vec<Arc<Segment>>> {
+        let seen = match planted(Mutant::LsnRestart) {
+            true => self.last.lsn,
+            false => self.max_lsn.max(self.last.lsn),
+        };
+        debug_assert_eq!(
+            control.control.durable_lsn, self.last.lsn,
+            "what was read is on the medium"
+        );
+        let next_cid = self.max_cid + 1;
+        let note = |control: &mut Control| {
+            control.header.next_lsn = U64::new(seen + 1);
+            control.header.next_cid = U64::new(next_cid);
+        };
+        match planted(Mutant::ProofInOneSlot) {
+            true => control.change(note)?,
+            false => control.change_both(note)?,
+        }
+        self.void.iter().try_for_each(|segment| wipe(segment))?;
+        for suspect in &self.suspects {
+            tracing::warn!(
+                "{}: its header is damaged; the log is whole without it, and uses the file again",
+                suspect.path.display()
+            );
+        }
+        let mut released = std::mem::take(&mut self.free);
+        // They come last: so they are the last ones to be overwritten.
+        released.append(&mut self.void);
+        released.append(&mut self.suspects);
+        Ok(released)
+    }
+
+    /// Refuses to remove files of a log of which something is damaged, as far as it was verified. Those files may be what is left
+    /// of it.
+    pub(crate) fn refuse_damaged(&self, log_dir: &Path) -> Result<()> {
+        let dir = log_dir.display();
+        let told = match (self.damaged.first(), self.suspects.first()) {
+            (Some(block), _) => format!(
+                "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; 'walvisor disk check' names the                  disk and the sectors: overwrite them, restore the disk from a copy, or give up what the log has of it with                  'walvisor disk check --discard-log'",
+                block.segment.path.display(),
+                block.lsn,
+                block.offset,
+            ),
+            (None, Some(suspect)) => format!(
+                "{0}: its header is damaged, so it may have been part of the log in {dir}; if 'walvisor disk check' finds nothing \
+                 missing, move {0} elsewhere, then try again",
+                suspect.path.display(),
+            ),
+            (None, None) => return Ok(()),
+        };
+        Err(Error::new(ErrorKind::Damaged, told))
+    }
+
     /// Notes the numbers of a batch, which may be part of the log or not.
     fn saw(&mut self, batch: &Batch) {
         self.max_lsn = self.max_lsn.max(batch.last_lsn());
@@ -305,7 +372,7 @@ pub(crate) fn scan(
         .iter()
         .map(|candidate| candidate.segment.clone())
         .collect();
-    scan.free.extend(suspects);
+    scan.suspects = suspects;
     Ok(scan)
 }
 
@@ -517,7 +584,7 @@ impl Taker<'_> {
 }
 
 /// Wipes the first block of a void segment, so that it can't be taken for part of the log again.
-pub(crate) fn wipe(segment: &Segment) -> Result<()> {
+fn wipe(segment: &Segment) -> Result<()> {
     let wiped = segment.file.write_all_at(&SegmentHeader::blank(), 0);
     let wiped = wiped.and_then(|()| segment.file.sync_data());
     wiped.map_err(|error| Error::io("wipe the void log segment", &segment.path, error))

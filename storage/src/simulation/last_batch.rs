@@ -4,10 +4,12 @@ use std::path::Path;
 
 use super::fixture::{Fixture, Running, Shape, carry_out, control_of, filled};
 use super::medium::{LOG, World};
+use crate::error::ErrorKind;
+use crate::format::{BLOCK, CONTROL_SLOT};
 use crate::mutant::{Mutant, PLANTED};
 use crate::recovery::contents::Verify;
 use crate::recovery::scan::{Found, scan};
-use crate::{CommitWait, Operation, Retain};
+use crate::{BackendQueue, CommitWait, Operation, Retain};
 
 /// How a log is left, after which the medium changes its last batch.
 #[derive(Clone, Copy, Debug)]
@@ -22,16 +24,18 @@ enum Left {
     Closed,
 }
 
+/// Writes to sectors 8 to 15, durably.
+fn write(running: &mut Running, value: u32) {
+    let mut port = running.disks[0].open_port().unwrap();
+    let data = filled(value, 8);
+    carry_out(running, &mut port, Operation::Write { sector: 8, data }).unwrap();
+    carry_out(running, &mut port, Operation::Flush).unwrap();
+}
+
 /// Whether a read fails of what the last batch has, once the medium has changed that.
 fn last_batch_is_missed(left: Left) -> bool {
     let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
     fixture.retain = Retain::All;
-    let write = |running: &mut Running, value: u32| {
-        let mut port = running.disks[0].open_port().unwrap();
-        let data = filled(value, 8);
-        carry_out(running, &mut port, Operation::Write { sector: 8, data }).unwrap();
-        carry_out(running, &mut port, Operation::Flush).unwrap();
-    };
     let mut running = fixture.open(false, CommitWait::NONE).unwrap();
     running.keeper.step(false).unwrap();
     write(&mut running, 1);
@@ -87,4 +91,99 @@ fn the_last_batch_of_a_log_that_was_known_to_be_durable_is_missed() {
     let killed = !last_batch_is_missed(Left::Closed);
     PLANTED.set(None);
     assert!(killed);
+}
+
+/// Changes bytes of a file of the log.
+fn change(world: &mut World, name: &str, offset: u64, len: usize, to: impl Fn(u8) -> u8) {
+    let file = world.find(name);
+    let mut bytes = world.contents(&Path::new(LOG).join(name));
+    let changed = &mut bytes[offset as usize..offset as usize + len];
+    changed.iter_mut().for_each(|byte| *byte = to(*byte));
+    world.replace(file, &bytes);
+}
+
+/// A killed process leaves a log whose last durable batch the medium has changed since. Only the header of a void segment proves
+/// that it was durable: a power cut took the batch between them.
+fn proved_by_a_void_segment() -> Fixture {
+    let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
+    fixture.retain = Retain::All;
+    let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+    running.keeper.step(false).unwrap();
+    write(&mut running, 1);
+    write(&mut running, 2);
+    let mut port = running.disks[0].open_port().unwrap();
+    for token in 0..3 {
+        let (sector, data) = (32, filled(9, 32));
+        carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
+        let (mut written, mut done) = (port.when_written(token), Vec::new());
+        for _ in 0..100 {
+            port.kick();
+            port.completions(&mut done);
+            written |= !done.is_empty();
+        }
+        assert!(written, "batch {token}");
+    }
+    drop((port, running));
+    let control = control_of(&fixture.medium).unwrap().control;
+    let mut records = Vec::new();
+    let visit = &mut |found: Found<'_>| {
+        let name = found.segment.path.file_name().unwrap();
+        records.push((name.to_str().unwrap().to_owned(), found.offset));
+    };
+    let (medium, log) = (&fixture.medium, Path::new(LOG));
+    scan(medium, log, &control, Verify::Tail, visit, &mut |_, _| {}).unwrap();
+    let mut world = fixture.medium.lock();
+    world.restart();
+    let (segment, payload) = &records[1];
+    change(&mut world, segment, *payload, 1, |byte| byte ^ 1);
+    let (torn, void) = records[2..].split_at(1);
+    assert!(torn[0].0 == *segment && void.iter().any(|(name, _)| name != segment));
+    for (name, payload) in records[2..].iter().filter(|(name, _)| name == segment) {
+        change(&mut world, name, payload - BLOCK as u64, BLOCK, |_| 0);
+    }
+    drop(world);
+    fixture
+}
+
+/// How often a recovery that was cut, and then lost a slot of its control file, shows the bytes from before the last durable batch.
+fn forgotten_proofs() -> u32 {
+    let left = proved_by_a_void_segment();
+    let mut forgotten = 0;
+    for ticks in 0.. {
+        let fixture = left.with(left.medium.lock().clone());
+        fixture.medium.lock().ticks = Some(ticks);
+        let opened = fixture.open(false, CommitWait::NONE);
+        let cut = fixture.medium.lock().crashed;
+        assert!(cut || opened.is_ok());
+        drop(opened);
+        fixture.lose_power();
+        for slot in 0..2 {
+            let fixture = fixture.with(fixture.medium.lock().clone());
+            let offset = slot * CONTROL_SLOT as u64 + 100;
+            change(&mut fixture.medium.lock(), "control", offset, 1, |byte| {
+                !byte
+            });
+            match fixture.open(false, CommitWait::NONE) {
+                Ok(running) => {
+                    let found = running.read_sectors();
+                    forgotten += u32::from(found[0][8..16].contains(&Some(1)));
+                }
+                Err(error) => assert_eq!(error.kind(), ErrorKind::Damaged, "{error}"),
+            }
+        }
+        if !cut {
+            break;
+        }
+    }
+    forgotten
+}
+
+/// Before recovery wipes what proves that a batch was durable, both slots of the control file have the proof.
+#[test]
+fn a_cut_recovery_and_a_rotten_slot_do_not_make_a_durable_batch_a_torn_one() {
+    assert_eq!(forgotten_proofs(), 0);
+    PLANTED.set(Some(Mutant::ProofInOneSlot));
+    let forgotten = forgotten_proofs();
+    PLANTED.set(None);
+    assert!(forgotten > 0);
 }

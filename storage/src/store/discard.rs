@@ -60,7 +60,8 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     // LSNs seen on the medium are never given out again, so a record that is void now stays void.
     let newest = scan.max_lsn.max(scan.last.lsn);
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
-    control.change(|control| {
+    // In both slots: if one rots, the other must not bring the records back.
+    control.change_both(|control| {
         let next_lsn = control.header.next_lsn.get().max(newest + 1);
         control.header.next_lsn = U64::new(next_lsn);
         let entry = &mut control.disks[place];

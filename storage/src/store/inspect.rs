@@ -176,7 +176,7 @@ pub fn inspect_telling(
         snapshots,
     };
     let log = LogReport {
-        segments: (scan.live.len() + scan.free.len() + scan.void.len()) as u64,
+        segments: scan.segments() as u64,
         max_segments: header.max_segments.get(),
         segment_size: header.segment_size.get(),
         batches: scan.batches,

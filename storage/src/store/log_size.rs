@@ -7,7 +7,7 @@
 
 use std::path::Path;
 
-use zerocopy::little_endian::{U32, U64};
+use zerocopy::little_endian::U32;
 
 use crate::catalog::control::{ControlFile, existing_log};
 use crate::catalog::options::{Resize, SEGMENTS};
@@ -17,7 +17,7 @@ use crate::medium::engine::EngineKind;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::{self, files};
 use crate::medium::lock::Use;
-use crate::recovery::replay::read_log_until;
+use crate::recovery::replay::read_for_recovery;
 use crate::recovery::scan::Scan;
 
 /// A log of less than this share of its image is small. A checkpoint copies about half of the log: with a share of 1/32, blocks
@@ -55,20 +55,16 @@ pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
     let count = count as u32;
     if count < old {
         let medium = directory(log_dir, EngineKind::Blocking);
-        let (scan, _) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+        // What is removed may have proved that the log's end is durable, as when the log is opened.
+        let read = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {});
+        let (mut scan, _) = read?;
+        scan.refuse_damaged(log_dir)?;
         refuse_more(log_dir, &control, &scan, count)?;
-        // Numbers seen in a file that is removed are never given out again.
-        let (next_lsn, next_cid) = (scan.max_lsn.max(scan.last.lsn) + 1, scan.max_cid + 1);
-        control.update(|header| {
-            header.next_lsn = U64::new(next_lsn);
-            header.next_cid = U64::new(next_cid);
-        })?;
+        scan.release(&mut control)?;
         remove_files(log_dir, &scan, count)?;
     }
     // Both slots: the older one must not know less of the log's files than there are.
-    for _ in 0..2 {
-        control.update(|header| header.max_segments = U32::new(count))?;
-    }
+    control.change_both(|control| control.header.max_segments = U32::new(count))?;
     Ok(Resize {
         old_size: u64::from(old) * segment,
         size: u64::from(count) * segment,

@@ -23,7 +23,7 @@ use crate::log::stamp::Stamps;
 use crate::log::state::{FailOnPanic, Log, State};
 use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
 use crate::medium::engine::{self, EngineKind};
-use crate::medium::file::Append;
+use crate::medium::file::{Append, Segment};
 use crate::medium::filesystem;
 use crate::medium::lock::Use;
 use crate::medium::pace::{Pace, Slowed};
@@ -140,7 +140,14 @@ impl Store {
         let read = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
         let (scan, mut waiting) = read;
         let found = find(&bases, &control, log_dir, &waiting)?;
-        let log = Arc::new(new_log(log_dir, &control, Box::new(medium), scan, options));
+        let segments = (scan, Vec::new());
+        let log = Arc::new(new_log(
+            log_dir,
+            &control,
+            Box::new(medium),
+            segments,
+            options,
+        ));
         log.lock().keeper.gone = true;
         let disks = bases.into_iter().zip(found).map(|(base, place)| {
             let options = DiskOptions {
@@ -326,7 +333,7 @@ fn assemble(
     retain.set(&mut control.control)?;
     let pinned = control.control.pinned();
     let keeps_history = retain != Retain::Nothing || pinned.is_some();
-    let scan = recover(&mut control, states, read, keeps_history)?;
+    let (scan, free) = recover(&mut control, states, read, keeps_history)?;
     // The marks must be durable before the first record is logged.
     let marked = states.iter().map(|state| state.mark(true));
     let marked = marked.collect::<Result<Vec<_>>>()?;
@@ -341,7 +348,7 @@ fn assemble(
     // Also if no record counts: a restore in place has undone them all.
     let frozen = states.iter().any(|state| state.index().frozen.is_some());
     let recovered = frozen.then_some(scan.last.lsn);
-    let log = Arc::new(new_log(log_dir, &control, medium, scan, options));
+    let log = Arc::new(new_log(log_dir, &control, medium, (scan, free), options));
     for state in states {
         state.index_mut().count_in(&log.counters.index);
     }
@@ -368,7 +375,7 @@ fn new_log(
     log_dir: &Path,
     control: &ControlFile,
     medium: Box<dyn Medium>,
-    scan: Scan,
+    (scan, free): (Scan, Vec<Arc<Segment>>),
     options: &StoreOptions,
 ) -> Log {
     let header = &control.control.header;
@@ -380,7 +387,7 @@ fn new_log(
         (scan.files, header.max_segments.get()),
         scan.max_sequence + 1,
         scan.live.into(),
-        scan.free.into_iter().chain(scan.void).collect(),
+        free.into(),
     );
     let rewound = control.control.rewinds.last();
     let rewound = rewound.map_or(0, |rewind| rewind.unix_us.get());

@@ -173,12 +173,10 @@ pub(crate) fn rewind(
     let next_lsn = next.header.next_lsn.get().max(scan.max_lsn + 1);
     next.header.next_lsn = next_lsn.into();
     // Both slots: if the newer one rots, the other must not have the records that were undone.
-    for _ in 0..2 {
-        control.change(|control| {
-            control.header.next_lsn = next.header.next_lsn;
-            control.rewinds.clone_from(&next.rewinds);
-        })?;
-    }
+    control.change_both(|control| {
+        control.header.next_lsn = next.header.next_lsn;
+        control.rewinds.clone_from(&next.rewinds);
+    })?;
     Ok(done)
 }
 
