@@ -48,6 +48,18 @@ pub(crate) struct ControlFile {
 }
 
 impl ControlFile {
+    /// When the log was made, in microseconds since 1970 by the wall clock; 0 if its file system does not tell.
+    pub(crate) fn born(&self) -> u64 {
+        self.file.inode().map_or(0, |inode| inode.born / 1000)
+    }
+
+    /// The time of the newest record, which has this LSN and this time, or of a rewind that follows it.
+    pub(crate) fn newest_time(&self, lsn: u64, unix_us: u64) -> u64 {
+        let rewind = self.control.rewinds.last();
+        let follows = rewind.filter(|rewind| rewind.at.get() > lsn);
+        follows.map_or(unix_us, |rewind| rewind.unix_us.get())
+    }
+
     /// The paths of the disks' base images, where known.
     pub(crate) fn image_paths(&self) -> Vec<PathBuf> {
         let disks = self.control.disks.iter();

@@ -503,7 +503,7 @@ impl Keeper {
             }
             newest
         });
-        let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.stamps.now());
+        let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.stamps.now().unix_us);
         drop(state);
         match self.copy_frozen(lsn, hurry)? {
             Copied::Whole(rests) => self.keep(rests)?,

@@ -77,8 +77,8 @@ impl Keeper {
         if few {
             let _ = self.step(false);
         }
-        let state = self.log.lock();
-        let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now());
+        let mut state = self.log.lock();
+        let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now().unix_us);
         drop(state);
         self.drain(lsn)?;
         let cid = self.log.lock().pipeline.next_cid() - 1;

@@ -302,11 +302,11 @@ impl Log {
         let last = state.pipeline.pending().nth(count - 1);
         let last_lsn = last.expect("these are pending").lsn;
         let synced = synced && self.next_served(state).any(|lsn| lsn <= last_lsn);
+        let unix_us = state.stamp();
         let (pipeline, ring) = (&mut state.pipeline, &mut state.ring);
         let tail = ring.tail().expect("make_room gave one");
         let (segment, offset) = (tail.segment.clone(), tail.offset);
         let cid = pipeline.next_cid();
-        let unix_us = state.stamps.next();
         let mut records = spare.records.pop().unwrap_or_default();
         pipeline.begin_batch(count, &segment, synced, &mut records);
         let described = described(&records);

@@ -14,6 +14,7 @@ use crate::Buffer;
 use crate::catalog::retain::Retain;
 use crate::format::{self, SegmentHeader, Uuid};
 use crate::log::history::Commit;
+use crate::log::stamp::Stamp;
 use crate::log::tail::{BatchSize, Sealed, Tail};
 use crate::medium::checksum::Table;
 use crate::medium::file::Segment;
@@ -36,6 +37,8 @@ pub(crate) struct Live {
     pub sequence: u64,
     /// Its last record so far, or the last one before it; the time is that of the record's batch.
     pub last: Commit,
+    /// How much time had passed then since the oldest record of the log: see [`Stamp::passed`].
+    pub passed: u64,
 }
 
 /// Where there is room for a batch.
@@ -75,6 +78,8 @@ pub(crate) struct SegmentRing {
     full: bool,
     /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
     end: u64,
+    /// See [`Stamp::passed`], of the next batch.
+    passed: u64,
     /// The room that the checkpoint under way has handed on.
     copied: Handout,
     /// The room that the making of a segment file has handed on.
@@ -129,6 +134,7 @@ impl SegmentRing {
             starved: false,
             full: false,
             end: 0,
+            passed: 0,
             copied: Handout::default(),
             made: Handout::default(),
         }
@@ -339,6 +345,7 @@ impl SegmentRing {
                 lsn: batched,
                 ..self.live.back().map_or(Commit::default(), |live| live.last)
             },
+            passed: self.live.back().map_or(self.passed, |live| live.passed),
         });
         self.next_sequence += 1;
         self.tail = Some(Tail {
@@ -388,7 +395,15 @@ impl SegmentRing {
         tail.extend(bytes, header, self.segment_size);
         self.end += bytes;
         let live = self.live.back_mut().expect("the tail is live");
-        live.last = last;
+        (live.last, live.passed) = (last, self.passed);
+    }
+
+    /// Notes the time of the next batch: no record before it is later than that.
+    pub(crate) fn note_time(&mut self, stamp: Stamp) {
+        self.passed = stamp.passed;
+        let later = |live: &&mut Live| live.last.unix_us > stamp.unix_us;
+        let later = self.live.iter_mut().rev().take_while(later);
+        later.for_each(|live| live.last.unix_us = stamp.unix_us);
     }
 
     /// Ends the tail: the log is being closed, and the next batch would begin a segment.
@@ -421,7 +436,7 @@ impl SegmentRing {
         self.live.len() + self.step(retain) >= self.most as usize
     }
 
-    /// How many of the oldest segments a log that keeps so much history frees now; `now`: in microseconds since 1970;
+    /// How many of the oldest segments a log that keeps so much history frees now; `now`: see [`Stamp::passed`];
     /// `pressed`: room is needed whatever is kept; `pinned`: what comes behind this LSN stays. With the number of those that
     /// are kept for no longer than they were to be.
     pub(crate) fn expired(
@@ -435,9 +450,7 @@ impl SegmentRing {
         let newer = |at: usize| (self.live.len() - at - 1) as u64 * self.segment_size;
         let expired = |&(at, live): &(usize, &Live)| match retain {
             Retain::Nothing => true,
-            Retain::Time(time) => {
-                u128::from(now.saturating_sub(live.last.unix_us)) > time.as_micros()
-            }
+            Retain::Time(time) => u128::from(now.saturating_sub(live.passed)) > time.as_micros(),
             Retain::Bytes(bytes) => newer(at) >= bytes,
             Retain::All => false,
         };

@@ -74,6 +74,14 @@ impl State {
         }
     }
 
+    /// The time of the next batch. No older record is later than that.
+    pub(crate) fn stamp(&mut self) -> u64 {
+        let stamp = self.stamps.next();
+        self.ring.note_time(stamp);
+        self.horizon.unix_us = self.horizon.unix_us.min(stamp.unix_us);
+        stamp.unix_us
+    }
+
     /// Whether a checkpoint waits for the next batch.
     pub(crate) fn is_draining(&self) -> bool {
         let batched = self.pipeline.batched();

@@ -26,6 +26,7 @@ use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHea
 use crate::index::{ExtentMap, Place};
 use crate::log::history::Commit;
 use crate::log::ring::Live;
+use crate::log::stamp::passed_between;
 use crate::medium::directory::Medium;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
@@ -51,6 +52,8 @@ pub(crate) struct Scan {
     pub max_sequence: u64,
     /// The last record of the log, and when its batch was built.
     pub last: Commit,
+    /// Microseconds that have certainly passed from the oldest batch to the newest.
+    pub passed: u64,
     /// The record at the checkpoint LSN, or, if it has left the log, that LSN with the group and the time of the oldest record.
     pub horizon: Commit,
     pub batches: u64,
@@ -337,10 +340,11 @@ pub(crate) fn scan(
     let evidence = taker.durable;
     let lives = candidates[..end].iter().zip(&taker.last);
     scan.live = lives
-        .map(|(candidate, &last)| Live {
+        .map(|(candidate, &(last, passed))| Live {
             segment: candidate.segment.clone(),
             sequence: candidate.header.sequence.get(),
             last,
+            passed,
         })
         .collect();
     let passed = scan.last.lsn < horizon.lsn;
@@ -440,8 +444,8 @@ struct Taker<'a> {
     lines: Lines,
     /// The log was durable up to this LSN, as far as it has been read.
     durable: u64,
-    /// For each segment that was read: the last record taken from it or from segments before it.
-    last: Vec<Commit>,
+    /// For each segment that was read: the last record taken from it or from segments before it, and the time that passed up to it.
+    last: Vec<(Commit, u64)>,
     /// Batches from the first one with a wrong payload on: it is not known yet whether that one was durable.
     held: VecDeque<Held>,
     visit: Visitor<'a>,
@@ -462,7 +466,7 @@ impl Taker<'_> {
     /// Takes the batches of the next segment. Returns the segment's last LSN, taken or not.
     fn take_segment(&mut self, contents: Contents, scan: &mut Scan) -> Result<u64> {
         let part = self.last.len();
-        self.last.push(scan.last);
+        self.last.push((scan.last, scan.passed));
         let summarised = contents.summarised;
         let segment_end = contents.batches.last().map_or(0, Batch::last_lsn);
         for batch in contents.batches {
@@ -566,11 +570,21 @@ impl Taker<'_> {
                 damaged,
             });
         }
+        let unix_us = header.unix_us.get();
+        if scan.batches > 0 {
+            scan.passed += passed_between(scan.last.unix_us, unix_us);
+        }
+        if unix_us < scan.last.unix_us {
+            // What came before was not written later.
+            let before = self.last.iter_mut().map(|(last, _)| last);
+            let times = before.chain([&mut scan.horizon]);
+            times.for_each(|last| last.unix_us = last.unix_us.min(unix_us));
+        }
         scan.batches += 1;
         scan.last = Commit {
             lsn: last_lsn,
             cid: header.cid.get(),
-            unix_us: scan.last.unix_us.max(header.unix_us.get()),
+            unix_us,
         };
         if header.first_lsn <= scan.horizon.lsn || scan.horizon.cid == 0 {
             scan.horizon = Commit {
@@ -578,7 +592,7 @@ impl Taker<'_> {
                 ..scan.last
             };
         }
-        self.last[*part..].fill(scan.last);
+        self.last[*part..].fill((scan.last, scan.passed));
         scan.saw(batch);
     }
 }

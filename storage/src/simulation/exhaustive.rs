@@ -238,7 +238,7 @@ impl<'a> Explorer<'a> {
         };
         explorer.oracle.written = setting.written;
         // The clock stands still: then different histories may leave the same bytes.
-        running.disks[0].log.lock().stamps = Stamps::after(FAR_FUTURE);
+        running.disks[0].log.lock().stamps = Stamps::standing(FAR_FUTURE);
         let mut clients = Clients::open(&running, 2, false);
         running
             .keeper

@@ -18,6 +18,7 @@ use crate::disk::handle::Disk;
 use crate::format::ControlHeader;
 use crate::log::committer::Leader;
 use crate::log::group::Group;
+use crate::log::stamp::{Reading, Stamps};
 use crate::log::state::Log;
 use crate::medium::file::{Append, Appended, Engine, Io, SyncScope, Written};
 use crate::medium::lock::Use;
@@ -190,8 +191,9 @@ impl Fixture {
         let _files = self.medium.enter();
         let mut control = open_control(log, Use::Log)?;
         let base = OpenBase::open(&image, Use::Write, true)?;
-        // At the time of the newest record: a seed reproduces one run.
-        rewind(&self.medium, log, &mut control, &base, Point::Lsn(to), 0)
+        // At the time of the newest record, since the clock was never set: a seed reproduces one run.
+        let (at, now) = (Point::Lsn(to), Reading::default());
+        rewind(&self.medium, log, &mut control, &base, at, now)
     }
 
     /// The path of a disk's image.
@@ -435,7 +437,7 @@ fn a_control_write_that_fails_changes_nothing() {
     assert_eq!(read.control.header.copying_lsn.get(), 9);
 }
 
-/// A clock that was a day ahead and is right again does not give later records an earlier time than older ones,
+/// A clock that was an hour ahead and is right again does not give later records an earlier time than older ones,
 /// neither in the running log nor after it was reopened.
 #[test]
 fn times_in_a_log_never_go_back() {
@@ -456,8 +458,8 @@ fn times_in_a_log_never_go_back() {
         commit(&mut running, 2 * opened);
         if opened == 0 {
             let mut state = running.disks[0].log.lock();
-            ahead = state.stamps.next() + 86_400_000_000;
-            state.stamps = crate::log::stamp::Stamps::after(ahead);
+            ahead = state.stamps.next().unix_us + 3_600_000_000;
+            state.stamps = Stamps::standing(ahead);
         }
         commit(&mut running, 2 * opened + 1);
         drop(running);
@@ -476,6 +478,74 @@ fn times_in_a_log_never_go_back() {
     .unwrap();
     assert!(times.len() == 6 && times[0] < ahead, "{times:?}");
     assert!(times[1..].iter().all(|&time| time == ahead), "{times:?}");
+}
+
+/// A run with a clock that is a year ahead, between two with the right time: it lets nothing expire, and afterwards times are right
+/// again.
+#[test]
+#[cfg(not(feature = "shuttle"))]
+fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
+    const YEAR: u64 = 365 * 86_400_000_000;
+    let mut fixture = Fixture::new(World::new(2), Shape::one_disk(64, 64));
+    fixture.retain = Retain::Time(std::time::Duration::from_secs(3600));
+    let mut times = Vec::new();
+    for run in 0..3 {
+        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+        running.keeper.step(false).unwrap();
+        if run == 1 {
+            let ahead = Reading::now().wall + YEAR;
+            running.disks[0].log.lock().stamps = Stamps::standing(ahead);
+        }
+        let mut port = running.disks[0].open_port().unwrap();
+        for sector in 0..8 {
+            let data = filled(run, 32);
+            carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
+            carry_out(&mut running, &mut port, Operation::Flush).unwrap();
+        }
+        running.finish_writer();
+        let mut state = running.disks[0].log.lock();
+        let now = state.stamps.now();
+        let hour = |hours: u64| now.passed + hours * 3_600_000_000 + 1_000_000;
+        let (retain, all) = (state.keeper.retain, u64::MAX);
+        let freed = |now| state.ring.expired(retain, now, true, all);
+        let (count, early) = freed(now.passed);
+        assert!(
+            count > 0 && early == count,
+            "run {run}: {early} of {count} stay"
+        );
+        let (count, early) = freed(hour(1));
+        assert!(
+            count > 0 && early == 0,
+            "run {run}: {early} of {count} stay"
+        );
+        times.push(now.unix_us);
+        let horizon = state.horizon.unix_us;
+        assert!(run == 1 || horizon <= now.unix_us, "run {run}");
+        drop(state);
+        drop((port, running));
+        fixture.medium.lock().restart();
+    }
+    assert!(times[1] > times[2] + YEAR / 2 && times[2] >= times[0]);
+    let control = control_of(&fixture.medium).unwrap().control;
+    // The newest record of the first run, though the second run has been since.
+    let at = |time: u64| {
+        let (log, disk) = (Path::new(LOG), control.disks[0].id.get());
+        let read = |visit: &mut dyn FnMut(&crate::Commit)| {
+            crate::recovery::scan::scan(
+                &fixture.medium,
+                log,
+                &control,
+                crate::recovery::contents::Verify::Tail,
+                &mut |found| visit(&found.commit()),
+                &mut |_, _| {},
+            )
+            .map(drop)
+        };
+        Point::Time(time).resolve(log, &control, disk, read)
+    };
+    assert_eq!(at(times[0]).unwrap(), 8);
+    assert_eq!(at(times[2]).unwrap(), 24);
+    assert!(at(times[0] - 60_000_000).is_err());
 }
 
 /// Each step of a history panics if the log's parts do not fit together.

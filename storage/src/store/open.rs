@@ -389,12 +389,12 @@ fn new_log(
         scan.live.into(),
         free.into(),
     );
-    let rewound = control.control.rewinds.last();
-    let rewound = rewound.map_or(0, |rewind| rewind.unix_us.get());
-    let (gather, stamps) = (
-        Gather::new(options.commit_wait),
-        Stamps::after(scan.last.unix_us.max(rewound)),
+    let gather = Gather::new(options.commit_wait);
+    let newest = (
+        control.newest_time(scan.last.lsn, scan.last.unix_us),
+        scan.passed,
     );
+    let stamps = Stamps::open(log_dir, newest, control.born());
     let mut state = State::new(pipeline, ring, gather, stamps);
     state.horizon = scan.horizon;
     state.keeper.retain = Retain::of(&control.control.history);

@@ -11,6 +11,7 @@ use crate::log::held::Held;
 use crate::log::history::Commit;
 use crate::log::orders::KeeperTask;
 use crate::log::rewinding::Rewinding;
+use crate::log::stamp::{Reading, Stamps};
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Use;
@@ -53,9 +54,7 @@ pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<Rewound> {
     let mut control = existing_log(log_dir, Use::Log)?;
     let base = OpenBase::open(&DiskOptions::new(path), Use::Write, true)?;
     let medium = directory(log_dir, EngineKind::Blocking);
-    let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
-    let unix_us = now.map_or(0, |now| now.as_micros() as u64);
-    rewind(&medium, log_dir, &mut control, &base, at, unix_us)
+    rewind(&medium, log_dir, &mut control, &base, at, Reading::now())
 }
 
 /// The records of a log, for a restore in place of one of its disks.
@@ -141,14 +140,14 @@ impl Rewound {
     }
 }
 
-/// As [`rewind_disk`], of a log that is open, at a time in microseconds since 1970.
+/// As [`rewind_disk`], of a log that is open, while the clocks read `now`.
 pub(crate) fn rewind(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &mut ControlFile,
     base: &OpenBase,
     at: Point,
-    unix_us: u64,
+    now: Reading,
 ) -> Result<Rewound> {
     let place = locate(base, control, log_dir)?;
     let disk_id = control.control.disks[place].id.get();
@@ -163,9 +162,12 @@ pub(crate) fn rewind(
     if done.changes_nothing() {
         return Ok(done);
     }
-    // The times of a log never go back.
-    let last_rewind = known.rewinds.last().map_or(0, |last| last.unix_us.get());
-    let unix_us = unix_us.max(scan.last.unix_us).max(last_rewind);
+    let newest_time = (
+        control.newest_time(scan.last.lsn, scan.last.unix_us),
+        scan.passed,
+    );
+    let mut stamps = Stamps::open_at(log_dir, newest_time, control.born(), now);
+    let unix_us = stamps.next_at(now).unix_us;
     let mut next = known.clone();
     let lsn = next.rewind(disk_id, done.to_lsn, newest, unix_us);
     done.lsn = Some(lsn.map_err(|error| error.of_file(log_dir))?);

@@ -98,7 +98,11 @@ fn the_oldest_segments_expire() {
             panic!("a segment is free");
         };
         ring.begin_tail(segment, [7; 16], 1, lsn - 1);
-        ring.extend_tail(8192, (&[0; 116], 1), at(lsn, 1000 * lsn));
+        ring.note_time(Stamp {
+            unix_us: 7,
+            passed: 1000 * lsn,
+        });
+        ring.extend_tail(8192, (&[0; 116], 1), at(lsn, 7));
     }
     let kept = |segments: u64| Retain::Bytes(segments * SIZE);
     let time = |us: u64| Retain::Time(std::time::Duration::from_micros(us));
