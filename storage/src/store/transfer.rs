@@ -10,6 +10,8 @@ use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
+use zerocopy::IntoBytes;
+
 use crate::Transfer;
 use crate::catalog::control::real_path;
 use crate::catalog::identity::Identity;
@@ -22,6 +24,7 @@ use crate::medium::holes::DataRanges;
 use crate::medium::lock::{self, Holder, Use};
 use crate::medium::mark::Mark;
 use crate::parallel::{self, Progress, thread_count};
+use crate::recovery::contents::Candidate;
 use crate::store::attach::with_log;
 use crate::store::create::NewDisk;
 use crate::store::image::disk_len;
@@ -185,7 +188,7 @@ pub fn clone_disk(
         None => View::open(path, log_dir, Use::Read, options.threads)?,
     };
     let mode = mode_of(view.base.file.as_ref(), path)?;
-    let part = Part::resume(new, view.size, mode, origin(&view))?;
+    let part = Part::resume(new, view.size, mode, origin(&view)?)?;
     let done = fill(&part, &view, options.threads, progress)?;
     disk.finish(part, view.size, options, &mut |_| {})?;
     progress(view.size, view.size);
@@ -203,7 +206,7 @@ fn write_raw(
 ) -> Result<Transfer> {
     let mode = mode_of(view.base.file.as_ref(), path)?;
     // The lock is held to the end.
-    let (part, _replaced) = begin_raw(raw, replace, view.size, mode, origin(view))?;
+    let (part, _replaced) = begin_raw(raw, replace, view.size, mode, origin(view)?)?;
     let done = fill(&part, view, threads, progress)?;
     part.publish(replace)?;
     progress(view.size, view.size);
@@ -211,12 +214,24 @@ fn write_raw(
 }
 
 /// What a copy of a view is a copy of: an attempt that was killed goes on if this is still the same. What a disk was as of an LSN never
-/// changes, unless somebody changes its base image behind the log's back: the time of its last change tells.
-fn origin(view: &View) -> String {
-    let disk = view.log.as_ref().map_or([0; 16], |(control, place)| {
-        control.control.disks[*place].disk
-    });
-    let disk = u128::from_be_bytes(disk);
+/// changes, with these exceptions. Somebody changes its base image behind the log's back: the time of its last change tells. Its records
+/// are discarded: they are void up to an LSN. Or the log is put back to an earlier state, and has other records since: its segments have
+/// other salts then, and its restores in place other times.
+fn origin(view: &View) -> Result<String> {
+    let (mut disk, mut since) = (0, 0);
+    if let Some((control, place)) = &view.log {
+        let (control, entry) = (&control.control, &control.control.disks[*place]);
+        let last = view.live.iter().find(|live| live.last.lsn >= view.last_lsn);
+        let salt = last.map(|live| Candidate::of(&live.segment)).transpose()?;
+        let salt = salt.map_or(0, |last| last.header.salt.get());
+        disk = u128::from_be_bytes(entry.disk);
+        since = crc32c::crc32c(&salt.to_le_bytes());
+        since = crc32c::crc32c_append(since, entry.void_lsn.as_bytes());
+        let rewinds = control.rewinds_of(entry.id.get());
+        for rewind in rewinds.filter(|rewind| rewind.at.get() <= view.last_lsn) {
+            since = crc32c::crc32c_append(since, rewind.as_bytes());
+        }
+    }
     let metadata = view.base.file.host().and_then(|file| file.metadata().ok());
     let base = metadata
         .filter(|metadata| metadata.is_file())
@@ -230,7 +245,8 @@ fn origin(view: &View) -> String {
         });
     // Of a block device no time tells: such a copy is never that of an earlier attempt.
     let base = base.unwrap_or_else(|| format!("process {}", std::process::id()));
-    format!("{disk:032x} lsn:{} {base}", view.last_lsn)
+    let lsn = view.last_lsn;
+    Ok(format!("{disk:032x} lsn:{lsn} {since:08x} {base}"))
 }
 
 /// Gives a new file of the view's size what the view shows. Behind what an earlier attempt has left it is zeroes.
@@ -446,6 +462,8 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
+    use crate::store::resize::tests::fill;
+    use crate::{Store, discard_log};
 
     const SIZE: u64 = 56 << 20;
 
@@ -545,6 +563,64 @@ mod tests {
         image.write_all_at(&changed, 4096).unwrap();
         let mut case = case;
         case.bytes[4096..8192].copy_from_slice(&changed);
+        assert_eq!(case.resume(), SIZE);
+    }
+
+    /// A part of a copy has records of the log. Once they are given up, they do not come back with the rest of the copy.
+    #[test]
+    fn a_copy_of_records_that_were_discarded_begins_again() {
+        let case = Case::new();
+        let log = case.dir.path().join("log");
+        let options = StoreOptions {
+            close_time: Some(std::time::Duration::ZERO),
+            ..StoreOptions::default()
+        };
+        let store = Store::open(&log, &[DiskOptions::new(&case.disk)], &options).unwrap();
+        fill(&mut store.disks()[0].open_port().unwrap(), 8, 0x77);
+        store.close().unwrap();
+        case.killed_at(32 << 20);
+        let mut begun = [0; 512];
+        let part = File::open(&case.part).unwrap();
+        part.read_exact_at(&mut begun, 4096).unwrap();
+        assert_eq!(begun, [0x77; 512]);
+        discard_log(&case.disk, &log).unwrap();
+        assert_eq!(case.resume(), SIZE);
+    }
+
+    /// The files are put back as they were, and then other records get the same LSNs.
+    #[test]
+    fn a_copy_of_other_records_with_the_same_lsns_begins_again() {
+        let mut case = Case::new();
+        let log = case.dir.path().join("log");
+        let options = StoreOptions {
+            close_time: Some(std::time::Duration::ZERO),
+            ..StoreOptions::default()
+        };
+        let (control, before) = (log.join("control"), case.dir.path().join("before"));
+        std::fs::copy(&control, &before).unwrap();
+        let mark = Identity::of(&File::open(&case.disk).unwrap(), &case.disk)
+            .unwrap()
+            .mark;
+        let write = |byte| {
+            let disks = [DiskOptions::new(&case.disk)];
+            let store = Store::open(&log, &disks, &options).unwrap();
+            fill(&mut store.disks()[0].open_port().unwrap(), 8, byte);
+            store.close().unwrap();
+        };
+        write(0x77);
+        case.killed_at(32 << 20);
+        std::fs::copy(&before, &control).unwrap();
+        for segment in std::fs::read_dir(&log).unwrap() {
+            let segment = segment.unwrap().path();
+            if segment != control {
+                std::fs::remove_file(segment).unwrap();
+            }
+        }
+        let image = File::options().write(true).open(&case.disk).unwrap();
+        image.write_mark(mark.as_ref()).unwrap();
+        drop(image);
+        write(0x55);
+        case.bytes[4096..8192].fill(0x55);
         assert_eq!(case.resume(), SIZE);
     }
 }
