@@ -4,7 +4,7 @@ mod support;
 
 use support::{Place, flush, read, small, write};
 use walvisor_storage::{
-    DiskOptions, EngineKind, ErrorKind, Store, StoreOptions, default_log_dir, resize_log,
+    DiskOptions, EngineKind, ErrorKind, Retain, Store, StoreOptions, default_log_dir, resize_log,
 };
 
 const MIB: u64 = 1 << 20;
@@ -120,6 +120,37 @@ fn a_live_segment_takes_the_place_of_a_free_one() {
         assert!(std::fs::read(&killed.disk).unwrap() == before, "{number}");
     }
     assert!(tried > 0, "{tried}");
+}
+
+/// A size that the next open would undo is refused. One that is not refused stays.
+#[test]
+fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
+    let place = Place::new();
+    let open = |retain| {
+        let options = StoreOptions {
+            retain,
+            ..small(EngineKind::Auto)
+        };
+        let store = Store::open(&place.log(), &[DiskOptions::new(&place.disk)], &options);
+        store.unwrap().close().unwrap();
+        place.report().max_segments
+    };
+    assert_eq!(open(Some(Retain::Bytes(8 * MIB))), 12);
+    for size in [4, 8, 11] {
+        let error = resize_log(&place.log(), size * MIB).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidInput, "{size}");
+        let text = error.to_string();
+        assert!(text.contains("keeps the newest 8388608 bytes"), "{text}");
+        assert!(text.contains("takes a log of 12582912 bytes"), "{text}");
+        assert!(text.contains("set-retain"), "{text}");
+    }
+    for size in [20, 12, 15] {
+        assert_eq!(resize_log(&place.log(), size * MIB).unwrap().size, size * MIB);
+        assert_eq!(open(None), size as u32);
+    }
+    assert_eq!(open(Some(Retain::Nothing)), 15);
+    resize_log(&place.log(), 4 * MIB).unwrap();
+    assert_eq!(open(None), 4);
 }
 
 #[test]

@@ -37,6 +37,11 @@ impl Retain {
         }
     }
 
+    /// The fewest segments of a log that keeps so much: a log that is opened gets as many.
+    pub(crate) fn least_segments(self, segment_size: u64) -> u64 {
+        LEAST_OTHERS.saturating_add(self.segments(segment_size))
+    }
+
     /// What the log of this control file keeps.
     pub(crate) fn of(history: &HistoryHeader) -> Self {
         // Of what a newer program knows, nothing may get lost.

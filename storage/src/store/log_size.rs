@@ -11,6 +11,7 @@ use zerocopy::little_endian::U32;
 
 use crate::catalog::control::{ControlFile, existing_log};
 use crate::catalog::options::{Resize, SEGMENTS};
+use crate::catalog::retain::Retain;
 use crate::error::{Error, Result, invalid};
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
@@ -35,7 +36,8 @@ pub(crate) fn advised(bytes: u64, segment_size: u64, image: u64) -> Option<u64> 
 /// Changes the size of the log in `log_dir`, which is not in use, to `size` bytes, rounded up to whole segments.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if a log can't have this size, or what the log holds needs more; or the
+/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if a log can't have this size, or what the log holds, or is to keep, needs
+/// more; [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if files would be removed while something of the log is damaged; or the
 /// log is in use or can't be read. The log is unchanged then.
 pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
     let mut control = existing_log(log_dir, Use::Log)?;
@@ -53,6 +55,7 @@ pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
         )));
     }
     let count = count as u32;
+    refuse_less_than_kept(log_dir, &control, count)?;
     if count < old {
         let medium = directory(log_dir, EngineKind::Blocking);
         // What is removed may have proved that the log's end is durable, as when the log is opened.
@@ -69,6 +72,23 @@ pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
         old_size: u64::from(old) * segment,
         size: u64::from(count) * segment,
     })
+}
+
+/// Refuses a log of `count` segments if it is to keep more: the next open would make it larger again.
+fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> Result<()> {
+    let segment = control.control.header.segment_size.get();
+    let retain = Retain::of(&control.control.history);
+    let least = retain.least_segments(segment);
+    match retain {
+        Retain::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
+            "{}: it keeps the newest {kept} bytes of its history, which takes a log of {} bytes, and {} were asked for; let it keep \
+             less first: open one of its disks with retain=SIZE or retain=off, or say 'walvisor ctl SOCKET set-retain' while it is in use",
+            log_dir.display(),
+            least * segment,
+            u64::from(count) * segment,
+        ))),
+        _ => Ok(()),
+    }
 }
 
 /// Refuses a log of `count` segments if they would not hold the log, and one that is free.
