@@ -145,7 +145,10 @@ fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
         assert!(text.contains("set-retain"), "{text}");
     }
     for size in [20, 12, 15] {
-        assert_eq!(resize_log(&place.log(), size * MIB).unwrap().size, size * MIB);
+        assert_eq!(
+            resize_log(&place.log(), size * MIB).unwrap().size,
+            size * MIB
+        );
         assert_eq!(open(None), size as u32);
     }
     assert_eq!(open(Some(Retain::Nothing)), 15);

@@ -393,6 +393,7 @@ impl Keeper {
         let disks = layers.iter().map(|(disk, _)| disk.clone());
         self.announced = disks.zip(parts).collect();
         self.copying = Some(lsn);
+        self.log.lock().pass_horizon(self.control.control.horizon());
         Ok(())
     }
 

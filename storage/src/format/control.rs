@@ -269,6 +269,18 @@ impl Control {
         void_lsn.max(self.header.checkpoint_lsn.get())
     }
 
+    /// The base images may hold records up to this LSN, also if the checkpoint that copies them has not ended: no disk comes back as of
+    /// an earlier point. It is where the history of the log begins.
+    pub(crate) fn horizon(&self) -> u64 {
+        let header = &self.header;
+        header.checkpoint_lsn.get().max(header.copying_lsn.get())
+    }
+
+    /// As [`horizon`](Self::horizon), for one disk.
+    pub(crate) fn horizon_of(&self, disk_id: u32) -> u64 {
+        self.horizon().max(self.applied_lsn(disk_id))
+    }
+
     /// The version of its slot: the lowest of a program that knows all that it has.
     fn version(&self) -> u32 {
         let mut snapshots = self.snapshots.iter();

@@ -82,6 +82,19 @@ impl State {
         stamp.unix_us
     }
 
+    /// The base images may hold records up to this LSN from now on.
+    pub(crate) fn pass_horizon(&mut self, lsn: u64) {
+        let there = self.ring.oldest(usize::MAX).into_iter();
+        let mut there = there.map(|(_, last)| last).filter(|last| last.lsn <= lsn);
+        // The newest record of a segment that is not above it, unless that is older than what is known.
+        let newest = there.next_back().unwrap_or(self.horizon);
+        let known = match newest.lsn > self.horizon.lsn {
+            true => newest,
+            false => self.horizon,
+        };
+        self.horizon = Commit { lsn, ..known };
+    }
+
     /// Whether a checkpoint waits for the next batch.
     pub(crate) fn is_draining(&self) -> bool {
         let batched = self.pipeline.batched();

@@ -54,7 +54,8 @@ pub(crate) struct Scan {
     pub last: Commit,
     /// Microseconds that have certainly passed from the oldest batch to the newest.
     pub passed: u64,
-    /// The record at the checkpoint LSN, or, if it has left the log, that LSN with the group and the time of the oldest record.
+    /// The record at the [horizon](Control::horizon), or, if it has left the log, that LSN with the group and the time of the oldest
+    /// record.
     pub horizon: Commit,
     pub batches: u64,
     /// One more than the highest number of a segment file.
@@ -118,7 +119,9 @@ impl Scan {
         let dir = log_dir.display();
         let told = match (self.damaged.first(), self.suspects.first()) {
             (Some(block), _) => format!(
-                "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; 'walvisor disk check' names the                  disk and the sectors: overwrite them, restore the disk from a copy, or give up what the log has of it with                  'walvisor disk check --discard-log'",
+                "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; 'walvisor disk check' names the \
+                 disk and the sectors: overwrite them, restore the disk from a copy, or give up what the log has of it with \
+                 'walvisor disk check --discard-log'",
                 block.segment.path.display(),
                 block.lsn,
                 block.offset,
@@ -224,13 +227,14 @@ pub(crate) fn scan(
 ) -> Result<Scan> {
     let (root, size) = (&control.header, control.header.segment_size.get());
     let first_sequence = root.first_sequence.get();
-    let horizon = Commit {
-        lsn: root.checkpoint_lsn.get(),
+    let at = |lsn| Commit {
+        lsn,
         ..Commit::default()
     };
+    let checkpoint_lsn = root.checkpoint_lsn.get();
     let mut scan = Scan {
-        last: horizon,
-        horizon,
+        last: at(checkpoint_lsn),
+        horizon: at(control.horizon()),
         max_lsn: root.next_lsn.get().saturating_sub(1),
         max_cid: root.next_cid.get().saturating_sub(1),
         max_sequence: first_sequence.saturating_sub(1),
@@ -249,7 +253,7 @@ pub(crate) fn scan(
         control,
         lines: control.lines(u64::MAX),
         // No record has the LSN of a rewind.
-        durable: control.without_rewinds(root.checkpoint_lsn.get().max(root.copying_lsn.get())),
+        durable: control.without_rewinds(control.horizon()),
         last: Vec::new(),
         held: VecDeque::new(),
         visit,
@@ -347,8 +351,8 @@ pub(crate) fn scan(
             passed,
         })
         .collect();
-    let passed = scan.last.lsn < horizon.lsn;
-    scan.last.lsn = scan.last.lsn.max(horizon.lsn);
+    let passed = scan.last.lsn < checkpoint_lsn;
+    scan.last.lsn = scan.last.lsn.max(checkpoint_lsn);
     if evidence > scan.last.lsn {
         let (path, offset) = match end.checked_sub(1) {
             Some(last) => (candidates[last].segment.path.as_path(), end_offset),

@@ -26,6 +26,8 @@ mod exports;
 mod files;
 mod fixture;
 mod history;
+#[cfg(not(feature = "shuttle"))]
+mod horizon;
 #[cfg(feature = "shuttle")]
 mod interleavings;
 #[cfg(not(feature = "shuttle"))]

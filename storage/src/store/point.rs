@@ -99,9 +99,7 @@ impl Point {
         {
             return Ok(lsn);
         }
-        // A checkpoint that was interrupted may have copied some records.
-        let copying = control.header.copying_lsn.get();
-        let horizon = control.applied_lsn(disk_id).max(copying);
+        let horizon = control.horizon_of(disk_id);
         match self {
             // The base image alone; the record itself may have left the log.
             Self::Lsn(lsn) if lsn == horizon => return Ok(horizon),

@@ -39,7 +39,7 @@ pub struct Rewound {
     pub redone: u64,
 }
 
-/// Makes the disk at `path` what it was at a point since the last checkpoint, with its present size. It takes as long as
+/// Makes the disk at `path` what it was at a point of its history, with its present size. It takes as long as
 /// opening the log, whatever the size of the disk: no byte is copied. Other disks of the log stay as they are.
 ///
 /// Nothing is lost by it as long as the log keeps its history ([`Retain`](crate::Retain)): points before it can still be looked
@@ -109,10 +109,7 @@ impl Records {
             self.commits.iter().for_each(visit);
             Ok(())
         })?;
-        let horizon = control
-            .applied_lsn(disk_id)
-            .max(control.header.copying_lsn.get());
-        if to_lsn < horizon {
+        if to_lsn < control.horizon_of(disk_id) {
             return Err(invalid(format!(
                 "{path}: the base image has gone past LSN {to_lsn}, of whose snapshot only copies can be made now: \
                  'walvisor disk restore DISK --at lsn:{to_lsn} -o NEW' makes one"

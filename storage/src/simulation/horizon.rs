@@ -1,0 +1,84 @@
+//! The horizon that a log tells of is a point, also while or after a checkpoint is under way.
+
+use std::path::Path;
+
+use super::fixture::{Fixture, Shape, carry_out, control_of, filled};
+use super::medium::{LOG, World};
+use crate::format::Control;
+use crate::recovery::contents::Verify;
+use crate::recovery::scan::scan;
+use crate::{CommitWait, LogHistory, Operation, Point, Result, Retain};
+
+/// The LSN as of which the disk comes back at a point, by what the medium has.
+fn resolve(fixture: &Fixture, control: &Control, point: Point) -> Result<u64> {
+    let (log, disk) = (Path::new(LOG), control.disks[0].id.get());
+    point.resolve(log, control, disk, |visit| {
+        let visit = &mut |found: crate::recovery::scan::Found<'_>| visit(&found.commit());
+        let (tail, none) = (Verify::Tail, &mut |_, _| {});
+        scan(&fixture.medium, log, control, tail, visit, none).map(drop)
+    })
+}
+
+fn is_a_point(fixture: &Fixture, control: &Control, told: &LogHistory, when: &str) {
+    let lsn = told.horizon.lsn;
+    let found = resolve(fixture, control, Point::Lsn(lsn));
+    assert_eq!(found.map_err(|error| error.to_string()), Ok(lsn), "{when}");
+    if lsn > 0 {
+        let error = resolve(fixture, control, Point::Lsn(lsn - 1));
+        assert!(error.is_err(), "{when}: LSN {} comes back too", lsn - 1);
+    }
+}
+
+#[test]
+fn the_horizon_that_is_told_is_a_point_wherever_a_checkpoint_is_cut() {
+    let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
+    fixture.retain = Retain::All;
+    let (mut copying, mut whole) = (0, false);
+    for ticks in 0.. {
+        let fixture = Fixture {
+            retain: Retain::All,
+            ..fixture.with(fixture.medium.lock().clone())
+        };
+        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+        running.keeper.step(false).unwrap();
+        let mut port = running.disks[0].open_port().unwrap();
+        for value in 1..6 {
+            let (sector, data) = (8, filled(value, 8));
+            carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
+            carry_out(&mut running, &mut port, Operation::Flush).unwrap();
+        }
+        running.finish_writer();
+        fixture.medium.lock().ticks = Some(ticks);
+        let done = running.keeper.step(true);
+        whole = done.is_ok();
+        let told = running.disks[0].log.history();
+        drop((port, running));
+        fixture.medium.lock().restart();
+        // What the process that was killed told.
+        let control = control_of(&fixture.medium).unwrap().control;
+        let when = format!("after {ticks} operations");
+        if whole || told.horizon.lsn > 0 {
+            is_a_point(&fixture, &control, &told, &when);
+        }
+        copying += u32::from(control.header.copying_lsn > control.header.checkpoint_lsn);
+        // What 'disk info' tells, and the next process.
+        let (log, none) = (Path::new(LOG), &mut |_, _| {});
+        let tail = Verify::Tail;
+        let found = scan(&fixture.medium, log, &control, tail, &mut |_| {}, none);
+        let told = LogHistory {
+            horizon: found.unwrap().horizon,
+            ..told
+        };
+        is_a_point(&fixture, &control, &told, &when);
+        let running = fixture.open(false, CommitWait::NONE).unwrap();
+        let told = running.disks[0].log.history();
+        let control = running.keeper.control.control.clone();
+        // The scans below lock the segments.
+        drop(running);
+        is_a_point(&fixture, &control, &told, &when);
+        if whole {
+            break;
+        }
+    }
+    assert!(whole && copying > 3, "{copying} cuts within the copy");
+}
