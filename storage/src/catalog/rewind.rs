@@ -168,7 +168,8 @@ impl Control {
         if !self.fits() {
             self.rewinds.pop();
             return Err(invalid(format!(
-                "its disks were restored in place {} times since the last checkpoint, and there is no room for another time;                  'walvisor disk checkpoint DISK' makes room: it copies the log to the images, which ends the history",
+                "it has {} restores in place that the images have not passed, and no room for another; \
+                 'walvisor disk checkpoint DISK' makes room: it copies the log to the images, which ends the history",
                 self.rewinds.len()
             )));
         }

@@ -142,7 +142,7 @@ pub fn export_disk(
     write_raw(&view, path, raw, replace, threads, progress)
 }
 
-/// As [`export_disk`] to a new file, with the contents that the disk had at a point since the last checkpoint. The file
+/// As [`export_disk`] to a new file, with the contents that the disk had at a point of its history. The file
 /// has the disk's present size.
 ///
 /// # Errors
@@ -160,8 +160,8 @@ pub fn restore_disk(
     write_raw(&view, path, raw, false, threads, progress)
 }
 
-/// Creates a disk at `new` with the contents of the disk at `path`, as they are or as they were at a point since the last
-/// checkpoint, and registers it in the log in `new_log_dir`. If there is no such log, it is created with `options`; an
+/// Creates a disk at `new` with the contents of the disk at `path`, as they are or as they were at a point of its
+/// history, and registers it in the log in `new_log_dir`. If there is no such log, it is created with `options`; an
 /// existing log ignores them. Where the file system can, both disks share the blocks of the base image. The disk at `path` is
 /// not changed.
 ///

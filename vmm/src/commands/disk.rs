@@ -78,13 +78,13 @@ enum DiskAction {
     Import(transfer::ImportArguments),
     /// Write the disk's current contents to a raw image; the disk is not changed.
     Export(transfer::ExportArguments),
-    /// Write the contents that the disk had at a point in its history, since the last checkpoint, to a raw image; the disk
+    /// Write the contents that the disk had at a point in its history to a raw image; the disk
     /// is not changed.
     Restore(transfer::RestoreArguments),
-    /// Create a disk from another one, as it is or as it was at a point in its history, since the last checkpoint. Where the
+    /// Create a disk from another one, as it is or as it was at a point in its history. Where the
     /// file system can, both share their blocks.
     Clone(transfer::CloneArguments),
-    /// Show which parts of a disk changed between two points in its history, since the last checkpoint.
+    /// Show which parts of a disk changed between two points in its history.
     Changes(changes::ChangesArguments),
     /// Name the present state of all disks of the disk's log; the log keeps what it takes to bring it back.
     Snapshot(snapshot::MakeArguments),

@@ -139,7 +139,7 @@ pub const KEYS: &[Key] = &[
         default: "the disk as it is",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "The disk as it was at this point since the last checkpoint, read-only without scratch=on; nobody else may write to it meanwhile",
+        help: "The disk as it was at this point of its history, read-only without scratch=on; nobody else may write to it meanwhile",
     },
     Key {
         name: "scratch",
