@@ -299,7 +299,7 @@ mod tests {
         };
         assert_eq!(control.rewinds.len(), (65536 - 96 - 16 - 8 - 2 * 624) / 32);
         assert!(
-            error.contains("2005 times") && error.contains("disk checkpoint"),
+            error.contains("2005 restores in place") && error.contains("disk checkpoint"),
             "{error}"
         );
         control.header.next_lsn = U64::new(last + 1);
