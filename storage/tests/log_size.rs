@@ -156,6 +156,34 @@ fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
     assert_eq!(open(None), 4);
 }
 
+/// A log that got room for more history while it was in use has files that only this room allows: either slot of the control file knows
+/// of it.
+#[test]
+fn rot_of_a_control_slot_disowns_no_segment() {
+    let place = Place::new();
+    let store = place.open();
+    store.disks()[0].set_retain(Retain::Bytes(8 * MIB)).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    for number in 0..96_u8 {
+        write(&mut port, u64::from(number) * 128, number, 128);
+        flush(&mut port);
+    }
+    let killed = place.crash();
+    assert!(segments(&killed).last() > Some(&4));
+    drop(port);
+    store.close().unwrap();
+    let control = killed.log().join("control");
+    let good = std::fs::read(&control).unwrap();
+    for slot in 0..2 {
+        let mut bad = good.clone();
+        bad[slot * 65536 + 100] ^= 1;
+        std::fs::write(&control, bad).unwrap();
+        assert_eq!(killed.report().last_lsn, 96, "slot {slot}");
+    }
+    std::fs::write(&control, good).unwrap();
+    holds(&killed, 0..96);
+}
+
 #[test]
 fn a_size_that_no_log_can_have_is_refused() {
     let place = Place::new();

@@ -145,10 +145,16 @@ impl Keeper {
     ) -> Result<()> {
         let mut changed = self.control.control.clone();
         change(&mut changed).map_err(|error| error.of_file(&self.log.dir))?;
+        let most = changed.header.max_segments;
+        let enlarged = most != self.control.control.header.max_segments;
         self.control.change(|control| {
-            control.header.max_segments = changed.header.max_segments;
+            control.header.max_segments = most;
             (control.history, control.snapshots) = (changed.history, changed.snapshots);
         })?;
+        if enlarged {
+            // In both slots: if one rots, the other must not disown the segment files that are made now.
+            self.control.write()?;
+        }
         let control = &self.control.control;
         let mut state = self.log.lock();
         state.ring.enlarge(control.header.max_segments.get());
