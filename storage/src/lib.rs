@@ -101,7 +101,8 @@ pub use {
     store::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
     store::image::Image,
     store::inspect::{
-        DamagedHeader, DamagedSectors, DiskReport, LogReport, inspect, inspect_telling,
+        DamagedHeader, DamagedSectors, DiskReport, LogReport, SnapshotFault, inspect,
+        inspect_telling,
     },
     store::log_size::resize_log,
     store::look::Look,

@@ -53,7 +53,7 @@ class Control:
         for slot in (data[:SLOT], data[SLOT : 2 * SLOT]):
             if len(slot) != SLOT or not sealed(slot, b"WALVCTRL"):
                 continue
-            check_version(slot, path, (2, 3, 4))
+            check_version(slot, path, (2, 3, 4, 5))
             if newest is None or struct.unpack_from("<Q", slot, 16) > struct.unpack_from("<Q", newest, 16):
                 newest = slot
         if newest is None:
@@ -85,7 +85,12 @@ class Control:
             self.snapshots.append((name.rstrip(b"\0").decode(), lsn, saved, disk_id))
         count = 0 if struct.unpack_from("<I", newest, 8) == (2,) else struct.unpack_from("<I", newest, rewound)[0]
         self.rewinds = [struct.unpack_from("<IIQQQ", newest, rewound + 8 + 32 * i) for i in range(count)]
-        (self.durable_lsn,) = struct.unpack_from("<Q", newest, rewound + 8 + 32 * count)
+        durable = rewound + 8 + 32 * count
+        (self.durable_lsn,) = struct.unpack_from("<Q", newest, durable)
+        image_count = struct.unpack_from("<I", newest, durable + 8)[0] if durable + 16 <= SLOT else 0
+        images = [struct.unpack_from("<IIQQ", newest, durable + 16 + 24 * i) for i in range(image_count)]
+        # The LSN at which the past of a disk begins.
+        self.since = {disk_id: since for disk_id, _, since, _ in images}
         lsns = [(to, at) for _, _, to, at, _ in self.rewinds]
         if any(not self.checkpoint_lsn <= to < at for to, at in lsns) or sorted({at for _, at in lsns}) != [at for _, at in lsns]:
             raise Damaged(f"{path}: impossible rewinds")
@@ -373,6 +378,8 @@ def as_of(directory, name, disk_id, image, out):
     """Writes a disk as of a snapshot."""
     control = Control(os.path.join(directory, "control"))
     lsn, saved = next((lsn, saved) for named, lsn, saved, only in control.snapshots if named == name and only in (0, disk_id))
+    if lsn < control.since.get(disk_id, 0):
+        raise Damaged(f"{name} is of another image of disk {disk_id}")
     disk = bytearray(open(image, "rb").read())
     if saved:
         behind = {of: count for _, of, count, _ in control.snapshots if of >= lsn and count}

@@ -236,6 +236,7 @@ pub(crate) fn create_log(
         snapshots: Vec::new(),
         rewinds: Vec::new(),
         durable_lsn: U64::new(0),
+        images: Vec::new(),
     };
     let mut control = ControlFile {
         home: home(log_dir)?,
@@ -366,6 +367,8 @@ pub(crate) fn register<'a>(
     size: u64,
 ) -> Result<&'a mut DiskEntry> {
     let path = real_path(path)?;
+    // The number of a disk that has left the log may come again.
+    control.control.forget_images();
     let disks = &mut control.control.disks;
     let mut entry = DiskEntry::new_zeroed();
     entry.disk = host::random();

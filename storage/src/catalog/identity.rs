@@ -14,6 +14,11 @@
 //!
 //! A disk with records in the log accepts only its own image. A disk without records accepts any image of its size
 //! at its path, since other programs may write to a closed image, or replace it.
+//!
+//! The past of a disk is made of its image too: snapshots read what is not in their saved files from it. So an image that is not the
+//! disk's own, or that others have written to since the log did, ends the past: [`Control::end_past`]. Samples and the time of the last
+//! write tell of such a write. One that leaves the time as it was, between two samples, is not noticed; nor is one into a copy with the
+//! image's mark, since a copy may have any time.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -21,7 +26,9 @@ use std::path::{Path, PathBuf};
 use zerocopy::FromZeros;
 use zerocopy::little_endian::{U16, U32, U64};
 
-use crate::format::{BLOCK, DiskEntry, SAMPLES, Sample};
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
+use crate::error::invalid;
+use crate::format::{BLOCK, Control, DiskEntry, ImageEntry, SAMPLES, Sample};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::medium::file::DataFile;
 use crate::medium::mark::{Inode, Mark};
@@ -55,19 +62,16 @@ impl DiskEntry {
                 let generations = [self.generation.get(), self.next_generation.get()];
                 mark.disk == self.disk && generations.contains(&mark.generation)
             }
-            // The device number may change when the machine starts, so a match of the path counts as well.
-            None => {
-                let Inode {
-                    device,
-                    number,
-                    born,
-                } = image.inode;
-                self.marked == 0
-                    && self.inode.get() != 0
-                    && (self.inode.get(), self.born.get()) == (number, born)
-                    && (self.device.get() == device || at_path)
-            }
+            None => self.marked == 0 && self.is_file(&image.inode, at_path),
         }
+    }
+
+    /// Whether this is the file that the disk had as its image. `at_path`: the file is at the path that the entry has.
+    pub(crate) fn is_file(&self, inode: &Inode, at_path: bool) -> bool {
+        // The device number may change when the machine starts, so a match of the path counts as well.
+        self.inode.get() != 0
+            && (self.inode.get(), self.born.get()) == (inode.number, inode.born)
+            && (self.device.get() == inode.device || at_path)
     }
 
     /// Stores which file the image is.
@@ -186,6 +190,99 @@ impl DiskEntry {
         self.path_len = U16::new(bytes.len() as u16);
         Ok(())
     }
+}
+
+impl Control {
+    fn image(&self, disk_id: u32) -> Option<&ImageEntry> {
+        self.images
+            .iter()
+            .find(|image| image.disk_id.get() == disk_id)
+    }
+
+    /// The entry of the disk's image, made if need be; `None`: there is no room for it.
+    fn image_mut(&mut self, disk_id: u32) -> Option<&mut ImageEntry> {
+        let is_of = |image: &ImageEntry| image.disk_id.get() == disk_id;
+        let known = self.images.iter().position(is_of);
+        if known.is_none() {
+            self.images.push(ImageEntry {
+                disk_id: U32::new(disk_id),
+                ..ImageEntry::new_zeroed()
+            });
+            if !self.fits() {
+                self.images.pop();
+                return None;
+            }
+        }
+        let last = self.images.len() - 1;
+        self.images.get_mut(known.unwrap_or(last))
+    }
+
+    /// A disk has no past before this LSN.
+    pub(crate) fn since(&self, disk_id: u32) -> u64 {
+        self.image(disk_id).map_or(0, |image| image.since_lsn.get())
+    }
+
+    /// Notes when the log wrote to the image of a disk. Without room for it the time is unknown, as in the slot of an older program.
+    pub(crate) fn set_written(&mut self, disk_id: u32, written: u64) {
+        if let Some(image) = self.image_mut(disk_id) {
+            image.written = U64::new(written);
+        }
+    }
+
+    /// Whether an image that was last written to at this time may still be what the log made it.
+    pub(crate) fn written_fits(&self, disk_id: u32, found: u64) -> bool {
+        let noted = self.image(disk_id).map_or(0, |image| image.written.get());
+        // Some file systems keep seconds alone, once the file is not in memory any more.
+        let seconds = noted - noted % 1_000_000_000;
+        noted == 0 || found == 0 || [noted, seconds].contains(&found)
+    }
+
+    /// A disk comes to the log as of LSN `newest`.
+    ///
+    /// # Errors
+    /// If there is no room to note it.
+    pub(crate) fn begin_past(&mut self, disk_id: u32, newest: u64) -> Result<()> {
+        match newest {
+            0 => Ok(()),
+            newest => self.set_since(disk_id, newest),
+        }
+    }
+
+    /// The disk has an image from now on that is not the one of its past up to LSN `newest`. Returns the snapshots that it is lost for.
+    /// What comes next needs an LSN of its own, so that a snapshot of it is not taken for one of the past.
+    ///
+    /// # Errors
+    /// If there is no room to note it.
+    pub(crate) fn end_past(&mut self, disk_id: u32, newest: u64) -> Result<Vec<SnapshotName>> {
+        let since = self.since(disk_id);
+        let mut lost = Snapshot::all(self);
+        lost.retain(|snapshot| snapshot.has(disk_id) && snapshot.lsn >= since);
+        self.set_since(disk_id, newest + 1)?;
+        Ok(lost.iter().map(|snapshot| snapshot.name).collect())
+    }
+
+    fn set_since(&mut self, disk_id: u32, since: u64) -> Result<()> {
+        let snapshots = self.snapshots.len();
+        let image = self.image_mut(disk_id).ok_or_else(|| {
+            invalid(format!(
+                "the log has {snapshots} snapshots, and no room to note since when a disk has its image; delete one with \
+                 'snapshot-delete NAME'"
+            ))
+        })?;
+        image.since_lsn = U64::new(since);
+        Ok(())
+    }
+
+    /// Forgets the images of disks that the log does not have.
+    pub(crate) fn forget_images(&mut self) {
+        let ids: Vec<_> = self.disks.iter().map(|disk| disk.id).collect();
+        self.images.retain(|image| ids.contains(&image.disk_id));
+    }
+}
+
+/// When an image was last written to; 0 if that can't be found out.
+pub(crate) fn written(base: &dyn DataFile) -> u64 {
+    base.inode().map_or(0, |inode| inode.written)
 }
 
 fn crc_at(base: &dyn DataFile, offset: u64, len: usize) -> std::io::Result<u32> {

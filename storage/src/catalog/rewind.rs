@@ -108,7 +108,7 @@ impl Control {
     /// Whether a disk as of LSN `to` is what it was as of LSN `from`, and the records between.
     pub(crate) fn leads(&self, disk_id: u32, from: u64, to: u64) -> bool {
         let line = |until| self.line(disk_id, until);
-        from <= to && line(from).leads_to(&line(to), from)
+        self.since(disk_id) <= from && from <= to && line(from).leads_to(&line(to), from)
     }
 
     /// The LSN of the last of the rewinds that follow the record with this LSN, with no record between; else the LSN itself. The
@@ -150,6 +150,16 @@ impl Control {
     pub(crate) fn set_checkpoint(&mut self, lsn: u64) {
         self.header.checkpoint_lsn = U64::new(lsn);
         self.rewinds.retain(|rewind| rewind.at.get() > lsn);
+    }
+
+    /// Takes an LSN for something that happened to a disk behind the LSN `last`, the newest of a record or a rewind, and is no record: a
+    /// rewind to what the disk is. Returns the LSN.
+    ///
+    /// # Errors
+    /// If there is no room for another.
+    pub(crate) fn take_lsn(&mut self, disk_id: u32, last: u64, unix_us: u64) -> Result<u64> {
+        let before = self.rewinds.last().map_or(0, |last| last.unix_us.get());
+        self.rewind(disk_id, last, last, unix_us.max(before))
     }
 
     /// Adds a rewind of a disk, to an LSN, behind the LSN `last`, the newest of a record or a rewind. Returns its own LSN.
@@ -201,6 +211,7 @@ mod tests {
             snapshots: Vec::new(),
             rewinds: Vec::new(),
             durable_lsn: U64::new(0),
+            images: Vec::new(),
         };
         for &(to, at) in rewinds {
             assert_eq!(control.rewind(1, to, at - 1, at * 100).unwrap(), at);
@@ -297,9 +308,12 @@ mod tests {
                 Err(error) => break error.to_string(),
             }
         };
-        assert_eq!(control.rewinds.len(), (65536 - 96 - 16 - 8 - 2 * 624) / 32);
+        assert_eq!(
+            control.rewinds.len(),
+            (65536 - 96 - 16 - 3 * 8 - 2 * 624) / 32
+        );
         assert!(
-            error.contains("2005 restores in place") && error.contains("disk checkpoint"),
+            error.contains("2004 restores in place") && error.contains("disk checkpoint"),
             "{error}"
         );
         control.header.next_lsn = U64::new(last + 1);

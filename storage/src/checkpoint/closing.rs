@@ -1,10 +1,17 @@
 //! Closing a log: everything becomes durable, and as much as its time allows is copied to the base images.
 
+use std::time::{Duration, UNIX_EPOCH};
+
 use crate::SECTOR_SIZE;
+use crate::catalog::identity::written;
 use crate::checkpoint::keeper::Keeper;
 use crate::error::Result;
 use crate::index::{ExtentMap, Place};
 use crate::mutant::{Mutant, planted};
+use crate::sync;
+
+/// The longest tick of a kernel's clock, and more.
+const TICK: Duration = Duration::from_millis(20);
 
 impl Keeper {
     /// Makes everything durable and copies it to the base images, as long as that may take. No port may use the log
@@ -39,6 +46,7 @@ impl Keeper {
             self.control.write()?;
             self.tell_left(keeps);
         }
+        self.outlast_written();
         if !whole && !planted(Mutant::CutMarkedClosed) {
             return Ok(false);
         }
@@ -47,6 +55,23 @@ impl Keeper {
             .iter()
             .try_for_each(|disk| disk.mark(false).map(drop))?;
         Ok(whole)
+    }
+
+    /// Waits until what another program writes to an image gets another time than what the log wrote, if snapshots depend on that. Times
+    /// of files are those of the kernel's last tick.
+    fn outlast_written(&self) {
+        if self.control.control.snapshots.is_empty() {
+            return;
+        }
+        for disk in &self.disks {
+            let written = match written(disk.base.as_ref()) {
+                0 => continue,
+                nanoseconds => UNIX_EPOCH + Duration::from_nanos(nanoseconds),
+            };
+            // A clock that was set back is not waited for.
+            let passed = written.elapsed().unwrap_or(TICK);
+            sync::sleep(TICK.saturating_sub(passed));
+        }
     }
 
     /// Reports what a close leaves in the log. `keeps`: on purpose.

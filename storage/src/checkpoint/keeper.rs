@@ -19,7 +19,7 @@ use std::time::Duration;
 use zerocopy::little_endian::U64;
 
 use crate::catalog::control::ControlFile;
-use crate::catalog::identity::written_parts;
+use crate::catalog::identity::{written, written_parts};
 use crate::checkpoint::copy::{Copied, Layer, Rest, copy};
 use crate::checkpoint::pace::CopyPace;
 use crate::checkpoint::saved_file::Saving;
@@ -54,6 +54,7 @@ pub(super) fn settle(control: &mut Control, announced: &[Announced]) {
             entry.settle();
             entry.take_samples(disk.base.as_ref(), *parts);
         }
+        control.set_written(disk.id, written(disk.base.as_ref()));
     }
 }
 
@@ -386,6 +387,7 @@ impl Keeper {
                         let next = entry.next_generation.get();
                         disk.generation.store(next, Ordering::Relaxed);
                     }
+                    control.set_written(disk.id, 0);
                 }
             })?;
         }

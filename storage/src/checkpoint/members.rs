@@ -13,6 +13,7 @@ use crate::checkpoint::keeper::{Keeper, settle};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::disk_state::DiskState;
 use crate::log::orders::Adopt;
+use crate::log::pipeline::{Marked, Modification};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
@@ -32,9 +33,17 @@ impl Keeper {
             let disk = self.disks[place].clone();
             self.remove(&disk)?;
         }
-        let disk = adopt(&mut self.control, &self.disks)?;
+        let appended = self.log.lock().pipeline.appended();
+        let newest = self.control.control.with_rewinds(appended);
+        let disk = adopt(&mut self.control, &self.disks, newest)?;
         disk.index_mut().count_in(&self.log.counters.index);
         self.disks.push(disk.clone());
+        if disk.since_lsn > newest {
+            // What the disk is from now on has an LSN of its own. Only records have them in a log in use.
+            let mark = Modification::mark(&"a disk has another image".parse()?, Marked::default());
+            let at = self.log.lock().pipeline.append(&disk, mark);
+            disk.last_lsn.store(at, Ordering::Release);
+        }
         Ok(disk)
     }
 

@@ -3,6 +3,7 @@
 use zerocopy::little_endian::U64;
 
 use crate::SECTOR_SIZE;
+use crate::catalog::identity::written;
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::checkpoint::keeper::Keeper;
@@ -218,6 +219,12 @@ impl Keeper {
                 if let Some(entry) = control.disk_mut(disk.id) {
                     (entry.size, entry.resizing) = (U64::new(size), resizing);
                 }
+                // A new length is a write too.
+                let written = match resizing {
+                    0 => written(disk.base.as_ref()),
+                    _ => 0,
+                };
+                control.set_written(disk.id, written);
             })
         };
         let old_size = disk.sectors() * SECTOR_SIZE;

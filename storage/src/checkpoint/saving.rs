@@ -50,7 +50,9 @@ impl Keeper {
             let disks = control.disks.iter();
             // A disk whose records were given up is not what it was.
             let whole = disks.filter(|disk| disk.void_lsn.get() <= lsn);
+            // Nor is one that has another image now.
             let ids = whole.map(|disk| disk.id.get());
+            let ids = ids.filter(|id| control.since(*id) <= lsn);
             let named = |id: &u32| {
                 let mut older = older.iter();
                 older.any(|entry| entry.lsn == lsn && entry.has(*id))
@@ -59,7 +61,10 @@ impl Keeper {
                 saving.push(id, 0..0, None)?;
             }
         }
-        let needed = |disk: &DiskState| older.iter().any(|entry| entry.has(disk.id));
+        let needed = |disk: &DiskState| {
+            let mut older = older.iter();
+            older.any(|entry| entry.has(disk.id) && disk.since_lsn <= entry.lsn.get())
+        };
         let ranges = saving.unsaved(layers, needed);
         let cost = ranges.cost(medium.operation);
         if cost > 0 {

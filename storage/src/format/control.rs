@@ -4,7 +4,8 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::sealed::{
-    CRC_AT, Decoded, Uuid, VERSION, VERSION_REWOUND, VERSION_SAVED, counted, crc_without, seal,
+    CRC_AT, Decoded, Uuid, VERSION, VERSION_REPLACED, VERSION_REWOUND, VERSION_SAVED, counted,
+    crc_without, seal,
 };
 use crate::Buffer;
 use crate::mutant::{Mutant, planted};
@@ -19,13 +20,15 @@ const MAX_DISKS: usize = (CONTROL_SLOT
     - size_of::<ControlHeader>()
     - size_of::<HistoryHeader>()
     - size_of::<RewindHeader>()
+    - size_of::<ImageHeader>()
     - size_of::<U64>())
     / size_of::<DiskEntry>();
 
 /// Start of a control slot; `disk_count` [`DiskEntry`]s follow, then a [`HistoryHeader`] and its [`SnapshotEntry`]s. Then a [`RewindHeader`] and
 /// its [`RewindEntry`]s. If there are any, the version is [`VERSION_REWOUND`]: programs that know no rewinds refuse the log. If a
-/// snapshot has saved files or is of one disk, the version is [`VERSION_SAVED`], for the same reason. Last comes the
-/// [`durable_lsn`](Control::durable_lsn), which an older program writes as zero.
+/// snapshot has saved files or is of one disk, the version is [`VERSION_SAVED`], for the same reason; if one is of another image of its
+/// disk than the present one, [`VERSION_REPLACED`]. Then comes the [`durable_lsn`](Control::durable_lsn), and last an [`ImageHeader`] and
+/// its [`ImageEntry`]s, all of which an older program writes as zero.
 ///
 /// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
 /// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
@@ -194,6 +197,29 @@ pub(crate) struct RewindEntry {
     pub unix_us: U64,
 }
 
+/// How many images there are entries of.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct ImageHeader {
+    pub image_count: U32,
+    pub reserved: U32,
+}
+
+/// What the log knows of the base image of a disk beside the disk's own entry: whether the image is the one that the disk's past needs. A
+/// disk without such an entry has one that is all zero.
+#[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub(crate) struct ImageEntry {
+    /// The disk's number.
+    pub disk_id: U32,
+    pub reserved: U32,
+    /// The disk has no past before this LSN: it was not on the log, or had another image. 0: it has all.
+    pub since_lsn: U64,
+    /// When the log last wrote to the image, in nanoseconds since 1970, by the image's file system; 0: unknown, or it is being written
+    /// to.
+    pub written: U64,
+}
+
 /// The control slot's contents, decoded.
 #[derive(Clone, Debug)]
 pub(crate) struct Control {
@@ -206,6 +232,8 @@ pub(crate) struct Control {
     pub rewinds: Vec<RewindEntry>,
     /// The log was durable up to this LSN: one that ends before it is damaged. It may have been durable beyond.
     pub durable_lsn: U64,
+    /// At most one for each disk.
+    pub images: Vec<ImageEntry>,
 }
 
 impl Control {
@@ -216,6 +244,7 @@ impl Control {
             && counted(&[self.durable_lsn])
             && self.disks.iter().all(DiskEntry::counted)
             && snapshots.all(|snapshot| counted(&[snapshot.lsn, snapshot.cid]))
+            && self.images.iter().all(|image| counted(&[image.since_lsn]))
             && self.rewinds_are_possible()
     }
 
@@ -246,9 +275,12 @@ impl Control {
     pub(crate) fn fits(&self) -> bool {
         let tables = size_of_val(&self.disks[..])
             + size_of_val(&self.snapshots[..])
-            + size_of_val(&self.rewinds[..]);
-        let headers =
-            size_of::<ControlHeader>() + size_of::<HistoryHeader>() + size_of::<RewindHeader>();
+            + size_of_val(&self.rewinds[..])
+            + size_of_val(&self.images[..]);
+        let headers = size_of::<ControlHeader>()
+            + size_of::<HistoryHeader>()
+            + size_of::<RewindHeader>()
+            + size_of::<ImageHeader>();
         headers + tables + size_of_val(&self.durable_lsn) <= CONTROL_SLOT
     }
 
@@ -285,7 +317,12 @@ impl Control {
     fn version(&self) -> u32 {
         let mut snapshots = self.snapshots.iter();
         let saved = |entry: &SnapshotEntry| entry.saved > 0 || entry.disk_id > 0;
+        let other = |entry: &SnapshotEntry| {
+            let mut images = self.images.iter();
+            images.any(|image| entry.has(image.disk_id.get()) && image.since_lsn > entry.lsn)
+        };
         match () {
+            () if self.snapshots.iter().any(other) => VERSION_REPLACED,
             () if snapshots.any(saved) => VERSION_SAVED,
             () if !self.rewinds.is_empty() => VERSION_REWOUND,
             () => VERSION,
@@ -307,6 +344,10 @@ impl Control {
             rewind_count: U32::new(self.rewinds.len() as u32),
             reserved: U32::new(0),
         };
+        let images = ImageHeader {
+            image_count: U32::new(self.images.len() as u32),
+            reserved: U32::new(0),
+        };
         let mut end = 0;
         let parts = [
             header.as_bytes(),
@@ -316,7 +357,15 @@ impl Control {
             rewound.as_bytes(),
             self.rewinds.as_bytes(),
             self.durable_lsn.as_bytes(),
+            images.as_bytes(),
+            self.images.as_bytes(),
         ];
+        // A slot that an older program filled may have no room for the last two.
+        let parts = &parts[..if self.fits() {
+            parts.len()
+        } else {
+            parts.len() - 2
+        }];
         for part in parts {
             slot[end..end + part.len()].copy_from_slice(part);
             end += part.len();
@@ -334,7 +383,7 @@ impl Control {
             return Decoded::Invalid;
         }
         let version = std::mem::replace(&mut header.version, U32::new(VERSION));
-        if !(VERSION..=VERSION_SAVED).contains(&version.get()) {
+        if !(VERSION..=VERSION_REPLACED).contains(&version.get()) {
             return Decoded::Version(version.get());
         }
         let tables = || {
@@ -347,7 +396,12 @@ impl Control {
                 _ => rewound.rewind_count,
             };
             let (rewinds, rest) = table::<RewindEntry>(rest, count)?;
-            let (durable_lsn, _) = U64::read_from_prefix(rest).ok()?;
+            let (durable_lsn, rest) = U64::read_from_prefix(rest).ok()?;
+            // A slot that an older program filled may have no room for it.
+            let images = match ImageHeader::read_from_prefix(rest) {
+                Ok((header, rest)) => table::<ImageEntry>(rest, header.image_count)?.0,
+                Err(_) => Vec::new(),
+            };
             Some(Self {
                 header,
                 disks,
@@ -355,6 +409,7 @@ impl Control {
                 snapshots,
                 rewinds,
                 durable_lsn,
+                images,
             })
         };
         match tables().filter(Self::counted) {
@@ -439,6 +494,7 @@ mod tests {
             snapshots: vec![snapshot; 3],
             rewinds,
             durable_lsn: U64::new(0),
+            images: Vec::new(),
         }
     }
 
@@ -475,9 +531,9 @@ mod tests {
             assert!(snapshot.saved > 0 || snapshot.disk_id > 0 && read.rewinds.len() == 1);
         }
         let mut later = control(1, Vec::new()).encode();
-        later[8] = 5;
+        later[8] = 6;
         seal(&mut later);
-        assert!(matches!(Control::decode(&later), Decoded::Version(5)));
+        assert!(matches!(Control::decode(&later), Decoded::Version(6)));
     }
 
     #[test]

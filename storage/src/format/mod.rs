@@ -16,8 +16,8 @@ mod sealed;
 mod segment;
 
 pub(crate) use control::{
-    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DiskEntry, HistoryHeader, RewindEntry,
-    SAMPLES, Sample, SnapshotEntry,
+    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DiskEntry, HistoryHeader, ImageEntry,
+    RewindEntry, SAMPLES, Sample, SnapshotEntry,
 };
 pub(crate) use sealed::{BLOCK, Decoded, Uuid, VERSION, counted};
 #[cfg(any(test, fuzzing))]

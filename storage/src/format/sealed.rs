@@ -10,6 +10,9 @@ pub(crate) const VERSION: u32 = 2;
 pub(crate) const VERSION_REWOUND: u32 = 3;
 /// The version of a control slot with saved files, or with a snapshot of one disk. It may have rewinds.
 pub(crate) const VERSION_SAVED: u32 = 4;
+/// The version of a control slot of a log with a snapshot that is of another image of a disk than the present one. It may have all of the
+/// above.
+pub(crate) const VERSION_REPLACED: u32 = 5;
 /// LSNs, commit ids, sequences and generations stay below this limit: counting never reaches it, and adding one never
 /// overflows.
 pub(crate) const NUMBER_LIMIT: u64 = 1 << 60;

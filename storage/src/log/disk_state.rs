@@ -33,6 +33,8 @@ pub(crate) struct DiskState {
     pub aside: AtomicBool,
     /// Records up to this LSN were given up, or copied before the disk came back to the log.
     pub void_lsn: u64,
+    /// The disk has no past before this LSN: it was not on the log, or had another image.
+    pub since_lsn: u64,
     /// The disk is being restored in place: its records wait. Changed under the log's lock.
     pub rewinding: AtomicBool,
     /// The rewinds of the disk.
@@ -59,6 +61,7 @@ impl DiskState {
             write_cache: AtomicBool::new(options.cache != CacheMode::Writethrough),
             aside: AtomicBool::new(false),
             void_lsn: entry.void_lsn.get(),
+            since_lsn: 0,
             rewinding: AtomicBool::new(false),
             rewinds: Mutex::default(),
             last_lsn: AtomicU64::new(0),
@@ -112,7 +115,7 @@ impl DiskState {
     pub(crate) fn comes_from(&self, lsn: u64) -> bool {
         let rewinds = self.rewinds.lock().expect("rewinds lock");
         let line = |until| Line::new(rewinds.iter(), self.void_lsn, until);
-        self.void_lsn <= lsn && line(lsn).leads_to(&line(u64::MAX), lsn)
+        self.void_lsn.max(self.since_lsn) <= lsn && line(lsn).leads_to(&line(u64::MAX), lsn)
     }
 
     pub(crate) fn sectors(&self) -> u64 {

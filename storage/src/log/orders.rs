@@ -26,9 +26,9 @@ use crate::log::rewinding::Rewinding;
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
 
-/// Gives a disk its place in the log's control file; gets the disks that the log has open.
+/// Gives a disk its place in the log's control file; gets the disks that the log has open, and the LSN as of which they are.
 pub(crate) type Adopt =
-    Box<dyn FnOnce(&mut ControlFile, &[Arc<DiskState>]) -> Result<Arc<DiskState>> + Send>;
+    Box<dyn FnOnce(&mut ControlFile, &[Arc<DiskState>], u64) -> Result<Arc<DiskState>> + Send>;
 
 /// A task for the keeper.
 pub(crate) enum KeeperTask {

@@ -18,7 +18,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
-use std::time::UNIX_EPOCH;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::fs::{Advice, FallocateFlags, FlockOperation, fadvise};
 use rustix::io::{Errno, ReadWriteFlags};
@@ -204,12 +204,17 @@ impl DataFile for File {
 
     fn inode(&self) -> io::Result<Inode> {
         let metadata = self.metadata()?;
-        let born = metadata.created().ok();
-        let born = born.and_then(|born| born.duration_since(UNIX_EPOCH).ok());
+        let nanoseconds = |time: io::Result<SystemTime>| {
+            let time = time
+                .ok()
+                .and_then(|time| time.duration_since(UNIX_EPOCH).ok());
+            time.map_or(0, |time| time.as_nanos() as u64)
+        };
         Ok(Inode {
             device: metadata.dev(),
             number: metadata.ino(),
-            born: born.map_or(0, |born| born.as_nanos() as u64),
+            born: nanoseconds(metadata.created()),
+            written: nanoseconds(metadata.modified()),
         })
     }
 

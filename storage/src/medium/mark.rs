@@ -48,4 +48,6 @@ pub(crate) struct Inode {
     pub number: u64,
     /// When the file was made, in nanoseconds since 1970; 0 if the file system does not report it.
     pub born: u64,
+    /// When the file was last written to, in the same way.
+    pub written: u64,
 }

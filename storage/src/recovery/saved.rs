@@ -22,6 +22,7 @@ use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHea
 use crate::index::{Builder, ExtentMap};
 use crate::medium::file::Segment;
 use crate::medium::filesystem::{FileSystem, Open};
+use crate::medium::segment::LogRead;
 use crate::recovery::batch::Batch;
 use crate::recovery::replay::place;
 use crate::sync::Arc;
@@ -131,6 +132,30 @@ pub(crate) fn read(
         (end, part) = (Some(next), part + 1);
     }
     Ok(end)
+}
+
+/// Reads all saved files, and every byte of them that a look may read. Returns what is wrong, each with the LSN of the snapshots whose
+/// files these are.
+pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> Vec<(u64, String)> {
+    let mut wrong = Vec::new();
+    for &(lsn, count) in saved.counts() {
+        let visit = &mut |segment: &Arc<Segment>, record: &Descriptor, at: u64| {
+            let read = LogRead::new(segment.clone(), at, record.payload_len() as usize);
+            if let Err(error) = read.read() {
+                let (first, disk) = (record.sector.get(), record.disk_id);
+                let last = first + u64::from(record.sectors.get()) - 1;
+                wrong.push((
+                    lsn,
+                    format!("{error}: sectors {first} to {last} of disk {disk}"),
+                ));
+            }
+        };
+        let read = read(files, dir, saved.log(), (lsn, count), Open::Read, visit);
+        if let Err(error) = read {
+            wrong.push((lsn, error.to_string()));
+        }
+    }
+    wrong
 }
 
 /// Opens a part, whose records follow the one with this number.

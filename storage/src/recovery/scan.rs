@@ -91,8 +91,13 @@ impl Scan {
             "what was read is on the medium"
         );
         let next_cid = self.max_cid + 1;
+        let next_lsn = match planted(Mutant::LsnRestart) {
+            true => seen + 1,
+            // A disk that came with another image has taken one.
+            false => control.control.header.next_lsn.get().max(seen + 1),
+        };
         let note = |control: &mut Control| {
-            control.header.next_lsn = U64::new(seen + 1);
+            control.header.next_lsn = U64::new(next_lsn);
             control.header.next_cid = U64::new(next_cid);
         };
         match planted(Mutant::ProofInOneSlot) {
@@ -134,6 +139,14 @@ impl Scan {
             (None, None) => return Ok(()),
         };
         Err(Error::new(ErrorKind::Damaged, told))
+    }
+
+    /// As of when the disks of the log are.
+    pub(crate) fn newest(&self, control: &Control) -> Commit {
+        Commit {
+            lsn: control.with_rewinds(self.last.lsn),
+            ..self.last
+        }
     }
 
     /// Notes the numbers of a batch, which may be part of the log or not.

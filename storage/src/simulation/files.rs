@@ -290,6 +290,8 @@ impl DataFile for SimulatedFile {
             device: 1,
             number,
             born: number,
+            // Unknown: a history has no clock.
+            written: 0,
         })
     }
 

@@ -12,11 +12,12 @@ use std::path::{Path, PathBuf};
 use zerocopy::little_endian::{U16, U64};
 
 use crate::catalog::control::{ControlFile, real_path, register};
-use crate::catalog::identity::Identity;
+use crate::catalog::identity::{Identity, written};
 use crate::catalog::options::{DiskOptions, default_log_dir};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::DiskEntry;
+use crate::format::{Control, DiskEntry};
 use crate::log::disk_state::DiskState;
+use crate::log::history::Commit;
 use crate::medium::file::{DataFile, set_size};
 use crate::medium::filesystem::{self, Open, PathKind, files};
 use crate::medium::lock::Use;
@@ -25,6 +26,7 @@ use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{Indexes, Waiting};
 use crate::store::image::{disk_len, open_base};
 use crate::store::other_format::refuse_other_format;
+use crate::store::point::Point;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 
@@ -100,9 +102,10 @@ impl OpenBase {
         entry.is_image(&self.identity, at_path)
     }
 
-    /// Why the log's records of a disk can't be applied to this image; `None` if they can.
-    fn why_not(&self, entry: &DiskEntry, home: &Path) -> Result<Option<&'static str>> {
+    /// Why this is not the disk's own image; `None` if it is.
+    fn why_foreign(&self, entry: &DiskEntry, home: &Path) -> Option<&'static str> {
         let why = match (&self.identity.mark, self.is_of(entry, home)) {
+            (_, true) => return None,
             (Some(mark), false) if mark.disk != entry.disk => "it is the image of another disk",
             (Some(mark), false) if mark.generation < entry.generation.get() => {
                 "it is older than the log expects, or a copy that was changed separately"
@@ -116,15 +119,76 @@ impl OpenBase {
             (None, false) => {
                 "it is another file (on a file system without extended attributes a disk is identified by its inode)"
             }
-            (Some(Mark { open: false, .. }), true) => "it was closed with another copy of the log",
-            (_, true) => match entry.samples_fit(self.file.as_ref(), &self.options.path)? {
-                true => return Ok(None),
-                false => {
-                    "its bytes have changed since the last checkpoint: another program wrote to it"
-                }
-            },
         };
-        Ok(Some(why))
+        Some(why)
+    }
+
+    /// Why the log's records of a disk can't be applied to this image; `None` if they can.
+    fn why_not(&self, entry: &DiskEntry, home: &Path) -> Result<Option<&'static str>> {
+        if let Some(why) = self.why_foreign(entry, home) {
+            return Ok(Some(why));
+        }
+        if matches!(self.identity.mark, Some(Mark { open: false, .. })) {
+            return Ok(Some("it was closed with another copy of the log"));
+        }
+        self.why_changed(entry)
+    }
+
+    fn why_changed(&self, entry: &DiskEntry) -> Result<Option<&'static str>> {
+        let same = entry.samples_fit(self.file.as_ref(), &self.options.path)?;
+        let why = "its bytes have changed since the last checkpoint: another program wrote to it";
+        Ok((!same).then_some(why))
+    }
+
+    /// Why the past of the disk can't be seen over this image; `None` if it can.
+    pub(crate) fn why_no_past(
+        &self,
+        control: &Control,
+        place: usize,
+        home: &Path,
+    ) -> Result<Option<&'static str>> {
+        let entry = &control.disks[place];
+        // The log has not had an image of the disk yet.
+        if (entry.generation.get(), entry.inode.get()) == (0, 0) {
+            return Ok(None);
+        }
+        let why = match self.why_foreign(entry, home) {
+            None => self.why_changed(entry)?,
+            why => why,
+        };
+        let inode = &self.identity.inode;
+        // The time of a copy tells nothing.
+        let same_file = entry.is_file(inode, entry.path(home) == self.path);
+        let written = same_file && !control.written_fits(entry.id.get(), inode.written);
+        let written = written.then_some("another program has written to it since the log did");
+        Ok(why.or(written))
+    }
+
+    /// As [`why_no_past`](Self::why_no_past), for who only reads. If there is a reason, the disk has no past up to LSN `newest` in the
+    /// control file in memory from now on.
+    pub(crate) fn without_past(
+        &self,
+        control: &mut ControlFile,
+        place: usize,
+        newest: u64,
+    ) -> Result<Option<&'static str>> {
+        let why = self.why_no_past(&control.control, place, &control.home)?;
+        if why.is_some() {
+            let disk_id = control.control.disks[place].id.get();
+            let ended = control.control.end_past(disk_id, newest);
+            ended.map_err(|error| error.of_file(&control.path))?;
+        }
+        Ok(why)
+    }
+
+    /// The error for a point of the past that can't be seen over this image.
+    pub(crate) fn no_past(&self, at: Point, log_dir: &Path, why: &str) -> Error {
+        let (log, image) = (log_dir.display(), self.options.path.display());
+        let message = format!(
+            "{log}: the disk can't be brought back to {at}: {image} is not the image that its past is made of: {why}; put that \
+             image back"
+        );
+        Error::new(ErrorKind::NotFound, message)
     }
 
     /// Finds the place of the disk's entry in the log's table.
@@ -333,12 +397,13 @@ fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
 
 /// Finds the disks' entries in the log and updates them in memory. Cuts off what an interrupted resize left behind
 /// the end of a disk. Disks that have records in the log but were not asked for are opened too, so that the log can
-/// be checkpointed and recycled. They come last.
+/// be checkpointed and recycled. They come last. `newest`: as of when the disks are now.
 pub(crate) fn attach(
     mut bases: Vec<OpenBase>,
     control: &mut ControlFile,
     log_dir: &Path,
     waiting: &Indexes,
+    newest: Commit,
 ) -> Result<Vec<Arc<DiskState>>> {
     let mut found = find(&bases, control, log_dir, waiting)?;
     for (place, entry) in control.control.disks.iter().enumerate() {
@@ -349,11 +414,67 @@ pub(crate) fn attach(
             found.push(place);
         }
     }
+    for (base, place) in bases.iter().zip(&found) {
+        end_past(base, *place, control, newest)?;
+    }
     take_over(&bases, &found, control);
     let states = bases.into_iter().zip(found);
     states
         .map(|(base, place)| enter(base, place, control))
         .collect()
+}
+
+/// Ends the past of the disk at this place if the image is not the one that it is made of, and says what is lost. `newest`: as of when the
+/// disk is now.
+pub(crate) fn end_past(
+    base: &OpenBase,
+    place: usize,
+    control: &mut ControlFile,
+    newest: Commit,
+) -> Result<()> {
+    // Another disk may have taken one.
+    let lsn = control.control.with_rewinds(newest.lsn);
+    let ended = tell_past(base, place, control, lsn)?;
+    if ended {
+        let disk_id = control.control.disks[place].id.get();
+        let taken = control.control.take_lsn(disk_id, lsn, newest.unix_us);
+        taken.map_err(|error| error.of_file(&control.path))?;
+    }
+    Ok(())
+}
+
+/// As [`end_past`], but takes no LSN. Returns whether one is needed.
+pub(crate) fn tell_past(
+    base: &OpenBase,
+    place: usize,
+    control: &mut ControlFile,
+    newest: u64,
+) -> Result<bool> {
+    let known = &mut control.control;
+    let disk_id = known.disks[place].id.get();
+    // Nothing was there before.
+    let is_new = newest == 0 && known.snapshots.is_empty();
+    let Some(why) = base.why_no_past(known, place, &control.home)? else {
+        return Ok(false);
+    };
+    if is_new {
+        return Ok(false);
+    }
+    let path = base.options.path.display();
+    let kept = known.applied_lsn(disk_id) < newest;
+    let lost = known.end_past(disk_id, newest);
+    let lost = lost.map_err(|error| error.of_file(&control.path))?;
+    let names: Vec<_> = lost.iter().map(|name| name.as_str()).collect();
+    if !names.is_empty() {
+        let names = names.join(", ");
+        tracing::warn!(
+            "{path}: {why}; the disk is what the image is now, and these snapshots, which are of the image before, are lost for it: \
+             {names}"
+        );
+    } else if kept {
+        tracing::warn!("{path}: {why}; its history begins anew, behind LSN {newest}");
+    }
+    Ok(true)
 }
 
 /// The images at these places take their paths and inodes over: no other entry keeps them.
@@ -377,6 +498,9 @@ fn take_over(bases: &[OpenBase], found: &[usize], control: &mut ControlFile) {
 
 /// Updates the entry of an image in memory, and makes the image's state.
 fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<DiskState>> {
+    let disk_id = control.control.disks[place].id.get();
+    // Until it is certain that this is what the medium has.
+    control.control.set_written(disk_id, 0);
     let entry = &mut control.control.disks[place];
     let own = base.is_of(entry, &control.home);
     entry.settle();
@@ -398,6 +522,9 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     }
     entry.renew_samples(base.file.as_ref());
     let mut state = DiskState::new(entry, &base.options, base.file.into());
+    let written = written(state.base.as_ref());
+    control.control.set_written(disk_id, written);
+    state.since_lsn = control.control.since(disk_id);
     let rewinds = control.control.rewinds_of(state.id).copied();
     state.rewinds = Mutex::new(rewinds.collect());
     Ok(Arc::new(state))
@@ -414,21 +541,26 @@ pub(crate) fn announce_open(control: &mut ControlFile, state: &DiskState, salt: 
 }
 
 /// Attaches a disk to a log in use, which has no records of it: to its own entry, or to a new one. `open`: the disks that
-/// the log has open.
+/// the log has open. `newest`: the log's newest record.
 pub(crate) fn adopt(
     base: OpenBase,
     control: &mut ControlFile,
     open: &[Arc<DiskState>],
     log_dir: &Path,
-    salt: u64,
+    (salt, newest): (u64, u64),
 ) -> Result<Arc<DiskState>> {
-    let before = control.control.disks.clone();
-    let entered = enter_alone(base, control, open, log_dir).and_then(|state| {
+    let before = (
+        control.control.disks.clone(),
+        control.control.images.clone(),
+    );
+    let entered = enter_alone(base, control, open, log_dir, newest).and_then(|state| {
         announce_open(control, &state, salt);
         control.write()?;
         Ok(state)
     });
-    let state = entered.inspect_err(|_| control.control.disks = before)?;
+    let state = entered.inspect_err(|_| {
+        (control.control.disks, control.control.images) = before;
+    })?;
     // As when a log is opened, the mark must be durable before the first record is logged.
     let marked = state.mark(true)?;
     let settled = control.change(|control| {
@@ -451,6 +583,7 @@ fn enter_alone(
     control: &mut ControlFile,
     open: &[Arc<DiskState>],
     log_dir: &Path,
+    newest: u64,
 ) -> Result<Arc<DiskState>> {
     let bases = [base];
     let place = match look_up(&bases, control)?[0] {
@@ -461,13 +594,19 @@ fn enter_alone(
             }
             let home = &control.home;
             accept(&bases[0], entry, home, log_dir, &Indexes::new())?;
+            tell_past(&bases[0], place, control, newest)?;
             place
         }
         None => {
             refuse_other_copy(&bases[0], control, log_dir)?;
             bases[0].refuse_foreign(log_dir)?;
-            register(control, &bases[0].path, bases[0].size)?;
-            control.control.disks.len() - 1
+            let disk_id = register(control, &bases[0].path, bases[0].size)?.id.get();
+            // It was not on the log before.
+            let begun = control.control.begin_past(disk_id, newest);
+            begun.map_err(|error| error.of_file(&control.path))?;
+            let mut disks = control.control.disks.iter();
+            let place = disks.position(|disk| disk.id.get() == disk_id);
+            place.expect("it was just registered")
         }
     };
     take_over(&bases, &[place], control);

@@ -52,10 +52,10 @@ pub fn disk_changes(
     to: Option<Point>,
     threads: Option<NonZeroUsize>,
 ) -> Result<Changes> {
-    let (_base, mut log) = Located::with_history(&DiskOptions::new(path), log_dir, threads)?;
-    let from_lsn = log.resolve(from)?;
+    let (base, mut log) = Located::with_history(&DiskOptions::new(path), log_dir, threads)?;
+    let from_lsn = log.resolve(from, &base)?;
     let to_lsn = match to {
-        Some(to) => log.resolve(to)?,
+        Some(to) => log.resolve(to, &base)?,
         None => from_lsn.max(log.last_lsn),
     };
     if to_lsn < from_lsn {

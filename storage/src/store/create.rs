@@ -19,6 +19,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::file::DataFile;
+use crate::medium::filesystem::parent;
 use crate::medium::lock::Use;
 use crate::medium::mark::Mark;
 use crate::recovery::replay::read_log_until;
@@ -172,7 +173,14 @@ pub(crate) fn enrol(
     image: &Path,
     size: u64,
 ) -> Result<bool> {
-    let entry = register(control, path, size)?;
+    let newest = newest(control)?;
+    let disk_id = register(control, path, size)?.id.get();
+    // It was not on the log before.
+    let begun = control.control.begin_past(disk_id, newest);
+    begun.map_err(|error| error.of_file(&control.path))?;
+    let mut disks = control.control.disks.iter_mut();
+    let entry = disks.find(|disk| disk.id.get() == disk_id);
+    let entry = entry.expect("it was just registered");
     entry.announce(1);
     entry.settle();
     let mark = Mark {
@@ -187,6 +195,18 @@ pub(crate) fn enrol(
     synced.map_err(|error| Error::io("write", image, error))?;
     entry.set_inode(&Identity::of(file, image)?.inode);
     Ok(marked)
+}
+
+/// The LSN as of which the disks of a log are that nobody has open; 0 of one that is being made.
+fn newest(control: &ControlFile) -> Result<u64> {
+    let known = &control.control;
+    if known.header.generation.get() == 0 {
+        return Ok(0);
+    }
+    let log_dir = parent(&control.path);
+    let medium = directory(log_dir, EngineKind::Blocking);
+    let (scan, _) = read_log_until(&medium, log_dir, known, u64::MAX)?;
+    Ok(known.with_rewinds(scan.last.lsn))
 }
 
 /// Makes the first segment of a log that was just made.

@@ -9,14 +9,16 @@ use std::path::{Path, PathBuf};
 use zerocopy::little_endian::U64;
 
 use crate::catalog::control::{ControlFile, has_log, open_control, real_path};
+use crate::catalog::identity::written;
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
+use crate::log::history::Commit;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Use;
 use crate::medium::mark::{Mark, hex};
 use crate::recovery::replay::{Waiting, read_log_until};
-use crate::store::attach::OpenBase;
+use crate::store::attach::{OpenBase, tell_past};
 
 /// The result of [`discard_log`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,6 +62,15 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     // LSNs seen on the medium are never given out again, so a record that is void now stays void.
     let newest = scan.max_lsn.max(scan.last.lsn);
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
+    let Commit { lsn, unix_us, .. } = scan.newest(&control.control);
+    if let Some(base) = &fits {
+        // Whichever image it is.
+        tell_past(base, place, &mut control, lsn)?;
+    }
+    // Without its records the disk is not what it was as of the newest one, so what it is has an LSN of its own.
+    let taken = control.control.take_lsn(entry.id.get(), lsn, unix_us);
+    let taken = taken.map_err(|error| error.of_file(log_dir))?;
+    let newest = newest.max(taken);
     // In both slots: if one rots, the other must not bring the records back.
     control.change_both(|control| {
         let next_lsn = control.header.next_lsn.get().max(newest + 1);
@@ -85,7 +96,11 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
         settled.set_inode(&base.identity.inode);
         settled.renew_samples(base.file.as_ref());
         settled.set_path(&base.path, &control.home)?;
-        control.change(|control| control.disks[place] = settled)?;
+        let written = written(base.file.as_ref());
+        control.change(|control| {
+            control.disks[place] = settled;
+            control.set_written(settled.id.get(), written);
+        })?;
     }
     Ok(Discarded {
         disk: hex(&entry.disk),

@@ -6,10 +6,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use crate::catalog::control::find_control;
+use crate::catalog::control::{ControlFile, find_control};
 use crate::catalog::options::DiskOptions;
 use crate::catalog::retain::Retain;
-use crate::catalog::snapshot::Snapshot;
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::index::IndexMemory;
 use crate::log::history::LogHistory;
@@ -20,7 +20,7 @@ use crate::medium::lock::Use;
 use crate::parallel::Progress;
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log;
-use crate::recovery::saved::snapshots;
+use crate::recovery::saved::{self, snapshots};
 use crate::recovery::scan::DamagedBlock;
 use crate::store::attach::OpenBase;
 
@@ -55,6 +55,17 @@ pub struct LogReport {
     pub damaged: Vec<DamagedSectors>,
     /// Batch headers that were changed by the medium. Their segments' summaries still have them, so no record is lost.
     pub damaged_headers: Vec<DamagedHeader>,
+    /// Snapshots that the disk can't be seen as of, or not as a whole.
+    pub snapshot_faults: Vec<SnapshotFault>,
+}
+
+/// What is wrong with snapshots of a disk. It does not affect what the disk has now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SnapshotFault {
+    /// The snapshots, oldest first.
+    pub snapshots: Vec<SnapshotName>,
+    /// What is wrong, and in which file.
+    pub what: String,
 }
 
 /// The place of a batch header that is damaged in the log.
@@ -100,6 +111,17 @@ pub struct DiskReport {
 /// Looks at a disk, reads its whole log and verifies every checksum, changing nothing. Damaged payloads in an
 /// otherwise complete log are no error: the report names them.
 ///
+/// This reads every file that an open, a look or a restore trusts:
+///
+/// | file | what is verified |
+/// |---|---|
+/// | `control` | both slots; one that is right is enough, as after a power cut |
+/// | `segment-...` | every header and payload of those that hold records which are not in the base images, and their lengths |
+/// | `saved-...` | every header and payload that the control file counts, and that none is missing |
+/// | the base image | its mark (else its inode), its length, its samples, and the time of the last write, if snapshots need it; it has no checksums |
+///
+/// Files that none of them trusts are left out: unused segments, `.new` files, and saved files of snapshots that are gone.
+///
 /// # Errors
 /// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is
 /// open elsewhere; [`ErrorKind::WrongLog`](crate::ErrorKind::WrongLog) if the log is not this disk's.
@@ -136,6 +158,7 @@ pub fn inspect_telling(
     let medium = directory_to_read(log_dir, threads);
     let (scan, mut waiting) = read_log(&medium, log_dir, &control.control, Verify::All, progress)?;
     let found = base.find(&control, log_dir, &waiting)?;
+    let snapshot_faults = snapshot_faults(&base, &control, found, log_dir)?;
     let size = control.control.disks[found].size.get();
     let header = &control.control.header;
     let sectors = |block: &DamagedBlock| {
@@ -189,6 +212,7 @@ pub fn inspect_telling(
         disks: control.image_paths(),
         damaged: scan.damaged.iter().map(sectors).collect(),
         damaged_headers: scan.damaged_headers.iter().map(header_of).collect(),
+        snapshot_faults,
     };
     Ok(DiskReport {
         size,
@@ -196,4 +220,49 @@ pub fn inspect_telling(
         marked,
         log: Some(log),
     })
+}
+
+/// What is wrong with the snapshots of the disk at this place.
+fn snapshot_faults(
+    base: &OpenBase,
+    control: &ControlFile,
+    place: usize,
+    log_dir: &Path,
+) -> Result<Vec<SnapshotFault>> {
+    let known = &control.control;
+    let disk_id = known.disks[place].id.get();
+    let all = Snapshot::all(known);
+    let names = |is: &dyn Fn(&Snapshot) -> bool| {
+        let of_disk = all.iter().filter(|snapshot| snapshot.has(disk_id));
+        let wanted = of_disk.filter(|snapshot| is(snapshot));
+        wanted.map(|snapshot| snapshot.name).collect()
+    };
+    let mut faults = Vec::new();
+    let since = known.since(disk_id);
+    let lost: Vec<_> = names(&|snapshot| snapshot.lsn < since);
+    let image = base.options.path.display();
+    if !lost.is_empty() {
+        faults.push(SnapshotFault {
+            snapshots: lost,
+            what: format!("{image} had another image before LSN {since}, or was not on the log"),
+        });
+    }
+    let ours: Vec<_> = names(&|snapshot| snapshot.lsn >= since);
+    if let Some(why) = base.why_no_past(known, place, &control.home)?
+        && !ours.is_empty()
+    {
+        faults.push(SnapshotFault {
+            snapshots: ours,
+            what: format!(
+                "{image} is not the image that its past is made of: {why}; put that image back"
+            ),
+        });
+    }
+    // Older snapshots read on in the files of newer ones.
+    let damage = saved::check(&*files(), log_dir, &known.saved_files());
+    faults.extend(damage.into_iter().map(|(lsn, what)| SnapshotFault {
+        snapshots: names(&|snapshot| snapshot.lsn <= lsn),
+        what,
+    }));
+    Ok(faults)
 }

@@ -37,13 +37,13 @@ impl Store {
             self.log.dir.clone(),
             self.log.medium.salt(),
         );
-        let adopt: Adopt = Box::new(move |control, open| {
+        let adopt: Adopt = Box::new(move |control, open, newest| {
             adopt(
                 OpenBase::open(&asked, Use::Write, false)?,
                 control,
                 open,
                 &dir,
-                salt,
+                (salt, newest),
             )
         });
         let (added, adding) = mpsc::channel();
@@ -207,6 +207,7 @@ fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)
             log,
             extents,
             rewound,
+            last_lsn,
             ..
         } = View::open(path, log_dir, Use::Write, None)?;
         let Some((control, place)) = log else {
@@ -221,7 +222,9 @@ fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)
         };
         Snapshot::refuse_loss(&control.control, path, "the disk would leave its log")?;
         let entry = &control.control.disks[place];
-        let void = entry.void_lsn.get() > control.control.header.checkpoint_lsn.get();
+        let applied = control.control.header.checkpoint_lsn.get();
+        // No record is behind the last one, whatever was given up.
+        let void = entry.void_lsn.get().min(last_lsn) > applied;
         if extents.is_empty() && !rewound && !void && entry.resizing == 0 {
             return Ok((base, control, place));
         }

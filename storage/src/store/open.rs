@@ -135,11 +135,15 @@ impl Store {
             engine,
             ..directory_to_read(log_dir, options.threads)
         };
-        let control = open_control(log_dir, Use::LogRead)?;
+        let mut control = open_control(log_dir, Use::LogRead)?;
         let bases = OpenBase::open_all(disks, Use::Read, true)?;
         let read = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
         let (scan, mut waiting) = read;
         let found = find(&bases, &control, log_dir, &waiting)?;
+        let newest = control.control.with_rewinds(scan.last.lsn);
+        for (base, place) in bases.iter().zip(&found) {
+            base.without_past(&mut control, *place, newest)?;
+        }
         let segments = (scan, Vec::new());
         let log = Arc::new(new_log(
             log_dir,
@@ -157,6 +161,7 @@ impl Store {
             let control = &control.control;
             let mut state = DiskState::new(&control.disks[place], &options, base.file.into());
             state.rewinds = Mutex::new(control.rewinds_of(state.id).copied().collect());
+            state.since_lsn = control.since(state.id);
             let mut index = state.index_mut();
             index.active = waiting.remove(&state.id).unwrap_or_default().extents;
             index.count_in(&log.counters.index);
@@ -303,7 +308,8 @@ pub(crate) fn open_log(
         None => first_control(&bases, log_dir, options)?,
     };
     let read = read_for_recovery(medium.as_ref(), log_dir, &mut control, progress)?;
-    let states = attach(bases, &mut control, log_dir, &read.1)?;
+    let newest = read.0.newest(&control.control);
+    let states = attach(bases, &mut control, log_dir, &read.1, newest)?;
     let (log, keeper) = assemble(medium, log_dir, control, &states, read, options)?;
     let disks = states[..disks.len()]
         .iter()

@@ -15,6 +15,7 @@ use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::log::history::Commit;
+use crate::medium::filesystem::parent;
 use crate::medium::lock::Use;
 
 /// A point in the history of a log: after one of its records.
@@ -85,13 +86,49 @@ impl Point {
         disk_id: u32,
         read: impl FnOnce(&mut dyn FnMut(&Commit)) -> Result<()>,
     ) -> Result<u64> {
+        // These may be in the past of the disk's other image, and not be found for that reason.
+        if let Self::Lsn(_) | Self::Snapshot(_) = self
+            && let Self::Lsn(lsn) = self.numbered(control, log_dir)?
+        {
+            self.refuse_lost(lsn, log_dir, control, disk_id)?;
+        }
+        let lsn = self.lsn(log_dir, control, disk_id, read)?;
+        if self != Self::Newest {
+            self.refuse_lost(lsn, log_dir, control, disk_id)?;
+        }
+        Ok(lsn)
+    }
+
+    /// Refuses an LSN before the past of the disk begins.
+    fn refuse_lost(self, lsn: u64, log_dir: &Path, control: &Control, disk_id: u32) -> Result<()> {
+        let since = control.since(disk_id);
+        if lsn >= since {
+            return Ok(());
+        }
+        let entry = control.disk(disk_id);
+        let image = entry.map(|entry| entry.path(parent(log_dir)));
+        let image = image.unwrap_or_default();
+        let why = format!(
+            "{} had another image before LSN {since}, or was not on the log, so this is lost",
+            image.display()
+        );
+        Err(self.refused(log_dir, &why))
+    }
+
+    fn lsn(
+        self,
+        log_dir: &Path,
+        control: &Control,
+        disk_id: u32,
+        read: impl FnOnce(&mut dyn FnMut(&Commit)) -> Result<()>,
+    ) -> Result<u64> {
         if let Self::Snapshot(name) = self {
             let found = Snapshot::find(name, control).map_err(|error| error.of_file(log_dir))?;
             if !found.has(disk_id) {
                 return Err(self.refused(log_dir, "it is a snapshot of another disk alone"));
             }
             let point = self.numbered(control, log_dir)?;
-            return point.resolve(log_dir, control, disk_id, read);
+            return point.lsn(log_dir, control, disk_id, read);
         }
         // Of this snapshot, or of one that was deleted, saved files have what the base images do not have any more.
         if let Self::Lsn(lsn) = self

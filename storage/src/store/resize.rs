@@ -13,6 +13,7 @@ use std::path::Path;
 
 use zerocopy::little_endian::U64;
 
+use crate::catalog::identity::written;
 use crate::catalog::options::{Resize, check_size};
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
@@ -82,6 +83,9 @@ fn resize(
     let entry = &mut control.control.disks[found];
     (entry.size, entry.resizing) = (U64::new(smaller), 1);
     entry.cut_samples(smaller);
+    let disk_id = entry.id.get();
+    // A new length is a write too.
+    control.control.set_written(disk_id, 0);
     if !planted(Mutant::ResizeUnannounced) {
         control.write()?;
     }
@@ -94,6 +98,8 @@ fn resize(
     reached(ResizeStep::Sized)?;
     let entry = &mut control.control.disks[found];
     (entry.size, entry.resizing) = (U64::new(size), 0);
+    let written = written(view.base.file.as_ref());
+    control.control.set_written(disk_id, written);
     control.write()?;
     Ok(done)
 }

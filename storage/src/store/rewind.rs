@@ -153,6 +153,9 @@ pub(crate) fn rewind(
     // What counts from now on must be durable, as when the log is opened to be written.
     let (scan, waiting) = read_durable(medium, log_dir, control, visit, &mut |_, _| {})?;
     base.find(control, log_dir, &waiting)?;
+    if let Some(why) = base.why_no_past(&control.control, place, &control.home)? {
+        return Err(base.no_past(at, log_dir, why));
+    }
     let known = &control.control;
     let newest = known.with_rewinds(scan.last.lsn);
     let mut done = records.plan(at, known, newest, &base.options.path, log_dir)?;

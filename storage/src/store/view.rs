@@ -22,7 +22,7 @@ use crate::recovery::contents::Verify;
 use crate::recovery::replay::{Indexes, read_log_until, read_records};
 use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{self, Found};
-use crate::store::attach::OpenBase;
+use crate::store::attach::{OpenBase, end_past};
 use crate::store::point::Point;
 use crate::{Buffer, SECTOR_SIZE};
 
@@ -71,6 +71,8 @@ pub(crate) struct LocatedLog {
     /// The newest point, or that up to which the log was read again.
     pub last_lsn: u64,
     pub waiting: Indexes,
+    /// Why the disk can't be seen as it was, over the image that is there now.
+    no_past: Option<&'static str>,
 }
 
 impl Located {
@@ -87,7 +89,7 @@ impl Located {
         };
         let control = find_control(log_dir, log_using)?;
         let base = OpenBase::open(options, using, control.is_some())?;
-        let Some(control) = control else {
+        let Some(mut control) = control else {
             base.refuse_foreign(log_dir)?;
             return Ok(Self { base, log: None });
         };
@@ -97,11 +99,21 @@ impl Located {
         };
         let (scan, waiting) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
         let place = base.find(&control, log_dir, &waiting)?;
+        let newest = scan.newest(&control.control);
+        let no_past = match using {
+            Use::Read => base.without_past(&mut control, place, newest.lsn)?,
+            // The control file is going to be written.
+            _ => {
+                end_past(&base, place, &mut control, newest)?;
+                None
+            }
+        };
         let log = Some(LocatedLog {
+            no_past,
             place,
             medium,
             live: scan.live,
-            last_lsn: control.control.with_rewinds(scan.last.lsn),
+            last_lsn: control.control.with_rewinds(newest.lsn),
             control,
             waiting,
         });
@@ -133,8 +145,11 @@ impl LocatedLog {
         &self.control.control.disks[self.place]
     }
 
-    /// The LSN of the last record up to a point. See [`Point::resolve`].
-    pub(crate) fn resolve(&self, point: Point) -> Result<u64> {
+    /// The LSN of the last record up to a point. See [`Point::resolve`]. `base`: the disk's image.
+    pub(crate) fn resolve(&self, point: Point, base: &OpenBase) -> Result<u64> {
+        if let Some(why) = self.no_past.filter(|_| point != Point::Newest) {
+            return Err(base.no_past(point, &self.medium.path, why));
+        }
         let (medium, control) = (&self.medium, &self.control.control);
         let (dir, tail) = (&medium.path, Verify::Tail);
         point.resolve(dir, control, self.entry().id.get(), |visit| {
@@ -273,7 +288,7 @@ impl View {
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
         let (base, mut log) = Located::with_history(options, log_dir, threads)?;
-        let until = log.resolve(at)?;
+        let until = log.resolve(at, &base)?;
         log.read_until(until)?;
         Self::of(base, Some(log))
     }

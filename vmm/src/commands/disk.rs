@@ -256,6 +256,22 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             headers.count(),
         )));
     }
+    let faults = report.log.iter().flat_map(|log| &log.snapshot_faults);
+    if let Some(first) = faults.clone().next() {
+        if json {
+            say!("{}", to_json(&disk.path, &disk.log(), &report));
+        }
+        for fault in faults.clone().filter(|_| !json) {
+            let names: Vec<_> = fault.snapshots.iter().map(|name| name.as_str()).collect();
+            say!("{name}: snapshots {}: {}", names.join(", "), fault.what);
+        }
+        return Err(CommandError::Failed(format!(
+            "{name}: {} faults of its snapshots, the first: {}; the disk as it is now has all its bytes; restore the files from a \
+             copy, or delete the snapshots",
+            faults.count(),
+            first.what,
+        )));
+    }
     match (&report.log, json) {
         (_, true) => say!("{}", to_json(&disk.path, &disk.log(), &report)),
         (None, _) => say!(
@@ -363,9 +379,15 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
                 "segment": header.segment,
                 "offset": header.offset,
             })).collect::<Vec<_>>(),
+            "snapshot_faults": log.snapshot_faults.iter().map(|fault| json!({
+                "snapshots": fault.snapshots.iter().map(|name| name.as_str()).collect::<Vec<_>>(),
+                "what": fault.what,
+            })).collect::<Vec<_>>(),
         })
     });
-    let log_is_clean = |log: &LogReport| log.damaged.is_empty() && log.damaged_headers.is_empty();
+    let log_is_clean = |log: &LogReport| {
+        log.damaged.is_empty() && log.damaged_headers.is_empty() && log.snapshot_faults.is_empty()
+    };
     let clean = report.log.as_ref().is_none_or(log_is_clean);
     json!({ "disk": path, "size_bytes": report.size, "allocated_bytes": report.allocated, "marked": report.marked, "clean": clean, "log": log })
 }

@@ -1,0 +1,332 @@
+//! Saved files belong to one image: what a snapshot shows is never put together with another.
+
+mod support;
+
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+
+use support::{Small, copy_image, flush, write};
+use walvisor_storage::{
+    Backend, Disk, DiskOptions, Error, ErrorKind, Look, Point, Retain, SnapshotFault, Store,
+    StoreOptions, clone_disk, create_disk, disk_changes, inspect, restore_disk,
+};
+
+const SIZE: u64 = 1 << 20;
+const BLOCKS: u64 = SIZE / 4096;
+
+fn options() -> StoreOptions {
+    StoreOptions {
+        segment_size: 256 << 10,
+        max_segments: 8,
+        retain: Some(Retain::Nothing),
+        ..StoreOptions::default()
+    }
+}
+
+fn open(disk: &Path, log: &Path) -> Result<Store, Error> {
+    Store::open(log, &[DiskOptions::new(disk)], &options())
+}
+
+/// A disk in a directory, which is on a file system with attributes or on one without.
+struct Site {
+    top: PathBuf,
+    // Dropped before `_dir`: the file system is unmounted before its directory is removed.
+    _small: Option<Small>,
+    _dir: tempfile::TempDir,
+}
+
+impl Site {
+    fn disk(&self) -> PathBuf {
+        self.top.join("disk.img")
+    }
+
+    fn log(&self) -> PathBuf {
+        self.top.join("log")
+    }
+
+    fn open(&self) -> Store {
+        open(&self.disk(), &self.log()).unwrap()
+    }
+}
+
+/// Runs the test on a file system with attributes and on one without.
+fn each_file_system(test: impl Fn(&Site)) {
+    let dir = tempfile::tempdir().unwrap();
+    test(&Site {
+        top: dir.path().to_owned(),
+        _small: None,
+        _dir: dir,
+    });
+    if let Some(small) = Small::mount_as("ramfs", "mode=0700") {
+        test(&Site {
+            top: small.path().to_owned(),
+            _small: Some(small),
+            _dir: tempfile::tempdir().unwrap(),
+        });
+    }
+}
+
+/// Fills every block of the disk with a byte.
+fn paint(disk: &Disk, byte: u8) {
+    let mut port = disk.open_port().unwrap();
+    for block in 0..BLOCKS {
+        write(&mut port, block * 8, byte, 8);
+    }
+    flush(&mut port);
+}
+
+/// A closed disk that is full of ones, with the snapshot 'monday' of that, and of which only the first half has been overwritten
+/// since, with twos. So the second half of the snapshot is in the image alone. `saved`: the image has the twos, and saved files the
+/// ones. Else the log still has the twos. Returns a copy of the image as it was before there was anything.
+fn with_snapshot(site: &Site, saved: bool) -> PathBuf {
+    let (disk, log) = (site.disk(), site.log());
+    create_disk(&disk, SIZE, &log, &options()).unwrap();
+    site.open().close().unwrap();
+    let backup = site.top.join("backup");
+    copy_image(&disk, &backup);
+    let store = site.open();
+    paint(&store.disks()[0], 1);
+    store.disks()[0].checkpoint().unwrap();
+    store.disks()[0]
+        .snapshot("monday".parse().unwrap())
+        .unwrap();
+    if saved {
+        let mut port = store.disks()[0].open_port().unwrap();
+        for block in 0..BLOCKS / 2 {
+            write(&mut port, block * 8, 2, 8);
+        }
+        drop(port);
+        store.disks()[0].checkpoint().unwrap();
+    }
+    store.close().unwrap();
+    backup
+}
+
+fn monday() -> Point {
+    Point::Snapshot("monday".parse().unwrap())
+}
+
+fn restored(site: &Site) -> Result<Vec<u8>, Error> {
+    let new = site.top.join("new");
+    restore_disk(
+        &site.disk(),
+        &site.log(),
+        monday(),
+        &new,
+        None,
+        &mut |_, _| {},
+    )?;
+    let bytes = std::fs::read(&new).unwrap();
+    std::fs::remove_file(&new).unwrap();
+    Ok(bytes)
+}
+
+/// Each way to see the snapshot of the disk while it is not in use.
+fn closed_ways(site: &Site) -> Vec<(&'static str, Result<(), Error>)> {
+    let (disk, log) = (site.disk(), site.log());
+    let [clone, clone_log] = ["clone", "clone.wal"].map(|name| site.top.join(name));
+    let cloned = clone_disk(
+        &disk,
+        &log,
+        Some(monday()),
+        &clone,
+        &clone_log,
+        &options(),
+        &mut |_, _| {},
+    );
+    if cloned.is_ok() {
+        std::fs::remove_file(clone).unwrap();
+        std::fs::remove_dir_all(clone_log).unwrap();
+    }
+    let look = Look::open(&DiskOptions::new(&disk), &log, monday(), None, &options());
+    vec![
+        ("restore", restored(site).map(drop)),
+        ("clone", cloned.map(drop)),
+        ("look", look.map(drop)),
+        (
+            "changes",
+            disk_changes(&disk, &log, monday(), None, None).map(drop),
+        ),
+    ]
+}
+
+#[track_caller]
+fn expect_refused(site: &Site, ways: Vec<(&'static str, Result<(), Error>)>, part: &str) {
+    let disk = site.disk();
+    for (way, seen) in ways {
+        let error = seen.expect_err(way);
+        let text = error.to_string();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{way}: {text}");
+        let named = text.contains(disk.to_str().unwrap()) && text.contains("snapshot:monday");
+        assert!(named && text.contains(part), "{way}: {text}");
+    }
+}
+
+/// What `disk check` says of the snapshots.
+fn faults(site: &Site) -> Vec<SnapshotFault> {
+    let report = inspect(&site.disk(), &site.log()).unwrap();
+    report.log.unwrap().snapshot_faults
+}
+
+#[track_caller]
+fn expect_fault(site: &Site, part: &str) {
+    let found = faults(site);
+    assert_eq!(found.len(), 1, "{found:?}");
+    let monday = found[0]
+        .snapshots
+        .iter()
+        .any(|name| name.as_str() == "monday");
+    let named = found[0].what.contains(site.disk().to_str().unwrap());
+    assert!(monday && named && found[0].what.contains(part), "{found:?}");
+}
+
+/// Puts something else in the place of the image.
+type Replace = fn(&Site, &Path);
+
+const REPLACED: [(&str, Replace); 5] = [
+    ("an older copy", |site, backup| {
+        std::fs::remove_file(site.disk()).unwrap();
+        copy_image(backup, &site.disk());
+    }),
+    ("an older copy, into the file", |site, backup| {
+        std::fs::copy(backup, site.disk()).unwrap();
+    }),
+    ("a file without a mark", |site, _| {
+        std::fs::remove_file(site.disk()).unwrap();
+        std::fs::write(site.disk(), vec![9; SIZE as usize]).unwrap();
+    }),
+    ("the image of another disk", |site, _| {
+        let [other, log] = ["other", "other.wal"].map(|name| site.top.join(name));
+        create_disk(&other, SIZE, &log, &options()).unwrap();
+        open(&other, &log).unwrap().close().unwrap();
+        std::fs::rename(other, site.disk()).unwrap();
+        std::fs::remove_dir_all(log).unwrap();
+    }),
+    // In the middle, of which the log has no sample.
+    ("a write by another program", |site, _| {
+        let image = std::fs::File::options().write(true).open(site.disk());
+        image.unwrap().write_all_at(&[7], SIZE * 3 / 4 + 5).unwrap();
+    }),
+];
+
+/// The snapshot is refused as long as the other image is there, is there again with its own image, and is lost, and said to be, once
+/// the disk was opened with the other one.
+#[test]
+fn a_snapshot_is_never_shown_over_another_image() {
+    for saved in [true, false] {
+        for (what, replace) in REPLACED {
+            each_file_system(|site| {
+                println!("{what}, saved: {saved}, in {}", site.top.display());
+                let backup = with_snapshot(site, saved);
+                assert!(restored(site).unwrap() == vec![1; SIZE as usize]);
+                let kept = site.top.join("kept");
+                std::fs::rename(site.disk(), &kept).unwrap();
+                let own = |site: &Site| {
+                    // On a file system without attributes a copy is another image.
+                    let _ = std::fs::remove_file(site.disk());
+                    std::fs::rename(&kept, site.disk()).unwrap();
+                };
+                if what.contains("the file") || what.contains("a write") {
+                    // Into the own file: there is no way back.
+                    own(site);
+                    replace(site, &backup);
+                } else {
+                    copy_image(&kept, &site.disk());
+                    replace(site, &backup);
+                    expect_refused(site, closed_ways(site), "put that image back");
+                    expect_fault(site, "put that image back");
+                    own(site);
+                    assert!(restored(site).unwrap() == vec![1; SIZE as usize]);
+                    assert_eq!(faults(site), []);
+                    std::fs::rename(site.disk(), &kept).unwrap();
+                    copy_image(&kept, &site.disk());
+                    replace(site, &backup);
+                }
+                expect_refused(site, closed_ways(site), "put that image back");
+                expect_fault(site, "put that image back");
+                let now = std::fs::read(site.disk()).unwrap();
+
+                let store = site.open();
+                let disk = &store.disks()[0];
+                let look = disk.look(monday(), None).map(drop);
+                expect_refused(site, vec![("live look", look)], "is lost");
+                assert_eq!(disk.past_points(), []);
+                let whole = disk.look(Point::Newest, None).unwrap();
+                let mut queue = whole.open_queue().unwrap();
+                let seen = support::read(&mut *queue, 0, SIZE as u32 / 512);
+                assert!(seen[..] == now[..], "what the disk has now");
+                drop((queue, whole));
+                // From now on the image is known as any other.
+                let tuesday = "tuesday".parse().unwrap();
+                disk.snapshot(tuesday).unwrap();
+                let points = disk.past_points();
+                assert_eq!(points.len(), 1, "{points:?}");
+                paint(disk, 5);
+                disk.checkpoint().unwrap();
+                store.close().unwrap();
+                expect_refused(site, closed_ways(site), "is lost");
+                expect_fault(site, "had another image");
+                let new = site.top.join("new");
+                restore_disk(
+                    &site.disk(),
+                    &site.log(),
+                    Point::Snapshot(tuesday),
+                    &new,
+                    None,
+                    &mut |_, _| {},
+                )
+                .unwrap();
+                assert!(std::fs::read(&new).unwrap() == now);
+                for file in ["new", "kept", "backup", "disk.img"] {
+                    let _ = std::fs::remove_file(site.top.join(file));
+                }
+                std::fs::remove_dir_all(site.log()).unwrap();
+            });
+        }
+    }
+}
+
+/// What a look or a restore trusts is verified: payloads, headers, and that the files are there.
+#[test]
+fn a_check_tells_of_damage_in_saved_files() {
+    let flip = |file: &Path, at: u64| {
+        let file = std::fs::File::options().read(true).write(true).open(file);
+        let (file, mut byte) = (file.unwrap(), [0]);
+        file.read_exact_at(&mut byte, at).unwrap();
+        file.write_all_at(&[!byte[0]], at).unwrap();
+    };
+    let damages: [(&str, &dyn Fn(&Path)); 4] = [
+        ("damaged at byte", &|file| {
+            let bytes = std::fs::read(file).unwrap();
+            let ones = bytes.windows(4096).position(|bytes| bytes == [1; 4096]);
+            flip(file, ones.unwrap() as u64 + 77);
+        }),
+        ("damaged at byte 0", &|file| flip(file, 40)),
+        ("damaged at byte 4096", &|file| flip(file, 4096 + 100)),
+        ("missing", &|file| std::fs::remove_file(file).unwrap()),
+    ];
+    for (what, damage) in damages {
+        let dir = tempfile::tempdir().unwrap();
+        let site = Site {
+            top: dir.path().to_owned(),
+            _small: None,
+            _dir: dir,
+        };
+        with_snapshot(&site, true);
+        assert_eq!(faults(&site), []);
+        let name = format!("saved-{BLOCKS:020}-00000");
+        let file = site.log().join(&name);
+        damage(&file);
+        let found = faults(&site);
+        assert_eq!(found.len(), 1, "{found:?}");
+        let text = &found[0].what;
+        assert!(text.contains(&name) && text.contains(what), "{text}");
+        let names: Vec<_> = found[0]
+            .snapshots
+            .iter()
+            .map(|name| name.as_str())
+            .collect();
+        assert_eq!(names, ["monday"]);
+        assert!(restored(&site).is_err(), "{what}");
+    }
+}
