@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 
 use support::{Small, copy_image, flush, write};
 use walvisor_storage::{
-    Backend, Disk, DiskOptions, Error, ErrorKind, Look, Point, Retain, SnapshotFault, Store,
-    StoreOptions, clone_disk, create_disk, disk_changes, inspect, restore_disk,
+    Backend, BackendQueue, Disk, DiskOptions, Error, ErrorKind, Look, Operation, Point, Retain,
+    SnapshotFault, Store, StoreOptions, clone_disk, create_disk, disk_changes, inspect,
+    restore_disk,
 };
 
 const SIZE: u64 = 1 << 20;
@@ -295,7 +296,8 @@ fn a_check_tells_of_damage_in_saved_files() {
         file.read_exact_at(&mut byte, at).unwrap();
         file.write_all_at(&[!byte[0]], at).unwrap();
     };
-    let damages: [(&str, &dyn Fn(&Path)); 4] = [
+    type Damage<'a> = (&'a str, &'a dyn Fn(&Path));
+    let damages: [Damage<'_>; 4] = [
         ("damaged at byte", &|file| {
             let bytes = std::fs::read(file).unwrap();
             let ones = bytes.windows(4096).position(|bytes| bytes == [1; 4096]);
@@ -329,4 +331,114 @@ fn a_check_tells_of_damage_in_saved_files() {
         assert_eq!(names, ["monday"]);
         assert!(restored(&site).is_err(), "{what}");
     }
+}
+
+/// A look only reads: what can't be saved for want of space, and so not be copied to the image, stays in the log, where looks read it.
+#[test]
+fn a_look_is_opened_on_a_full_file_system() {
+    let Some(small) = Small::mount(24) else {
+        return;
+    };
+    let site = Site {
+        top: small.path().to_owned(),
+        _small: Some(small),
+        _dir: tempfile::tempdir().unwrap(),
+    };
+    with_snapshot(&site, true);
+    let store = site.open();
+    let disk = &store.disks()[0];
+    let mut port = disk.open_port().unwrap();
+    for block in BLOCKS / 2..BLOCKS / 2 + 16 {
+        write(&mut port, block * 8, 3, 8);
+    }
+    flush(&mut port);
+    let filler = site.top.join("filler");
+    let file = std::fs::File::create(&filler).unwrap();
+    let full = (0..).find(|at| file.write_all_at(&[5; 4096], at * 4096).is_err());
+    assert!(full.is_some());
+    let error = disk.checkpoint().unwrap_err().to_string();
+    assert!(error.contains("save what a snapshot needs"), "{error}");
+    let mut now = vec![1; SIZE as usize];
+    now[..SIZE as usize / 2].fill(2);
+    now[SIZE as usize / 2..][..16 * 4096].fill(3);
+    let seen = |at| {
+        let look = disk.look(at, None).unwrap();
+        let mut queue = look.open_queue().unwrap();
+        support::read(&mut *queue, 0, SIZE as u32 / 512)
+    };
+    for _ in 0..2 {
+        assert!(seen(monday())[..] == vec![1; SIZE as usize]);
+        assert!(seen(Point::Newest)[..] == now);
+    }
+    // Nothing is copied beside a look, also not what an earlier attempt has left.
+    let look = disk.look(monday(), None).unwrap();
+    drop(file);
+    std::fs::remove_file(&filler).unwrap();
+    let error = disk.checkpoint().unwrap_err().to_string();
+    assert!(error.contains("unlook"), "{error}");
+    drop(look);
+    disk.checkpoint().unwrap();
+    assert!(seen(monday())[..] == vec![1; SIZE as usize]);
+    drop(port);
+    store.close().unwrap();
+    assert!(std::fs::read(site.disk()).unwrap() == now);
+    assert!(restored(&site).unwrap() == vec![1; SIZE as usize]);
+}
+
+/// Looks, and what is saved for snapshots, take no more memory than `index-memory` allows, and `index_bytes` tells of it.
+#[test]
+fn the_extents_of_looks_and_snapshots_are_counted_and_bounded() {
+    const EXTENTS: u64 = 20_000;
+    const LIMIT: u64 = 1 << 20;
+    let dir = tempfile::tempdir().unwrap();
+    let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+    let options = StoreOptions {
+        max_segments: 64,
+        index_memory: LIMIT,
+        ..options()
+    };
+    create_disk(&path, 2 * EXTENTS * 512, &log, &options).unwrap();
+    let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+    let disk = &store.disks()[0];
+    let name = "monday".parse().unwrap();
+    disk.snapshot(name).unwrap();
+    let mut port = disk.open_port().unwrap();
+    // Each other sector, so that no two are one extent.
+    let mut scatter = || {
+        for first in (0..EXTENTS).step_by(100) {
+            for sector in first..first + 100 {
+                let operation = Operation::WriteZeroes {
+                    sector: 2 * sector,
+                    sectors: 1,
+                    unmap: false,
+                };
+                port.submit(sector, operation);
+            }
+            support::wait(&mut port, 100);
+        }
+        support::flush(&mut port);
+    };
+    for saved in [false, true] {
+        scatter();
+        if saved {
+            disk.checkpoint().unwrap();
+        }
+        let point = if saved { monday() } else { Point::Newest };
+        let before = disk.history().index_bytes;
+        let mut looks = Vec::new();
+        let refused =
+            (0..20).find_map(|_| disk.look(point, None).map(|look| looks.push(look)).err());
+        let error = refused.expect("twenty looks take more").to_string();
+        assert!(error.contains("index-memory"), "{error}");
+        assert!(!looks.is_empty(), "one look has room");
+        let bytes = disk.history().index_bytes - before;
+        let least = looks.len() as u64 * EXTENTS * 16;
+        assert!((least..=LIMIT).contains(&bytes), "{bytes}");
+        assert_eq!(store.log_counters().index_bytes, before + bytes);
+        drop(looks);
+        assert_eq!(disk.history().index_bytes, before);
+        disk.look(point, None).unwrap();
+    }
+    drop(port);
+    store.close().unwrap();
 }

@@ -492,9 +492,9 @@ impl Keeper {
             };
         }
         let newest = state.pipeline.appended();
+        let until = self.frozen_at.unwrap_or(newest);
         if let Some(lsn) = state.keeper.held()
-            && lsn < self.control.control.with_rewinds(newest)
-            && self.frozen_at.is_none()
+            && lsn < self.control.control.with_rewinds(until)
         {
             drop(state);
             return Err(self.pinned("everything can't be copied to the base images", lsn));

@@ -51,7 +51,7 @@ impl Keeper {
                 self.change_history(|control| Snapshot::remove(name, control))
             }
             KeeperTask::Retain(retain) => self.change_history(|control| retain.set(control)),
-            KeeperTask::Look(disk, held) => self.hold(&disk).map(|looked| {
+            KeeperTask::Look(disk, settled, held) => self.hold(&disk, settled).map(|looked| {
                 // A client that has gone away needs nothing.
                 let _ = held.send(looked);
             }),
@@ -68,17 +68,8 @@ impl Keeper {
 
     /// Makes everything durable that was written, and names the state of the log's disks, or of one, after it.
     pub(crate) fn snapshot(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
-        // A log that needs room gets it first: its clients would get errors otherwise. The keeper tries again, and reports it, if this
-        // fails.
-        let mut state = self.log.lock();
-        // A copy that is under way makes room, and none may begin within it.
-        let few = !self.copies && state.ring.unused_bytes() <= 2 * self.log.segment_size;
-        state.keeper.checkpoint |= few;
-        drop(state);
-        if few {
-            let _ = self.step(false);
-        }
-        let mut state = self.log.lock();
+        // A log that needs room gets it afterwards: a snapshot takes no longer than a sync.
+        let state = self.log.lock();
         let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now().unix_us);
         drop(state);
         self.drain(lsn)?;
@@ -96,8 +87,9 @@ impl Keeper {
 
     /// Makes everything durable that was written, and holds what a look at the disk reads. The base images stay as they
     /// are until that is dropped. What is to be copied now comes first, so that looks which follow each other do not keep it
-    /// from being copied for ever; and so does an attempt to copy everything that has not ended.
-    pub(crate) fn hold(&mut self, disk: &DiskState) -> Result<Held> {
+    /// from being copied for ever. If that fails, what it has copied is in the log too: so a look at the points that are left sees the
+    /// same. `settled`: it must not fail, since the index is going to be replaced, and an attempt that has not ended has a layer of it.
+    pub(crate) fn hold(&mut self, disk: &DiskState, settled: bool) -> Result<Held> {
         self.refuse_failed()?;
         let state = self.log.lock();
         let due = state.keeper.checkpoint && state.keeper.looks.is_empty();
@@ -106,7 +98,7 @@ impl Keeper {
             // The keeper tries again, and reports it, if this fails.
             let _ = self.step(false);
         }
-        if let Some(lsn) = self.frozen_at {
+        if let Some(lsn) = self.frozen_at.filter(|_| settled) {
             self.checkpoint_to(lsn, true)?;
         }
         let state = self.log.lock();

@@ -13,7 +13,7 @@ use crate::format::{
     self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, Kind, SEGMENT_MAGIC, SegmentHeader, Uuid,
     VERSION,
 };
-use crate::index::ExtentMap;
+use crate::index::{Builder, ExtentMap, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::checksum;
@@ -21,7 +21,6 @@ use crate::medium::file::Segment;
 use crate::medium::filesystem::{FileSystem, Open};
 use crate::medium::holes::DataRanges;
 use crate::mutant::{Mutant, planted};
-use crate::recovery::replay::place;
 use crate::recovery::saved::{self, End};
 use crate::sync::Arc;
 use crate::{Buffer, SECTOR_SIZE, parallel, sync};
@@ -31,6 +30,8 @@ const PART: u64 = if cfg!(test) { 64 << 10 } else { 1 << 30 };
 /// Most bytes of a record, and of the payloads of a batch.
 const RECORD: u64 = if cfg!(test) { 4 << 10 } else { 256 << 10 };
 const BATCH: usize = if cfg!(test) { 16 << 10 } else { 4 << 20 };
+/// What is known of the saved files takes at most this share of the memory for extents beside the index.
+const KNOWN_SHARE: u64 = if cfg!(test) { 1 << 10 } else { 4 };
 /// Base images are read by so many threads.
 const READERS: usize = if cfg!(test) { 1 } else { 16 };
 
@@ -45,8 +46,8 @@ pub(crate) struct Saving {
     /// Where the next batch goes; `None`: there is no file yet.
     end: Option<End>,
     parts: u64,
-    /// What is saved of each disk.
-    disks: BTreeMap<u32, ExtentMap>,
+    /// Where something is saved of each disk. `None`: that takes too much memory, and is read from the files each time.
+    known: Option<BTreeMap<u32, ExtentMap>>,
     /// The next batch.
     records: Vec<(Descriptor, Option<Buffer>)>,
     payload: usize,
@@ -72,15 +73,21 @@ fn cost(range: &Range<u64>, operation: u64) -> u64 {
 type Found = Result<(u32, Range<u64>, Option<Buffer>)>;
 
 impl Saving {
-    /// The saved files of the snapshots as of `lsn`, which have `count` records.
-    pub(super) fn open(log: &Arc<Log>, uuid: &Uuid, lsn: u64, count: u32) -> Result<Self> {
+    /// The saved files of the snapshots as of `lsn`, which have `count` records. `None` if the time that closing may take is over.
+    pub(super) fn open(log: &Arc<Log>, uuid: &Uuid, lsn: u64, count: u32) -> Result<Option<Self>> {
         let files = log.medium.files();
-        let mut disks: BTreeMap<u32, ExtentMap> = BTreeMap::new();
-        let visit = &mut |segment: &Arc<Segment>, descriptor: &Descriptor, at: u64| {
-            note(&mut disks, segment, descriptor, at);
+        let mut known = Some(BTreeMap::new());
+        let visit = &mut |_: &Arc<Segment>, descriptor: &Descriptor, _: u64| {
+            note(log, &mut known, descriptor);
         };
-        let of = (lsn, count);
-        let end = saved::read(&*files, &log.dir, uuid, of, Open::Existing, visit)?;
+        let (of, how, mut cut) = ((lsn, count), Open::Existing, false);
+        let end = saved::read(&*files, &log.dir, uuid, of, how, visit, &mut || {
+            cut |= log.lock().keeper.is_over();
+            cut
+        })?;
+        if cut {
+            return Ok(None);
+        }
         if let Some(End {
             segment, offset, ..
         }) = &end
@@ -89,28 +96,63 @@ impl Saving {
             let cut = segment.file.set_len(*offset);
             cut.map_err(|error| Error::io("cut off the end of", &segment.path, error))?;
         }
-        Ok(Self {
+        Ok(Some(Self {
             log: log.clone(),
             files,
             lsn,
             count,
             parts: end.as_ref().map_or(0, |end| end.header.sequence.get()),
             end,
-            disks,
+            known,
             records: Vec::new(),
             payload: 0,
-        })
+        }))
+    }
+
+    /// Where something is saved under these layers.
+    fn saved_under(&self, layers: &[Layer]) -> Result<BTreeMap<u32, ExtentMap>> {
+        let mut found: BTreeMap<u32, Builder> = BTreeMap::new();
+        let visit = &mut |_: &Arc<Segment>, record: &Descriptor, _: u64| {
+            let id = record.disk_id.get();
+            let Some((_, layer)) = layers.iter().find(|(disk, _)| disk.id == id) else {
+                return;
+            };
+            let found = found.entry(id).or_default();
+            layer.visit(
+                record.sector.get(),
+                record.sectors.get().into(),
+                &mut |piece| {
+                    if piece.place.is_some() {
+                        found.add(piece.sector, piece.sectors as u32, SAVED);
+                    }
+                },
+            );
+        };
+        let (dir, uuid, of) = (&self.log.dir, &self.log.uuid, (self.lsn, self.count));
+        saved::read(&*self.files, dir, uuid, of, Open::Read, visit, &mut || {
+            false
+        })?;
+        let found = found.into_iter();
+        Ok(found.map(|(id, found)| (id, found.finish())).collect())
     }
 
     /// What the base images have under these layers, of the disks that are needed, and is not saved.
+    ///
+    /// # Errors
+    /// If the saved files have to be read, and can't be.
     pub(super) fn unsaved<'a>(
         &self,
         layers: &'a [Layer],
         needed: impl Fn(&DiskState) -> bool,
-    ) -> Unsaved<'a> {
+    ) -> Result<Unsaved<'a>> {
         let mut ranges: Vec<(&DiskState, Range<u64>)> = Vec::new();
+        let read = match self.known {
+            Some(_) => None,
+            None => Some(self.saved_under(layers)?),
+        };
+        let known = self.known.as_ref().or(read.as_ref());
         for (disk, layer) in layers.iter().filter(|(disk, _)| needed(disk)) {
-            let unsaved = match self.disks.get(&disk.id) {
+            let unsaved = match known.and_then(|known| known.get(&disk.id)) {
                 Some(saved) if !planted(Mutant::SavedAgain) => Some(layer.without(saved)),
                 _ => None,
             };
@@ -128,7 +170,7 @@ impl Saving {
         if planted(Mutant::SnapshotUnsaved) {
             ranges.clear();
         }
-        Unsaved(ranges)
+        Ok(Unsaved(ranges))
     }
 
     /// Adds these ranges, as fast as `pace` allows, to which an operation costs as many bytes. `tend` is called between. Returns
@@ -241,13 +283,8 @@ impl Saving {
         written
             .map_err(|error| Error::io("save what a snapshot needs in", &segment.path, error))?;
         (end.offset, end.previous_crc) = (offset + len as u64, crc);
-        let mut at = offset + head as u64;
-        let mut checksums = &checksums[..];
         for (descriptor, _) in &records {
-            let (own, others) = checksums.split_at(descriptor.checksums());
-            segment.note(|table| table.add(at, descriptor.payload_len(), own));
-            note(&mut self.disks, &segment, descriptor, at);
-            (at, checksums) = (at + descriptor.payload_len(), others);
+            note(&self.log, &mut self.known, descriptor);
         }
         let count = self.count.checked_add(records.len() as u32);
         self.count = count.ok_or_else(|| {
@@ -321,17 +358,27 @@ impl Saving {
     }
 }
 
-/// Notes that a record is saved, whose payload is at this byte offset of the file.
-fn note(
-    disks: &mut BTreeMap<u32, ExtentMap>,
-    segment: &Arc<Segment>,
-    record: &Descriptor,
-    at: u64,
-) {
+/// Stands for the place of what is saved where only the sectors count.
+const SAVED: Place = Place::Zero {
+    unmap: false,
+    lsn: 0,
+};
+
+/// Notes that a record is saved, as long as what is known takes no more than a part of the memory that there is for it.
+fn note(log: &Log, known: &mut Option<BTreeMap<u32, ExtentMap>>, record: &Descriptor) {
     let (sector, sectors) = (record.sector.get(), u64::from(record.sectors.get()));
-    if sectors > 0 {
-        let saved = disks.entry(record.disk_id.get()).or_default();
-        saved.insert(sector, sectors, 0, place(record, 0, segment, at));
+    let Some(disks) = known.as_mut().filter(|_| sectors > 0) else {
+        return;
+    };
+    let saved = disks.entry(record.disk_id.get()).or_insert_with(|| {
+        let mut saved = ExtentMap::default();
+        saved.count_in(&log.counters.beside_index);
+        saved
+    });
+    saved.insert(sector, sectors, 0, SAVED);
+    let bytes: u64 = disks.values().map(ExtentMap::bytes).sum();
+    if bytes > log.beside_limit() / KNOWN_SHARE {
+        *known = None;
     }
 }
 
@@ -359,4 +406,39 @@ fn with_holes(
         at = next.end;
         Some(Ok((next, false)))
     })
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use crate::store::resize::tests::{MIB, end, fill};
+    use crate::{DiskOptions, Operation, Store, StoreOptions, create_disk};
+
+    /// The time that closing may take also ends the reading of what an earlier process has saved.
+    #[test]
+    fn the_files_are_not_read_once_the_time_for_closing_is_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions::default();
+        create_disk(&path, MIB, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let disk = &store.disks()[0];
+        let lsn = disk.snapshot("monday".parse().unwrap()).unwrap().lsn;
+        let mut port = disk.open_port().unwrap();
+        fill(&mut port, 0, 1);
+        end(&mut port, Operation::Flush);
+        disk.checkpoint().unwrap();
+        let log = disk.log.clone();
+        let open = || {
+            let count = log.lock().keeper.saved.counts()[0].1;
+            Saving::open(&log, &log.uuid, lsn, count).unwrap()
+        };
+        assert!(open().is_some());
+        log.lock().keeper.copy_steps = Some(0);
+        assert!(open().is_none());
+        log.lock().keeper.copy_steps = None;
+        drop(port);
+        store.close().unwrap();
+    }
 }

@@ -12,9 +12,21 @@ use crate::log::disk_state::DiskState;
 use crate::medium::cost::MediumCost;
 use crate::recovery::saved;
 
+/// How an attempt to save what snapshots need ended.
+enum Saved {
+    /// Everything is saved, and durable.
+    Whole,
+    /// The time that closing may take is over.
+    Cut,
+    /// The snapshot was deleted meanwhile, with its files.
+    Deleted,
+}
+
 impl Keeper {
     /// Saves what snapshots need of the base images, before these layers of the records up to `until` are copied. It is a part of the
     /// copy's work for `pace`. Returns `false` if the time that closing may take is over: not all is saved then.
+    ///
+    /// Quick orders are served between the parts that are saved, and nowhere else here: they make and delete snapshots, and begin no copy.
     ///
     /// # Errors
     /// If a base image can't be read, or a saved file or the control file can't be written.
@@ -25,13 +37,31 @@ impl Keeper {
         pace: &mut CopyPace,
         medium: MediumCost,
     ) -> Result<bool> {
+        loop {
+            match self.try_to_save(until, layers, pace, medium)? {
+                Saved::Whole => return Ok(true),
+                Saved::Cut => return Ok(false),
+                // Older ones may need the same in their own files.
+                Saved::Deleted => {}
+            }
+        }
+    }
+
+    /// Saves for the newest of the snapshots that there are when this is called.
+    fn try_to_save(
+        &mut self,
+        until: u64,
+        layers: &[Layer],
+        pace: &mut CopyPace,
+        medium: MediumCost,
+    ) -> Result<Saved> {
         let control = &self.control.control;
         let reached = control.header.checkpoint_lsn.get();
         let snapshots = control.snapshots.iter().map(|entry| entry.lsn.get());
         let newest = snapshots.filter(|lsn| *lsn <= reached).max();
         let Some(lsn) = newest.filter(|lsn| *lsn < control.with_rewinds(until)) else {
             self.saving = None;
-            return Ok(true);
+            return Ok(Saved::Whole);
         };
         let known = self.saving.take().filter(|saving| saving.lsn == lsn);
         let mut saving = match known {
@@ -40,7 +70,10 @@ impl Keeper {
                 // An attempt to write the control file may have failed, and be durable: what it names must stay.
                 let tried = if self.saved.0 == lsn { self.saved.1 } else { 0 };
                 let count = control.saved(lsn).max(tried);
-                Saving::open(&self.log, &control.header.log, lsn, count)?
+                match Saving::open(&self.log, &control.header.log, lsn, count)? {
+                    Some(saving) => saving,
+                    None => return Ok(Saved::Cut),
+                }
             }
         };
         // All older snapshots read on in these files.
@@ -65,7 +98,7 @@ impl Keeper {
             let mut older = older.iter();
             older.any(|entry| entry.has(disk.id) && disk.since_lsn <= entry.lsn.get())
         };
-        let ranges = saving.unsaved(layers, needed);
+        let ranges = saving.unsaved(layers, needed)?;
         let cost = ranges.cost(medium.operation);
         if cost > 0 {
             pace.plan(cost + copy::cost(layers, medium));
@@ -75,8 +108,7 @@ impl Keeper {
         pace.end_saving(cost);
         let mut entries = self.control.control.snapshots.iter();
         if !entries.any(|entry| entry.lsn == lsn) {
-            // The snapshot was deleted meanwhile, with its files. Older ones may need the same in their own.
-            return self.save_for_snapshots(until, layers, pace, medium);
+            return Ok(Saved::Deleted);
         }
         saving.write()?;
         saving.sync()?;
@@ -95,7 +127,10 @@ impl Keeper {
         }
         self.saving = Some(saving);
         self.note_saved();
-        Ok(whole)
+        match whole {
+            true => Ok(Saved::Whole),
+            false => Ok(Saved::Cut),
+        }
     }
 
     /// Notes how much is saved for each snapshot, for those who ask.

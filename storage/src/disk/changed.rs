@@ -26,6 +26,8 @@ use crate::{Change, SECTOR_SIZE};
 
 /// Most borders that are remembered.
 const REMEMBERED: usize = 64;
+/// For so many snapshots it is remembered what was saved since: a client asks for a few of them in turn, part by part.
+const REMEMBERED_SAVED: usize = 8;
 
 /// What is behind an LSN.
 pub(crate) struct Since {
@@ -45,32 +47,47 @@ pub(crate) struct Saved {
     pub and_log: bool,
 }
 
+/// Counts the memory of extents that are going to be remembered, or refuses it.
+pub(crate) type Admit<'a> = &'a dyn Fn(&mut ExtentMap) -> Result<()>;
+
 /// What was saved of a disk of so many bytes for the first of these LSNs, and not for those behind the last; `None` if no saved files are
-/// of the first. `known` has what was read last.
+/// of the first. `known` has what was read last. `admit` counts the memory of more, or refuses it.
 ///
 /// # Errors
-/// As [`read_saved`].
+/// As [`read_saved`]; or those of `admit`.
 pub(crate) fn saved_since(
     medium: &dyn FileSystem,
     log_dir: &Path,
     files: &SavedFiles,
     disk: (u32, u64),
     lsns: Range<u64>,
-    known: &SavedSince,
+    (known, admit): (&SavedSince, Admit<'_>),
 ) -> Result<Option<Arc<ExtentMap>>> {
     if !files.has(lsns.start) {
         return Ok(None);
     }
     let of = (disk.0, lsns.start);
     let mut known = known.lock().expect("saved extents lock");
-    if let Some((read, other, extents)) = &*known
-        && (read, *other) == (files, of)
-    {
+    known.retain(|(read, ..)| read == files);
+    if let Some((.., extents)) = known.iter().find(|(_, other, _)| *other == of) {
         return Ok(Some(extents.clone()));
     }
-    let extents = read_saved(medium, log_dir, files, disk, lsns)?.map(Arc::new);
-    *known = extents.clone().map(|extents| (files.clone(), of, extents));
-    Ok(extents)
+    let Some(mut extents) = read_saved(medium, log_dir, files, disk, lsns)? else {
+        return Ok(None);
+    };
+    if known.len() == REMEMBERED_SAVED {
+        known.remove(0);
+    }
+    while let Err(error) = admit(&mut extents) {
+        // What is in use elsewhere takes memory until it is not.
+        if known.is_empty() {
+            return Err(error);
+        }
+        known.remove(0);
+    }
+    let extents = Arc::new(extents);
+    known.push((files.clone(), of, extents.clone()));
+    Ok(Some(extents))
 }
 
 impl Since {
@@ -190,4 +207,45 @@ fn first_behind(segment: &Arc<Segment>, lsn: u64, size: u64, limit: Option<u64>)
     }
     // A damaged header hides the rest: it counts as changed.
     Ok(end)
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::*;
+    use crate::store::resize::tests::{MIB, end, fill};
+    use crate::{Backend, DiskOptions, Operation, Store, StoreOptions, create_disk};
+
+    /// A client that asks for two bitmaps in turn does not let the saved files be read for each part of the disk.
+    #[test]
+    fn what_was_saved_for_several_snapshots_is_remembered() {
+        let dir = tempfile::tempdir().unwrap();
+        let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
+        let options = StoreOptions::default();
+        create_disk(&path, MIB, &log, &options).unwrap();
+        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let disk = &store.disks()[0];
+        let mut port = disk.open_port().unwrap();
+        let lsns = ["a", "b"].map(|name| {
+            fill(&mut port, 0, 1);
+            end(&mut port, Operation::Flush);
+            disk.snapshot(name.parse().unwrap()).unwrap().lsn
+        });
+        fill(&mut port, 8, 2);
+        end(&mut port, Operation::Flush);
+        disk.checkpoint().unwrap();
+        let asked = || lsns.map(|lsn| disk.changes(lsn, 0, MIB / SECTOR_SIZE, 8).unwrap());
+        let first = asked();
+        // What is read from now on fails.
+        for entry in std::fs::read_dir(&disk.log.dir).unwrap() {
+            let path = entry.unwrap().path();
+            if path.to_str().unwrap().contains("saved-") {
+                std::fs::rename(&path, path.with_extension("away")).unwrap();
+            }
+        }
+        assert_eq!(asked(), first);
+        assert_eq!(disk.log.saved_since.lock().unwrap().len(), 2);
+        drop(port);
+        store.close().unwrap();
+    }
 }

@@ -302,7 +302,7 @@ impl Backend for Disk {
                 &files,
                 disk,
                 since..u64::MAX,
-                &log.saved_since,
+                (&log.saved_since, &|extents| log.admit(extents)),
             )?;
             let since = match saved {
                 Some(extents) => Since::saved(

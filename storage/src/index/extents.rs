@@ -57,6 +57,11 @@ impl ExtentMap {
         self.share.set(self.bytes);
     }
 
+    /// Bytes of memory that it takes.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     /// Inserts an extent, which replaces all that was in its range. A payload in memory is that of the whole record.
     pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
         let word = self.word(sector, lsn, place);

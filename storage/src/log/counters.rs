@@ -19,6 +19,8 @@ pub(crate) struct Counters {
     pub group_sizes: [AtomicU64; GROUP_SIZE_CLASSES],
     /// The memory of all disks' indexes.
     pub index: IndexMemory,
+    /// The memory of other extents: those of looks, and of what is saved for snapshots.
+    pub beside_index: IndexMemory,
 }
 
 impl Counters {
@@ -26,6 +28,11 @@ impl Counters {
     pub(crate) fn count_group(&self, waiters: usize) {
         let class = waiters.next_power_of_two().trailing_zeros() as usize;
         self.group_sizes[class.min(GROUP_SIZE_CLASSES - 1)].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Bytes of memory that all extents take.
+    pub(crate) fn index_bytes(&self) -> u64 {
+        self.index.bytes() + self.beside_index.bytes()
     }
 
     /// The counters now.
@@ -41,7 +48,7 @@ impl Counters {
             checkpoints: get(&self.checkpoints),
             base_bytes: get(&self.base_bytes),
             base_writes: get(&self.base_writes),
-            index_bytes: self.index.bytes(),
+            index_bytes: self.index_bytes(),
             group_sizes: std::array::from_fn(|class| get(&self.group_sizes[class])),
         }
     }

@@ -37,7 +37,8 @@ pub struct LogHistory {
     pub pinned_bytes: u64,
     /// Bytes of all segments that the log may have.
     pub room_bytes: u64,
-    /// Bytes of memory that the extents of all disks take; of a log that is not in use, that they would take.
+    /// Bytes of memory that the extents of all disks take, those of looks and snapshots too; of a log that is not in use, that the extents
+    /// of the disks would take.
     pub index_bytes: u64,
     /// Bytes of the files beside the segments that hold what snapshots need and the base images have no more.
     pub saved_bytes: u64,
@@ -50,9 +51,9 @@ pub struct LogHistory {
 /// Where the records behind an LSN begin: a segment's sequence, and a byte offset in the segment.
 pub(crate) type Border = (u64, u64);
 
-/// What was last read of the saved files: the files there were, the disk and the snapshot that it was read for, and whether the disk
-/// had something there.
-pub(crate) type SavedSince = Mutex<Option<(SavedFiles, (u32, u64), Arc<ExtentMap>)>>;
+/// What was last read of the saved files, oldest first: the files there were, the disk and the snapshot that it was read for, and where
+/// the disk had something.
+pub(crate) type SavedSince = Mutex<Vec<(SavedFiles, (u32, u64), Arc<ExtentMap>)>>;
 
 /// The borders that were looked for, by LSN.
 pub(crate) type Borders = Mutex<HashMap<u64, Border>>;

@@ -48,8 +48,8 @@ pub(crate) enum KeeperTask {
     DeleteSnapshot(SnapshotName),
     /// Keep so much history from now on.
     Retain(Retain),
-    /// Hold what a look at a disk reads.
-    Look(Arc<DiskState>, mpsc::Sender<Held>),
+    /// Hold what a look at a disk reads. If `true`, an attempt to copy everything that has not ended ends first.
+    Look(Arc<DiskState>, bool, mpsc::Sender<Held>),
     /// Restore a disk in place, and send the LSN of that.
     Rewind(Arc<DiskState>, Rewinding, mpsc::Sender<u64>),
 }

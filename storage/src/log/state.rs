@@ -12,6 +12,7 @@ use std::time::Duration;
 use crate::catalog::retain::Retain;
 use crate::error::{self, Error, ErrorKind};
 use crate::format::Uuid;
+use crate::index::ExtentMap;
 use crate::log::counters::Counters;
 use crate::log::gather::Gather;
 use crate::log::history::{Borders, Commit, LogHistory, SavedSince};
@@ -31,6 +32,9 @@ use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
 /// what a fast device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since payloads
 /// are then copied into memory that the processor's caches have long evicted.
 pub(crate) const PENDING_LIMIT: usize = 4 << 20;
+
+/// Looks and snapshots may take so many bytes of memory however little the index may take.
+const LEAST_BESIDE: u64 = 1 << 20;
 
 /// The state that the log's lock guards. A thread holds the lock for memory operations only, never across I/O.
 pub(crate) struct State {
@@ -259,10 +263,33 @@ impl Log {
             kept_bytes: bytes(state.ring.live().count()),
             pinned_bytes: bytes(state.held_segments()),
             room_bytes: bytes(state.ring.most()),
-            index_bytes: self.counters.index.bytes(),
+            index_bytes: self.counters.index_bytes(),
             saved_bytes: state.keeper.saved_bytes,
             retain: state.keeper.retain,
             snapshots: state.keeper.snapshots.clone(),
+        }
+    }
+
+    /// Most bytes of memory that extents beside the index take.
+    pub(crate) fn beside_limit(&self) -> u64 {
+        self.index_limit.max(LEAST_BESIDE)
+    }
+
+    /// Counts extents that are kept in memory beside the index.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] if there is no room for them.
+    pub(crate) fn admit(&self, extents: &mut ExtentMap) -> error::Result<()> {
+        let beside = &self.counters.beside_index;
+        extents.count_in(beside);
+        let (all, most) = (beside.bytes(), self.beside_limit());
+        match all <= most {
+            true => Ok(()),
+            false => Err(error::invalid(format!(
+                "{}: the extents of this, and of the looks that are open, take {all} bytes of memory, and index-memory allows {most}; end \
+                 looks, or open the disk with a larger index-memory",
+                self.dir.display()
+            ))),
         }
     }
 

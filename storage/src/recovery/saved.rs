@@ -90,7 +90,7 @@ fn damaged(path: &Path, what: &str) -> Error {
 
 /// Calls `visit` with each of the first `count` records of the saved files of the snapshots as of `lsn`: the file, the record, and
 /// the byte offset of its payload. Payloads are verified where their bytes are used. `how`: how the files are opened. Returns
-/// where the next record goes; `None` if there are no records.
+/// where the next record goes; `None` if there are no records, or once `over` returns `true`: not all was visited then.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if a record is not there.
@@ -101,6 +101,7 @@ pub(crate) fn read(
     (lsn, count): (u64, u32),
     how: Open,
     visit: &mut dyn FnMut(&Arc<Segment>, &Descriptor, u64),
+    over: &mut dyn FnMut() -> bool,
 ) -> Result<Option<End>> {
     let (mut number, last) = (lsn, lsn + u64::from(count));
     let (mut part, mut end) = (0, None);
@@ -113,6 +114,9 @@ pub(crate) fn read(
         while number < last
             && let Some((batch, crc)) = next_batch(&next, log, number, len)?
         {
+            if over() {
+                return Ok(None);
+            }
             next.segment.note(|table| {
                 for (_, descriptor, at, blocks) in batch.records() {
                     table.add(at, descriptor.payload_len(), &batch.checksums[blocks]);
@@ -150,7 +154,10 @@ pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> V
                 ));
             }
         };
-        let read = read(files, dir, saved.log(), (lsn, count), Open::Read, visit);
+        let of = (lsn, count);
+        let read = read(files, dir, saved.log(), of, Open::Read, visit, &mut || {
+            false
+        });
         if let Err(error) = read {
             wrong.push((lsn, error.to_string()));
         }
@@ -266,7 +273,10 @@ pub(crate) fn read_saved(
                 () => extents.add(sector, sectors, place(descriptor, lsn, segment, at)),
             }
         };
-        read(files, dir, saved.log(), (lsn, count), Open::Read, visit)?;
+        let of = (lsn, count);
+        read(files, dir, saved.log(), of, Open::Read, visit, &mut || {
+            false
+        })?;
     }
     match known {
         true => Ok(Some(extents.finish())),

@@ -7,6 +7,7 @@ use crate::log::orders::{KeeperTask, Order};
 use crate::mutant::{Mutant, PLANTED};
 use crate::store::look::Look;
 use crate::store::view::Data;
+use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
 use crate::{Point, Retain, SECTOR_SIZE, SnapshotName};
 
@@ -56,7 +57,7 @@ fn looks(bench: &mut Bench) -> bool {
             _ => {
                 let at = bench.below(points.len() as u64) as usize;
                 let disk = bench.running.disks[0].clone();
-                let held = bench.running.keeper.hold(&disk.state).unwrap();
+                let held = bench.running.keeper.hold(&disk.state, false).unwrap();
                 let point = Point::Lsn(points[at].0);
                 let applied = disk.log.lock().pipeline.applied();
                 match disk.look_at(point, held, None) {
@@ -119,7 +120,7 @@ fn past_snapshot(seed: u64, name: SnapshotName) -> Option<(Bench, Vec<u32>)> {
 /// What a look at a snapshot shows.
 fn values_at(bench: &mut Bench, name: SnapshotName) -> Vec<u32> {
     let disk = bench.running.disks[0].clone();
-    let held = bench.running.keeper.hold(&disk.state).unwrap();
+    let held = bench.running.keeper.hold(&disk.state, false).unwrap();
     values(&disk.look_at(Point::Snapshot(name), held, None).unwrap())
 }
 
@@ -187,6 +188,35 @@ fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
         assert_eq!(values_at(&mut bench, older), shown, "seed {seed}");
     }
     assert!(tried > 50 && few > 10, "{tried}, {few} with little room");
+}
+
+/// A snapshot takes a sync of the log and a write of the control file, also in a log with little room: it copies nothing.
+#[test]
+fn a_snapshot_copies_nothing() {
+    let mut few = 0;
+    for seed in 1..30 {
+        for kept in KEPT {
+            let Some(mut bench) = roomy(seed, kept) else {
+                continue;
+            };
+            let log = bench.running.disks[0].log.clone();
+            for number in 0..200 {
+                bench.changes();
+                let little = log.lock().ring.unused_bytes() <= 2 * log.segment_size;
+                if !little {
+                    continue;
+                }
+                few += 1;
+                let written = || log.counters.base_writes.load(Ordering::Relaxed);
+                let before = written();
+                let name = format!("at-{number}").parse().unwrap();
+                let made = bench.running.keeper.snapshot(name, None);
+                assert!(made.is_ok() && written() == before, "seed {seed}, {kept:?}");
+                break;
+            }
+        }
+    }
+    assert!(few > 10, "{few}");
 }
 
 #[test]

@@ -46,7 +46,7 @@ fn rewind(
 ) -> Option<(Option<u64>, Contents)> {
     let live = running.disks[disk].clone();
     let newest = live.state.last_lsn.load(Ordering::Relaxed);
-    let held = running.keeper.hold(&live.state).unwrap();
+    let held = running.keeper.hold(&live.state, true).unwrap();
     let (_, rewinding) = match live.plan_rewind(Point::Lsn(*to), newest, &held) {
         Ok(plan) => plan,
         Err(error) => {
@@ -118,7 +118,7 @@ fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
         // All that the log still has comes back.
         for (lsn, contents) in &states {
             let live = running.disks[0].clone();
-            let held = running.keeper.hold(&live.state).unwrap();
+            let held = running.keeper.hold(&live.state, true).unwrap();
             if let Ok(look) = live.look_at(Point::Lsn(*lsn), held, None) {
                 let shown = super::looks::values_of(&look, SHAPE.sectors);
                 assert_eq!(shown, contents[0], "seed {seed}, as of LSN {lsn}");

@@ -116,6 +116,14 @@ impl Hold {
         }
     }
 
+    /// Counts the memory of extents, if a log in use does.
+    fn admit(&self, extents: &mut ExtentMap) -> crate::Result<()> {
+        match self {
+            Self::Closed { .. } => Ok(()),
+            Self::Live { log, .. } => log.admit(extents),
+        }
+    }
+
     fn blocks(&self) -> bool {
         match self {
             Self::Closed { engine, .. } => *engine == EngineKind::Blocking,
@@ -169,7 +177,7 @@ impl Past {
             &self.files,
             disk,
             lsns,
-            &self.saved_since,
+            (&self.saved_since, &|extents| self.hold.admit(extents)),
         )?;
         match saved {
             Some(extents) => {
@@ -275,20 +283,27 @@ impl Disk {
     /// dropped. A copy that is under way ends before the look is open. Looks should be dropped before the store is closed:
     /// otherwise their records stay in the log, and the disk stays locked.
     ///
-    /// # Errors
-    /// As [`restore_disk`](crate::restore_disk), for the point; or the disk has left the log, or the log had failed, is being
-    /// closed, is open for reading only, or has records that can't be read or copied.
-    pub fn look(&self, at: Point, scratch: Option<File>) -> crate::Result<Look> {
-        self.look_at(at, self.hold()?, scratch)
-    }
-
-    /// Makes everything durable that was written, and holds what there is of the disk.
+    /// The extents of all looks of a log, and what it keeps in memory for snapshots, take at most as many bytes as
+    /// [`StoreOptions::index_memory`](crate::StoreOptions::index_memory) beside the index, or 1 MiB if that is more.
     ///
     /// # Errors
-    /// If the disk has left the log, or the log had failed, is being closed, is open for reading only, or can't be copied.
-    pub(crate) fn hold(&self) -> crate::Result<Held> {
+    /// As [`restore_disk`](crate::restore_disk), for the point; or the look would take more memory than that
+    /// ([`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput)); or the disk has left the log, or the log had failed, is being
+    /// closed, is open for reading only, or has records that can't be read.
+    pub fn look(&self, at: Point, scratch: Option<File>) -> crate::Result<Look> {
+        self.look_at(at, self.hold(false)?, scratch)
+    }
+
+    /// Makes everything durable that was written, and holds what there is of the disk. `settled`: see
+    /// [`KeeperTask::Look`].
+    ///
+    /// # Errors
+    /// If the disk has left the log, or the log had failed, is being closed, is open for reading only, or can't be copied although it
+    /// must.
+    pub(crate) fn hold(&self, settled: bool) -> crate::Result<Held> {
         let (held, holds) = mpsc::channel();
-        self.log.order(KeeperTask::Look(self.state.clone(), held))?;
+        let task = KeeperTask::Look(self.state.clone(), settled, held);
+        self.log.order(task)?;
         holds.recv().map_err(|_| self.log.closed())
     }
 
@@ -319,10 +334,11 @@ impl Disk {
         let (files, saved_files) = (log.medium.files(), control.saved_files());
         let of = (disk.id, bytes);
         let saved = read_saved(&*files, &log.dir, &saved_files, of, until..u64::MAX)?;
-        let extents = match saved {
+        let mut extents = match saved {
             Some(extents) => extents,
             None => read_live_disk(&segments, until, &control, disk.id, &log.dir, threads)?,
         };
+        log.admit(&mut extents)?;
         let past = Past {
             scratch: sized(scratch, bytes, &disk.path)?,
             path: disk.path.clone(),

@@ -201,7 +201,7 @@ impl Disk {
             )));
         }
         let newest = self.state.last_lsn.load(Ordering::Acquire);
-        let held = self.hold()?;
+        let held = self.hold(true)?;
         let (mut done, rewinding) = self.plan_rewind(at, newest, &held)?;
         let Some(rewinding) = rewinding else {
             return Ok(done);
