@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use support::{Small, copy_image, flush, write};
 use walvisor_storage::{
     Backend, BackendQueue, Disk, DiskOptions, Error, ErrorKind, Look, Operation, Point, Retain,
-    SnapshotFault, Store, StoreOptions, clone_disk, create_disk, disk_changes, inspect,
-    restore_disk,
+    SnapshotFault, Store, StoreOptions, clone_disk, create_disk, discard_log, disk_changes,
+    inspect, restore_disk,
 };
 
 const SIZE: u64 = 1 << 20;
@@ -441,4 +441,116 @@ fn the_extents_of_looks_and_snapshots_are_counted_and_bounded() {
     }
     drop(port);
     store.close().unwrap();
+}
+
+/// What the disk at this path was as of a snapshot.
+fn as_of(site: &Site, disk: &Path, name: &str) -> Result<Vec<u8>, Error> {
+    let (new, point) = (site.top.join("new"), Point::Snapshot(name.parse().unwrap()));
+    restore_disk(disk, &site.log(), point, &new, None, &mut |_, _| {})?;
+    let bytes = std::fs::read(&new).unwrap();
+    std::fs::remove_file(&new).unwrap();
+    Ok(bytes)
+}
+
+fn on_this_file_system() -> Site {
+    let dir = tempfile::tempdir().unwrap();
+    Site {
+        top: dir.path().to_owned(),
+        _small: None,
+        _dir: dir,
+    }
+}
+
+/// A snapshot that needs records which were given up is refused; one that has all it needs is not, nor is a later one.
+#[test]
+fn a_snapshot_that_needs_discarded_records_is_refused() {
+    let site = on_this_file_system();
+    with_snapshot(&site, true);
+    let options = StoreOptions {
+        close_time: Some(std::time::Duration::ZERO),
+        ..options()
+    };
+    let disks = [DiskOptions::new(site.disk())];
+    let store = Store::open(&site.log(), &disks, &options).unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    write(&mut port, 0, 3, 8);
+    store.disks()[0]
+        .snapshot("tuesday".parse().unwrap())
+        .unwrap();
+    drop(port);
+    store.close().unwrap();
+    assert_eq!(as_of(&site, &site.disk(), "tuesday").unwrap()[0], 3);
+    discard_log(&site.disk(), &site.log()).unwrap();
+    for again in [false, true] {
+        let error = as_of(&site, &site.disk(), "tuesday").unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{error}");
+        assert!(as_of(&site, &site.disk(), "monday").unwrap() == vec![1; SIZE as usize]);
+        let store = site.open();
+        if again {
+            assert_eq!(as_of_now(&store), 2, "what the image has");
+        } else {
+            let name = "wednesday".parse().unwrap();
+            store.disks()[0].snapshot(name).unwrap();
+        }
+        store.close().unwrap();
+        assert_eq!(as_of(&site, &site.disk(), "wednesday").unwrap()[0], 2);
+    }
+}
+
+/// The first byte of the disk.
+fn as_of_now(store: &Store) -> u8 {
+    let mut port = store.disks()[0].open_port().unwrap();
+    support::read(&mut port, 0, 8)[0]
+}
+
+/// A disk has no past from before it came to the log, whether that is in use or not; and none from before another image came.
+#[test]
+fn a_disk_that_joins_a_log_has_no_past_from_before() {
+    let site = on_this_file_system();
+    with_snapshot(&site, true);
+    let [made, raw, backup] = ["made", "raw", "backup-of-raw"].map(|name| site.top.join(name));
+    create_disk(&made, SIZE, &site.log(), &options()).unwrap();
+    std::fs::write(&raw, vec![7; SIZE as usize]).unwrap();
+    std::fs::copy(&raw, &backup).unwrap();
+    let disks = [site.disk(), made.clone()].map(DiskOptions::new);
+    let mut store = Store::open(&site.log(), &disks, &options()).unwrap();
+    let snapshot = |store: &Store, name: &str| {
+        store.disks()[0].snapshot(name.parse().unwrap()).unwrap();
+    };
+    paint(&store.disks()[1], 4);
+    // Nothing is written between these and what comes before and after.
+    store.add_disk(&DiskOptions::new(&raw)).unwrap();
+    snapshot(&store, "tuesday");
+    paint(&store.disks()[2], 8);
+    snapshot(&store, "wednesday");
+    // The images go past the snapshots, so that the disk leaves with all its bytes.
+    paint(&store.disks()[1], 5);
+    store.disks()[0].checkpoint().unwrap();
+    store.remove_disk(&raw).unwrap();
+    assert_eq!(std::fs::read(&raw).unwrap()[0], 8);
+    std::fs::remove_file(&raw).unwrap();
+    std::fs::copy(&backup, &raw).unwrap();
+    store.add_disk(&DiskOptions::new(&raw)).unwrap();
+    snapshot(&store, "thursday");
+    paint(&store.disks()[2], 9);
+    store.close().unwrap();
+    let first = |disk: &Path, name| as_of(&site, disk, name).map(|bytes| bytes[0]);
+    for (disk, name, wanted) in [
+        (&made, "monday", None),
+        (&made, "tuesday", Some(4)),
+        (&raw, "monday", None),
+        (&raw, "tuesday", None),
+        (&raw, "wednesday", None),
+        (&made, "thursday", Some(5)),
+        (&raw, "thursday", Some(7)),
+        (&site.disk(), "monday", Some(1)),
+        (&site.disk(), "wednesday", Some(2)),
+        (&site.disk(), "thursday", Some(2)),
+    ] {
+        match (first(disk, name), wanted) {
+            (Ok(byte), Some(wanted)) => assert_eq!(byte, wanted, "{disk:?} {name}"),
+            (Err(error), None) => assert_eq!(error.kind(), ErrorKind::NotFound, "{error}"),
+            (seen, wanted) => panic!("{disk:?} as of {name}: {seen:?}, not {wanted:?}"),
+        }
+    }
 }

@@ -257,7 +257,7 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
         )));
     }
     let faults = report.log.iter().flat_map(|log| &log.snapshot_faults);
-    if let Some(first) = faults.clone().next() {
+    if faults.clone().next().is_some() {
         if json {
             say!("{}", to_json(&disk.path, &disk.log(), &report));
         }
@@ -266,10 +266,9 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             say!("{name}: snapshots {}: {}", names.join(", "), fault.what);
         }
         return Err(CommandError::Failed(format!(
-            "{name}: {} faults of its snapshots, the first: {}; the disk as it is now has all its bytes; restore the files from a \
-             copy, or delete the snapshots",
+            "{name}: its snapshots have {} faults, and the disk as it is now has none: put the files back that are named, or delete \
+             the snapshots",
             faults.count(),
-            first.what,
         )));
     }
     match (&report.log, json) {
