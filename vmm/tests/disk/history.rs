@@ -6,7 +6,9 @@ use serde_json::{Value, json};
 use walvisor_storage::{DiskOptions, Store, StoreOptions};
 use walvisor_tests::{LoopFs, have_python};
 
-use crate::{MIB, done, objects, refused, unclosed, unclosed_bytes, walvisor};
+use crate::{
+    MIB, SMALL, copy_image, done, objects, refused, unclosed, unclosed_bytes, walvisor, write,
+};
 
 /// The disk that `unclosed` makes after each of its records, beginning with the base image.
 fn states() -> Vec<Vec<u8>> {
@@ -513,4 +515,70 @@ fn a_snapshot_of_a_closed_disk_is_brought_back() {
     done(dir, "disk snapshot-delete disk.img after");
     done(dir, "disk checkpoint disk.img");
     assert!(std::fs::read(dir.join("disk.img")).unwrap() == unclosed_bytes());
+}
+
+/// Not in part: every command that shows the past refuses, the check says why, and the open says what is lost.
+#[test]
+fn a_snapshot_is_not_shown_over_another_image() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let (disk, old, own) = (dir.join("disk.img"), dir.join("old"), dir.join("own"));
+    done(dir, "disk create disk.img --size 1M");
+    copy_image(&disk, &old);
+    let options = [DiskOptions::new(&disk)];
+    let store = Store::open(&dir.join("disk.img.wal"), &options, &SMALL).unwrap();
+    let live = store.disks()[0].clone();
+    let mut port = live.open_port().unwrap();
+    write(&mut port, 0, 1, 64);
+    live.snapshot("monday".parse().unwrap()).unwrap();
+    write(&mut port, 0, 2, 8);
+    live.checkpoint().unwrap();
+    drop((port, live));
+    store.close().unwrap();
+    let clean = done(dir, "disk check disk.img");
+    assert!(clean.contains("clean"), "{clean}");
+
+    std::fs::rename(&disk, &own).unwrap();
+    copy_image(&old, &disk);
+    let why = ["disk.img is not the image", "put that image back"];
+    for arguments in [
+        "disk restore disk.img --at snapshot:monday -o new.img",
+        "disk clone disk.img new.img --at snapshot:monday",
+        "disk changes disk.img --from snapshot:monday",
+        "serve nbd --disk path=disk.img,at=snapshot:monday,socket=s",
+    ] {
+        refused(dir, arguments, 1, &why);
+    }
+    let check = walvisor(dir, "disk check disk.img");
+    let told = String::from_utf8(check.stdout).unwrap();
+    assert_eq!(check.status.code(), Some(1), "{told}");
+    assert!(
+        told.contains("monday") && why.iter().all(|part| told.contains(part)),
+        "{told}"
+    );
+    let check = walvisor(dir, "disk check disk.img --json");
+    let told = crate::json(&String::from_utf8(check.stdout).unwrap());
+    assert_eq!(told["clean"], false);
+    let fault = &told["log"]["snapshot_faults"][0];
+    assert_eq!(fault["snapshots"], json!(["monday"]));
+
+    // With the image that it is of, all is there again.
+    std::fs::rename(&own, &disk).unwrap();
+    done(dir, "disk check disk.img");
+    done(dir, "disk restore disk.img --at snapshot:monday -o new.img");
+    let mut monday = vec![0; MIB as usize];
+    monday[..64 * 512].fill(1);
+    assert!(std::fs::read(dir.join("new.img")).unwrap() == monday);
+
+    std::fs::remove_file(&disk).unwrap();
+    copy_image(&old, &disk);
+    let opened = walvisor(dir, "disk checkpoint disk.img");
+    let told = String::from_utf8(opened.stderr).unwrap();
+    assert!(opened.status.success(), "{told}");
+    assert!(told.contains("are lost for it: monday"), "{told}");
+    std::fs::remove_file(dir.join("new.img")).unwrap();
+    let lost = "disk restore disk.img --at snapshot:monday -o new.img";
+    refused(dir, lost, 1, &["had another image", "is lost"]);
+    done(dir, "disk snapshot-delete disk.img monday");
+    done(dir, "disk check disk.img");
 }
