@@ -9,7 +9,7 @@ use support::{Small, copy_image, flush, write};
 use walvisor_storage::{
     Backend, BackendQueue, Disk, DiskOptions, Error, ErrorKind, Look, Operation, Point, Retain,
     SnapshotFault, Store, StoreOptions, clone_disk, create_disk, discard_log, disk_changes,
-    inspect, restore_disk,
+    inspect, resize_disk, restore_disk,
 };
 
 const SIZE: u64 = 1 << 20;
@@ -553,4 +553,59 @@ fn a_disk_that_joins_a_log_has_no_past_from_before() {
             (seen, wanted) => panic!("{disk:?} as of {name}: {seen:?}, not {wanted:?}"),
         }
     }
+}
+
+/// A new length is a write of the log's own: the snapshot is as it was.
+#[test]
+fn a_snapshot_stays_when_its_disk_grows() {
+    let site = on_this_file_system();
+    with_snapshot(&site, true);
+    let store = site.open();
+    store.disks()[0].grow(2 * SIZE).unwrap();
+    store.close().unwrap();
+    let shown = |size: u64| {
+        let mut wanted = vec![0; size as usize];
+        wanted[..SIZE as usize].fill(1);
+        assert!(restored(&site).unwrap() == wanted);
+        assert_eq!(faults(&site), []);
+    };
+    shown(2 * SIZE);
+    resize_disk(&site.disk(), 3 * SIZE, &site.log(), false).unwrap();
+    shown(3 * SIZE);
+    site.open().close().unwrap();
+    shown(3 * SIZE);
+}
+
+/// The newest bytes are in the log, and its samples fit, so the disk is opened. What it was before is not known any more.
+#[test]
+fn a_write_behind_the_back_of_a_log_that_keeps_history_ends_the_history() {
+    let site = on_this_file_system();
+    let options = StoreOptions {
+        retain: Some(Retain::All),
+        ..options()
+    };
+    create_disk(&site.disk(), SIZE, &site.log(), &options).unwrap();
+    let open = || {
+        let disks = [DiskOptions::new(site.disk())];
+        Store::open(&site.log(), &disks, &options).unwrap()
+    };
+    let store = open();
+    paint(&store.disks()[0], 1);
+    store.disks()[0].checkpoint().unwrap();
+    let mut port = store.disks()[0].open_port().unwrap();
+    write(&mut port, 0, 2, 8);
+    store.disks()[0]
+        .snapshot("monday".parse().unwrap())
+        .unwrap();
+    write(&mut port, 0, 3, 8);
+    drop(port);
+    store.close().unwrap();
+    assert_eq!(restored(&site).unwrap()[0], 2);
+    let image = std::fs::File::options().write(true).open(site.disk());
+    image.unwrap().write_all_at(&[7], SIZE * 3 / 4 + 5).unwrap();
+    expect_refused(&site, closed_ways(&site), "put that image back");
+    let store = open();
+    assert_eq!(as_of_now(&store), 3);
+    store.close().unwrap();
+    expect_refused(&site, closed_ways(&site), "is lost");
 }
