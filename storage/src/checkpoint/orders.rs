@@ -69,7 +69,7 @@ impl Keeper {
     /// Makes everything durable that was written, and names the state of the log's disks, or of one, after it.
     pub(crate) fn snapshot(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
         // A log that needs room gets it afterwards: a snapshot takes no longer than a sync.
-        let state = self.log.lock();
+        let mut state = self.log.lock();
         let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now().unix_us);
         drop(state);
         self.drain(lsn)?;
