@@ -36,7 +36,12 @@ pub(crate) struct Reading {
 }
 
 impl Reading {
+    /// The clocks are read here only.
     pub(crate) fn now() -> Self {
+        #[cfg(test)]
+        if let Some(now) = CLOCKS.get() {
+            return now;
+        }
         let wall = SystemTime::now().duration_since(UNIX_EPOCH);
         let steady = clock_gettime(ClockId::Boottime);
         Self {
@@ -223,6 +228,12 @@ fn length(us: u64) -> String {
         seconds @ ..172_800 => format!("{} h", seconds / 3600),
         seconds => format!("{} days", seconds / 86_400),
     }
+}
+
+#[cfg(test)]
+thread_local! {
+    /// What this thread takes for a reading of the clocks; `None`: the host's.
+    pub(crate) static CLOCKS: std::cell::Cell<Option<Reading>> = const { std::cell::Cell::new(None) };
 }
 
 #[cfg(test)]

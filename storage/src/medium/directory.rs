@@ -10,7 +10,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::medium::cost::{self, MediumCost};
 use crate::medium::engine::{self, EngineKind};
 use crate::medium::file::{Append, Direct, Engine, Segment};
-use crate::medium::filesystem::{FileSystem, files, shared_files};
+use crate::medium::filesystem::{FileSystem, files, is_simulated, shared_files};
 use crate::medium::host;
 use crate::medium::lock::Use;
 use crate::parallel;
@@ -127,10 +127,17 @@ impl Medium for Directory {
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
+        #[cfg(test)]
+        if is_simulated() {
+            return Ok(Box::<engine::inline::Inline>::default());
+        }
         engine::create(self.engine, event)
     }
 
     fn cost(&self, segment: &Arc<Segment>, size: u64) -> MediumCost {
+        if is_simulated() {
+            return MediumCost::USUAL;
+        }
         let measured = Event::new().and_then(|event| {
             let engine = engine::create(self.engine, &event)?;
             cost::measure(segment, size, engine, &event)
@@ -145,12 +152,20 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     Some((found.dev(), found.ino()))
 }
 
+/// As [`parallel::thread_count`], for a log that may be on a simulated file system.
+fn thread_count(threads: Option<NonZeroUsize>) -> usize {
+    match is_simulated() {
+        true => 1,
+        false => parallel::thread_count(threads),
+    }
+}
+
 pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
     Directory {
         path: log_dir.to_path_buf(),
         identity: identity(log_dir),
         engine,
-        threads: parallel::thread_count(None),
+        threads: thread_count(None),
         using: Use::Log,
     }
 }
@@ -158,7 +173,7 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
 /// A log directory that is only read, on `threads` threads; `None`: one for each processor.
 pub(crate) fn directory_to_read(log_dir: &Path, threads: Option<NonZeroUsize>) -> Directory {
     Directory {
-        threads: parallel::thread_count(threads),
+        threads: thread_count(threads),
         using: Use::LogRead,
         ..directory(log_dir, EngineKind::Blocking)
     }

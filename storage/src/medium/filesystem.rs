@@ -189,6 +189,15 @@ pub(crate) fn shared_files() -> Arc<dyn FileSystem> {
     Arc::new(HostFiles)
 }
 
+/// Whether disks and logs are on a simulated file system. Then all that touches it happens in the calling thread, so that one seed
+/// gives one run.
+pub(crate) fn is_simulated() -> bool {
+    #[cfg(test)]
+    return SIMULATED.with_borrow(Option::is_some);
+    #[cfg(not(test))]
+    false
+}
+
 #[cfg(test)]
 thread_local! {
     /// The simulated file system of this thread.

@@ -18,13 +18,15 @@ use crate::catalog::options::{DiskOptions, StoreOptions, check_options};
 use crate::catalog::snapshot::Snapshot;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::log::disk_state::DiskState;
 use crate::log::orders::{Adopt, KeeperTask};
+use crate::log::state::Log;
 use crate::medium::lock::Use;
 use crate::store::attach::{OpenBase, adopt, is_known, refuse_other_copy};
 use crate::store::create::{enrol, first_segment, refuse_unapplied};
 use crate::store::open::{Store, copy_closed};
 use crate::store::view::View;
-use crate::sync::mpsc;
+use crate::sync::{Arc, mpsc};
 
 impl Store {
     /// Opens another disk while the log is in use. A raw image that belongs to no log joins this one.
@@ -32,23 +34,8 @@ impl Store {
     /// # Errors
     /// As [`Store::open`] for this disk; the other disks are not affected.
     pub fn add_disk(&mut self, options: &DiskOptions) -> Result<&Disk> {
-        let (asked, dir, salt) = (
-            options.clone(),
-            self.log.dir.clone(),
-            self.log.medium.salt(),
-        );
-        let adopt: Adopt = Box::new(move |control, open, newest| {
-            adopt(
-                OpenBase::open(&asked, Use::Write, false)?,
-                control,
-                open,
-                &dir,
-                (salt, newest),
-            )
-        });
         let (added, adding) = mpsc::channel();
-        self.log
-            .order(KeeperTask::Add(options.clone(), adopt, added))?;
+        self.log.order(adding_of(&self.log, options, added))?;
         let state = adding.recv().map_err(|_| {
             let dir = self.log.dir.display();
             Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
@@ -89,6 +76,20 @@ impl Store {
         self.disks.remove(place);
         Ok(())
     }
+}
+
+/// The task to take on a disk, which is sent to `added`.
+pub(crate) fn adding_of(
+    log: &Log,
+    options: &DiskOptions,
+    added: mpsc::Sender<Arc<DiskState>>,
+) -> KeeperTask {
+    let (asked, dir, salt) = (options.clone(), log.dir.clone(), log.medium.salt());
+    let adopt: Adopt = Box::new(move |control, open, newest| {
+        let base = OpenBase::open(&asked, Use::Write, false)?;
+        adopt(base, control, open, &dir, (salt, newest))
+    });
+    KeeperTask::Add(options.clone(), adopt, added)
 }
 
 /// The points where taking a disk out of a log can be cut.

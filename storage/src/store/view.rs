@@ -325,7 +325,8 @@ impl View {
         self.layers().data(range, most)
     }
 
-    fn layers(&self) -> Layers<'_> {
+    /// The bytes of the disk.
+    pub(crate) fn layers(&self) -> Layers<'_> {
         Layers {
             base: self.reader(),
             extents: &self.extents,

@@ -11,6 +11,8 @@
 //! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
 
 mod blocking;
+#[cfg(test)]
+pub(crate) mod inline;
 mod uring;
 
 use std::io;

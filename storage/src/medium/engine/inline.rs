@@ -1,0 +1,22 @@
+//! The engine for a simulated file system: each operation happens when it is submitted, in the caller's thread.
+
+use crate::medium::file::{Done, Engine, Io, run};
+
+/// See the module's documentation.
+#[derive(Default)]
+pub(crate) struct Inline {
+    done: Vec<Done>,
+}
+
+impl Engine for Inline {
+    fn submit(&mut self, id: u64, io: Io) {
+        let (result, _) = run(io);
+        self.done.push(Done { id, result });
+    }
+
+    fn enter(&mut self) {}
+
+    fn poll(&mut self, done: &mut Vec<Done>) {
+        done.append(&mut self.done);
+    }
+}
