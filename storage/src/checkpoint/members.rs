@@ -71,7 +71,7 @@ impl Keeper {
         let removed = match keeps_history {
             true => self.drain(disk.last_lsn.load(Ordering::Acquire)),
             // The image is marked as closed only after the control file says that the log has no records of it.
-            false => self.empty(disk).and_then(|()| disk.mark(false).map(drop)),
+            false => self.empty(disk).and_then(|()| self.mark_closed(disk)),
         };
         if let Err(error) = removed {
             disk.aside.store(was_aside, Ordering::Relaxed);
@@ -82,6 +82,18 @@ impl Keeper {
             self.reclaim();
         }
         Ok(())
+    }
+
+    /// Marks the image of a disk that leaves the log as closed. If that fails, the image is marked as open again: records of the disk may
+    /// follow, and no log is opened that has records of a closed image. If that fails too, so has the log: no record follows.
+    fn mark_closed(&self, disk: &DiskState) -> Result<()> {
+        let closed = disk.mark(false).map(drop);
+        if closed.is_err()
+            && let Err(error) = disk.mark(true)
+        {
+            self.log.poison(&std::io::Error::other(error));
+        }
+        closed
     }
 
     /// Copies all records of a disk that is leaving the log.

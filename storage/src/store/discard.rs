@@ -77,8 +77,12 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
         control.header.next_lsn = U64::new(next_lsn);
         let entry = &mut control.disks[place];
         entry.void_lsn = U64::new(newest);
-        if fits.is_some() {
+        if let Some(base) = &fits {
             entry.announce(1);
+            // Until the mark is written the image has this one: a crash may come first, and the disk is opened then.
+            if let Some(mark) = base.identity.mark.filter(|mark| mark.disk == entry.disk) {
+                entry.generation = U64::new(mark.generation);
+            }
         }
     })?;
     if let Some(base) = &fits {
