@@ -126,6 +126,18 @@ pub(crate) enum Mutant {
     OpenTrustsNames,
     /// A control file gets its name before anything is written to it. The medium cannot write what it has not got yet.
     ControlNamedUnwritten,
+    /// Giving up a disk's records keeps the newest. The medium does not know of records.
+    DiscardKeepsRecord,
+    /// A log that shrinks removes segment files that hold a part of it. The medium does not know what segments hold.
+    ShrinkDropsLive,
+    /// A disk leaves its log before its image has all bytes. The medium does not know what the log holds.
+    LeaveUncopied,
+    /// A disk leaves a log in use before its image has all bytes. The medium does not know what the log holds.
+    RemoveUncopied,
+    /// A disk in use is restored in place in memory only. The medium does not know of restores.
+    RewindUnwritten,
+    /// A snapshot that is deleted takes along what older ones need of its files. The medium does not know of snapshots.
+    DeletedForOlder,
     // The faults below are those of the medium: they are planted in the simulated medium.
     /// The names of a new log, of its directory and its control file, never become durable.
     #[cfg(test)]

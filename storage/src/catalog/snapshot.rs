@@ -10,6 +10,7 @@ use zerocopy::little_endian::{U32, U64};
 use crate::PastPoint;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{Control, SnapshotEntry, Uuid};
+use crate::mutant::{Mutant, planted};
 
 /// The name of a snapshot: 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
@@ -158,6 +159,7 @@ impl Snapshot {
         control.snapshots.retain(|entry| {
             let (lsn, saved) = (entry.lsn, entry.saved.get() > 0);
             let older = lsns.iter().any(|named| named.get() < lsn.get());
+            let older = older && !planted(Mutant::DeletedForOlder);
             entry.is_named() || saved && older && !lsns.contains(&lsn)
         });
         Ok(())

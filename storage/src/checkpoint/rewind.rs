@@ -13,6 +13,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::log::disk_state::DiskState;
 use crate::log::pipeline::{Marked, Modification};
 use crate::log::rewinding::Rewinding;
+use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
@@ -62,6 +63,9 @@ impl Keeper {
         self.drain(at)?;
         let unix_us = marked.get().map_or(0, |commit| commit.unix_us);
         let changed = self.control.change(|control| {
+            if planted(Mutant::RewindUnwritten) {
+                return;
+            }
             // There was room for it.
             let _ = control.rewind(disk.id, to, at - 1, unix_us);
         });

@@ -9,8 +9,8 @@ use crate::{Backend, BackendQueue, Completion, MarkText, Operation, Port};
 
 /// Ports that one thread uses.
 pub(super) struct Clients {
-    /// Each port, with its disk.
-    ports: Vec<(usize, Port)>,
+    /// The disk of each port, and the port; `None` while the disk is not on the log.
+    ports: Vec<(usize, Option<Port>)>,
     next_token: u64,
     /// Tokens of changes whose port has not been asked yet to complete them only once they are written.
     unasked: HashSet<u64>,
@@ -22,8 +22,9 @@ impl Clients {
     /// Opens `count` ports on the disks in turn.
     pub(super) fn open(running: &Running, count: usize, alone: bool) -> Self {
         let port = |i: usize| {
-            let disk = i % running.disks.len();
-            (disk, running.disks[disk].open_port().expect("a port"))
+            let place = i % running.disks.len();
+            let port = running.disks[place].open_port().expect("a port");
+            (running.places[place], Some(port))
         };
         Self {
             ports: (0..count).map(port).collect(),
@@ -31,6 +32,29 @@ impl Clients {
             unasked: HashSet::new(),
             alone,
         }
+    }
+
+    /// Whether a port can be used.
+    pub(super) fn is_open(&self, which: usize) -> bool {
+        self.ports[which].1.is_some()
+    }
+
+    /// Whether no port can be used.
+    pub(super) fn all_closed(&self) -> bool {
+        self.ports.iter().all(|(_, port)| port.is_none())
+    }
+
+    /// A disk leaves the log.
+    pub(super) fn close(&mut self, disk: usize) {
+        let ports = self.ports.iter_mut().filter(|(of, _)| *of == disk);
+        ports.for_each(|(_, port)| *port = None);
+    }
+
+    /// A disk is on the log again.
+    pub(super) fn reopen(&mut self, running: &Running, disk: usize) {
+        let opened = running.disk(disk).expect("an open disk");
+        let ports = self.ports.iter_mut().filter(|(of, _)| *of == disk);
+        ports.for_each(|(_, port)| *port = Some(opened.open_port().expect("a port")));
     }
 
     /// The token of the newest request.
@@ -46,9 +70,11 @@ impl Clients {
         which: usize,
         operation: Operation,
     ) {
+        let (disk, Some(port)) = &mut self.ports[which] else {
+            return;
+        };
         self.next_token += 1;
-        let (disk, port) = &mut self.ports[which];
-        let through = !running.disks[*disk].write_cache();
+        let through = !running.disk(*disk).expect("an open disk").write_cache();
         let before = running.appended();
         oracle.submit(which, self.next_token, *disk, &operation, through);
         if oracle.written && !matches!(operation, Operation::Read { .. } | Operation::Flush) {
@@ -67,10 +93,12 @@ impl Clients {
         number: u32,
         text: &MarkText,
     ) {
+        let (disk, Some(port)) = &mut self.ports[which] else {
+            return;
+        };
         self.next_token += 1;
         let before = running.appended();
-        oracle.submit_mark(which, self.next_token, number);
-        let (_, port) = &mut self.ports[which];
+        oracle.submit_mark(which, self.next_token, *disk, number);
         port.mark(self.next_token, text, Marked::default());
         oracle.place(which, running.appended() - before);
     }
@@ -84,13 +112,15 @@ impl Clients {
     ) -> Vec<Completion> {
         let before = running.appended();
         let mut done = Vec::new();
-        let (_, port) = &mut self.ports[which];
+        let (_, Some(port)) = &mut self.ports[which] else {
+            running.step_writer();
+            return done;
+        };
         match self.alone {
             true => port.kick_alone(),
             false => port.kick(),
         }
         running.step_writer();
-        let (_, port) = &mut self.ports[which];
         port.completions(&mut done);
         done.retain(|end| {
             let ask = self.unasked.remove(&end.token) && end.result.is_ok();

@@ -19,6 +19,7 @@ impl History {
     /// Neither reads nor a checkpoint ever show data that is no prefix of what was written. Returns whether the
     /// damage was reported.
     pub(super) fn run_damaged(mut self) -> Result<bool, Broken> {
+        self.lively = false;
         let mut running = self
             .fixture
             .open(false, CommitWait::NONE)

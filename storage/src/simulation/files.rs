@@ -111,7 +111,11 @@ impl Drop for SimulatedFile {
     fn drop(&mut self) {
         if *self.locked.get_mut() {
             let mut world = self.medium.lock();
-            world.locked.retain(|&locked| locked != self.index);
+            let mut readers = world.shared.iter();
+            match readers.position(|&locked| locked == self.index) {
+                Some(place) => drop(world.shared.swap_remove(place)),
+                None => world.locked.retain(|&locked| locked != self.index),
+            }
         }
     }
 }
@@ -265,9 +269,9 @@ impl DataFile for SimulatedFile {
         self.medium.lock().sync_all(self.descriptor)
     }
 
-    fn try_lock(&self, _shared: bool) -> io::Result<bool> {
+    fn try_lock(&self, shared: bool) -> io::Result<bool> {
         let mut world = self.medium.lock();
-        if world.locked.contains(&self.index) {
+        if world.locked.contains(&self.index) || !shared && world.shared.contains(&self.index) {
             return Ok(false);
         }
         if world.is_segment(self.index) && planted(Mutant::SegmentsNotLocked) {
@@ -275,7 +279,10 @@ impl DataFile for SimulatedFile {
         }
         // A killed process's writes in flight hold the lock until they are done.
         world.await_late(self.index);
-        world.locked.push(self.index);
+        match shared {
+            true => world.shared.push(self.index),
+            false => world.locked.push(self.index),
+        }
         self.locked.store(true, Ordering::Relaxed);
         Ok(true)
     }

@@ -15,7 +15,7 @@ use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::catalog::retain::Retain;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
-use crate::format::ControlHeader;
+use crate::format::{Control, ControlHeader, DiskEntry};
 use crate::log::committer::Leader;
 use crate::log::group::Group;
 use crate::log::stamp::{Reading, Stamps};
@@ -64,11 +64,17 @@ pub(super) struct Fixture {
     pub moves: bool,
     /// How much history the log keeps.
     pub retain: Retain,
+    /// The disks that have left the log.
+    pub left: Vec<bool>,
+    /// The next opening finds the base images where they are.
+    pub stays: bool,
 }
 
 /// An open store without threads.
 pub(super) struct Running {
+    /// The open disks, and the number of each in the fixture.
     pub disks: Vec<Disk>,
+    pub places: Vec<usize>,
     pub keeper: Keeper,
     writer: RefCell<SteppedWriter>,
 }
@@ -139,18 +145,22 @@ impl Fixture {
             shape,
             moves: false,
             retain: Retain::Nothing,
+            left: vec![false; shape.disks],
+            stays: false,
         }
     }
 
     /// The same log on another medium.
     pub(super) fn with(&self, mut world: World) -> Self {
-        world.locked.clear();
+        (world.locked, world.shared) = Default::default();
         let world = Arc::new(Mutex::new(world));
         Self {
             medium: Simulated { world },
             shape: self.shape,
             moves: self.moves,
             retain: self.retain,
+            left: self.left.clone(),
+            stays: self.stays,
         }
     }
 
@@ -167,22 +177,27 @@ impl Fixture {
             retain: Some(self.retain),
             ..StoreOptions::default()
         };
-        if self.moves && self.medium.lock().random.one_in(3) {
+        if self.moves && self.medium.lock().random.one_in(3) && !self.stays {
             self.move_images();
         }
         let cache = match through {
             true => CacheMode::Writethrough,
             false => CacheMode::Writeback,
         };
-        let disk = |disk| DiskOptions {
+        let disk = |disk: &usize| DiskOptions {
             cache,
-            ..DiskOptions::new(self.image(disk))
+            ..DiskOptions::new(self.image(*disk))
         };
-        let disks: Vec<_> = (0..self.shape.disks).map(disk).collect();
+        let places: Vec<_> = (0..self.shape.disks)
+            .filter(|disk| !self.left[*disk])
+            .collect();
+        let disks: Vec<_> = places.iter().map(disk).collect();
         let medium = Box::new(self.medium.clone());
         let _files = self.medium.enter();
         let opened = open_log(medium, Path::new(LOG), &disks, &options, &mut |_, _| {});
-        Ok(Running::new(&self.medium, opened?))
+        let mut running = Running::new(&self.medium, opened?);
+        running.places = places;
+        Ok(running)
     }
 
     /// Restores a disk in place, to an LSN.
@@ -202,6 +217,21 @@ impl Fixture {
         let mut paths = image_paths(disk).into_iter();
         let path = paths.find(|path| world.names.get(path).is_some());
         path.expect("an image")
+    }
+
+    /// The entry of a disk in the log's table, if it has one.
+    pub(super) fn entry<'a>(&self, control: &'a Control, disk: usize) -> Option<&'a DiskEntry> {
+        let path = self.image(disk);
+        let world = self.medium.lock();
+        let mark = world.files[world.names.get(&path)?].mark();
+        drop(world);
+        let mut entries = control.disks.iter();
+        // An image that was moved while it was closed is known by its mark.
+        let marked = entries.find(|entry| mark.is_some_and(|mark| mark.disk == entry.disk));
+        marked.or_else(|| {
+            let mut entries = control.disks.iter();
+            entries.find(|entry| entry.path(Path::new("/")) == path)
+        })
     }
 
     /// Moves the images to another directory.
@@ -245,15 +275,27 @@ impl Running {
             under_way: None,
         };
         Self {
+            places: (0..disks.len()).collect(),
             disks,
             keeper,
             writer: RefCell::new(writer),
         }
     }
 
+    /// The log.
+    pub(super) fn log(&self) -> &Arc<Log> {
+        &self.keeper.log
+    }
+
+    /// The open disk of this number.
+    pub(super) fn disk(&self, disk: usize) -> Option<&Disk> {
+        let place = self.places.iter().position(|place| *place == disk)?;
+        Some(&self.disks[place])
+    }
+
     /// The LSN of the newest point of the disks.
     pub(super) fn newest_point(&self) -> u64 {
-        let newest = self.disks[0].log.lock().pipeline.appended();
+        let newest = self.log().lock().pipeline.appended();
         self.keeper.control.control.with_rewinds(newest)
     }
 
@@ -272,7 +314,7 @@ impl Running {
 
     /// The LSN of the newest record. Panics if the log's state breaks an invariant.
     pub(super) fn appended(&self) -> u64 {
-        let log = &self.disks[0].log;
+        let log = self.log();
         let state = log.lock();
         state.check(log);
         state.pipeline.appended()
@@ -280,7 +322,7 @@ impl Running {
 
     /// Whether the log has failed.
     pub(super) fn poisoned(&self) -> bool {
-        self.disks[0].log.poisoned.load(Ordering::Relaxed)
+        self.log().poisoned.load(Ordering::Relaxed)
     }
 
     /// Reads all disks completely.

@@ -4,10 +4,12 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::clients::Clients;
-use super::fixture::{Fixture, Running, Shape, filled, mark_text};
+use super::fixture::{Fixture, Running, Shape, control_of, filled, mark_text};
+use super::live::{Clock, InUse};
 use super::medium::World;
-use super::oracle::{Broken, Contents, Oracle, Restored, difference, readable};
+use super::oracle::{Broken, Contents, Oracle, Restored, agrees, difference, readable};
 use super::random::Random;
+use super::tell;
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::ErrorKind;
@@ -15,7 +17,7 @@ use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
 use crate::{CommitWait, Operation};
 
 /// Sectors of each disk.
-const SECTORS: u64 = 96;
+pub(super) const SECTORS: u64 = 96;
 
 /// Counters of a run, which show whether it tried what it should.
 #[derive(Clone, Copy, Debug, Default)]
@@ -59,6 +61,54 @@ pub(super) struct Totals {
     pub seen_again: u64,
     /// Marks that were found after a crash.
     pub marks: u64,
+    /// Looks at a disk that is not in use, by the way that copies are made.
+    pub looks_at_the_past: u64,
+    /// Steps of the wall clock.
+    pub clock_steps: u64,
+    /// Looks at disks in use.
+    pub live_looks: u64,
+    /// Of these, looks at times.
+    pub looks_at_times: u64,
+    /// Points that were refused because the base images have gone past them.
+    pub refused_points: u64,
+    /// Exports of disks in use that began.
+    pub exports: u64,
+    /// Of these, exports that came to their end.
+    pub exported: u64,
+    /// Restores in place of disks in use.
+    pub live_rewinds: u64,
+    /// Those of which only the next process learns whether they count.
+    pub live_rewinds_cut: u64,
+    /// Snapshots that were deleted while the log was in use.
+    pub deleted: u64,
+    /// Of these, snapshots that were deleted within a copy.
+    pub deleted_in_copies: u64,
+    /// Of these, snapshots at which a look was open.
+    pub deleted_in_use: u64,
+    /// Disks that left the log while it was in use.
+    pub removed: u64,
+    /// Of these, disks that a log with history has only set aside.
+    pub set_aside: u64,
+    /// Disks that came to the log while it was in use.
+    pub added: u64,
+    /// Of these, raw images.
+    pub joined_live: u64,
+    /// Commands on a log that is not in use that a fault has ended.
+    pub commands_cut: u64,
+    /// Commands that were refused for a good reason.
+    pub commands_refused: u64,
+    /// Logs that were made larger.
+    pub logs_grown: u64,
+    /// Logs that were made smaller.
+    pub logs_shrunk: u64,
+    /// Disks whose records were given up.
+    pub given_up: u64,
+    /// Disks that left a log that is not in use.
+    pub left: u64,
+    /// Raw images that came to it.
+    pub joined: u64,
+    /// Disks that moved to another log, and back.
+    pub moved: u64,
 }
 
 impl super::Total for Totals {
@@ -87,6 +137,85 @@ impl super::Total for Totals {
         self.cut_rewinds += other.cut_rewinds;
         self.seen_again += other.seen_again;
         self.marks += other.marks;
+        self.looks_at_the_past += other.looks_at_the_past;
+        self.clock_steps += other.clock_steps;
+        self.live_looks += other.live_looks;
+        self.looks_at_times += other.looks_at_times;
+        self.refused_points += other.refused_points;
+        self.exports += other.exports;
+        self.exported += other.exported;
+        self.live_rewinds += other.live_rewinds;
+        self.live_rewinds_cut += other.live_rewinds_cut;
+        self.deleted += other.deleted;
+        self.deleted_in_copies += other.deleted_in_copies;
+        self.deleted_in_use += other.deleted_in_use;
+        self.removed += other.removed;
+        self.set_aside += other.set_aside;
+        self.added += other.added;
+        self.joined_live += other.joined_live;
+        self.commands_cut += other.commands_cut;
+        self.commands_refused += other.commands_refused;
+        self.logs_grown += other.logs_grown;
+        self.logs_shrunk += other.logs_shrunk;
+        self.given_up += other.given_up;
+        self.left += other.left;
+        self.joined += other.joined;
+        self.moved += other.moved;
+    }
+}
+
+impl Totals {
+    /// Of so many histories, enough did each of the things that half of them do beside requests and crashes.
+    pub(super) fn assert_lively(&self, count: u64) {
+        let often = [
+            self.looks_at_the_past,
+            self.clock_steps,
+            self.live_looks,
+            self.live_rewinds,
+            self.deleted,
+            self.removed,
+            self.added,
+            self.commands_cut,
+            self.logs_grown,
+            self.logs_shrunk,
+            self.given_up,
+            self.left,
+            self.joined,
+            self.moved,
+        ];
+        let rarely = [
+            self.looks_at_times,
+            self.exports,
+            self.exported,
+            self.live_rewinds_cut,
+            self.deleted_in_use,
+            self.deleted_in_copies,
+            self.set_aside,
+            self.joined_live,
+            self.commands_refused,
+            self.refused_points,
+        ];
+        assert!(
+            often.iter().all(|&times| times > count / 100) && rarely.iter().all(|&times| times > 0),
+            "too little was done: {self:?}"
+        );
+    }
+
+    /// The same for histories that keep history.
+    pub(super) fn assert_keeping(&self, count: u64) {
+        let often = [
+            self.looks_at_the_past,
+            self.live_looks,
+            self.live_rewinds,
+            self.deleted,
+            self.set_aside,
+            self.logs_grown,
+            self.given_up,
+        ];
+        assert!(
+            often.iter().all(|&times| times > count / 100) && self.looks_at_times > 0,
+            "too little was done: {self:?}"
+        );
     }
 }
 
@@ -105,12 +234,26 @@ pub(super) struct History {
     pub keeps: bool,
     /// What the disks were as of LSNs before the oracle's first change.
     pub past: Vec<(u64, Contents)>,
+    /// Decides what is done beside requests, checkpoints and crashes, if anything is.
+    pub acts: Random,
+    pub lively: bool,
+    pub in_use: InUse,
+    /// Snapshots of which nobody knows whether they are deleted.
+    pub unpinned: Vec<SnapshotName>,
+    pub clock: Clock,
+    /// The LSN that came next when each disk last joined the log.
+    pub joined: Vec<u64>,
+    /// Each disk whose records were given up, and the newest LSN then. As of that LSN the log has the disk without them, as it is from
+    /// then on: the oracle does not say which is right.
+    pub given_up: Vec<(usize, u64)>,
     pub totals: Totals,
 }
 
 impl History {
     pub(super) fn new(seed: u64) -> Self {
         let mut random = Random(seed);
+        let mut acts = Random(!seed);
+        let lively = acts.one_in(2);
         let disks = 1 + random.below(2) as usize;
         let world = World::new(random.next());
         let shape = Shape {
@@ -131,6 +274,13 @@ impl History {
             pins: Vec::new(),
             past: Vec::new(),
             keeps: false,
+            acts,
+            lively,
+            in_use: InUse::default(),
+            unpinned: Vec::new(),
+            clock: Clock::new(),
+            joined: vec![0; disks],
+            given_up: Vec::new(),
             totals: Totals::default(),
         }
     }
@@ -181,7 +331,12 @@ impl History {
             1 => Retain::Bytes((1 + self.random.below(3)) << 16),
             _ => Retain::Nothing,
         };
+        if self.lively && self.acts.one_in(6) {
+            let time = Duration::from_millis(1 + self.acts.below(200));
+            self.fixture.retain = Retain::Time(time);
+        }
         let mut running = self.fixture.open(through, wait)?;
+        self.find_pins(&running.keeper.control.control)?;
         for pin in std::mem::take(&mut self.pins) {
             match self.random.one_in(2) {
                 true => self.pins.push(pin),
@@ -200,8 +355,7 @@ impl History {
     fn snapshot(&mut self, running: &mut Running) -> crate::Result<()> {
         self.next_value += 1;
         let name: SnapshotName = format!("pin{}", self.next_value).parse()?;
-        // Disks are numbered from 1.
-        let alone = self.random.one_in(3).then_some(1);
+        let alone = self.random.one_in(3).then_some(running.disks[0].state.id);
         let made = running.keeper.snapshot(name, alone);
         // If this failed, it may be there nevertheless.
         if let Ok(made) = Snapshot::find(name, &running.keeper.control.control) {
@@ -213,6 +367,7 @@ impl History {
     /// Kills the process, or cuts power; returns `true` if only the process was killed.
     pub(super) fn end_process(&mut self) -> bool {
         let killed = self.random.one_in(3);
+        tell(|| format!("the process ends, killed: {killed}"));
         if killed {
             // The cache is kept, unsynced.
             self.totals.kills += 1;
@@ -249,13 +404,14 @@ impl History {
                 (Some(if control { count / 3 } else { count }), control);
         }
         self.plan_faults();
-        self.first_lsn = running.disks[0].log.lock().pipeline.next_lsn();
+        self.first_lsn = running.log().lock().pipeline.next_lsn();
         self.work(&mut running)?;
         let crashed = self.fixture.medium.lock().crashed;
         let closed = match crashed {
             true => None,
             false => self.close(&mut running),
         };
+        self.in_use = InUse::default();
         drop(running);
         match closed {
             Some(true) => {
@@ -272,6 +428,9 @@ impl History {
         self.totals.faults += u64::from(failed);
         // A sync that fails may drop from the cache the bytes that it was to write.
         let mut kept = self.end_process() && !failed;
+        let control = control_of(&self.fixture.medium);
+        let control = control.map_err(|error| format!("the control file: {error}"))?;
+        self.settle(&control.control, false);
         // Recovery loses power too, up to twice.
         for _ in 0..self.random.below(3) {
             let (ticks, control) = (self.random.below(20), self.random.one_in(6));
@@ -296,6 +455,7 @@ impl History {
                 if kept {
                     self.expect_written();
                 }
+                self.settle(&running.keeper.control.control, true);
                 let _ = running.keeper.step(true);
             }
             let failed = self.fixture.medium.lock().failed;
@@ -314,7 +474,7 @@ impl History {
     fn close(&mut self, running: &mut Running) -> Option<bool> {
         if self.random.one_in(4) {
             let steps = self.random.below(8);
-            running.disks[0].log.lock().keeper.copy_steps = Some(steps);
+            running.log().lock().keeper.copy_steps = Some(steps);
             if self.random.one_in(2) {
                 let _ = running.keeper.step(true);
             }
@@ -340,26 +500,54 @@ impl History {
     /// incarnation begins there: after a power cut, after a kill, or at once in the log that was opened, which is
     /// then returned.
     fn judge(&mut self, kept: bool) -> Result<Option<Running>, Broken> {
+        let control = control_of(&self.fixture.medium);
+        let control = control.map_err(|error| format!("the control file: {error}"))?;
+        self.settle(&control.control, false);
         self.look_back()?;
         let rewound = self.rewind(kept)?;
         self.find_marks()?;
+        let given_up = self.run_commands(kept)?;
+        if self.lively {
+            self.look_again()?;
+            self.look_at_the_past()?;
+        }
         let running = self
             .open()
             .map_err(|error| format!("recovery refused a legal crash: {error}"))?;
-        let next_lsn = running.disks[0].log.lock().pipeline.next_lsn();
+        self.fixture.stays = false;
+        let next_lsn = running.log().lock().pipeline.next_lsn();
         self.check_numbers(next_lsn)?;
-        let found = running
+        let joined = self.joined.iter_mut();
+        joined.for_each(|joined| *joined = (*joined).min(next_lsn));
+        let read = running
             .read()
             .map_err(|failure| format!("reading after recovery: {failure}"))?;
+        // Disks that have left the log are what their images have.
+        let mut found = self.fixture.bases();
+        for (disk, values) in running.places.iter().zip(read) {
+            found[*disk] = values;
+        }
+        // So are those whose records were given up. The log has nothing of them.
+        let mut seen = readable(&found);
+        for disk in given_up {
+            let image = self.image_values(disk);
+            if found[disk] != image {
+                return Err(format!(
+                    "records of disk {disk} that were given up are back: {:?} for {image:?}",
+                    found[disk]
+                ));
+            }
+            seen[disk].fill(None);
+        }
         match rewound {
-            Some(Restored { may_be, .. }) if may_be.contains(&found) => {}
+            Some(Restored { may_be, .. }) if may_be.iter().any(|state| agrees(state, &seen)) => {}
             Some(Restored { may_be, certain }) if certain => {
                 return Err(format!(
                     "after a restore in place the disks differ: {}",
-                    difference(&readable(&found), &may_be[0])
+                    difference(&seen, &may_be[0])
                 ));
             }
-            _ => self.totals.lost_records += self.oracle.judge(&found)? as u64,
+            _ => self.totals.lost_records += self.oracle.judge_readable(&seen)? as u64,
         }
         // Not `next_lsn - 1`: a rewind may get the LSN of a record that was lost, which is no longer that of a point.
         self.past.push((running.newest_point(), found.clone()));
@@ -431,6 +619,7 @@ impl History {
             if self.fixture.medium.lock().crashed {
                 break;
             }
+            self.clock.pass(1000);
             let none_left = full.as_ref().filter(|(when, _)| when.contains(&step));
             let scarce = none_left.map_or(0, |(_, scarce)| *scarce);
             {
@@ -442,12 +631,20 @@ impl History {
                 self.oracle.excused = u64::MAX;
             }
             pause = pause.saturating_sub(1);
-            if submitted == requests && self.oracle.idle() {
+            let done = submitted == requests || clients.all_closed() && self.acts.one_in(40);
+            if done && self.oracle.idle() {
                 break;
+            }
+            if self.lively {
+                self.go_on()?;
+                let idle = pause == 0 && running.log().lock().is_idle();
+                if idle && self.acts.one_in(6) {
+                    self.act(running, &mut clients)?;
+                }
             }
             let which = self.random.below(ports as u64) as usize;
             match self.random.below(8) {
-                0..4 if submitted < requests => {
+                0..4 if submitted < requests && clients.is_open(which) => {
                     submitted += 1;
                     if self.oracle.excused > 0 {
                         // A change that was refused at once must end before the next one gets its place in the
@@ -459,7 +656,7 @@ impl History {
                 // The keeper's turn: it makes segments, and a checkpoint when one is due or by chance. The keeper
                 // blocks until the records that it waits for are durable: with one thread it has to lead that group
                 // itself.
-                7 if pause == 0 && running.disks[0].log.lock().is_idle() => {
+                7 if pause == 0 && running.log().lock().is_idle() => {
                     let forced = self.random.one_in(4) && !running.keeper.must_keep();
                     let named = self.pins.len() < 4 && self.random.one_in(8);
                     let done = match named {
@@ -472,7 +669,7 @@ impl History {
                             self.oracle.excused = self.oracle.excused.min(clients.newest())
                         }
                         // A snapshot makes room first if need be; whether that failed is not its result.
-                        Ok(()) if running.disks[0].log.lock().keeper.failed => {
+                        Ok(()) if running.log().lock().keeper.failed => {
                             self.oracle.excused = u64::MAX;
                         }
                         Ok(()) => {}
@@ -502,7 +699,7 @@ impl History {
         if !crashed && !self.oracle.idle() {
             return Err("requests were never answered".into());
         }
-        self.totals.checkpoints += running.disks[0].log.counters.snapshot().checkpoints;
+        self.totals.checkpoints += running.log().counters.snapshot().checkpoints;
         self.totals.poisoned += u64::from(running.poisoned() && !crashed);
         Ok(())
     }

@@ -173,9 +173,10 @@ pub(super) enum Pace {
 pub(super) struct World {
     pub files: Vec<FileState>,
     pub names: Names,
-    /// Files that an opener has locked.
+    /// Files that an opener has locked, alone or, once for each of them, with other readers.
     pub locked: Vec<usize>,
     descriptors: Vec<Descriptor>,
+    pub shared: Vec<usize>,
     pub random: Random,
     /// Operations until power is lost.
     pub ticks: Option<u64>,
@@ -244,6 +245,7 @@ impl World {
             names: Names::default(),
             locked: Vec::new(),
             descriptors: Vec::new(),
+            shared: Vec::new(),
             random: Random(seed),
             ticks: None,
             crashed: false,
@@ -843,6 +845,7 @@ impl World {
         }
         self.crashed = false;
         self.locked.clear();
+        self.shared.clear();
         self.ticks = None;
         self.cut_control = None;
         self.fail_sync = None;

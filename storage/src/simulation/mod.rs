@@ -10,6 +10,9 @@
 //! kill. After a crash the disks together must be exactly the state after some prefix of the order that is not
 //! below the floor. Some disks are then restored in place, and the states from before are looked at later, as long as the
 //! log has them.
+//!
+//! Half of the histories do more with a log: beside its requests (`live`), and with commands between two openings (`offline`).
+//! `WALVISOR_TELL=1` prints what they do.
 
 mod bytes;
 #[cfg(not(feature = "shuttle"))]
@@ -34,10 +37,12 @@ mod interleavings;
 mod last_batch;
 #[cfg(not(feature = "shuttle"))]
 mod life;
+mod live;
 #[cfg(not(feature = "shuttle"))]
 mod looks;
 mod medium;
 mod names;
+mod offline;
 mod oracle;
 mod past;
 mod random;
@@ -52,6 +57,7 @@ mod written;
 
 use std::ops::Range;
 use std::panic::AssertUnwindSafe;
+use std::sync::LazyLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use history::History;
@@ -70,6 +76,14 @@ fn seeds(count: &str, usual: u64) -> Range<u64> {
         Some(number.unwrap_or_else(|| panic!("{name}={text}: give a whole number below 2^64")))
     };
     seeds_from(number("WALVISOR_SEED"), number(count), usual)
+}
+
+/// Prints what happens in a history, if the environment has `WALVISOR_TELL`: who replays a seed sees what led to its end.
+fn tell(what: impl FnOnce() -> String) {
+    static TELLS: LazyLock<bool> = LazyLock::new(|| std::env::var_os("WALVISOR_TELL").is_some());
+    if *TELLS {
+        println!("{}", what());
+    }
 }
 
 fn seeds_from(first: Option<u64>, count: Option<u64>, usual: u64) -> Range<u64> {
@@ -168,6 +182,7 @@ fn run(seeds: Range<u64>) {
                 && total.failed_write_backs > count / 50,
             "too little is late, torn or not written back"
         );
+        total.assert_lively(count);
     }
 }
 
@@ -198,6 +213,7 @@ fn random_histories_that_keep_history_keep_the_promises() {
                 && total.checkpoints > count / 4,
             "too little looked at"
         );
+        total.assert_keeping(count);
     }
 }
 
@@ -356,6 +372,14 @@ fn every_planted_fault_is_noticed() {
         Mutant::CutTakenForWhole,
         Mutant::CutMarkedClosed,
         Mutant::CutUndrained,
+        Mutant::LookUnpinned,
+        Mutant::ExportUnsaved,
+        Mutant::DiscardKeepsRecord,
+        Mutant::ShrinkDropsLive,
+        Mutant::LeaveUncopied,
+        Mutant::RemoveUncopied,
+        Mutant::RewindUnwritten,
+        Mutant::DeletedForOlder,
     ];
     let survivors = survivors(&all, 1..20_000, |seed| History::new(seed).run());
     assert!(survivors.is_empty(), "survived: {survivors:?}");

@@ -4,8 +4,9 @@
 //! the store works.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 
-use crate::{Completion, Operation};
+use crate::{Completion, MarkText, Operation};
 
 /// Why a history failed.
 pub(super) type Broken = String;
@@ -25,17 +26,34 @@ pub(super) struct Restored {
 }
 
 /// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and its number as `value`.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 struct Change {
     disk: usize,
     sector: u64,
     sectors: u64,
     value: u32,
     completed: bool,
+    /// It is the mark of a restore in place.
+    restore: Option<Restore>,
+}
+
+/// A restore in place of a disk in use.
+#[derive(Clone, Debug)]
+struct Restore {
+    to: u64,
+    contents: Arc<[u32]>,
+    /// Otherwise there is its mark alone.
+    counts: bool,
 }
 
 impl Change {
     fn apply(&self, contents: &mut Contents) {
+        if let Some(restore) = &self.restore {
+            if restore.counts {
+                contents[self.disk].copy_from_slice(&restore.contents);
+            }
+            return;
+        }
         let range = self.sector as usize..(self.sector + self.sectors) as usize;
         contents[self.disk][range].fill(self.value);
     }
@@ -70,13 +88,16 @@ pub(super) struct Oracle {
     kill_floor: usize,
     /// Whether a change that succeeds survives the end of the process.
     pub written: bool,
-    open: HashMap<u64, Open>,
+    /// The requests that have not ended, each with its disk.
+    open: HashMap<u64, (usize, Open)>,
     /// By client: the changes submitted that have no LSN yet, with their tokens, in order.
     unplaced: HashMap<usize, VecDeque<(u64, Change)>>,
     /// A change or FLUSH up to this token came when there was no space, and may fail.
     pub excused: u64,
     /// How many of those failed.
     pub refused: u64,
+    /// The place of a restore in use of which nobody knows whether it counts.
+    doubtful: Option<usize>,
 }
 
 impl Oracle {
@@ -92,29 +113,102 @@ impl Oracle {
             unplaced: HashMap::new(),
             excused: 0,
             refused: 0,
+            doubtful: None,
         }
     }
 
-    /// Records that `client` is about to write a mark, which is durable when it ends.
-    pub(super) fn submit_mark(&mut self, client: usize, token: u64, number: u32) {
+    /// Records that `client` is about to write a mark by way of a disk. It is durable when it ends.
+    pub(super) fn submit_mark(&mut self, client: usize, token: u64, disk: usize, number: u32) {
         let mark = Change {
-            disk: 0,
+            disk,
             sector: 0,
             sectors: 0,
             value: number,
             completed: false,
+            restore: None,
         };
         let unplaced = self.unplaced.entry(client).or_default();
         unplaced.push_back((token, mark));
         let (index, through) = (None, true);
-        self.open.insert(token, Open::Change { index, through });
+        self.open
+            .insert(token, (disk, Open::Change { index, through }));
     }
 
-    /// The marks, in order: the index of each, its number, and whether it must survive.
-    pub(super) fn marks(&self) -> impl Iterator<Item = (usize, u32, bool)> {
+    /// The marks, in order: the index of each, its text, and whether it must survive.
+    pub(super) fn marks(&self) -> impl Iterator<Item = (usize, MarkText, bool)> {
         let marks = self.order.iter().enumerate();
         let marks = marks.filter(|(_, change)| change.sectors == 0);
-        marks.map(|(index, mark)| (index, mark.value, index < self.floor))
+        marks.map(|(index, mark)| {
+            let text = match &mark.restore {
+                Some(restore) => format!("restored in place as of LSN {}", restore.to),
+                None => format!("mark {}", mark.value),
+            };
+            let text = text.parse().expect("a short line");
+            (index, text, index < self.floor)
+        })
+    }
+
+    /// Records a restore in place of a disk in use, which has an LSN. It is durable if it counts. `counts` is `None` if nobody knows.
+    pub(super) fn restored(
+        &mut self,
+        disk: usize,
+        to: u64,
+        contents: &[u32],
+        counts: Option<bool>,
+    ) {
+        let index = self.order.len();
+        self.order.push(Change {
+            disk,
+            sector: 0,
+            sectors: 0,
+            value: 0,
+            completed: false,
+            restore: Some(Restore {
+                to,
+                contents: contents.into(),
+                // As long as the process lives it does not count: the log has failed.
+                counts: counts.unwrap_or(false),
+            }),
+        });
+        match counts {
+            Some(true) => self.floor = index + 1,
+            Some(false) => {}
+            None => self.doubtful = Some(index),
+        }
+    }
+
+    /// The place of the restore in use of which nobody knows whether it counts.
+    pub(super) fn doubtful(&self) -> Option<usize> {
+        self.doubtful
+    }
+
+    /// Takes the doubtful restore for one that counts, or not. `certain`: from now on that is known.
+    pub(super) fn settle(&mut self, counts: bool, certain: bool) {
+        if let Some(index) = self.doubtful
+            && let Some(restore) = &mut self.order[index].restore
+        {
+            restore.counts = counts;
+        }
+        if certain {
+            self.doubtful = None;
+        }
+    }
+
+    /// All changes of a disk so far are durable, and so are all that came before the last of them.
+    pub(super) fn drained(&mut self, disk: usize) {
+        let last = self.order.iter().rposition(|change| change.disk == disk);
+        self.floor = self.floor.max(last.map_or(0, |last| last + 1));
+    }
+
+    /// Whether a read has not ended.
+    pub(super) fn reads(&self) -> bool {
+        let mut open = self.open.values();
+        open.any(|(_, open)| matches!(open, Open::Read { .. }))
+    }
+
+    /// Whether a request to this disk has not ended.
+    pub(super) fn uses(&self, disk: usize) -> bool {
+        self.open.values().any(|(of, _)| *of == disk)
     }
 
     /// Records that `client` is about to submit an operation to `disk`; `through`: in writethrough mode.
@@ -132,6 +226,7 @@ impl Oracle {
             sectors,
             value,
             completed: false,
+            restore: None,
         };
         let change = match operation {
             Operation::Write { sector, data } => {
@@ -144,7 +239,7 @@ impl Oracle {
             Operation::Flush => {
                 let completed = |change: &Change| change.completed && change.disk == disk;
                 let floor = self.order.iter().rposition(completed).map_or(0, |i| i + 1);
-                self.open.insert(token, Open::Flush { floor });
+                self.open.insert(token, (disk, Open::Flush { floor }));
                 return;
             }
             Operation::Read { sector, sectors } => {
@@ -155,14 +250,15 @@ impl Oracle {
                     then: self.newest()[disk][range].to_vec(),
                     order: self.order.len(),
                 };
-                self.open.insert(token, open);
+                self.open.insert(token, (disk, open));
                 return;
             }
         };
         let unplaced = self.unplaced.entry(client).or_default();
         unplaced.push_back((token, change));
         let index = None;
-        self.open.insert(token, Open::Change { index, through });
+        self.open
+            .insert(token, (disk, Open::Change { index, through }));
     }
 
     /// Places the oldest `count` changes of `client` that had no LSN: they have one now.
@@ -172,7 +268,7 @@ impl Oracle {
             let Some((token, change)) = unplaced.and_then(VecDeque::pop_front) else {
                 return;
             };
-            if let Some(Open::Change { index, .. }) = self.open.get_mut(&token) {
+            if let Some((_, Open::Change { index, .. })) = self.open.get_mut(&token) {
                 *index = Some(self.order.len());
             }
             self.order.push(change);
@@ -195,7 +291,7 @@ impl Oracle {
     ) -> Result<(), Broken> {
         let Completion { token, result } = completion;
         let open = self.open.remove(&token);
-        let open = open.ok_or("a request was answered twice")?;
+        let (_, open) = open.ok_or("a request was answered twice")?;
         let failed = result.is_err();
         let read = matches!(open, Open::Read { .. });
         let excused = match read {
@@ -242,9 +338,16 @@ impl Oracle {
                     let at = sector + i as u64;
                     // The sector is as it was when the read came, or as any write made it since.
                     let since = self.order[order..].iter().any(|change| {
-                        change.disk == disk
-                            && (change.sector..change.sector + change.sectors).contains(&at)
-                            && change.value == found
+                        let made = match &change.restore {
+                            Some(restore) => {
+                                restore.counts && restore.contents[at as usize] == found
+                            }
+                            None => {
+                                let sectors = change.sector..change.sector + change.sectors;
+                                sectors.contains(&at) && change.value == found
+                            }
+                        };
+                        change.disk == disk && made
                     });
                     if found != then && !since {
                         return Err(format!(
@@ -258,7 +361,7 @@ impl Oracle {
     }
 
     /// The disks after all changes.
-    fn newest(&self) -> Contents {
+    pub(super) fn newest(&self) -> Contents {
         self.after(self.order.len())
     }
 
@@ -316,6 +419,18 @@ impl Oracle {
     }
 
     fn judge_from(&self, floor: usize, found: &Readable) -> Result<usize, Broken> {
+        let judged = self.judge_as_known(floor, found);
+        let Some(restore) = self.doubtful.and_then(|at| self.order[at].restore.clone()) else {
+            return judged;
+        };
+        judged.or_else(|broken| {
+            let mut other = self.clone();
+            other.settle(!restore.counts, true);
+            other.judge_as_known(floor, found).map_err(|_| broken)
+        })
+    }
+
+    fn judge_as_known(&self, floor: usize, found: &Readable) -> Result<usize, Broken> {
         let mut contents = self.start.clone();
         let (must, may) = self.order.split_at(floor);
         must.iter().for_each(|change| change.apply(&mut contents));
@@ -340,7 +455,7 @@ impl Oracle {
 }
 
 /// Whether all sectors that can be read agree.
-fn agrees(contents: &Contents, found: &Readable) -> bool {
+pub(super) fn agrees(contents: &Contents, found: &Readable) -> bool {
     let disks = contents.iter().zip(found);
     let mut sectors = disks.flat_map(|(contents, found)| contents.iter().zip(found));
     sectors.all(|(value, found)| found.is_none_or(|found| found == *value))

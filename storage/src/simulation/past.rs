@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
-use super::fixture::{control_of, mark_text};
+use super::fixture::control_of;
 use super::history::History;
 use super::medium::LOG;
 use super::oracle::{Broken, Contents, Restored, difference, readable, value_of};
@@ -32,11 +32,7 @@ impl History {
         let pins = &self.pins;
         let pinned = |lsn: u64| pins.iter().any(|pin| pin.lsn == lsn);
         self.past.retain(|(lsn, _)| *lsn >= horizon || pinned(*lsn));
-        for (lsn, wanted) in &self.past {
-            self.totals.seen_again += 1;
-            self.totals.saved += u64::from(*lsn < horizon);
-            self.expect_as_of(&control, *lsn, wanted)?;
-        }
+        self.look_again()?;
         let from = horizon.max(self.first_lsn - 1);
         let Some(records) = last.checked_sub(from) else {
             return Ok(());
@@ -56,6 +52,25 @@ impl History {
         Ok(())
     }
 
+    /// Looks at all older states that the log still has.
+    pub(super) fn look_again(&mut self) -> Result<(), Broken> {
+        let broken = |error| format!("looking back at a legal crash: {error}");
+        let control = control_of(&self.fixture.medium).map_err(broken)?.control;
+        let header = &control.header;
+        let horizon = header.checkpoint_lsn.max(header.copying_lsn).get();
+        let pins = &self.pins;
+        let pinned = |lsn: u64| pins.iter().any(|pin| pin.lsn == lsn);
+        for (lsn, wanted) in &self.past {
+            let passed = *lsn < horizon;
+            if !passed || pinned(*lsn) {
+                self.totals.seen_again += 1;
+                self.totals.saved += u64::from(passed);
+                self.expect_as_of(&control, *lsn, wanted)?;
+            }
+        }
+        Ok(())
+    }
+
     /// The oldest and the newest LSN that the log has the disks as of.
     fn span(&self, control: &Control) -> Result<(u64, u64), Broken> {
         let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, u64::MAX);
@@ -68,7 +83,7 @@ impl History {
     }
 
     /// What the oracle knows the disks to have been as of an LSN, which is not before its first change.
-    fn after(&self, lsn: u64) -> Contents {
+    pub(super) fn after(&self, lsn: u64) -> Contents {
         self.oracle
             .after((lsn + 1).saturating_sub(self.first_lsn) as usize)
     }
@@ -83,7 +98,18 @@ impl History {
         let files_saved = control.saved_files();
         let header = &control.header;
         let horizon = header.checkpoint_lsn.max(header.copying_lsn).get();
-        for ((disk, sectors), wanted) in control.disks.iter().zip(&mut found).zip(wanted) {
+        for (place, (sectors, wanted)) in found.iter_mut().zip(wanted).enumerate() {
+            let entry = self.fixture.entry(control, place);
+            // A disk that has left the log, or whose records up to there were given up or copied when it left the log in use.
+            let Some(disk) = entry.filter(|disk| disk.void_lsn.get() <= lsn) else {
+                sectors.clone_from(wanted);
+                continue;
+            };
+            // Nor is a disk known as of a time before it joined the log.
+            if self.given_up.contains(&(place, lsn)) || lsn < self.joined[place] {
+                sectors.clone_from(wanted);
+                continue;
+            }
             let id = disk.id.get();
             let mut snapshots = control.snapshots.iter();
             let saved = match snapshots.any(|entry| entry.lsn == lsn && entry.has(id)) {
@@ -129,12 +155,24 @@ impl History {
         }
     }
 
+    /// Whether the records of a disk up to an LSN were given up, or copied when it left the log in use.
+    fn is_void(&self, control: &Control, disk: usize, lsn: u64) -> bool {
+        let entry = self.fixture.entry(control, disk);
+        entry.is_some_and(|entry| lsn < entry.void_lsn.get())
+    }
+
     /// Each mark that was durable is in the log, unless the base images have passed it, and no other.
     pub(super) fn find_marks(&mut self) -> Result<(), Broken> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let (mut found, mut failed) = (HashMap::new(), None);
+        let (mut last, mut went_back) = (0, None);
         let visit = &mut |record: Found<'_>| {
+            let time = record.batch.unix_us.get();
+            if time < last {
+                went_back = Some(record.lsn);
+            }
+            last = time;
             if !record.is_mark() {
                 return;
             }
@@ -154,13 +192,18 @@ impl History {
         );
         scanned.map_err(broken)?;
         failed.map_or(Ok(()), |error| Err(broken(error)))?;
-        for (index, number, durable) in self.oracle.marks() {
+        if let Some(lsn) = went_back {
+            return Err(format!(
+                "the time of LSN {lsn} is before that of the one before"
+            ));
+        }
+        for (index, text, durable) in self.oracle.marks() {
             let lsn = self.first_lsn + index as u64;
             let kept = durable && lsn > control.header.checkpoint_lsn.get();
             match found.remove(&lsn) {
-                Some(there) if there == Some(mark_text(number)) => self.totals.marks += 1,
+                Some(there) if there.as_ref() == Some(&text) => self.totals.marks += 1,
                 None if !kept => {}
-                there => return Err(format!("mark {number} at LSN {lsn} is {there:?}")),
+                there => return Err(format!("the mark '{text}' at LSN {lsn} is {there:?}")),
             }
         }
         match found.keys().find(|&&lsn| lsn >= self.first_lsn) {
@@ -183,9 +226,14 @@ impl History {
             horizon.max(self.first_lsn - 1),
             self.random.below(self.fixture.bases().len() as u64),
         );
+        if self.fixture.left[disk as usize] {
+            return Ok(None);
+        }
         let records = newest.checked_sub(from).filter(|_| self.random.one_in(2));
         // The base images have gone past the others.
-        let past = self.past.iter().filter(|(lsn, _)| *lsn >= horizon);
+        let given_up = |lsn| self.given_up.contains(&(disk as usize, lsn));
+        let past = self.past.iter();
+        let past = past.filter(|(lsn, _)| *lsn >= horizon && !given_up(*lsn));
         let past: Vec<_> = past.cloned().collect();
         let (to, then) = match (records, past.len() as u64) {
             (Some(records), _) => {
@@ -222,8 +270,13 @@ impl History {
                 let legal = before.filter(|before| self.oracle.judge(before).is_ok());
                 legal.map(restored).collect()
             }
-            // The record is not there, or the disk has none: these numbers are not those of points.
-            Err(error) if error.kind() == ErrorKind::NotFound => {
+            // The record is not there, or the disk has none: these numbers are not those of points. Or the records of the disk were given
+            // up, and saved files have what a snapshot needs.
+            Err(error)
+                if error.kind() == ErrorKind::NotFound
+                    || error.kind() == ErrorKind::InvalidInput
+                        && self.is_void(&control, disk, to) =>
+            {
                 self.fixture.medium.lock().ticks = None;
                 return Ok(None);
             }

@@ -17,6 +17,7 @@ use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Use;
 use crate::medium::mark::{Mark, hex};
+use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{Waiting, read_log_until};
 use crate::store::attach::{OpenBase, tell_past};
 
@@ -76,7 +77,8 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
         let next_lsn = control.header.next_lsn.get().max(newest + 1);
         control.header.next_lsn = U64::new(next_lsn);
         let entry = &mut control.disks[place];
-        entry.void_lsn = U64::new(newest);
+        let kept = u64::from(planted(Mutant::DiscardKeepsRecord));
+        entry.void_lsn = U64::new(newest.saturating_sub(kept));
         if let Some(base) = &fits {
             entry.announce(1);
             // Until the mark is written the image has this one: a crash may come first, and the disk is opened then.

@@ -18,6 +18,7 @@ use crate::medium::engine::EngineKind;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::{self, files};
 use crate::medium::lock::Use;
+use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::read_for_recovery;
 use crate::recovery::scan::Scan;
 
@@ -114,7 +115,7 @@ fn refuse_more(log_dir: &Path, control: &ControlFile, scan: &Scan, count: u32) -
 fn remove_files(log_dir: &Path, scan: &Scan, count: u32) -> Result<()> {
     let is_live = |slot: u32| {
         let path = Segment::path(log_dir, slot);
-        scan.live.iter().any(|live| live.segment.path == path)
+        !planted(Mutant::ShrinkDropsLive) && scan.live.iter().any(|live| live.segment.path == path)
     };
     let mut free = (0..count).filter(|&slot| !is_live(slot));
     for slot in (count..scan.files).rev() {

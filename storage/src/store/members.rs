@@ -22,6 +22,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::orders::{Adopt, KeeperTask};
 use crate::log::state::Log;
 use crate::medium::lock::Use;
+use crate::mutant::{Mutant, planted};
 use crate::store::attach::{OpenBase, adopt, is_known, refuse_other_copy};
 use crate::store::create::{enrol, first_segment, refuse_unapplied};
 use crate::store::open::{Store, copy_closed};
@@ -226,6 +227,9 @@ fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)
         let applied = control.control.header.checkpoint_lsn.get();
         // No record is behind the last one, whatever was given up.
         let void = entry.void_lsn.get().min(last_lsn) > applied;
+        if planted(Mutant::LeaveUncopied) {
+            return Ok((base, control, place));
+        }
         if extents.is_empty() && !rewound && !void && entry.resizing == 0 {
             return Ok((base, control, place));
         }

@@ -1,0 +1,716 @@
+//! What is done to a log in use in a random history, beside its requests: looks, exports, restores in place, snapshots that are
+//! deleted while they are in use, disks that leave and come back, and steps of the clock.
+//!
+//! All of it is mixed with itself and with faults. What a look or an export shows is what the oracle knows of its LSN, as long as it
+//! is open, whatever is copied, deleted or restored meanwhile. A point is refused only if the base images have gone past it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+
+use rustix::fs::MemfdFlags;
+
+use super::clients::Clients;
+use super::fixture::Running;
+use super::history::{History, SECTORS};
+use super::oracle::{Broken, Contents, value_of};
+use super::tell;
+use crate::SECTOR_SIZE;
+use crate::catalog::options::{CacheMode, DiskOptions};
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
+use crate::disk::handle::Disk;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::Control;
+use crate::log::disk_state::DiskState;
+use crate::log::export::Export;
+use crate::log::held::Held;
+use crate::log::history::Commit;
+use crate::log::orders::{KeeperTask, Order};
+use crate::log::rewinding::Rewinding;
+use crate::log::stamp::CLOCK;
+use crate::recovery::live::read_live;
+use crate::recovery::scan::Found;
+use crate::store::look::Look;
+use crate::store::members::adding_of;
+use crate::store::point::Point;
+use crate::store::view::{Data, Layers};
+use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, mpsc};
+
+/// Looks that are open at a time, at most.
+const LOOKS: usize = 3;
+const HOUR: u64 = 3_600_000_000;
+
+/// The wall clock of a history, in microseconds since 1970.
+pub(super) struct Clock(u64);
+
+impl Clock {
+    pub(super) fn new() -> Self {
+        let clock = Self(1_700_000_000_000_000);
+        clock.show();
+        clock
+    }
+
+    /// What this thread takes for the time from now on.
+    fn show(&self) {
+        CLOCK.set(Some(self.0));
+    }
+
+    /// Time passes.
+    pub(super) fn pass(&mut self, micros: u64) {
+        self.0 += micros;
+        self.show();
+    }
+}
+
+impl Drop for Clock {
+    fn drop(&mut self) {
+        CLOCK.set(None);
+    }
+}
+
+/// What is open of a log in use, beside its ports.
+#[derive(Default)]
+pub(super) struct InUse {
+    looks: Vec<Looked>,
+    exports: Vec<Exported>,
+    rewind: Option<Planned>,
+}
+
+impl InUse {
+    /// Whether anything is open of this disk.
+    fn has(&self, disk: usize) -> bool {
+        self.looks.iter().any(|look| look.disk == disk)
+            || self.exports.iter().any(|export| export.disk == disk)
+            || self.rewind.iter().any(|rewind| rewind.disk == disk)
+    }
+}
+
+/// A look, and what it must show.
+struct Looked {
+    look: Look,
+    disk: usize,
+    lsn: u64,
+    shows: Vec<u32>,
+}
+
+/// An export that is under way, and what it must have in the end.
+struct Exported {
+    export: Arc<Export>,
+    state: Arc<DiskState>,
+    disk: usize,
+    lsn: u64,
+    file: File,
+    shows: Vec<u32>,
+}
+
+/// A restore in place that the keeper has not carried out yet.
+struct Planned {
+    disk: usize,
+    state: Arc<DiskState>,
+    to: u64,
+    then: Vec<u32>,
+    rewinding: Rewinding,
+    /// It pins the base images.
+    _held: Held,
+}
+
+/// Whether a log may refuse a disk as of an LSN that is that of a point: the base image has gone past it, and no saved file has what it
+/// had.
+fn has_passed(control: &Control, disk_id: u32, lsn: u64) -> bool {
+    let entry = control.disk(disk_id);
+    let void = entry.map_or(0, |entry| entry.void_lsn.get());
+    let mut snapshots = control.snapshots.iter();
+    let saved = snapshots.any(|entry| entry.lsn == lsn && entry.saved > 0 && entry.has(disk_id));
+    // Where a snapshot of another disk has saved files, they are looked at.
+    let others = control.saved(lsn) > 0 && !saved;
+    let copying = control.header.copying_lsn.get();
+    others || lsn < control.applied_lsn(disk_id).max(copying) && !(saved && void <= lsn)
+}
+
+/// The sectors of a disk of a history.
+pub(super) fn values(layers: Layers<'_>) -> Result<Vec<u32>> {
+    let size = SECTORS * SECTOR_SIZE;
+    let mut bytes = vec![0; size as usize];
+    for part in layers.data(0..size, u64::MAX) {
+        let (range, data) = part?;
+        if matches!(data, Data::Zero) {
+            continue;
+        }
+        layers.read(range, &data, &mut |at, some: &[u8]| {
+            bytes[at as usize..][..some.len()].copy_from_slice(some);
+            Ok(true)
+        })?;
+    }
+    Ok(bytes.chunks(SECTOR_SIZE as usize).map(value_of).collect())
+}
+
+/// An empty file in memory.
+fn file_in_memory() -> File {
+    let file = rustix::fs::memfd_create("export", MemfdFlags::CLOEXEC);
+    file.expect("a file in memory").into()
+}
+
+impl History {
+    /// What the disks were as of an LSN, if the oracle knows that.
+    fn as_of(&self, lsn: u64) -> Option<Contents> {
+        if lsn >= self.first_lsn {
+            return Some(self.after(lsn));
+        }
+        let known = self.past.iter().find(|(past, _)| *past == lsn);
+        known.map(|(_, contents)| contents.clone())
+    }
+
+    /// Whether a log may refuse a disk as of an LSN that is that of a point.
+    pub(super) fn may_refuse(&self, control: &Control, disk: usize, lsn: u64) -> bool {
+        let entry = self.fixture.entry(control, disk);
+        // A snapshot that was made while the disk was not on the log does not have it.
+        lsn < self.joined[disk]
+            || entry.is_none_or(|entry| has_passed(control, entry.id.get(), lsn))
+    }
+
+    /// A random point, and what the disks were then. The base images may have gone past it.
+    fn some_point(&mut self, running: &Running) -> Option<(u64, Contents)> {
+        let (first, newest) = (self.first_lsn, running.appended());
+        let here = newest >= first && (self.past.is_empty() || !self.acts.one_in(3));
+        if here {
+            let lsn = first + self.acts.below(newest + 1 - first);
+            return Some((lsn, self.after(lsn)));
+        }
+        let some = self.acts.below(self.past.len().max(1) as u64);
+        self.past.get(some as usize).cloned()
+    }
+
+    /// An error that a fault excuses, or a log that is full or has to keep what it has.
+    fn excuse(
+        &mut self,
+        running: &Running,
+        what: &str,
+        error: &Error,
+    ) -> std::result::Result<(), Broken> {
+        let world = self.fixture.medium.lock();
+        let fault = world.crashed || world.failed || world.failed_read || running.poisoned();
+        drop(world);
+        // The keeper may need more than the last segment has, although nobody waits for room yet.
+        let fault = fault || running.log().lock().ring.is_used_up();
+        if !fault && self.oracle.excused == 0 && !running.keeper.must_keep() {
+            return Err(format!("{what} failed for no reason: {error}"));
+        }
+        tell(|| format!("{what}: {error}"));
+        self.oracle.excused = u64::MAX;
+        Ok(())
+    }
+
+    /// Does something beside the requests. Nothing of the log is in flight.
+    pub(super) fn act(
+        &mut self,
+        running: &mut Running,
+        clients: &mut Clients,
+    ) -> std::result::Result<(), Broken> {
+        let medium = self.fixture.medium.clone();
+        let _files = medium.enter();
+        // The keeper waits for readers, which have no thread of their own here.
+        let free = !self.oracle.reads();
+        let absent = running.places.len() < self.fixture.shape.disks;
+        match self.acts.below(12) {
+            0 => self.step_clock(),
+            _ if absent && self.acts.one_in(3) => self.add_live(running, clients)?,
+            1..4 if free => self.begin_look(running)?,
+            4 => self.end_look(),
+            5 if free => self.begin_export(running)?,
+            6..9 if free => self.plan_or_rewind(running)?,
+            9 | 10 => self.delete_in_use(running)?,
+            11 if free => self.remove_live(running, clients)?,
+            _ => {}
+        }
+        if running.log().lock().keeper.failed {
+            self.oracle.excused = u64::MAX;
+        }
+        Ok(())
+    }
+
+    /// Goes on with the exports, and looks at what is open.
+    pub(super) fn go_on(&mut self) -> std::result::Result<(), Broken> {
+        if self.acts.one_in(4)
+            && let Some(place) = (self.in_use.exports.len() as u64).checked_sub(1)
+        {
+            let place = self.acts.below(place + 1) as usize;
+            self.go_on_with(place)?;
+        }
+        if self.acts.one_in(8)
+            && let Some(place) = (self.in_use.looks.len() as u64).checked_sub(1)
+        {
+            let looked = self.acts.below(place + 1) as usize;
+            self.check(looked)?;
+        }
+        Ok(())
+    }
+
+    /// The clock is set forward by a year or a day, or back by an hour.
+    fn step_clock(&mut self) {
+        let clock = &mut self.clock;
+        clock.0 = match self.acts.below(3) {
+            0 => clock.0 + 365 * 24 * HOUR,
+            1 => clock.0 + 24 * HOUR,
+            _ => clock.0 - HOUR,
+        };
+        clock.show();
+        self.totals.clock_steps += 1;
+    }
+
+    /// Opens a look at a disk: at an LSN, at a snapshot, or at a time.
+    fn begin_look(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+        if self.in_use.looks.len() == LOOKS {
+            return Ok(());
+        }
+        let which = self.acts.below(running.disks.len() as u64) as usize;
+        let (live, disk) = (running.disks[which].clone(), running.places[which]);
+        let Some((lsn, then)) = self.some_point(running) else {
+            return Ok(());
+        };
+        let held = match running.keeper.hold(&live.state) {
+            Ok(held) => held,
+            Err(error) => return self.excuse(running, "a look", &error),
+        };
+        let control = held.control.clone();
+        let named = self.pins.iter().find(|pin| pin.lsn == lsn).copied();
+        let (point, lsn, then) = match self.acts.below(3) {
+            0 if named.is_some_and(|pin| pin.has(live.state.id)) => {
+                let name = named.expect("a snapshot").name;
+                (Point::Snapshot(name), lsn, then)
+            }
+            1 => match self.time_of(&live, &held) {
+                Ok(Some((time, lsn))) => match self.as_of(lsn) {
+                    Some(then) => (Point::Time(time), lsn, then),
+                    None => return Ok(()),
+                },
+                Ok(None) => return Ok(()),
+                Err(error) => return self.excuse(running, "reading the log", &error),
+            },
+            _ => (Point::Lsn(lsn), lsn, then),
+        };
+        match live.look_at(point, held, None) {
+            Ok(look) => {
+                self.totals.live_looks += 1;
+                self.totals.looks_at_times += u64::from(matches!(point, Point::Time(_)));
+                if self.given_up.contains(&(disk, lsn)) {
+                    return Ok(());
+                }
+                let shows = then[disk].clone();
+                self.in_use.looks.push(Looked {
+                    look,
+                    disk,
+                    lsn,
+                    shows,
+                });
+                self.check(self.in_use.looks.len() - 1)
+            }
+            Err(error)
+                if error.kind() == ErrorKind::NotFound && self.may_refuse(&control, disk, lsn) =>
+            {
+                self.totals.refused_points += 1;
+                Ok(())
+            }
+            Err(error) => self.excuse(running, &format!("a look at LSN {lsn}"), &error),
+        }
+    }
+
+    /// The time of a record that the log has of a disk, and the last point up to that time. `None`: the log has no record.
+    fn time_of(&mut self, live: &Disk, held: &Held) -> Result<Option<(u64, u64)>> {
+        let (mut commits, control): (Vec<Commit>, _) = (Vec::new(), &held.control);
+        let visit = &mut |found: Found<'_>| commits.push(found.commit());
+        read_live(&held.segments, held.newest, control, 1, visit)?;
+        let horizon = control.applied_lsn(live.state.id);
+        commits.retain(|commit| commit.lsn > horizon.max(control.header.copying_lsn.get()));
+        if commits.is_empty() {
+            return Ok(None);
+        }
+        let some = self.acts.below(commits.len() as u64) as usize;
+        let time = commits[some].unix_us;
+        let last = commits.iter().rev().find(|commit| commit.unix_us <= time);
+        let last = last.map_or(0, |commit| commit.lsn);
+        Ok(Some((time, control.with_rewinds_until(last, time))))
+    }
+
+    /// Whether a look shows what it must.
+    fn check(&self, place: usize) -> std::result::Result<(), Broken> {
+        let looked = &self.in_use.looks[place];
+        match values(looked.look.layers()) {
+            Ok(shown) if shown == looked.shows => Ok(()),
+            Ok(shown) => Err(format!(
+                "a look at disk {} as of LSN {} shows {shown:?} for {:?}",
+                looked.disk, looked.lsn, looked.shows
+            )),
+            Err(error) => {
+                let world = self.fixture.medium.lock();
+                match world.crashed || world.failed_read {
+                    true => Ok(()),
+                    false => Err(format!("a look failed for no reason: {error}")),
+                }
+            }
+        }
+    }
+
+    fn end_look(&mut self) {
+        if let Some(last) = (self.in_use.looks.len() as u64).checked_sub(1) {
+            let place = self.acts.below(last + 1) as usize;
+            drop(self.in_use.looks.swap_remove(place));
+        }
+    }
+
+    /// Begins an export of the base image of a disk.
+    fn begin_export(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+        if running.log().lock().keeps_history() || !self.in_use.exports.is_empty() {
+            return Ok(());
+        }
+        let which = self.acts.below(running.disks.len() as u64) as usize;
+        let (state, disk) = (running.disks[which].state.clone(), running.places[which]);
+        let file = file_in_memory();
+        let target = file.try_clone().expect("another handle");
+        let export = Export::new(&state.base, &state.path, target).expect("a new file is fit");
+        let (newest, export) = (running.appended(), Arc::new(export));
+        if let Err(error) = running.keeper.begin_export(newest, &state, export.clone()) {
+            return self.excuse(running, "an export", &error);
+        }
+        self.totals.exports += 1;
+        let lsn = running.keeper.control.control.header.checkpoint_lsn.get();
+        // Nothing may have changed since the log was opened.
+        let shows = self.after(lsn.max(self.first_lsn - 1))[disk].clone();
+        self.in_use.exports.push(Exported {
+            export,
+            state,
+            disk,
+            lsn,
+            file,
+            shows,
+        });
+        Ok(())
+    }
+
+    /// Copies the next part of an export, and compares the whole at its end.
+    fn go_on_with(&mut self, place: usize) -> std::result::Result<(), Broken> {
+        let exported = &self.in_use.exports[place];
+        let ended = match exported.export.step() {
+            Ok((passed, size, _)) if passed < size => return Ok(()),
+            Ok(_) => true,
+            Err(error) => {
+                let world = self.fixture.medium.lock();
+                if !world.crashed && !world.failed_read {
+                    return Err(format!("an export failed for no reason: {error}"));
+                }
+                false
+            }
+        };
+        let Exported {
+            export,
+            state,
+            disk,
+            lsn,
+            file,
+            shows,
+        } = self.in_use.exports.swap_remove(place);
+        state.end_export(&export);
+        if !ended {
+            return Ok(());
+        }
+        self.totals.exported += 1;
+        let mut copy = vec![0; (SECTORS * SECTOR_SIZE) as usize];
+        file.read_exact_at(&mut copy, 0).expect("the whole file");
+        let copy: Vec<u32> = copy.chunks(SECTOR_SIZE as usize).map(value_of).collect();
+        match copy == shows {
+            true => Ok(()),
+            false => Err(format!(
+                "an export of disk {disk} as of LSN {lsn} has {copy:?} for {shows:?}"
+            )),
+        }
+    }
+
+    /// Plans a restore in place, or carries one out that was planned before.
+    fn plan_or_rewind(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+        match self.in_use.rewind.take() {
+            Some(planned) => return self.rewind_live(running, planned),
+            None => self.plan_rewind(running)?,
+        }
+        // Otherwise requests come between.
+        match self.in_use.rewind.take_if(|_| !self.acts.one_in(3)) {
+            Some(planned) => self.rewind_live(running, planned),
+            None => Ok(()),
+        }
+    }
+
+    fn plan_rewind(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+        let which = self.acts.below(running.disks.len() as u64) as usize;
+        let (live, disk) = (running.disks[which].clone(), running.places[which]);
+        let Some((lsn, then)) = self.some_point(running) else {
+            return Ok(());
+        };
+        let newest = live.state.last_lsn.load(Ordering::Acquire);
+        let held = match running.keeper.hold(&live.state) {
+            Ok(held) => held,
+            Err(error) => return self.excuse(running, "planning a restore in place", &error),
+        };
+        match live.plan_rewind(Point::Lsn(lsn), newest, &held) {
+            Ok(_) if self.given_up.contains(&(disk, lsn)) => Ok(()),
+            Ok((_, Some(rewinding))) => {
+                self.in_use.rewind = Some(Planned {
+                    disk,
+                    state: live.state,
+                    to: lsn,
+                    then: then[disk].clone(),
+                    rewinding,
+                    _held: held,
+                });
+                Ok(())
+            }
+            Ok((_, None)) if self.oracle.newest()[disk] == then[disk] => Ok(()),
+            Ok((_, None)) => Err(format!(
+                "a restore of disk {disk} to LSN {lsn} is taken for one that changes nothing"
+            )),
+            // It may be a snapshot that the base images have gone past, or the log has no record of the disk.
+            Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidInput) => {
+                Ok(())
+            }
+            Err(error) => self.excuse(running, "planning a restore in place", &error),
+        }
+    }
+
+    fn rewind_live(
+        &mut self,
+        running: &mut Running,
+        planned: Planned,
+    ) -> std::result::Result<(), Broken> {
+        let Planned {
+            disk,
+            state,
+            to,
+            then,
+            rewinding,
+            _held,
+        } = planned;
+        let (before, newest) = (running.appended(), rewinding.newest);
+        let done = running.keeper.rewind(&state, rewinding);
+        let crashed = self.fixture.medium.lock().crashed;
+        let marked = running.appended() > before;
+        let unknown = crashed || running.poisoned();
+        match &done {
+            Ok(_) => {
+                tell(|| format!("disk {disk} is restored in place to LSN {to}"));
+                self.totals.live_rewinds += 1;
+                self.oracle.restored(disk, to, &then, Some(true));
+            }
+            Err(_) if marked => {
+                self.totals.live_rewinds_cut += u64::from(unknown);
+                let counts = if unknown { None } else { Some(false) };
+                self.oracle.restored(disk, to, &then, counts);
+            }
+            Err(_) => {}
+        }
+        let Err(error) = done else {
+            return Ok(());
+        };
+        let written = state.last_lsn.load(Ordering::Acquire) != newest;
+        let aside = state.aside.load(Ordering::Relaxed);
+        match error.kind() {
+            ErrorKind::Locked if written || aside => Ok(()),
+            _ => self.excuse(running, "a restore in place", &error),
+        }
+    }
+
+    /// Orders the keeper to do something, and lets it do that at once.
+    fn order(running: &mut Running, task: KeeperTask) -> Result<()> {
+        let (answer, answered) = mpsc::channel();
+        let order = Order { task, answer };
+        running.log().lock().keeper.orders.push(order);
+        running.keeper.serve_orders();
+        answered.try_recv().expect("an answer")
+    }
+
+    /// Deletes a snapshot, perhaps while a copy is under way that saves for it. Looks at it may be open.
+    fn delete_in_use(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+        let Some(last) = (self.pins.len() as u64).checked_sub(1) else {
+            return Ok(());
+        };
+        let pin = self.pins[self.acts.below(last + 1) as usize];
+        let within = self.acts.one_in(2) && !running.keeper.must_keep() && !self.oracle.reads();
+        let deleted = match within {
+            false => Self::order(running, KeeperTask::DeleteSnapshot(pin.name)),
+            true => {
+                let (answer, answered) = mpsc::channel();
+                let task = KeeperTask::DeleteSnapshot(pin.name);
+                let order = Order { task, answer };
+                running.log().lock().keeper.orders.push(order);
+                if let Err(error) = running.keeper.step(true) {
+                    self.excuse(running, "a checkpoint", &error)?;
+                }
+                let at_once = answered.try_recv();
+                self.totals.deleted_in_copies += u64::from(at_once.is_ok());
+                at_once.unwrap_or_else(|_| {
+                    running.keeper.serve_orders();
+                    answered.try_recv().expect("an answer")
+                })
+            }
+        };
+        let looks = &self.in_use.looks;
+        match deleted {
+            Ok(()) => {
+                self.totals.deleted += 1;
+                self.totals.deleted_in_use += u64::from(looks.iter().any(|l| l.lsn == pin.lsn));
+                self.pins.retain(|other| other.name != pin.name);
+                Ok(())
+            }
+            Err(error) => {
+                self.unpinned.push(pin.name);
+                self.excuse(running, "deleting a snapshot", &error)
+            }
+        }
+    }
+
+    /// A disk leaves the log, which has another one. Its requests have ended; looks, exports and restores of it go on.
+    fn remove_live(
+        &mut self,
+        running: &mut Running,
+        clients: &mut Clients,
+    ) -> std::result::Result<(), Broken> {
+        let which = self.acts.below(running.disks.len() as u64) as usize;
+        let disk = running.places[which];
+        if running.disks.len() < 2 || self.oracle.uses(disk) {
+            return Ok(());
+        }
+        let keeps_history = running.log().lock().keeps_history();
+        let state = running.disks[which].state.clone();
+        if let Err(error) = Self::order(running, KeeperTask::Remove(state)) {
+            return self.excuse(running, "removing a disk", &error);
+        }
+        tell(|| format!("disk {disk} has left the log in use, history kept: {keeps_history}"));
+        self.totals.removed += 1;
+        running.disks.remove(which);
+        running.places.remove(which);
+        clients.close(disk);
+        self.oracle.drained(disk);
+        if keeps_history {
+            self.totals.set_aside += 1;
+            return Ok(());
+        }
+        match self.fixture.bases()[disk] == self.oracle.newest()[disk] {
+            true => Ok(()),
+            false => Err(format!(
+                "disk {disk} has left the log, and its image is not whole"
+            )),
+        }
+    }
+
+    /// A disk comes to the log: one that has left it in use, or a raw image that belonged to it before.
+    fn add_live(
+        &mut self,
+        running: &mut Running,
+        clients: &mut Clients,
+    ) -> std::result::Result<(), Broken> {
+        let absent = (0..self.fixture.shape.disks).find(|disk| !running.places.contains(disk));
+        let Some(disk) = absent.filter(|disk| !self.in_use.has(*disk)) else {
+            return Ok(());
+        };
+        let cache = match self.acts.one_in(4) {
+            true => CacheMode::Writethrough,
+            false => CacheMode::Writeback,
+        };
+        let options = DiskOptions {
+            cache,
+            ..DiskOptions::new(self.fixture.image(disk))
+        };
+        let (added, adding) = mpsc::channel();
+        let task = adding_of(running.log(), &options, added);
+        if let Err(error) = Self::order(running, task) {
+            return self.excuse(running, "adding a disk", &error);
+        }
+        tell(|| format!("disk {disk} has come to the log in use"));
+        self.totals.added += 1;
+        if std::mem::take(&mut self.fixture.left[disk]) {
+            self.totals.joined_live += 1;
+            self.joined[disk] = running.log().lock().pipeline.next_lsn();
+        }
+        running.disks.push(Disk {
+            log: running.log().clone(),
+            state: adding.try_recv().expect("a disk"),
+        });
+        running.places.push(disk);
+        clients.reopen(running, disk);
+        Ok(())
+    }
+
+    /// Whether a restore in place of a disk in use counts that a fault has cut. `certain`: from now on that is known.
+    pub(super) fn settle(&mut self, control: &Control, certain: bool) {
+        let Some(index) = self.oracle.doubtful() else {
+            return;
+        };
+        let at = self.first_lsn + index as u64;
+        // Once the base images have passed it, it is not in the control file any more.
+        if control.header.checkpoint_lsn.get() < at {
+            self.oracle.settle(control.is_rewind(at), certain);
+        }
+    }
+
+    /// The snapshots that the log has, of those that it must have.
+    pub(super) fn find_pins(&mut self, control: &Control) -> Result<()> {
+        let unpinned: Vec<SnapshotName> = std::mem::take(&mut self.unpinned);
+        for pin in std::mem::take(&mut self.pins) {
+            match Snapshot::find(pin.name, control) {
+                Ok(_) => self.pins.push(pin),
+                Err(_) if unpinned.contains(&pin.name) => {}
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::super::fixture::{Fixture, Shape, carry_out, filled};
+    use super::super::medium::World;
+    use super::*;
+    use crate::{CommitWait, Operation};
+
+    const SHAPE: Shape = Shape {
+        disks: 2,
+        sectors: 64,
+        segment_size: 64 << 10,
+        max_segments: 8,
+    };
+
+    /// Wherever a sync fails while a disk leaves a log in use, the disk either has left, or stays and can be used as before; and what is
+    /// written to it then is there for the next process.
+    #[test]
+    fn a_disk_that_could_not_leave_a_log_in_use_is_used_as_before() {
+        let (mut stayed, mut left) = (0, 0);
+        for failing in 0..16 {
+            let fixture = Fixture::new(World::new(1 + failing), SHAPE);
+            let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+            running.keeper.step(false).unwrap();
+            let write = |running: &mut Running, value| {
+                let mut port = running.disks[1].open_port().unwrap();
+                let data = filled(value, 8);
+                let written = carry_out(running, &mut port, Operation::Write { sector: 8, data });
+                written.and_then(|_| carry_out(running, &mut port, Operation::Flush))
+            };
+            write(&mut running, 1).unwrap();
+            running.finish_writer();
+            fixture.medium.lock().fail_sync = Some(failing);
+            let task = KeeperTask::Remove(running.disks[1].state.clone());
+            let removed = History::order(&mut running, task);
+            let stays = removed.is_err() && !running.poisoned();
+            fixture.medium.lock().fail_sync = None;
+            if stays {
+                write(&mut running, 2).unwrap();
+                running.finish_writer();
+            }
+            (stayed, left) = (stayed + u32::from(stays), left + u32::from(removed.is_ok()));
+            drop(running);
+            fixture.lose_power();
+            let running = fixture.open(false, CommitWait::NONE);
+            let running = running.unwrap_or_else(|error| panic!("sync {failing}: {error}"));
+            let newest = if stays { 2 } else { 1 };
+            assert_eq!(running.read().unwrap()[1][8..16], [newest; 8], "{failing}");
+        }
+        assert!(stayed > 2 && left > 2, "{stayed} stayed, {left} left");
+    }
+}

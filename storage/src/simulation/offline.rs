@@ -1,0 +1,492 @@
+//! Commands on a log that is not in use, between the openings of a random history: its size changes, records are given up, disks leave
+//! it, come back, and move to another log. Power is lost within, and operations of the medium fail.
+//!
+//! None of them loses a byte, except that the records of a disk which are given up are gone as a whole: the disk is then what its image
+//! has. Wherever a command is cut, the same command goes on.
+
+use std::collections::BTreeSet;
+use std::path::Path;
+
+use super::fixture::{Running, control_of};
+use super::history::{History, SECTORS};
+use super::live::values;
+use super::medium::LOG;
+use super::oracle::{Broken, value_of};
+use super::tell;
+use crate::catalog::control::open_control;
+use crate::catalog::options::DiskOptions;
+use crate::catalog::retain::Retain;
+use crate::catalog::snapshot::Snapshot;
+use crate::error::{Error, ErrorKind, Result};
+use crate::format::Control;
+use crate::medium::directory::directory;
+use crate::medium::engine::EngineKind;
+use crate::medium::lock::Use;
+use crate::store::discard::discard_log;
+use crate::store::log_size::resize_log;
+use crate::store::members::{leave_log, move_to_log};
+use crate::store::open::open_log;
+use crate::store::point::Point;
+use crate::store::view::View;
+use crate::{CommitWait, StoreOptions};
+
+/// The directory of the other log. Its name comes behind that of the log of the history.
+const OTHER: &str = "/other-log";
+/// No log is here.
+const NOWHERE: &str = "/nowhere";
+
+/// How a command has ended.
+enum Ran<T> {
+    Done(T),
+    /// It was refused for a reason that counts.
+    Refused,
+    /// A fault has ended it.
+    Cut,
+}
+
+fn options() -> StoreOptions {
+    StoreOptions {
+        segment_size: 64 << 10,
+        max_segments: 4,
+        commit_wait: CommitWait::NONE,
+        ..StoreOptions::default()
+    }
+}
+
+/// Whether a disk may be refused to leave a log: what the log keeps of its history would end.
+fn keeps(control: &Control) -> bool {
+    Retain::of(&control.history) != Retain::Nothing || !Snapshot::all(control).is_empty()
+}
+
+impl History {
+    /// Runs up to two commands. `kept`: what a killed process left must survive, so power is not lost, and nothing fails. Returns the disks
+    /// whose records were given up.
+    pub(super) fn run_commands(
+        &mut self,
+        kept: bool,
+    ) -> std::result::Result<BTreeSet<usize>, Broken> {
+        let mut given_up = BTreeSet::new();
+        if !self.lively {
+            return Ok(given_up);
+        }
+        for _ in 0..self.acts.below(3) {
+            let disk = self.acts.below(self.fixture.shape.disks as u64) as usize;
+            match self.acts.below(5) {
+                0 => self.resize_log(kept)?,
+                1 => self.discard(disk, kept, &mut given_up)?,
+                2 => self.leave(disk, kept)?,
+                3 => self.join(disk, kept)?,
+                _ => self.move_there_and_back(disk, kept)?,
+            }
+        }
+        for disk in 0..self.fixture.shape.disks {
+            let last = self.fixture.left.iter().all(|left| *left);
+            if last || !self.acts.one_in(3) {
+                self.join(disk, kept)?;
+            }
+        }
+        Ok(given_up)
+    }
+
+    /// Runs a command, perhaps with a fault, after which the process ends.
+    fn run_command<T>(
+        &mut self,
+        kept: bool,
+        what: &str,
+        run: impl FnOnce() -> Result<T>,
+        may_refuse: impl FnOnce(&Error) -> bool,
+    ) -> std::result::Result<Ran<T>, Broken> {
+        if !kept && self.acts.one_in(2) {
+            let (ticks, after) = (self.acts.below(40), self.acts.below(12));
+            let mut world = self.fixture.medium.lock();
+            match self.acts.below(6) {
+                0 => world.fail_read = Some(after),
+                1 => world.fail_write = Some(after),
+                2 => world.fail_sync = Some(after / 2),
+                3 => world.cut_control = Some(ticks / 8),
+                _ => world.ticks = Some(ticks),
+            }
+        }
+        let done = {
+            let _files = self.fixture.medium.enter();
+            run()
+        };
+        let world = self.fixture.medium.lock();
+        let (crashed, fault) = (
+            world.crashed,
+            world.crashed || world.failed || world.failed_read,
+        );
+        drop(world);
+        let ran = match done {
+            Ok(done) => Ran::Done(done),
+            Err(_) if fault => Ran::Cut,
+            Err(error) if may_refuse(&error) => Ran::Refused,
+            Err(error) => return Err(format!("{what} failed for no reason: {error}")),
+        };
+        let ended = match &ran {
+            Ran::Done(_) => "done",
+            Ran::Refused => "refused",
+            Ran::Cut => "cut",
+        };
+        tell(|| format!("{what}: {ended}, power lost: {crashed}"));
+        self.totals.commands_cut += u64::from(matches!(ran, Ran::Cut));
+        self.totals.commands_refused += u64::from(matches!(ran, Ran::Refused));
+        match kept {
+            true => self.fixture.medium.lock().restart(),
+            false if crashed || fault || self.acts.one_in(2) => drop(self.end_process()),
+            false => self.fixture.medium.lock().restart(),
+        }
+        if matches!(ran, Ran::Cut) {
+            // What the control file has now counts from here on.
+            let _files = self.fixture.medium.enter();
+            let confirmed = open_control(Path::new(LOG), Use::Log);
+            let confirmed = confirmed.and_then(|mut control| control.confirm());
+            confirmed.map_err(|error| format!("after {what} was cut: {error}"))?;
+        }
+        Ok(ran)
+    }
+
+    /// The control file of the log.
+    fn control(&self) -> std::result::Result<Control, Broken> {
+        let control = control_of(&self.fixture.medium);
+        control
+            .map(|control| control.control)
+            .map_err(|error| format!("the control file: {error}"))
+    }
+
+    fn resize_log(&mut self, kept: bool) -> std::result::Result<(), Broken> {
+        let count = 4 + self.acts.below(9);
+        // It is rounded up.
+        let size = (count << 16) - self.acts.below(1000);
+        let old = self.control()?.header.max_segments.get();
+        let run = move || resize_log(Path::new(LOG), size);
+        let refused =
+            |error: &Error| error.kind() == ErrorKind::InvalidInput && count < u64::from(old);
+        if let Ran::Done(done) = self.run_command(kept, "a resize of the log", run, refused)? {
+            self.totals.logs_grown += u64::from(done.size > done.old_size);
+            self.totals.logs_shrunk += u64::from(done.size < done.old_size);
+            let most = self.control()?.header.max_segments.get();
+            let files = self.fixture.medium.lock().segments();
+            // What a process left that was cut while it made a segment is no segment.
+            let mut made = files.iter().filter(|(name, _)| !name.ends_with(".new"));
+            let beyond = made.any(|(name, _)| *name >= format!("segment-{most:05}"));
+            if u64::from(most) != count || beyond {
+                return Err(format!(
+                    "a log of {most} segments has {} files",
+                    files.len()
+                ));
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives up the records of a disk.
+    fn discard(
+        &mut self,
+        disk: usize,
+        kept: bool,
+        given_up: &mut BTreeSet<usize>,
+    ) -> std::result::Result<(), Broken> {
+        // Otherwise most of what is there would be given up.
+        if self.fixture.left[disk] || self.acts.one_in(2) {
+            return Ok(());
+        }
+        let void = |history: &Self| {
+            let control = history.control()?;
+            let entry = history.fixture.entry(&control, disk);
+            Ok::<_, Broken>(entry.map(|entry| entry.void_lsn.get()))
+        };
+        let (before, image) = (void(self)?, self.fixture.image(disk));
+        let run = || discard_log(&image, Path::new(LOG));
+        let done = match self.run_command(kept, "giving up records", run, |_| false)? {
+            Ran::Done(done) if !done.image_fits => {
+                return Err(format!("the image of disk {disk} is not its own"));
+            }
+            Ran::Done(_) => true,
+            Ran::Refused => false,
+            Ran::Cut => void(self)? != before,
+        };
+        if done {
+            self.totals.given_up += 1;
+            given_up.insert(disk);
+            let newest = void(self)?.unwrap_or(0);
+            self.given_up.push((disk, newest));
+        }
+        Ok(())
+    }
+
+    /// Whether the log's table has the paths of the images as they are: a process that was cut may have left others.
+    fn knows_paths(&self, control: &Control) -> bool {
+        (0..self.fixture.shape.disks).all(|disk| {
+            let entry = self.fixture.entry(control, disk);
+            let path = |entry: &crate::format::DiskEntry| entry.path(Path::new("/"));
+            self.fixture.left[disk] || entry.map(path) == Some(self.fixture.image(disk))
+        })
+    }
+
+    /// A disk leaves the log.
+    fn leave(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Broken> {
+        let control = self.control()?;
+        if self.fixture.left[disk] || !self.knows_paths(&control) {
+            return Ok(());
+        }
+        let image = self.fixture.image(disk);
+        let mut cuts = 0;
+        loop {
+            let run = || leave_log(&image, Path::new(LOG)).map(drop);
+            let refused =
+                |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control);
+            // The second attempt is not cut.
+            let ran = self.run_command(kept || cuts > 0, "leaving the log", run, refused)?;
+            let known = self.fixture.entry(&self.control()?, disk).is_some();
+            match ran {
+                Ran::Done(()) if known => {
+                    return Err(format!("disk {disk} has left the log, which has it still"));
+                }
+                Ran::Refused if !known => {
+                    return Err(format!(
+                        "disk {disk} was refused to leave the log, and has left"
+                    ));
+                }
+                Ran::Cut if known && self.acts.one_in(2) => {
+                    cuts += 1;
+                    continue;
+                }
+                // If the image has no mark any more, the log knows it by its path.
+                Ran::Cut if known => self.fixture.stays = true,
+                Ran::Done(()) | Ran::Cut => {
+                    self.totals.left += 1;
+                    self.fixture.left[disk] = true;
+                }
+                Ran::Refused => {}
+            }
+            return Ok(());
+        }
+    }
+
+    /// A disk that has left the log comes back, as a raw image.
+    fn join(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Broken> {
+        if !self.fixture.left[disk] {
+            return Ok(());
+        }
+        let image = self.fixture.image(disk);
+        self.run_to_end(kept, "joining the log", || {
+            move_to_log(&image, Path::new(NOWHERE), Path::new(LOG), &options())
+        })?;
+        self.totals.joined += 1;
+        self.fixture.left[disk] = false;
+        // The next process knows.
+        self.joined[disk] = u64::MAX;
+        Ok(())
+    }
+
+    /// Runs a command that must succeed, once more if it is cut.
+    fn run_to_end(
+        &mut self,
+        kept: bool,
+        what: &str,
+        run: impl Fn() -> Result<()>,
+    ) -> std::result::Result<(), Broken> {
+        if let Ran::Cut = self.run_command(kept, what, &run, |_| false)? {
+            self.run_command(true, what, &run, |_| false)?;
+        }
+        Ok(())
+    }
+
+    /// A disk moves to another log, is used there, and moves back.
+    fn move_there_and_back(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Broken> {
+        let control = self.control()?;
+        if self.fixture.left[disk] || !self.knows_paths(&control) {
+            return Ok(());
+        }
+        let image = self.fixture.image(disk);
+        let there = || move_to_log(&image, Path::new(LOG), Path::new(OTHER), &options());
+        let refused = |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control);
+        let mut ran = self.run_command(kept, "moving to another log", there, refused)?;
+        if let Ran::Cut = ran {
+            ran = self.run_command(true, "moving on to another log", there, refused)?;
+        }
+        match ran {
+            Ran::Done(()) => {}
+            Ran::Refused => {
+                // A first attempt may have taken its mark.
+                self.fixture.stays = true;
+                return Ok(());
+            }
+            Ran::Cut => return Err("a command was cut without a fault".into()),
+        }
+        if self.acts.one_in(2) {
+            self.use_on_the_other_log(disk)?;
+        }
+        let back = || move_to_log(&image, Path::new(OTHER), Path::new(LOG), &options());
+        self.run_to_end(kept, "moving back", back)?;
+        self.joined[disk] = u64::MAX;
+        self.totals.moved += 1;
+        Ok(())
+    }
+
+    /// On the other log a disk is what its image has.
+    fn use_on_the_other_log(&mut self, disk: usize) -> std::result::Result<(), Broken> {
+        let broken = |error| format!("on the other log: {error}");
+        let wanted = self.fixture.bases()[disk].clone();
+        let _files = self.fixture.medium.enter();
+        let medium = Box::new(directory(Path::new(OTHER), EngineKind::Blocking));
+        let disks = [DiskOptions::new(self.fixture.image(disk))];
+        let opened = open_log(medium, Path::new(OTHER), &disks, &options(), &mut |_, _| {});
+        let mut running = Running::new(&self.fixture.medium, opened.map_err(broken)?);
+        let found = running
+            .read()
+            .map_err(|failure| format!("on the other log: {failure}"))?;
+        running.keeper.close().map_err(broken)?;
+        match found[0] == wanted {
+            true => Ok(()),
+            false => Err(format!(
+                "on the other log disk {disk} differs from its image"
+            )),
+        }
+    }
+
+    /// Looks at a disk that is not in use as of a point that the log had, by the way that copies of it are made.
+    pub(super) fn look_at_the_past(&mut self) -> std::result::Result<(), Broken> {
+        let disk = self.acts.below(self.fixture.shape.disks as u64) as usize;
+        let all = self.past.len() as u64;
+        if all == 0 || self.fixture.left[disk] {
+            return Ok(());
+        }
+        let (lsn, then) = self.past[self.acts.below(all) as usize].clone();
+        let control = self.control()?;
+        if self.fixture.entry(&control, disk).is_none() {
+            return Err(format!("the log has no disk {disk}"));
+        }
+        let options = DiskOptions::new(self.fixture.image(disk));
+        let _files = self.fixture.medium.enter();
+        let view = View::open_at(&options, Path::new(LOG), Point::Lsn(lsn), None);
+        let shown = view.and_then(|view| values(view.layers()));
+        match shown {
+            Ok(shown) if shown == then[disk] => {
+                self.totals.looks_at_the_past += 1;
+                Ok(())
+            }
+            Ok(_) if self.given_up.contains(&(disk, lsn)) => Ok(()),
+            Ok(shown) => Err(format!(
+                "disk {disk} as of LSN {lsn} is {shown:?} for {:?}",
+                then[disk]
+            )),
+            Err(error)
+                if error.kind() == ErrorKind::NotFound && self.may_refuse(&control, disk, lsn) =>
+            {
+                self.totals.refused_points += 1;
+                Ok(())
+            }
+            Err(error) => Err(format!("a look at LSN {lsn} failed for no reason: {error}")),
+        }
+    }
+
+    /// The sectors of an image.
+    pub(super) fn image_values(&self, disk: usize) -> Vec<u32> {
+        let path = self.fixture.image(disk);
+        let bytes = self.fixture.medium.lock().contents(&path);
+        let values: Vec<u32> = bytes.chunks(512).map(value_of).collect();
+        debug_assert_eq!(values.len() as u64, SECTORS);
+        values
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
+mod tests {
+    use super::super::fixture::{Fixture, Shape, carry_out, filled};
+    use super::super::medium::World;
+    use super::super::oracle::Contents;
+    use super::*;
+    use crate::{BackendQueue, Operation};
+
+    const SHAPE: Shape = Shape {
+        disks: 2,
+        sectors: 64,
+        segment_size: 64 << 10,
+        max_segments: 8,
+    };
+
+    /// A log that a killed process left with durable records of both disks, and what these are.
+    fn killed(seed: u64) -> (Fixture, Contents) {
+        let fixture = Fixture::new(World::new(seed), SHAPE);
+        let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+        running.keeper.step(false).unwrap();
+        for disk in 0..2 {
+            let mut port = running.disks[disk].open_port().unwrap();
+            for number in 1..4 {
+                let (sector, data) = (number * 8, filled(1 + number as u32, 8));
+                carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
+            }
+            carry_out(&mut running, &mut port, Operation::Flush).unwrap();
+            port.kick();
+        }
+        running.finish_writer();
+        let contents = running.read().unwrap();
+        drop(running);
+        fixture.medium.lock().restart();
+        (fixture, contents)
+    }
+
+    /// The next process is cut while it opens the log, then the records of a disk are given up, and power is lost within that too. The
+    /// disk can be opened all the same: it has its records, or what its image has.
+    #[test]
+    fn a_disk_opens_wherever_giving_up_its_records_is_cut() {
+        let (mut whole, mut gone) = (0, 0);
+        for (opening, discarding) in (0..24).flat_map(|o| (0..14).map(move |d| (o, d))) {
+            let (fixture, contents) = killed(1 + opening);
+            fixture.medium.lock().ticks = Some(opening);
+            drop(fixture.open(false, CommitWait::NONE));
+            fixture.lose_power();
+            let image = fixture.image(0);
+            fixture.medium.lock().ticks = Some(discarding);
+            let files = fixture.medium.enter();
+            let done = discard_log(&image, Path::new(LOG));
+            drop(files);
+            fixture.lose_power();
+            let told = format!("cut at {opening} and {discarding}");
+            let running = fixture.open(false, CommitWait::NONE);
+            let running = running.unwrap_or_else(|error| panic!("{told}: {error}"));
+            let found = running.read().unwrap();
+            let image = fixture.bases()[0].clone();
+            assert!(found[0] == contents[0] || found[0] == image, "{told}");
+            assert!(done.is_err() || found[0] == image, "{told}");
+            assert_eq!(found[1], contents[1], "{told}");
+            whole += u32::from(found[0] == contents[0]);
+            gone += u32::from(found[0] == image);
+        }
+        assert!(whole > 30 && gone > 30, "{whole} whole, {gone} gone");
+    }
+
+    /// The newest numbers of a log may be those of a torn write, and no record has them. A disk whose records were given up up to there
+    /// can leave the log.
+    #[test]
+    fn a_disk_leaves_its_log_after_its_records_were_given_up() {
+        let mut torn = 0;
+        for seed in 1..60 {
+            let fixture = Fixture::new(World::new(seed), SHAPE);
+            let mut running = fixture.open(false, CommitWait::NONE).unwrap();
+            running.keeper.step(false).unwrap();
+            let mut port = running.disks[0].open_port().unwrap();
+            for number in 1..8 {
+                let (sector, data) = (number % 2 * 8, filled(number as u32, 8));
+                carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
+                port.kick();
+            }
+            drop(port);
+            running.finish_writer();
+            drop(running);
+            fixture.lose_power();
+            let image = fixture.image(0);
+            let _files = fixture.medium.enter();
+            discard_log(&image, Path::new(LOG)).unwrap();
+            let control = control_of(&fixture.medium).unwrap().control;
+            torn += u32::from(control.disks[0].void_lsn.get() > 0);
+            let others = leave_log(&image, Path::new(LOG));
+            let others = others.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+            assert_eq!(others, [fixture.image(1)], "seed {seed}");
+        }
+        assert!(torn > 5, "{torn}");
+    }
+}
