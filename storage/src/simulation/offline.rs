@@ -434,18 +434,22 @@ mod tests {
     #[test]
     fn a_disk_opens_wherever_giving_up_its_records_is_cut() {
         let (mut whole, mut gone) = (0, 0);
-        for (opening, discarding) in (0..24).flat_map(|o| (0..14).map(move |d| (o, d))) {
+        let cuts = (0..24).flat_map(|o| (0..14).map(move |d| (o, d)));
+        for ((opening, discarding), kill) in cuts.flat_map(|cut| [(cut, false), (cut, true)]) {
             let (fixture, contents) = killed(1 + opening);
             fixture.medium.lock().ticks = Some(opening);
             drop(fixture.open(false, CommitWait::NONE));
-            fixture.lose_power();
+            match kill {
+                true => fixture.medium.lock().restart(),
+                false => fixture.lose_power(),
+            }
             let image = fixture.image(0);
             fixture.medium.lock().ticks = Some(discarding);
             let files = fixture.medium.enter();
             let done = discard_log(&image, Path::new(LOG));
             drop(files);
             fixture.lose_power();
-            let told = format!("cut at {opening} and {discarding}");
+            let told = format!("cut at {opening} and {discarding}, kill: {kill}");
             let running = fixture.open(false, CommitWait::NONE);
             let running = running.unwrap_or_else(|error| panic!("{told}: {error}"));
             let found = running.read().unwrap();

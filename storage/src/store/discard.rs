@@ -65,6 +65,9 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
     let Commit { lsn, unix_us, .. } = scan.newest(&control.control);
     if let Some(base) = &fits {
+        // Its mark may be what a killed process left in the page cache, which a power cut takes.
+        let synced = base.file.sync_all();
+        synced.map_err(|error| Error::io("sync the base image", path, error))?;
         // Whichever image it is.
         tell_past(base, place, &mut control, lsn)?;
     }
