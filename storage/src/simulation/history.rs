@@ -195,8 +195,9 @@ impl Totals {
             self.commands_refused,
             self.refused_points,
         ];
+        let rarely = count < 10_000 || rarely.iter().all(|&times| times > 0);
         assert!(
-            often.iter().all(|&times| times > count / 100) && rarely.iter().all(|&times| times > 0),
+            often.iter().all(|&times| times > count / 100) && rarely,
             "too little was done: {self:?}"
         );
     }

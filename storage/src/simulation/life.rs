@@ -14,8 +14,13 @@ use super::medium::{LOG, World};
 use super::oracle::{Broken, value_of};
 use super::random::Random;
 use crate::catalog::options::DiskOptions;
+use crate::disk::handle::Disk;
+use crate::log::orders::{KeeperTask, Order};
+use crate::store::discard::discard_log;
+use crate::store::log_size::resize_log;
+use crate::store::members::{adding_of, leave_log, move_to_log};
 use crate::store::open::open_log;
-use crate::sync::{Arc, Mutex};
+use crate::sync::{Arc, Mutex, mpsc};
 use crate::{
     CommitWait, Error, ErrorKind, Operation, Port, StoreOptions, create_disk, import_disk,
     resize_disk,
@@ -45,6 +50,16 @@ pub(super) struct Totals {
     pub absent: u64,
     /// Disks that a cut left with the oldest contents that they might have.
     pub oldest: u64,
+    /// Logs that got another size.
+    pub log_sizes: u64,
+    /// Disks that moved to another log, and back.
+    pub moved: u64,
+    /// Disks that left their log, and came back as raw images.
+    pub left: u64,
+    /// Disks whose records were given up.
+    pub given_up: u64,
+    /// Disks that left a log in use, and came back.
+    pub removed: u64,
 }
 
 impl super::Total for Totals {
@@ -61,6 +76,11 @@ impl super::Total for Totals {
         self.cut_openings += other.cut_openings;
         self.absent += other.absent;
         self.oldest += other.oldest;
+        self.log_sizes += other.log_sizes;
+        self.moved += other.moved;
+        self.left += other.left;
+        self.given_up += other.given_up;
+        self.removed += other.removed;
     }
 }
 
@@ -120,11 +140,14 @@ impl Life {
                 let count = self.random.below(8);
                 self.medium.lock().fail_sync = Some(count);
             }
-            match self.random.below(6) {
+            match self.random.below(9) {
                 _ if self.disks.is_empty() && self.random.one_in(3) => self.adopt()?,
                 _ if self.disks.is_empty() => self.make()?,
                 0 if self.disks.len() < 3 => self.make()?,
                 1 | 2 => self.resize()?,
+                3 => self.move_there_and_back()?,
+                4 => self.leave_and_join()?,
+                5 => self.give_up_or_resize_log()?,
                 _ => self.work()?,
             }
             self.end_process();
@@ -248,6 +271,77 @@ impl Life {
         Ok(())
     }
 
+    /// Runs a command on a log that is not in use. If it is cut, the process ends, and the same command goes on.
+    fn run_to_end<T>(
+        &mut self,
+        what: &str,
+        command: impl Fn() -> Result<T, Error>,
+    ) -> Result<T, Broken> {
+        let done = command();
+        if let Some(done) = self.excuse(what, done)? {
+            return Ok(done);
+        }
+        self.end_process();
+        command().map_err(|error| format!("{what} was cut, and does not go on: {error}"))
+    }
+
+    /// A disk moves to another log and back. The images have all bytes then.
+    fn move_there_and_back(&mut self) -> Result<(), Broken> {
+        let path = self.some_disk().1;
+        let other = Path::new("/other-log");
+        let there = || move_to_log(&path, Path::new(LOG), other, &options());
+        self.run_to_end("moving to another log", there)?;
+        let back = || move_to_log(&path, other, Path::new(LOG), &options());
+        self.run_to_end("moving back", back)?;
+        self.totals.moved += 1;
+        Ok(())
+    }
+
+    /// A disk leaves its log, and comes back as a raw image.
+    fn leave_and_join(&mut self) -> Result<(), Broken> {
+        let path = self.some_disk().1;
+        // Cut after the log has forgotten the disk, it has left.
+        let left = leave_log(&path, Path::new(LOG));
+        if self.excuse("leaving the log", left)?.is_none() {
+            self.end_process();
+        } else {
+            self.totals.left += 1;
+        }
+        let (nowhere, log) = (Path::new("/nowhere"), Path::new(LOG));
+        self.run_to_end("joining the log", || {
+            move_to_log(&path, nowhere, log, &options())
+        })
+    }
+
+    fn some_disk(&mut self) -> (usize, PathBuf) {
+        let which = self.random.below(self.disks.len() as u64) as usize;
+        (which, self.disks[which].path.clone())
+    }
+
+    /// The log gets another size, or the records of a disk are given up: the disk is what its image has.
+    fn give_up_or_resize_log(&mut self) -> Result<(), Broken> {
+        if self.random.one_in(2) {
+            let size = (4 + self.random.below(6)) << 16;
+            let done = resize_log(Path::new(LOG), size);
+            let refused = |error: &Error| error.kind() == ErrorKind::InvalidInput;
+            if !done.as_ref().is_err_and(refused) {
+                let done = self.excuse("a resize of the log", done)?.is_some();
+                self.totals.log_sizes += u64::from(done);
+            }
+            return Ok(());
+        }
+        let (which, path) = self.some_disk();
+        let log = Path::new(LOG);
+        self.run_to_end("giving up records", || discard_log(&path, log))?;
+        self.totals.given_up += 1;
+        let world = self.medium.lock();
+        let image = world.contents(&path);
+        drop(world);
+        let image = image.chunks(512).map(value_of).collect();
+        self.disks[which].may_hold = vec![image];
+        Ok(())
+    }
+
     /// Opens the disks at `paths`.
     fn open_all<'a>(&self, paths: impl Iterator<Item = &'a PathBuf>) -> Result<Running, Error> {
         let disks: Vec<_> = paths.map(DiskOptions::new).collect();
@@ -271,12 +365,48 @@ impl Life {
         let mut done = true;
         for _ in 0..self.random.below(12) {
             done = done && self.step(which, &mut running, &mut port)?;
+            let idle = running.log().lock().is_idle();
+            // The last disk, which has no port then.
+            if done && idle && which + 1 < running.disks.len() && self.random.one_in(2) {
+                done = self.remove_and_add(&mut running)?;
+            }
         }
         drop(port);
         match done && self.random.one_in(2) {
             true => self.close(which, running),
             false => Ok(()),
         }
+    }
+
+    /// A disk leaves the log in use, and comes back. Returns `false` if that was cut.
+    fn remove_and_add(&mut self, running: &mut Running) -> Result<bool, Broken> {
+        let last = running.disks.len() - 1;
+        let Some(disk) = running.disks.pop_if(|_| last > 0) else {
+            return Ok(true);
+        };
+        let mut order = |task| {
+            let (answer, answered) = mpsc::channel();
+            let order = Order { task, answer };
+            running.log().lock().keeper.orders.push(order);
+            running.keeper.serve_orders();
+            answered.try_recv().expect("an answer")
+        };
+        let removed = order(KeeperTask::Remove(disk.state));
+        if self.excuse("removing a disk", removed)?.is_none() {
+            return Ok(false);
+        }
+        self.disks[last].settle();
+        let options = DiskOptions::new(&self.disks[last].path);
+        let (added, adding) = mpsc::channel();
+        let added = order(adding_of(&disk.log, &options, added));
+        if self.excuse("adding a disk", added)?.is_none() {
+            return Ok(false);
+        }
+        self.totals.removed += 1;
+        let state = adding.try_recv().expect("a disk");
+        let log = disk.log;
+        running.disks.push(Disk { log, state });
+        Ok(true)
     }
 
     /// Takes one step with an open disk. Returns `false` if it failed because of a cut or a failed sync. A failed

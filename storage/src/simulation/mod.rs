@@ -279,6 +279,11 @@ fn disks_are_made_resized_and_closed_whole_or_not_at_all() {
             total.grown,
             total.closed,
             total.cut_closes,
+            total.log_sizes,
+            total.moved,
+            total.left,
+            total.given_up,
+            total.removed,
         ];
         let cut = [
             total.cuts,
