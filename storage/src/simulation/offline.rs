@@ -493,4 +493,23 @@ mod tests {
         }
         assert!(torn > 5, "{torn}");
     }
+
+    /// A killed process was about to let a raw image join a log. The same command says that this is done only once no power cut undoes it.
+    #[test]
+    fn an_image_has_joined_a_log_once_the_command_says_so() {
+        for (seed, ticks) in (1..9).flat_map(|seed| (0..20).map(move |ticks| (seed, ticks))) {
+            let fixture = Fixture::new(World::new(seed), SHAPE);
+            let image = fixture.image(0);
+            let _files = fixture.medium.enter();
+            let join = || move_to_log(&image, Path::new(NOWHERE), Path::new(LOG), &options());
+            leave_log(&image, Path::new(LOG)).unwrap();
+            fixture.medium.lock().ticks = Some(ticks);
+            drop(join());
+            fixture.medium.lock().restart();
+            join().unwrap();
+            fixture.lose_power();
+            let opened = fixture.open(false, CommitWait::NONE);
+            assert!(opened.is_ok(), "seed {seed}, {ticks}: {:?}", opened.err());
+        }
+    }
 }

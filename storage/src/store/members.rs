@@ -13,7 +13,9 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::catalog::control::{ControlFile, find_control, open_or_create_log, real_path};
+use crate::catalog::control::{
+    ControlFile, find_control, open_control, open_or_create_log, real_path,
+};
 use crate::catalog::options::{DiskOptions, StoreOptions, check_options};
 use crate::catalog::snapshot::Snapshot;
 use crate::disk::handle::Disk;
@@ -157,7 +159,8 @@ fn move_log(
             let (base, old, place) = emptied(path, from)?;
             (base, Some((old, place)))
         }
-        false if knows(to, path)? => return Ok(()),
+        // What a killed process wrote may be in the page cache only.
+        false if knows(to, path)? => return open_control(to, Use::Log)?.confirm(),
         false => {
             let base = OpenBase::open(&DiskOptions::new(path), Use::Write, false)?;
             base.refuse_foreign(from)?;
@@ -254,7 +257,6 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::catalog::control::open_control;
     use crate::store::resize::tests::{MIB, copy_all, end, fill};
     use crate::{Operation, Port, create_disk, import_disk, inspect};
 
