@@ -168,6 +168,11 @@ impl History {
             || entry.is_none_or(|entry| has_passed(control, entry.id.get(), lsn))
     }
 
+    /// Whether the oracle does not say what the log has of a disk as of an LSN: its records were given up then, or it was not on the log.
+    pub(super) fn is_unknown(&self, disk: usize, lsn: u64) -> bool {
+        lsn < self.joined[disk] || self.given_up.contains(&(disk, lsn))
+    }
+
     /// A random point, and what the disks were then. The base images may have gone past it.
     fn some_point(&mut self, running: &Running) -> Option<(u64, Contents)> {
         let (first, newest) = (self.first_lsn, running.appended());
@@ -292,7 +297,7 @@ impl History {
             Ok(look) => {
                 self.totals.live_looks += 1;
                 self.totals.looks_at_times += u64::from(matches!(point, Point::Time(_)));
-                if self.given_up.contains(&(disk, lsn)) {
+                if self.is_unknown(disk, lsn) {
                     return Ok(());
                 }
                 let shows = then[disk].clone();
@@ -449,7 +454,7 @@ impl History {
             Err(error) => return self.excuse(running, "planning a restore in place", &error),
         };
         match live.plan_rewind(Point::Lsn(lsn), newest, &held) {
-            Ok(_) if self.given_up.contains(&(disk, lsn)) => Ok(()),
+            Ok(_) if self.is_unknown(disk, lsn) => Ok(()),
             Ok((_, Some(rewinding))) => {
                 self.in_use.rewind = Some(Planned {
                     disk,

@@ -367,7 +367,7 @@ impl History {
                 self.totals.looks_at_the_past += 1;
                 Ok(())
             }
-            Ok(_) if self.given_up.contains(&(disk, lsn)) => Ok(()),
+            Ok(_) if self.is_unknown(disk, lsn) => Ok(()),
             Ok(shown) => Err(format!(
                 "disk {disk} as of LSN {lsn} is {shown:?} for {:?}",
                 then[disk]

@@ -105,8 +105,7 @@ impl History {
                 sectors.clone_from(wanted);
                 continue;
             };
-            // Nor is a disk known as of a time before it joined the log.
-            if self.given_up.contains(&(place, lsn)) || lsn < self.joined[place] {
+            if self.is_unknown(place, lsn) {
                 sectors.clone_from(wanted);
                 continue;
             }
@@ -231,9 +230,9 @@ impl History {
         }
         let records = newest.checked_sub(from).filter(|_| self.random.one_in(2));
         // The base images have gone past the others.
-        let given_up = |lsn| self.given_up.contains(&(disk as usize, lsn));
+        let unknown = |lsn| self.is_unknown(disk as usize, lsn);
         let past = self.past.iter();
-        let past = past.filter(|(lsn, _)| *lsn >= horizon && !given_up(*lsn));
+        let past = past.filter(|(lsn, _)| *lsn >= horizon && !unknown(*lsn));
         let past: Vec<_> = past.cloned().collect();
         let (to, then) = match (records, past.len() as u64) {
             (Some(records), _) => {
