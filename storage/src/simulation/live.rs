@@ -26,7 +26,7 @@ use crate::log::held::Held;
 use crate::log::history::Commit;
 use crate::log::orders::{KeeperTask, Order};
 use crate::log::rewinding::Rewinding;
-use crate::log::stamp::CLOCK;
+use crate::log::stamp::{CLOCKS, Reading};
 use crate::recovery::live::read_live;
 use crate::recovery::scan::Found;
 use crate::store::look::Look;
@@ -40,31 +40,35 @@ use crate::sync::{Arc, mpsc};
 const LOOKS: usize = 3;
 const HOUR: u64 = 3_600_000_000;
 
-/// The wall clock of a history, in microseconds since 1970.
-pub(super) struct Clock(u64);
+/// The clocks of a history.
+pub(super) struct Clock(Reading);
 
 impl Clock {
     pub(super) fn new() -> Self {
-        let clock = Self(1_700_000_000_000_000);
+        let clock = Self(Reading {
+            wall: 1_800_000_000_000_000,
+            steady: HOUR,
+        });
         clock.show();
         clock
     }
 
     /// What this thread takes for the time from now on.
     fn show(&self) {
-        CLOCK.set(Some(self.0));
+        CLOCKS.set(Some(self.0));
     }
 
     /// Time passes.
     pub(super) fn pass(&mut self, micros: u64) {
-        self.0 += micros;
+        self.0.wall += micros;
+        self.0.steady += micros;
         self.show();
     }
 }
 
 impl Drop for Clock {
     fn drop(&mut self) {
-        CLOCK.set(None);
+        CLOCKS.set(None);
     }
 }
 
@@ -250,14 +254,14 @@ impl History {
         Ok(())
     }
 
-    /// The clock is set forward by a year or a day, or back by an hour.
+    /// The wall clock is set forward by a year or a day, or back by an hour.
     fn step_clock(&mut self) {
         let clock = &mut self.clock;
-        clock.0 = match self.acts.below(3) {
-            0 => clock.0 + 365 * 24 * HOUR,
-            1 => clock.0 + 24 * HOUR,
-            _ => clock.0 - HOUR,
-        };
+        match self.acts.below(3) {
+            0 => clock.0.wall += 365 * 24 * HOUR,
+            1 => clock.0.wall += 24 * HOUR,
+            _ => clock.0.wall -= HOUR,
+        }
         clock.show();
         self.totals.clock_steps += 1;
     }
@@ -272,7 +276,7 @@ impl History {
         let Some((lsn, then)) = self.some_point(running) else {
             return Ok(());
         };
-        let held = match running.keeper.hold(&live.state) {
+        let held = match running.keeper.hold(&live.state, false) {
             Ok(held) => held,
             Err(error) => return self.excuse(running, "a look", &error),
         };
@@ -324,6 +328,12 @@ impl History {
         let (mut commits, control): (Vec<Commit>, _) = (Vec::new(), &held.control);
         let visit = &mut |found: Found<'_>| commits.push(found.commit());
         read_live(&held.segments, held.newest, control, 1, visit)?;
+        // A record was not written later than the next one.
+        let mut lowest = u64::MAX;
+        for commit in commits.iter_mut().rev() {
+            lowest = lowest.min(commit.unix_us);
+            commit.unix_us = lowest;
+        }
         let horizon = control.applied_lsn(live.state.id);
         commits.retain(|commit| commit.lsn > horizon.max(control.header.copying_lsn.get()));
         if commits.is_empty() {
@@ -449,7 +459,7 @@ impl History {
             return Ok(());
         };
         let newest = live.state.last_lsn.load(Ordering::Acquire);
-        let held = match running.keeper.hold(&live.state) {
+        let held = match running.keeper.hold(&live.state, true) {
             Ok(held) => held,
             Err(error) => return self.excuse(running, "planning a restore in place", &error),
         };

@@ -462,6 +462,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
+    use crate::medium::file::ReadFile;
     use crate::store::resize::tests::fill;
     use crate::{Store, discard_log};
 
