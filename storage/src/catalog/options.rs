@@ -44,7 +44,8 @@ pub struct StoreOptions {
     /// Most bytes of memory that the index of a log takes, at least 1: it knows where the log has the newest bytes of each
     /// sector, and takes about 17 bytes for each written range until a checkpoint has copied that to the base image.
     /// From half of this on, the log is copied; at all of it, writes wait for that. (The checksums of what the log
-    /// holds take 4 bytes more for each 4 KiB, and 8 for each batch.) Default 64 MiB.
+    /// holds take 4 bytes more for each 4 KiB, and 8 for each batch.) Looks, and what is kept in memory for snapshots, may take as much
+    /// again, or 1 MiB if that is more; what would take more is refused. Default 64 MiB.
     pub index_memory: u64,
     /// How much of its history the log keeps. Default: as before; nothing for a new log. To keep a number of bytes, the log
     /// may get as many more segment files.

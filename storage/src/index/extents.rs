@@ -8,10 +8,12 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
+use std::path::Path;
 
 use super::leaf::{Addition, Extent, LEAF, Leaf, Meaning, Word, zone};
-use super::memory::{IndexMemory, Share};
+use super::memory::{IndexMemory, LEAST_BESIDE, Share};
 use super::place::{Piece, Place};
+use crate::error::{Result, invalid};
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
@@ -55,6 +57,28 @@ impl ExtentMap {
     pub(crate) fn count_in(&mut self, memory: &IndexMemory) {
         self.share = Share::new(memory);
         self.share.set(self.bytes);
+    }
+
+    /// As [`count_in`](Self::count_in), in memory beside that of an index. `limit`: what the index may take.
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no room for it. The caller drops the map then.
+    pub(crate) fn count_beside(
+        &mut self,
+        memory: &IndexMemory,
+        limit: u64,
+        log_dir: &Path,
+    ) -> Result<()> {
+        self.count_in(memory);
+        let (all, most) = (memory.bytes(), limit.max(LEAST_BESIDE));
+        match all <= most {
+            true => Ok(()),
+            false => Err(invalid(format!(
+                "{}: the extents of this, and of the looks that are open, take {all} bytes of memory, and index-memory allows {most}; end \
+                 looks, or open the disk with a larger index-memory",
+                log_dir.display()
+            ))),
+        }
     }
 
     /// Bytes of memory that it takes.

@@ -3,6 +3,9 @@
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
+/// Looks and snapshots may take so many bytes of memory however little the index may take.
+pub(crate) const LEAST_BESIDE: u64 = 1 << 20;
+
 /// The bytes of memory that the extents of all disks of a log take.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct IndexMemory(Arc<AtomicU64>);

@@ -18,7 +18,7 @@ mod tests;
 
 pub(crate) use bulk::Builder;
 pub(crate) use extents::ExtentMap;
-pub(crate) use memory::IndexMemory;
+pub(crate) use memory::{IndexMemory, LEAST_BESIDE};
 pub(crate) use place::{Piece, Place};
 
 use crate::medium::file::Segment;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::catalog::retain::Retain;
 use crate::error::{self, Error, ErrorKind};
 use crate::format::Uuid;
-use crate::index::ExtentMap;
+use crate::index::{ExtentMap, LEAST_BESIDE};
 use crate::log::counters::Counters;
 use crate::log::gather::Gather;
 use crate::log::history::{Borders, Commit, LogHistory, SavedSince};
@@ -32,9 +32,6 @@ use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
 /// what a fast device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since payloads
 /// are then copied into memory that the processor's caches have long evicted.
 pub(crate) const PENDING_LIMIT: usize = 4 << 20;
-
-/// Looks and snapshots may take so many bytes of memory however little the index may take.
-const LEAST_BESIDE: u64 = 1 << 20;
 
 /// The state that the log's lock guards. A thread holds the lock for memory operations only, never across I/O.
 pub(crate) struct State {
@@ -281,16 +278,7 @@ impl Log {
     /// [`ErrorKind::InvalidInput`] if there is no room for them.
     pub(crate) fn admit(&self, extents: &mut ExtentMap) -> error::Result<()> {
         let beside = &self.counters.beside_index;
-        extents.count_in(beside);
-        let (all, most) = (beside.bytes(), self.beside_limit());
-        match all <= most {
-            true => Ok(()),
-            false => Err(error::invalid(format!(
-                "{}: the extents of this, and of the looks that are open, take {all} bytes of memory, and index-memory allows {most}; end \
-                 looks, or open the disk with a larger index-memory",
-                self.dir.display()
-            ))),
-        }
+        extents.count_beside(beside, self.index_limit, &self.dir)
     }
 
     /// Fails the waiters that a stuck ring cannot serve, and wakes all ports.

@@ -26,7 +26,7 @@ use crate::disk::handle::Disk;
 use crate::disk::reads::{Origin, Part, Reads, check_range, check_read};
 use crate::error::Error;
 use crate::format::Control;
-use crate::index::{ExtentMap, Piece};
+use crate::index::{ExtentMap, IndexMemory, Piece};
 use crate::log::held::Held;
 use crate::log::history::{Borders, SavedSince};
 use crate::log::orders::KeeperTask;
@@ -91,6 +91,8 @@ enum Hold {
     /// The log of a disk that is not in use is locked.
     Closed {
         engine: EngineKind,
+        /// The memory of change maps, and how much an index may take.
+        maps: (IndexMemory, u64),
         _log: Option<Box<ControlFile>>,
     },
     /// The log of a disk in use is pinned.
@@ -116,10 +118,10 @@ impl Hold {
         }
     }
 
-    /// Counts the memory of extents, if a log in use does.
-    fn admit(&self, extents: &mut ExtentMap) -> crate::Result<()> {
+    /// Counts the memory of a change map.
+    fn admit(&self, extents: &mut ExtentMap, log_dir: &Path) -> crate::Result<()> {
         match self {
-            Self::Closed { .. } => Ok(()),
+            Self::Closed { maps, .. } => extents.count_beside(&maps.0, maps.1, log_dir),
             Self::Live { log, .. } => log.admit(extents),
         }
     }
@@ -177,7 +179,9 @@ impl Past {
             &self.files,
             disk,
             lsns,
-            (&self.saved_since, &|extents| self.hold.admit(extents)),
+            (&self.saved_since, &|extents| {
+                self.hold.admit(extents, &self.log_dir)
+            }),
         )?;
         match saved {
             Some(extents) => {
@@ -245,6 +249,7 @@ impl Look {
             extents: view.extents,
             hold: Hold::Closed {
                 engine,
+                maps: (IndexMemory::default(), options.index_memory),
                 _log: view.log.map(|(control, _)| Box::new(control)),
             },
         };

@@ -356,7 +356,7 @@ pub const KEYS: &[Key] = &[
         default: "64 MiB",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Most memory of the log's index; at half of it the log is copied to the images, and at all of it writes wait for that",
+        help: "Most memory of the log's index; at half of it the log is copied to the images, and at all of it writes wait for that; looks and snapshots may take as much again",
     },
     Key {
         name: "on-full",
