@@ -519,6 +519,9 @@ impl History {
         let next_lsn = running.log().lock().pipeline.next_lsn();
         self.check_numbers(next_lsn)?;
         let joined = self.joined.iter_mut();
+        // A disk that could not join may be known to the log all the same.
+        let joined = joined.zip(&self.fixture.left).filter(|(_, left)| !**left);
+        let joined = joined.map(|(joined, _)| joined);
         joined.for_each(|joined| *joined = (*joined).min(next_lsn));
         let read = running
             .read()

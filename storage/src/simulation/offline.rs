@@ -257,6 +257,7 @@ impl History {
                 Ran::Done(()) | Ran::Cut => {
                     self.totals.left += 1;
                     self.fixture.left[disk] = true;
+                    self.joined[disk] = u64::MAX;
                 }
                 Ran::Refused => {}
             }
