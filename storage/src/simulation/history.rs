@@ -7,6 +7,7 @@ use super::clients::Clients;
 use super::fixture::{Fixture, Running, Shape, control_of, filled, mark_text};
 use super::live::{Clock, InUse};
 use super::medium::World;
+use super::offline::Backup;
 use super::oracle::{Broken, Contents, Oracle, Restored, agrees, difference, readable};
 use super::random::Random;
 use super::tell;
@@ -109,6 +110,10 @@ pub(super) struct Totals {
     pub joined: u64,
     /// Disks that moved to another log, and back.
     pub moved: u64,
+    /// Images that were replaced while the log had no records of their disks.
+    pub replaced: u64,
+    /// Looks at snapshots of disks whose images were replaced since, that were refused.
+    pub refused_replaced: u64,
 }
 
 impl super::Total for Totals {
@@ -161,6 +166,8 @@ impl super::Total for Totals {
         self.left += other.left;
         self.joined += other.joined;
         self.moved += other.moved;
+        self.replaced += other.replaced;
+        self.refused_replaced += other.refused_replaced;
     }
 }
 
@@ -182,6 +189,7 @@ impl Totals {
             self.left,
             self.joined,
             self.moved,
+            self.replaced,
         ];
         let rarely = [
             self.looks_at_times,
@@ -244,6 +252,10 @@ pub(super) struct History {
     pub clock: Clock,
     /// The LSN that came next when each disk last joined the log.
     pub joined: Vec<u64>,
+    /// The LSN that came next when each disk last got another image.
+    pub replaced: Vec<u64>,
+    /// Copies of images that were closed.
+    pub backups: Vec<Backup>,
     /// Each disk whose records were given up, and the newest LSN then. As of that LSN the log has the disk without them, as it is from
     /// then on: the oracle does not say which is right.
     pub given_up: Vec<(usize, u64)>,
@@ -281,6 +293,8 @@ impl History {
             unpinned: Vec::new(),
             clock: Clock::new(),
             joined: vec![0; disks],
+            replaced: vec![0; disks],
+            backups: Vec::new(),
             given_up: Vec::new(),
             totals: Totals::default(),
         }
@@ -521,7 +535,7 @@ impl History {
         let joined = self.joined.iter_mut();
         // A disk that could not join may be known to the log all the same.
         let joined = joined.zip(&self.fixture.left).filter(|(_, left)| !**left);
-        let joined = joined.map(|(joined, _)| joined);
+        let joined = joined.map(|(joined, _)| joined).chain(&mut self.replaced);
         joined.for_each(|joined| *joined = (*joined).min(next_lsn));
         let read = running
             .read()

@@ -177,6 +177,12 @@ impl History {
         lsn < self.joined[disk] || self.given_up.contains(&(disk, lsn))
     }
 
+    /// Whether what a disk was as of an LSN may be gone with its image, which was replaced since. A snapshot never shows something else, but
+    /// may be refused. An LSN alone may be that of the image that is there now.
+    pub(super) fn is_replaced(&self, disk: usize, lsn: u64) -> bool {
+        lsn < self.replaced[disk]
+    }
+
     /// A random point, and what the disks were then. The base images may have gone past it.
     fn some_point(&mut self, running: &Running) -> Option<(u64, Contents)> {
         let (first, newest) = (self.first_lsn, running.appended());
@@ -301,7 +307,9 @@ impl History {
             Ok(look) => {
                 self.totals.live_looks += 1;
                 self.totals.looks_at_times += u64::from(matches!(point, Point::Time(_)));
-                if self.is_unknown(disk, lsn) {
+                let snapshot = self.pins.iter().any(|pin| pin.lsn == lsn);
+                let replaced = self.is_replaced(disk, lsn) && !snapshot;
+                if replaced || self.is_unknown(disk, lsn) {
                     return Ok(());
                 }
                 let shows = then[disk].clone();
@@ -317,6 +325,10 @@ impl History {
                 if error.kind() == ErrorKind::NotFound && self.may_refuse(&control, disk, lsn) =>
             {
                 self.totals.refused_points += 1;
+                Ok(())
+            }
+            Err(_) if self.is_replaced(disk, lsn) => {
+                self.totals.refused_replaced += 1;
                 Ok(())
             }
             Err(error) => self.excuse(running, &format!("a look at LSN {lsn}"), &error),
@@ -464,7 +476,7 @@ impl History {
             Err(error) => return self.excuse(running, "planning a restore in place", &error),
         };
         match live.plan_rewind(Point::Lsn(lsn), newest, &held) {
-            Ok(_) if self.is_unknown(disk, lsn) => Ok(()),
+            Ok(_) if self.is_unknown(disk, lsn) || self.is_replaced(disk, lsn) => Ok(()),
             Ok((_, Some(rewinding))) => {
                 self.in_use.rewind = Some(Planned {
                     disk,

@@ -833,6 +833,14 @@ impl World {
         state.lost.clear();
     }
 
+    /// The image has other bytes and another mark from now on.
+    pub(super) fn replace_image(&mut self, file: usize, bytes: &[u8], mark: Option<Mark>) {
+        self.replace(file, bytes);
+        let state = &mut self.files[file];
+        state.marks.clear();
+        state.mark = mark;
+    }
+
     /// Works again after a kill, with all or most of the cache: the kernel may drop clean pages at any time.
     pub(super) fn restart(&mut self) {
         for file in 0..self.files.len() {

@@ -22,6 +22,8 @@ use crate::format::Control;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Use;
+use crate::medium::mark::Mark;
+use crate::recovery::replay::read_log_until;
 use crate::store::discard::discard_log;
 use crate::store::log_size::resize_log;
 use crate::store::members::{leave_log, move_to_log};
@@ -34,6 +36,14 @@ use crate::{CommitWait, StoreOptions};
 const OTHER: &str = "/other-log";
 /// No log is here.
 const NOWHERE: &str = "/nowhere";
+
+/// A copy of an image that was closed.
+#[derive(Clone)]
+pub(super) struct Backup {
+    disk: usize,
+    bytes: Vec<u8>,
+    mark: Option<Mark>,
+}
 
 /// How a command has ended.
 enum Ran<T> {
@@ -71,7 +81,8 @@ impl History {
         }
         for _ in 0..self.acts.below(3) {
             let disk = self.acts.below(self.fixture.shape.disks as u64) as usize;
-            match self.acts.below(5) {
+            match self.acts.below(6) {
+                5 => self.replace_image(disk, &mut given_up)?,
                 0 => self.resize_log(kept)?,
                 1 => self.discard(disk, kept, &mut given_up)?,
                 2 => self.leave(disk, kept)?,
@@ -363,12 +374,14 @@ impl History {
         let _files = self.fixture.medium.enter();
         let view = View::open_at(&options, Path::new(LOG), Point::Lsn(lsn), None);
         let shown = view.and_then(|view| values(view.layers()));
+        let snapshot = self.pins.iter().any(|pin| pin.lsn == lsn);
         match shown {
             Ok(shown) if shown == then[disk] => {
                 self.totals.looks_at_the_past += 1;
                 Ok(())
             }
             Ok(_) if self.is_unknown(disk, lsn) => Ok(()),
+            Ok(_) if self.is_replaced(disk, lsn) && !snapshot => Ok(()),
             Ok(shown) => Err(format!(
                 "disk {disk} as of LSN {lsn} is {shown:?} for {:?}",
                 then[disk]
@@ -379,8 +392,76 @@ impl History {
                 self.totals.refused_points += 1;
                 Ok(())
             }
+            Err(_) if self.is_replaced(disk, lsn) => {
+                self.totals.refused_replaced += 1;
+                Ok(())
+            }
             Err(error) => Err(format!("a look at LSN {lsn} failed for no reason: {error}")),
         }
+    }
+
+    /// Four bytes that no write of the history has.
+    fn strange(&mut self) -> [u8; 4] {
+        (self.acts.next() as u32 | 1 << 31).to_le_bytes()
+    }
+
+    /// Another program writes to the image of a disk of which the log has no records, an older copy is put in its place, or a strange image.
+    /// The disk is what that has from now on.
+    fn replace_image(
+        &mut self,
+        disk: usize,
+        given_up: &mut BTreeSet<usize>,
+    ) -> std::result::Result<(), Broken> {
+        let control = self.control()?;
+        let Some(entry) = self.fixture.entry(&control, disk) else {
+            return Ok(());
+        };
+        if !self.knows_paths(&control) {
+            return Ok(());
+        }
+        let strange = self.strange();
+        let medium = &self.fixture.medium;
+        let read = read_log_until(medium, Path::new(LOG), &control, u64::MAX);
+        let (_, records) = read.map_err(|error| format!("reading the log: {error}"))?;
+        let path = self.fixture.image(disk);
+        let mut world = medium.lock();
+        let file = world.names.get(&path).expect("an image");
+        let mark = world.files[file].mark();
+        if records.contains_key(&entry.id.get()) || mark.is_none_or(|mark| mark.open) {
+            return Ok(());
+        }
+        let now = Backup {
+            disk,
+            bytes: world.contents(&path),
+            mark,
+        };
+        let older = self.backups.iter().rfind(|backup| backup.disk == disk);
+        let next = match (self.acts.below(3), older) {
+            (0, Some(older)) => older.clone(),
+            (1, _) => Backup {
+                disk,
+                bytes: strange.repeat(now.bytes.len() / 4),
+                mark: None,
+            },
+            _ => {
+                let mut bytes = now.bytes.clone();
+                let sector = self.acts.below(SECTORS) as usize;
+                bytes[sector * 512..][..512].copy_from_slice(&strange.repeat(128));
+                Backup { disk, bytes, mark }
+            }
+        };
+        world.replace_image(file, &next.bytes, next.mark);
+        drop(world);
+        tell(|| format!("disk {disk} has another image"));
+        if self.acts.one_in(2) {
+            self.backups.push(now);
+        }
+        self.totals.replaced += 1;
+        self.replaced[disk] = u64::MAX;
+        given_up.insert(disk);
+        // A strange image is known by its path.
+        self.fixture.stays |= next.mark.is_none();
+        Ok(())
     }
 
     /// The sectors of an image.

@@ -105,7 +105,8 @@ impl History {
                 sectors.clone_from(wanted);
                 continue;
             };
-            if self.is_unknown(place, lsn) {
+            // Whoever reads the medium himself does not learn that another image is in its place.
+            if self.is_unknown(place, lsn) || self.is_replaced(place, lsn) {
                 sectors.clone_from(wanted);
                 continue;
             }
@@ -230,7 +231,10 @@ impl History {
         }
         let records = newest.checked_sub(from).filter(|_| self.random.one_in(2));
         // The base images have gone past the others.
-        let unknown = |lsn| self.is_unknown(disk as usize, lsn);
+        let unknown = |lsn| {
+            let disk = disk as usize;
+            self.is_unknown(disk, lsn) || self.is_replaced(disk, lsn)
+        };
         let past = self.past.iter();
         let past = past.filter(|(lsn, _)| *lsn >= horizon && !unknown(*lsn));
         let past: Vec<_> = past.cloned().collect();
