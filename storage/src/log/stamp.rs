@@ -15,8 +15,6 @@
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use rustix::time::{ClockId, clock_gettime};
-
 const SECOND: u64 = 1_000_000;
 /// A difference between the clocks that is no jump.
 const TOLERATED: u64 = 60 * SECOND;
@@ -43,7 +41,12 @@ impl Reading {
             return now;
         }
         let wall = SystemTime::now().duration_since(UNIX_EPOCH);
-        let steady = clock_gettime(ClockId::Boottime);
+        let mut steady = libc::timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        // SAFETY: the call writes to `steady` alone. It can't fail: Linux has this clock since 2.6.39.
+        unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &mut steady) };
         Self {
             wall: wall.map_or(0, |wall| wall.as_micros() as u64),
             steady: steady.tv_sec as u64 * SECOND + steady.tv_nsec as u64 / 1000,
