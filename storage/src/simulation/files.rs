@@ -297,8 +297,7 @@ impl DataFile for SimulatedFile {
             device: 1,
             number,
             born: number,
-            // Unknown: a history has no clock.
-            written: 0,
+            written: self.medium.lock().modified(self.index),
         })
     }
 

@@ -176,6 +176,9 @@ pub(super) struct World {
     /// Files that an opener has locked, alone or, once for each of them, with other readers.
     pub locked: Vec<usize>,
     descriptors: Vec<Descriptor>,
+    /// When each file was last written to, as it is in memory and on the medium, in changes of all files; 0: unknown.
+    modified: Vec<[u64; 2]>,
+    changes: u64,
     pub shared: Vec<usize>,
     pub random: Random,
     /// Operations until power is lost.
@@ -245,6 +248,8 @@ impl World {
             names: Names::default(),
             locked: Vec::new(),
             descriptors: Vec::new(),
+            modified: Vec::new(),
+            changes: 0,
             shared: Vec::new(),
             random: Random(seed),
             ticks: None,
@@ -381,6 +386,7 @@ impl World {
     /// Changes the length of a file.
     pub(super) fn set_len(&mut self, file: usize, len: u64) -> io::Result<()> {
         self.tick()?;
+        self.modify(file);
         self.files[file].set_len(len as usize);
         Ok(())
     }
@@ -567,8 +573,27 @@ impl World {
         read
     }
 
+    /// When a file was last written to.
+    pub(super) fn modified(&self, file: usize) -> u64 {
+        self.modified.get(file).map_or(0, |[now, _]| *now)
+    }
+
+    /// A file is written to now.
+    fn modify(&mut self, file: usize) -> &mut [u64; 2] {
+        if self.modified.len() <= file {
+            self.modified.resize(file + 1, [0; 2]);
+        }
+        self.changes += 1;
+        let modified = &mut self.modified[file];
+        modified[0] = self.changes;
+        modified
+    }
+
     /// Puts bytes into the cache.
     fn put(&mut self, file: usize, bytes: &[u8], offset: usize) {
+        if !bytes.is_empty() {
+            self.modify(file);
+        }
         let state = &mut self.files[file];
         for (i, sector) in bytes.chunks(SECTOR).enumerate() {
             let at = offset + i * SECTOR;
@@ -679,6 +704,9 @@ impl World {
             return Ok(());
         }
         self.sync(descriptor, None)?;
+        if let Some([now, durable]) = self.modified.get_mut(file) {
+            *durable = *now;
+        }
         let state = &mut self.files[file];
         state.sync_marks(state.marks.len());
         Ok(())
@@ -782,6 +810,14 @@ impl World {
             }
         }
         (0..world.files.len()).for_each(|file| drop(world.settle(file)));
+        for [now, durable] in &mut world.modified {
+            *now = if world.random.one_in(2) {
+                *now
+            } else {
+                *durable
+            };
+            *durable = *now;
+        }
         world.names.lose_power(&mut world.random);
         world.restart();
         world
@@ -836,6 +872,8 @@ impl World {
     /// The image has other bytes and another mark from now on.
     pub(super) fn replace_image(&mut self, file: usize, bytes: &[u8], mark: Option<Mark>) {
         self.replace(file, bytes);
+        let [now, durable] = self.modify(file);
+        *durable = *now;
         let state = &mut self.files[file];
         state.marks.clear();
         state.mark = mark;
