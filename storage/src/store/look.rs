@@ -209,7 +209,7 @@ impl Past {
 }
 
 impl Look {
-    /// Opens the disk as it was at a point since the last checkpoint, with its present size. Of `options` this takes the
+    /// Opens the disk as it was at a point of its history, with its present size. Of `options` this takes the
     /// engine and the number of threads that read the log. `scratch`: an empty file for what is written to the look, such
     /// as [`scratch_file`](crate::scratch_file) makes; `None`: the look is read-only.
     ///
@@ -279,7 +279,7 @@ fn sized(file: Option<File>, bytes: u64, path: &Path) -> crate::Result<Option<Sc
 }
 
 impl Disk {
-    /// Opens the disk as it was at a point since the last checkpoint, or as it is now, while it is in use: with its present
+    /// Opens the disk as it was at a point of its history, or as it is now, while it is in use: with its present
     /// size, and with everything that has completed before the call if the point is [`Newest`](Point::Newest). `scratch`: as
     /// for [`Look::open`].
     ///
