@@ -263,8 +263,11 @@ impl History {
                     cuts += 1;
                     continue;
                 }
-                // If the image has no mark any more, the log knows it by its path.
-                Ran::Cut if known => self.fixture.stays = true,
+                // If the image has no mark any more, the log knows it by its path, and its past may be gone.
+                Ran::Cut if known => {
+                    self.fixture.stays = true;
+                    self.replaced[disk] = u64::MAX;
+                }
                 Ran::Done(()) | Ran::Cut => {
                     self.totals.left += 1;
                     self.fixture.left[disk] = true;
@@ -321,8 +324,9 @@ impl History {
         match ran {
             Ran::Done(()) => {}
             Ran::Refused => {
-                // A first attempt may have taken its mark.
+                // A first attempt may have taken its mark, and its past with it.
                 self.fixture.stays = true;
+                self.replaced[disk] = u64::MAX;
                 return Ok(());
             }
             Ran::Cut => return Err("a command was cut without a fault".into()),

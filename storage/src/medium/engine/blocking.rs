@@ -9,15 +9,40 @@ use crate::sync::thread::{self, JoinHandle};
 
 /// See the module's documentation.
 pub(super) struct Blocking {
+    event: Event,
+    writer: Option<Writer>,
+    /// Operations that ended as they were submitted.
+    ended: Vec<Done>,
+}
+
+/// The thread that writes.
+struct Writer {
     /// `None` only while dropping.
     jobs: Option<Sender<(u64, Io)>>,
     ended: Receiver<Done>,
-    reads: Vec<Done>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Blocking {
-    pub(super) fn new(event: Event) -> io::Result<Self> {
+    pub(super) fn new(event: Event) -> Self {
+        Self {
+            event,
+            writer: None,
+            ended: Vec::new(),
+        }
+    }
+
+    /// The thread that writes, which the first write starts: an engine that only reads needs none.
+    fn writer(&mut self) -> io::Result<&Writer> {
+        match &mut self.writer {
+            Some(writer) => Ok(writer),
+            none => Ok(none.insert(Writer::start(self.event.try_clone()?)?)),
+        }
+    }
+}
+
+impl Writer {
+    fn start(event: Event) -> io::Result<Self> {
         let (jobs, todo) = channel::<(u64, Io)>();
         let (report, ended) = channel();
         let thread = thread::Builder::new()
@@ -33,7 +58,6 @@ impl Blocking {
         Ok(Self {
             jobs: Some(jobs),
             ended,
-            reads: Vec::new(),
             thread: Some(thread),
         })
     }
@@ -41,33 +65,37 @@ impl Blocking {
 
 impl Engine for Blocking {
     fn submit(&mut self, id: u64, io: Io) {
-        if matches!(io, Io::Read { .. }) {
-            let (result, _) = run(io);
-            self.reads.push(Done { id, result });
-            return;
-        }
-        let sent = self
-            .jobs
-            .as_ref()
-            .is_some_and(|jobs| jobs.send((id, io)).is_ok());
-        if !sent {
-            let gone = io::Error::other("the log's thread has ended");
-            self.reads.push(Done {
-                id,
-                result: Err(gone),
-            });
-        }
+        let result = match io {
+            Io::Read { .. } => run(io).0,
+            write => {
+                let sent = self.writer().and_then(|writer| {
+                    let jobs = writer.jobs.as_ref();
+                    let sent = jobs.is_some_and(|jobs| jobs.send((id, write)).is_ok());
+                    match sent {
+                        true => Ok(()),
+                        false => Err(io::Error::other("the log's thread has ended")),
+                    }
+                });
+                match sent {
+                    Ok(()) => return,
+                    Err(error) => Err(error),
+                }
+            }
+        };
+        self.ended.push(Done { id, result });
     }
 
     fn enter(&mut self) {}
 
     fn poll(&mut self, done: &mut Vec<Done>) {
-        done.append(&mut self.reads);
-        done.extend(self.ended.try_iter());
+        done.append(&mut self.ended);
+        if let Some(writer) = &self.writer {
+            done.extend(writer.ended.try_iter());
+        }
     }
 }
 
-impl Drop for Blocking {
+impl Drop for Writer {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {

@@ -51,7 +51,7 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
 /// Makes an engine of a probed kind that signals `event`.
 pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
     Ok(match kind {
-        EngineKind::Blocking => Box::new(blocking::Blocking::new(event.try_clone()?)?),
+        EngineKind::Blocking => Box::new(blocking::Blocking::new(event.try_clone()?)),
         EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event)?),
     })
 }
