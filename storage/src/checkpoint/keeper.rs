@@ -548,14 +548,19 @@ impl Keeper {
         if planted(Mutant::RecycleEarly) {
             self.recycle(freed);
         }
-        self.control.change(|control| {
+        let noted = self.control.change(|control| {
             let header = &mut control.header;
             header.first_sequence = U64::new(first_sequence);
             header.next_lsn = U64::new(next_lsn);
             header.next_cid = U64::new(next_cid);
             control.set_checkpoint(reached);
             settle(control, &self.announced);
-        })?;
+        });
+        if noted.is_err() {
+            // The medium may have it nevertheless, so the next attempt announces anew what it writes to the images.
+            self.copying = None;
+        }
+        noted?;
         self.announced.clear();
         // Segments may be reused, and layers dropped, only now that the control file no longer needs them. (A new
         // segment names the one before it, which must stay in `live` until the control file no longer refers to
