@@ -38,7 +38,7 @@ impl Ahead {
         let worth = parts.into_values();
         let worth = worth.filter(|(_, parts)| parts * WORTH >= log.segment_size);
         // A segment that can't be opened is read part by part.
-        let worth = worth.filter(|(segment, _)| segment.open_cache().is_some());
+        let worth = worth.filter(|(segment, _)| segment.use_cache().is_some());
         Self {
             segments: worth.map(|(segment, _)| segment).collect(),
             segment_size: log.segment_size,
@@ -57,7 +57,7 @@ impl Ahead {
         for file in self
             .segments
             .iter()
-            .filter_map(|segment| segment.open_cache())
+            .filter_map(|segment| segment.use_cache())
         {
             for offset in (0..self.segment_size).step_by(step as usize) {
                 let Some(gently) = next(done) else {

@@ -117,6 +117,7 @@ impl Keeper {
     pub(crate) fn run(mut self) -> Result<()> {
         let mut troubles = Troubles::default();
         let mut paused = false;
+        self.log.prepare_caches();
         loop {
             if self.wait(&mut paused) {
                 let closed = self.close();
@@ -226,6 +227,7 @@ impl Keeper {
         let more = state.ring.reclaim();
         state.check(&self.log);
         drop(state);
+        self.log.prepare_caches();
         if more {
             self.log.segments_freed();
         }

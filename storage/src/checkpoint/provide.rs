@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::checkpoint::pace::Growth;
 use crate::error::Result;
 use crate::log::state::Log;
+use crate::medium::file::Segment;
 use crate::medium::segment::LONG_STEP;
 use crate::mutant::{Mutant, planted};
 use crate::sync;
@@ -57,6 +58,9 @@ impl Log {
             }
         };
         let made = self.medium.create_segment(slot, size, &mut give_way);
+        if let Ok(segment) = &made {
+            self.prepare_cache(segment);
+        }
         let mut state = self.lock();
         let waited = state.ring.make_progress(None);
         match made {
@@ -74,6 +78,18 @@ impl Log {
         drop(state);
         self.segments_freed();
         Ok(())
+    }
+
+    /// Opens the page cache of the segments that are used next: those who write to them may not be allowed to open files.
+    pub(crate) fn prepare_caches(&self) {
+        let ready: Vec<_> = self.lock().ring.ready().cloned().collect();
+        ready.iter().for_each(|segment| self.prepare_cache(segment));
+    }
+
+    fn prepare_cache(&self, segment: &Segment) {
+        if !self.leader_alone && !segment.needs_sync {
+            segment.prepare_cache();
+        }
     }
 
     /// Wakes the ports that wait for a segment.

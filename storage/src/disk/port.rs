@@ -16,7 +16,7 @@ use crate::log::waiters::PortReads;
 use crate::medium::checksum::{self, Payload};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
-use crate::sync::{Arc, Mutex, MutexGuard};
+use crate::sync::{Arc, Mutex};
 use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE};
 
 /// One thread's way to a disk. Dropping it waits for the reads in flight; completions not taken are lost.
@@ -53,7 +53,7 @@ impl Port {
         let mailbox = committer.mailbox.clone();
         let engine = log.medium.engine(&mailbox.event)?;
         let reads = Arc::new(SharedReads {
-            queue: Mutex::new(ReadQueue::new(engine, &disk.path)),
+            queue: Mutex::new(Some(ReadQueue::new(engine, &disk.path))),
             mailbox: mailbox.clone(),
         });
         let shared: Arc<dyn PortReads> = reads.clone();
@@ -70,8 +70,18 @@ impl Port {
         })
     }
 
-    fn reads(&self) -> MutexGuard<'_, ReadQueue> {
-        self.reads.queue.lock().expect("reads lock")
+    fn with_reads<T>(&self, act: impl FnOnce(&mut ReadQueue) -> T) -> T {
+        let mut queue = self.reads.queue.lock().expect("reads lock");
+        act(queue.as_mut().expect("the port is there"))
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        // Here, and not where another thread looks for reads to end: this waits for those in flight.
+        if let Ok(mut queue) = self.reads.queue.lock() {
+            drop(queue.take());
+        }
     }
 }
 
@@ -137,7 +147,7 @@ impl BackendQueue for Port {
             self.committer.clear();
         }
         let mut ended = std::mem::take(&mut self.done);
-        self.reads().poll(&mut ended);
+        self.with_reads(|reads| reads.poll(&mut ended));
         self.committer.poll(&mut ended);
         self.done = ended;
         if !self.parked.is_empty() {
@@ -155,7 +165,7 @@ impl Port {
     /// Starts what was submitted. `alone`: the thread has nothing else to do, so it makes a lone, quick sync itself. Returns
     /// whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
-        self.reads().start();
+        self.with_reads(ReadQueue::start);
         self.committer.start(alone)
     }
 
@@ -339,6 +349,7 @@ impl Port {
             .drain(..)
             .map(|piece| Part::of(piece, &disk.base));
         let mut reads = self.reads.queue.lock().expect("reads lock");
+        let reads = reads.as_mut().expect("the port is there");
         Ok(match reads.begin(token, sector, sectors, parts) {
             Some(data) => Submitted::Ended(Some(data)),
             None => Submitted::InFlight,

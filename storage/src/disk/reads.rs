@@ -273,14 +273,18 @@ impl ReadQueue {
 
 /// The reads of a port whose thread another one may stand in for.
 pub(crate) struct SharedReads {
-    pub queue: Mutex<ReadQueue>,
+    /// `None` once the port is gone.
+    pub queue: Mutex<Option<ReadQueue>>,
     /// Signalled when another thread has ended a read.
     pub mailbox: Arc<Mailbox>,
 }
 
 impl PortReads for SharedReads {
     fn reap(&self) {
-        let Ok(mut queue) = self.queue.try_lock() else {
+        let Ok(mut guard) = self.queue.try_lock() else {
+            return;
+        };
+        let Some(queue) = guard.as_mut() else {
             return;
         };
         let mut ended = std::mem::take(&mut queue.ended);
@@ -288,7 +292,7 @@ impl PortReads for SharedReads {
         queue.poll(&mut ended);
         let more = ended.len() > before;
         queue.ended = ended;
-        drop(queue);
+        drop(guard);
         if more {
             self.mailbox.event.signal();
         }

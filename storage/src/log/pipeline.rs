@@ -306,8 +306,12 @@ impl Pipeline {
         assert!(self.syncing.is_none(), "one sync at a time");
         self.syncing = Some(lsn);
         self.next_cid += 1;
-        // It writes all of this back.
-        self.behind.clear();
+    }
+
+    /// A sync of these segments writes back all that is due of them.
+    fn end_write_back(&mut self, segments: &[Arc<Segment>]) {
+        let other = |step: &WriteBack| !segments.iter().any(|one| Arc::ptr_eq(one, &step.segment));
+        self.behind.retain(other);
     }
 
     /// Begins the sync of the newest batch and of all before it; returns what it has to cover: the batch alone if
@@ -321,13 +325,16 @@ impl Pipeline {
         }
         let mut segments = std::mem::take(&mut self.unsynced);
         add(&mut segments, segment);
+        self.end_write_back(&segments);
         SyncScope::Segments(segments)
     }
 
     /// Begins the sync of all that is written; returns the segments that it has to cover.
     pub(crate) fn sync_written(&mut self) -> Vec<Arc<Segment>> {
         self.begin_sync(self.written);
-        std::mem::take(&mut self.unsynced)
+        let segments = std::mem::take(&mut self.unsynced);
+        self.end_write_back(&segments);
+        segments
     }
 
     /// Notes that the sync under way has ended.

@@ -225,6 +225,11 @@ impl SegmentRing {
         self.cramped
     }
 
+    /// The segments that are used next.
+    pub(crate) fn ready(&self) -> impl Iterator<Item = &Arc<Segment>> {
+        self.free.iter().take(READY)
+    }
+
     /// How many segment files are to come.
     fn to_come(&self) -> u32 {
         match self.cramped {

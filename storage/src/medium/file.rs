@@ -28,6 +28,7 @@ use crate::error::{Error, Result, invalid};
 use crate::medium::checksum::Table;
 use crate::medium::host;
 use crate::medium::mark::{Inode, Mark};
+use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, RwLock};
 use crate::{Buffer, SharedBuffer};
 
@@ -263,8 +264,9 @@ pub(crate) struct Segment {
     pub path: PathBuf,
     /// The file past the page cache. Every sync of the segment is one of this descriptor.
     pub file: Arc<dyn DataFile>,
-    /// The file through the page cache, once [`open_cache`](Self::open_cache) was called; `None` within if that failed.
-    cache: OnceLock<Option<Box<dyn CachedFile>>>,
+    /// The file through the page cache, once it was [opened](Self::prepare_cache), and whether it is in use.
+    cache: OnceLock<Box<dyn CachedFile>>,
+    uses_cache: AtomicBool,
     /// Whether its file system needs an explicit sync: a write with `RWF_DSYNC` is not enough there.
     pub needs_sync: bool,
     /// The checksums of the payloads that the segment holds.
@@ -280,31 +282,50 @@ impl Segment {
             path,
             file: file.into(),
             cache: OnceLock::new(),
+            uses_cache: AtomicBool::new(false),
             checksums: RwLock::default(),
         }
     }
 
-    /// Opens the file through the kernel's page cache, unless an earlier call did; `None` if that fails. Its callers write and
-    /// read many bytes through the cache, which leaves them in memory. So from then on all reads go through it, see
-    /// [`source`](Self::source).
-    pub(crate) fn open_cache(&self) -> Option<&dyn CachedFile> {
-        if self.cache.get().is_none() {
+    /// Opens the file through the kernel's page cache, unless that was done before. A thread that serves a guest may not be
+    /// allowed to open files, so the keeper does this for segments that are written next. If it fails, it is tried again when
+    /// it is needed.
+    pub(crate) fn prepare_cache(&self) {
+        if self.cache.get().is_none()
+            && let Ok(opened) = self.file.open_cached(&self.path)
+        {
             // Of two threads that come at a time, one closes what it has opened.
-            let _ = self.cache.set(self.file.open_cached(&self.path).ok());
+            let _ = self.cache.set(opened);
         }
-        self.cache()
     }
 
-    /// What [`open_cache`](Self::open_cache) has returned, if it was called.
+    /// The file through the kernel's page cache; `None` if it can't be opened. The caller writes or reads many bytes through the
+    /// cache, which leaves them in memory. So from then on all reads go through it, see [`source`](Self::source).
+    pub(crate) fn use_cache(&self) -> Option<&dyn CachedFile> {
+        self.prepare_cache();
+        let cache = self.cache.get()?;
+        self.uses_cache.store(true, Ordering::Release);
+        Some(cache.as_ref())
+    }
+
+    /// The file through the page cache, if that is in [use](Self::use_cache).
     pub(crate) fn cache(&self) -> Option<&dyn CachedFile> {
-        self.cache.get()?.as_deref()
+        let used = self.uses_cache.load(Ordering::Acquire);
+        self.cache.get().filter(|_| used).map(Box::as_ref)
+    }
+
+    /// Whether the file is open through the page cache, in use or not.
+    #[cfg(test)]
+    pub(crate) fn has_cache(&self) -> bool {
+        self.cache.get().is_some()
     }
 
     /// Takes another file for this one through the page cache: as if that had other bytes than the medium.
     #[cfg(test)]
     pub(crate) fn set_cache(&self, other: File) {
         let other: Box<dyn CachedFile> = Box::new(HostCache(other));
-        assert!(self.cache.set(Some(other)).is_ok(), "the cache is open");
+        assert!(self.cache.set(other).is_ok(), "the cache is open");
+        self.use_cache();
     }
 
     /// The file to read payloads from: through the page cache if bytes went through it, else past it. The page cache may lack
@@ -533,7 +554,7 @@ pub(crate) fn append_cached(io: &Io) -> Option<io::Result<Written>> {
     // Where a server does the work of the file system, it would do each write at once.
     let cache = match segment.needs_sync {
         true => None,
-        false => segment.open_cache(),
+        false => segment.use_cache(),
     }?;
     let written = write_all(chunks, 0, |slices, done| {
         cache.write_slices_at(slices, offset + done)

@@ -99,14 +99,23 @@ pub(super) fn reopen(file: &File, path: &Path) -> io::Result<File> {
     }
 }
 
-/// Starts to write dirty pages of this range back, after those that are being written back already.
+/// Starts to write dirty pages of this range back, after those that are being written back already. Where the call is not to be
+/// had, the kernel does it when it likes.
 pub(super) fn write_back(file: &File, range: Range<u64>) -> io::Result<()> {
     let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE;
     let (offset, len) = (range.start as i64, (range.end - range.start) as i64);
     // SAFETY: the call takes a descriptor, which is open, and numbers.
     match unsafe { libc::sync_file_range(file.as_raw_fd(), offset, len, flags) } {
         0 => Ok(()),
-        _ => Err(io::Error::last_os_error()),
+        _ => match io::Error::last_os_error() {
+            error
+                if [libc::ENOSYS, libc::EPERM, libc::EINVAL, libc::ESPIPE]
+                    .contains(&error.raw_os_error().unwrap_or(0)) =>
+            {
+                Ok(())
+            }
+            error => Err(error),
+        },
     }
 }
 

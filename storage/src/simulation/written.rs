@@ -130,3 +130,19 @@ fn records_gather_behind_a_batch_unless_clients_flush() {
     assert_eq!(batched_beside_a_batch(false), 1);
     assert_eq!(batched_beside_a_batch(true), 2);
 }
+
+/// A thread that serves a guest may not be allowed to open files.
+#[test]
+fn the_page_cache_of_a_segment_is_open_before_it_is_written() {
+    let (_fixture, running) = open(CommitWait::NONE);
+    let state = running.disks[0].log.lock();
+    let ready: Vec<_> = state
+        .ring
+        .ready()
+        .map(|segment| segment.has_cache())
+        .collect();
+    assert!(
+        !ready.is_empty() && ready.iter().all(|open| *open),
+        "{ready:?}"
+    );
+}
