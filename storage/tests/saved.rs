@@ -497,6 +497,63 @@ fn a_snapshot_that_needs_discarded_records_is_refused() {
     }
 }
 
+/// Giving up one disk's records takes an LSN of its own. The copy to the images, which passes it, loses no snapshot of the others.
+#[test]
+fn giving_up_the_records_of_one_disk_keeps_the_snapshots_of_the_others() {
+    let site = on_this_file_system();
+    let disks = [site.disk(), site.top.join("other")];
+    for disk in &disks {
+        create_disk(disk, SIZE, &site.log(), &options()).unwrap();
+    }
+    let write_all = |store: &Store, byte| {
+        for disk in store.disks() {
+            let mut port = disk.open_port().unwrap();
+            write(&mut port, 0, byte, 8);
+            flush(&mut port);
+        }
+    };
+    let opened = disks.each_ref().map(DiskOptions::new);
+    // Nothing is copied to the images when they are closed.
+    let cut = StoreOptions {
+        close_time: Some(std::time::Duration::ZERO),
+        ..options()
+    };
+    let store = Store::open(&site.log(), &opened, &cut).unwrap();
+    write_all(&store, 1);
+    store.disks()[0]
+        .snapshot("monday".parse().unwrap())
+        .unwrap();
+    store.close().unwrap();
+    discard_log(&disks[0], &site.log()).unwrap();
+    let store = Store::open(&site.log(), &opened, &cut).unwrap();
+    store.disks()[0]
+        .snapshot("tuesday".parse().unwrap())
+        .unwrap();
+    write_all(&store, 2);
+    store.disks()[0].checkpoint().unwrap();
+    let states = |name| disks.each_ref().map(|disk| as_of(&site, disk, name));
+    let written = |byte: u8| {
+        let mut bytes = vec![0; SIZE as usize];
+        bytes[..4096].fill(byte);
+        bytes
+    };
+    let expect = |ways: &str| {
+        let [given_up, kept] = states("monday");
+        let error = given_up.expect_err(ways);
+        assert_eq!(error.kind(), ErrorKind::NotFound, "{ways}: {error}");
+        assert!(kept.expect(ways) == written(1), "{ways}");
+        let [given_up, kept] = states("tuesday");
+        assert!(given_up.expect(ways) == written(0), "{ways}");
+        assert!(kept.expect(ways) == written(1), "{ways}");
+    };
+    store.close().unwrap();
+    expect("after a checkpoint");
+    let store = Store::open(&site.log(), &opened, &options()).unwrap();
+    write_all(&store, 3);
+    store.close().unwrap();
+    expect("after another close");
+}
+
 /// The first byte of the disk.
 fn as_of_now(store: &Store) -> u8 {
     let mut port = store.disks()[0].open_port().unwrap();

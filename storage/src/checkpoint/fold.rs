@@ -167,9 +167,20 @@ impl Keeper {
             .filter(|_| !planted(Mutant::FoldPassesPin))
     }
 
+    /// What the base images are as of once the records up to this LSN are copied: the rewinds that follow count too, but only up to the
+    /// first snapshot. Otherwise there would be two snapshots in the past of the images, and files saved for the newer one alone: the
+    /// older one would be lost.
+    pub(super) fn reach(&self, lsn: u64) -> u64 {
+        let reached = self.control.control.with_rewinds(lsn);
+        let stop = self.stop_before(reached).map(|snapshot| snapshot.lsn);
+        stop.filter(|stop| *stop >= lsn).unwrap_or(reached)
+    }
+
     /// The segments with the records up to a snapshot.
     fn up_to(&self, snapshot: Snapshot, state: &State) -> Oldest {
         let lsn = self.control.control.without_rewinds(snapshot.lsn);
+        // Rewinds that the base images have passed are not known any more.
+        let lsn = lsn.min(state.pipeline.appended());
         let mut segments = state.ring.oldest(usize::MAX);
         let end = segments.iter().position(|(_, last)| last.lsn >= lsn);
         segments.truncate(end.map_or(segments.len(), |end| end + 1));

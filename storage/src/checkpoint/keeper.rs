@@ -368,17 +368,14 @@ impl Keeper {
         if self.copying == Some(lsn) {
             return Ok(());
         }
+        let reach = self.reach(lsn);
         // Written to both slots: if one rots, the other still says that the base images may be ahead of a damaged
         // log.
         for _ in 0..2 {
             self.control.change(|control| {
                 // What is copied is as of the rewinds that follow. An earlier checkpoint, which did not end, may have copied
                 // more.
-                let copying = control
-                    .header
-                    .copying_lsn
-                    .get()
-                    .max(control.with_rewinds(lsn));
+                let copying = control.header.copying_lsn.get().max(reach);
                 control.header.copying_lsn = U64::new(copying);
                 for (disk, layer) in layers {
                     if let Some(entry) = control.disk_mut(disk.id) {
@@ -533,16 +530,15 @@ impl Keeper {
         Ok(true)
     }
 
-    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and are as of the rewinds that follow it.
-    /// `drop_copied` drops from the indexes what was
-    /// copied.
+    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and are as of the rewinds that follow it, see
+    /// [`reach`](Self::reach). `drop_copied` drops from the indexes what was copied.
     pub(super) fn end_checkpoint(
         &mut self,
         horizon: Commit,
         drop_copied: impl FnOnce(&mut Self),
     ) -> Result<()> {
         let lsn = horizon.lsn;
-        let reached = self.control.control.with_rewinds(lsn);
+        let reached = self.reach(lsn);
         let state = self.log.lock();
         let (freed, first_sequence) = state.ring.unneeded(lsn);
         let (next_lsn, next_cid) = (state.pipeline.next_lsn(), state.pipeline.next_cid());
