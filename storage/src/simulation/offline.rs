@@ -273,6 +273,11 @@ impl History {
                     self.fixture.left[disk] = true;
                     self.joined[disk] = u64::MAX;
                 }
+                // The first attempt may have taken its mark.
+                Ran::Refused if cuts > 0 => {
+                    self.fixture.stays = true;
+                    self.replaced[disk] = u64::MAX;
+                }
                 Ran::Refused => {}
             }
             return Ok(());
