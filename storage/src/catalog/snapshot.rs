@@ -218,6 +218,12 @@ impl Control {
         snapshot.map_or(0, |snapshot| snapshot.saved.get())
     }
 
+    /// Whether saved files have a disk as of this LSN. Those of a snapshot of another disk alone do not.
+    pub(crate) fn has_saved(&self, lsn: u64, disk_id: u32) -> bool {
+        let mut snapshots = self.snapshots.iter();
+        snapshots.any(|entry| entry.lsn == lsn && entry.saved > 0 && entry.has(disk_id))
+    }
+
     /// The saved files of the log, as far as they are durable.
     pub(crate) fn saved_files(&self) -> SavedFiles {
         let snapshots = self.snapshots.iter();

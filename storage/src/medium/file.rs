@@ -315,7 +315,7 @@ impl Segment {
     }
 
     /// Whether the file is open through the page cache, in use or not.
-    #[cfg(test)]
+    #[cfg(all(test, not(feature = "shuttle")))]
     pub(crate) fn has_cache(&self) -> bool {
         self.cache.get().is_some()
     }

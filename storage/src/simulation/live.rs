@@ -123,12 +123,9 @@ struct Planned {
 fn has_passed(control: &Control, disk_id: u32, lsn: u64) -> bool {
     let entry = control.disk(disk_id);
     let void = entry.map_or(0, |entry| entry.void_lsn.get());
-    let mut snapshots = control.snapshots.iter();
-    let saved = snapshots.any(|entry| entry.lsn == lsn && entry.saved > 0 && entry.has(disk_id));
-    // Where a snapshot of another disk has saved files, they are looked at.
-    let others = control.saved(lsn) > 0 && !saved;
+    let saved = control.has_saved(lsn, disk_id);
     let copying = control.header.copying_lsn.get();
-    others || lsn < control.applied_lsn(disk_id).max(copying) && !(saved && void <= lsn)
+    lsn < control.applied_lsn(disk_id).max(copying) && !(saved && void <= lsn)
 }
 
 /// The sectors of a disk of a history.
@@ -644,11 +641,15 @@ impl History {
             ..DiskOptions::new(self.fixture.image(disk))
         };
         let (added, adding) = mpsc::channel();
-        let task = adding_of(running.log(), &options, added);
+        let (task, before) = (
+            adding_of(running.log(), &options, added),
+            running.appended(),
+        );
         if let Err(error) = Self::order(running, task) {
             return self.excuse(running, "adding a disk", &error);
         }
         tell(|| format!("disk {disk} has come to the log in use"));
+        (before..running.appended()).for_each(|_| self.oracle.came(disk));
         self.totals.added += 1;
         if std::mem::take(&mut self.fixture.left[disk]) {
             self.totals.joined_live += 1;

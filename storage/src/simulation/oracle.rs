@@ -25,7 +25,8 @@ pub(super) struct Restored {
     pub certain: bool,
 }
 
-/// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and its number as `value`.
+/// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and its number as `value`, or 0 if the log
+/// makes it itself.
 #[derive(Clone, Debug)]
 struct Change {
     disk: usize,
@@ -141,6 +142,7 @@ impl Oracle {
         marks.map(|(index, mark)| {
             let text = match &mark.restore {
                 Some(restore) => format!("restored in place as of LSN {}", restore.to),
+                None if mark.value == 0 => "a disk has another image".to_owned(),
                 None => format!("mark {}", mark.value),
             };
             let text = text.parse().expect("a short line");
@@ -175,6 +177,18 @@ impl Oracle {
             Some(false) => {}
             None => self.doubtful = Some(index),
         }
+    }
+
+    /// Records the mark of a disk that has come to a log in use with another image.
+    pub(super) fn came(&mut self, disk: usize) {
+        self.order.push(Change {
+            disk,
+            sector: 0,
+            sectors: 0,
+            value: 0,
+            completed: false,
+            restore: None,
+        });
     }
 
     /// The place of the restore in use of which nobody knows whether it counts.

@@ -208,7 +208,10 @@ impl History {
         }
         match found.keys().find(|&&lsn| lsn >= self.first_lsn) {
             None => Ok(()),
-            Some(lsn) => Err(format!("LSN {lsn} is a mark that nobody wrote")),
+            Some(lsn) => Err(format!(
+                "LSN {lsn} is a mark that nobody wrote: {:?}",
+                found[lsn]
+            )),
         }
     }
 

@@ -130,9 +130,9 @@ impl Point {
             let point = self.numbered(control, log_dir)?;
             return point.lsn(log_dir, control, disk_id, read);
         }
-        // Of this snapshot, or of one that was deleted, saved files have what the base images do not have any more.
+        // Saved files have what the base images do not have any more.
         if let Self::Lsn(lsn) = self
-            && control.saved(lsn) > 0
+            && control.has_saved(lsn, disk_id)
         {
             return Ok(lsn);
         }
