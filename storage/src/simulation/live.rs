@@ -124,8 +124,10 @@ fn has_passed(control: &Control, disk_id: u32, lsn: u64) -> bool {
     let entry = control.disk(disk_id);
     let void = entry.map_or(0, |entry| entry.void_lsn.get());
     let saved = control.has_saved(lsn, disk_id);
+    // Where a snapshot of another disk has saved files, they are looked at.
+    let others = control.saved(lsn) > 0 && !saved;
     let copying = control.header.copying_lsn.get();
-    lsn < control.applied_lsn(disk_id).max(copying) && !(saved && void <= lsn)
+    others || lsn < control.applied_lsn(disk_id).max(copying) && !(saved && void <= lsn)
 }
 
 /// The sectors of a disk of a history.
