@@ -514,13 +514,14 @@ impl Log {
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
         let then = then(&mut state);
         drop(state);
-        deliver(spare.served.drain(..), Ok(()), own);
-        if held_back {
-            self.wake_ports();
-        }
+        // Before any client learns that its request has ended: it may close its disk, which the records hold.
         if let Some(GroupBatch { mut records, .. }) = group.batch {
             records.clear();
             spare.records.push(records);
+        }
+        deliver(spare.served.drain(..), Ok(()), own);
+        if held_back {
+            self.wake_ports();
         }
         then
     }

@@ -97,9 +97,11 @@ impl Medium for Directory {
     }
 
     fn check_place(&self) -> Result<()> {
-        match self.identity == identity(&self.path) {
-            true => Ok(()),
-            false => Err(Error::new(
+        match self.identity {
+            // The directory has been made since.
+            None => Ok(()),
+            opened if opened == identity(&self.path) => Ok(()),
+            Some(_) => Err(Error::new(
                 ErrorKind::Io,
                 format!(
                     "{}: the log's directory was moved or replaced while the log was in use; move it back, or restart what \
