@@ -69,11 +69,6 @@ impl Port {
             pieces: Vec::new(),
         })
     }
-
-    fn with_reads<T>(&self, act: impl FnOnce(&mut ReadQueue) -> T) -> T {
-        let mut queue = self.reads.queue.lock().expect("reads lock");
-        act(queue.as_mut().expect("the port is there"))
-    }
 }
 
 impl Drop for Port {
@@ -147,7 +142,7 @@ impl BackendQueue for Port {
             self.committer.clear();
         }
         let mut ended = std::mem::take(&mut self.done);
-        self.with_reads(|reads| reads.poll(&mut ended));
+        self.reads.with(|reads| reads.poll(&mut ended));
         self.committer.poll(&mut ended);
         self.done = ended;
         if !self.parked.is_empty() {
@@ -165,7 +160,7 @@ impl Port {
     /// Starts what was submitted. `alone`: the thread has nothing else to do, so it makes a lone, quick sync itself. Returns
     /// whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
-        self.with_reads(ReadQueue::start);
+        self.reads.with(ReadQueue::start);
         self.committer.start(alone)
     }
 
@@ -348,9 +343,10 @@ impl Port {
             .pieces
             .drain(..)
             .map(|piece| Part::of(piece, &disk.base));
-        let mut reads = self.reads.queue.lock().expect("reads lock");
-        let reads = reads.as_mut().expect("the port is there");
-        Ok(match reads.begin(token, sector, sectors, parts) {
+        let begun = self
+            .reads
+            .with(|reads| reads.begin(token, sector, sectors, parts));
+        Ok(match begun {
             Some(data) => Submitted::Ended(Some(data)),
             None => Submitted::InFlight,
         })

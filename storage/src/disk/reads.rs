@@ -215,7 +215,7 @@ pub(crate) struct ReadQueue {
     /// Operations submitted to the engine and not yet polled.
     in_engine: usize,
     reads: Reads,
-    /// Reads that another thread has ended.
+    /// Reads that have ended, and were not polled yet.
     ended: Vec<Completion>,
     /// Memory for ended operations.
     parts: Vec<Done>,
@@ -256,17 +256,21 @@ impl ReadQueue {
         }
     }
 
+    /// Ends the reads that the medium has answered. Their completions wait for the next [`poll`](Self::poll).
+    fn collect(&mut self) {
+        if self.in_engine == 0 {
+            return;
+        }
+        self.engine.poll(&mut self.parts);
+        self.in_engine -= self.parts.len();
+        for part in self.parts.drain(..) {
+            self.ended.extend(self.reads.end_part(&self.path, part));
+        }
+    }
+
     /// Appends the completions of reads that have ended to `done`.
     pub(crate) fn poll(&mut self, done: &mut Vec<Completion>) {
-        if self.in_engine > 0 {
-            let mut parts = std::mem::take(&mut self.parts);
-            self.engine.poll(&mut parts);
-            self.in_engine -= parts.len();
-            for part in parts.drain(..) {
-                done.extend(self.reads.end_part(&self.path, part));
-            }
-            self.parts = parts;
-        }
+        self.collect();
         done.append(&mut self.ended);
     }
 }
@@ -279,6 +283,17 @@ pub(crate) struct SharedReads {
     pub mailbox: Arc<Mailbox>,
 }
 
+impl SharedReads {
+    /// Lets the port's thread act on its reads.
+    ///
+    /// # Panics
+    /// If the port is gone.
+    pub(crate) fn with<T>(&self, act: impl FnOnce(&mut ReadQueue) -> T) -> T {
+        let mut queue = self.queue.lock().expect("reads lock");
+        act(queue.as_mut().expect("the port is there"))
+    }
+}
+
 impl PortReads for SharedReads {
     fn reap(&self) {
         let Ok(mut guard) = self.queue.try_lock() else {
@@ -287,11 +302,9 @@ impl PortReads for SharedReads {
         let Some(queue) = guard.as_mut() else {
             return;
         };
-        let mut ended = std::mem::take(&mut queue.ended);
-        let before = ended.len();
-        queue.poll(&mut ended);
-        let more = ended.len() > before;
-        queue.ended = ended;
+        let before = queue.ended.len();
+        queue.collect();
+        let more = queue.ended.len() > before;
         drop(guard);
         if more {
             self.mailbox.event.signal();

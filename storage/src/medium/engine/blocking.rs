@@ -32,11 +32,16 @@ impl Blocking {
         }
     }
 
-    /// The thread that writes, which the first write starts: an engine that only reads needs none.
-    fn writer(&mut self) -> io::Result<&Writer> {
-        match &mut self.writer {
-            Some(writer) => Ok(writer),
-            none => Ok(none.insert(Writer::start(self.event.try_clone()?)?)),
+    /// Hands an operation to the thread that writes. The first one starts it: an engine that only reads needs none.
+    fn write(&mut self, id: u64, io: Io) -> io::Result<()> {
+        let writer = match &mut self.writer {
+            Some(writer) => writer,
+            none => none.insert(Writer::start(self.event.try_clone()?)?),
+        };
+        let jobs = writer.jobs.as_ref();
+        match jobs.is_some_and(|jobs| jobs.send((id, io)).is_ok()) {
+            true => Ok(()),
+            false => Err(io::Error::other("the log's thread has ended")),
         }
     }
 }
@@ -67,20 +72,10 @@ impl Engine for Blocking {
     fn submit(&mut self, id: u64, io: Io) {
         let result = match io {
             Io::Read { .. } => run(io).0,
-            write => {
-                let sent = self.writer().and_then(|writer| {
-                    let jobs = writer.jobs.as_ref();
-                    let sent = jobs.is_some_and(|jobs| jobs.send((id, write)).is_ok());
-                    match sent {
-                        true => Ok(()),
-                        false => Err(io::Error::other("the log's thread has ended")),
-                    }
-                });
-                match sent {
-                    Ok(()) => return,
-                    Err(error) => Err(error),
-                }
-            }
+            write => match self.write(id, write) {
+                Ok(()) => return,
+                Err(error) => Err(error),
+            },
         };
         self.ended.push(Done { id, result });
     }

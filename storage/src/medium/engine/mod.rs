@@ -1,12 +1,11 @@
 //! How bytes reach the medium: one trait, and an engine for each kind of thread.
 //!
 //! ```text
-//!   port ──submit──▶ Engine ──▶ io_uring, if the kernel has it; batches through
-//!     ▲                    │    the page cache                                     (uring.rs)
-//!     │                    └──▶ else a thread with pwritev2, reads inline          (blocking.rs)
+//!   port, copy ──submit──▶ Engine ──▶ io_uring, if the kernel has it               (uring.rs)
+//!     ▲                          └──▶ else reads inline, and a thread with pwritev2  (blocking.rs)
 //!     └──── poll ◀── event descriptor
 //!
-//!   the log's leader ──────▶ pwritev2(RWF_DSYNC) or fdatasync, and waits for it    (medium/file.rs)
+//!   the log's appends ─────▶ system calls in the thread that needs them            (medium/file.rs)
 //! ```
 //! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
 
