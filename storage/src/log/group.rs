@@ -91,11 +91,7 @@ impl Log {
         if state.pipeline.unsynced() >= MOST_UNSYNCED {
             return Some(self.sync_only(state));
         }
-        // A port that began to wait while the leader wrote a batch does not look again: the leader writes its
-        // records.
-        let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
-        let left = left || self.leader_alone || state.pipeline.is_released();
-        let batch = match left && self.is_behind(state) {
+        let batch = match self.is_left_to_leader(state) {
             true => self.batch(state, spare, false),
             false => None,
         };
@@ -137,7 +133,7 @@ impl Log {
             offset,
             chunks,
             payloads: 0..0,
-            sync: self.unsynced(),
+            sync: self.unsynced_scope(),
         };
         let (batch, sync) = (None, None);
         Some((io, Group { batch, sync }))
@@ -157,15 +153,22 @@ impl Log {
             waiting > 0 && (self.is_urgent(state) || !state.gather.holds(waiting, complete));
         served
             || state.pipeline.unsynced() >= MOST_UNSYNCED
-            || self.is_awaited(state)
             || state.ring.has_sealed()
-            || state.pipeline.is_behind()
-            || ((self.leader_alone || state.pipeline.is_released()) && self.is_behind(state))
+            || state.pipeline.has_write_back()
+            || self.is_left_to_leader(state)
+    }
+
+    /// Whether pending records are to be written without a sync, and no port may look for that: a port that began to wait while
+    /// the leader wrote a batch, or whose batch waited for the write-back, does not look again.
+    fn is_left_to_leader(&self, state: &State) -> bool {
+        let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
+        let left = left || self.leader_alone || state.pipeline.is_released();
+        left && self.is_behind(state)
     }
 
     /// How a batch is written that needs no sync yet: past the page cache if the leader writes every batch, since it has the
     /// medium to itself then.
-    fn unsynced(&self) -> SyncScope {
+    fn unsynced_scope(&self) -> SyncScope {
         match self.leader_alone {
             true => SyncScope::None,
             false => SyncScope::Later,
@@ -294,7 +297,7 @@ impl Log {
         let whole = (header_len + payload_len) as u64;
         if count == 0
             || state.pipeline.writing() >= MOST_WRITING
-            || !(synced || state.pipeline.may_run_ahead())
+            || !(synced || state.pipeline.admit_unsynced())
             || !self.make_room(state, BatchSize { header, whole })
         {
             return None;
@@ -389,7 +392,7 @@ impl Log {
         }
         let scope = match synced {
             true => pipeline.sync_batch(),
-            false => self.unsynced(),
+            false => self.unsynced_scope(),
         };
         let group = Group {
             batch: Some(GroupBatch {

@@ -87,7 +87,7 @@ impl Record {
 }
 
 /// Most steps of write-back that are due; further batches wait until the leader has begun some.
-const MOST_BEHIND: usize = 4;
+const MOST_WRITE_BACKS: usize = 4;
 
 /// A batch on its way to its segment.
 struct Writing {
@@ -122,7 +122,7 @@ pub(crate) struct Pipeline {
     /// The sync under way makes records up to this LSN durable.
     syncing: Option<u64>,
     /// Steps of written batches that the page cache is to write back, oldest first.
-    behind: VecDeque<WriteBack>,
+    write_backs: VecDeque<WriteBack>,
     /// A batch waits for the write-back to catch up.
     held_up: bool,
 }
@@ -144,7 +144,7 @@ impl Pipeline {
             writing: VecDeque::new(),
             unsynced: Vec::new(),
             syncing: None,
-            behind: VecDeque::new(),
+            write_backs: VecDeque::new(),
             held_up: false,
         }
     }
@@ -220,30 +220,30 @@ impl Pipeline {
         writing.filter(|one| !one.synced && !one.ended).count()
     }
 
-    /// Whether the next batch may be written without a sync. If not, it waits for the write-back to catch up.
-    pub(crate) fn may_run_ahead(&mut self) -> bool {
-        self.held_up = self.behind.len() >= MOST_BEHIND;
+    /// Whether a batch without a sync may be written now. If not, notes that one waits for the write-back to catch up.
+    pub(crate) fn admit_unsynced(&mut self) -> bool {
+        self.held_up = self.write_backs.len() >= MOST_WRITE_BACKS;
         !self.held_up
     }
 
     /// Whether a batch that waited for the write-back may be written now.
     pub(crate) fn is_released(&self) -> bool {
-        self.held_up && self.behind.len() < MOST_BEHIND
+        self.held_up && self.write_backs.len() < MOST_WRITE_BACKS
     }
 
     /// Whether the page cache is to write something back.
-    pub(crate) fn is_behind(&self) -> bool {
-        !self.behind.is_empty()
+    pub(crate) fn has_write_back(&self) -> bool {
+        !self.write_backs.is_empty()
     }
 
     /// Takes the oldest step of write-back.
     pub(crate) fn take_write_back(&mut self) -> Option<WriteBack> {
-        self.behind.pop_front()
+        self.write_backs.pop_front()
     }
 
     /// Adds a step of write-back.
     pub(crate) fn add_write_back(&mut self, step: WriteBack) {
-        self.behind.push_back(step);
+        self.write_backs.push_back(step);
     }
 
     /// The number of segments that hold written batches which no sync covers.
@@ -311,7 +311,7 @@ impl Pipeline {
     /// A sync of these segments writes back all that is due of them.
     fn end_write_back(&mut self, segments: &[Arc<Segment>]) {
         let other = |step: &WriteBack| !segments.iter().any(|one| Arc::ptr_eq(one, &step.segment));
-        self.behind.retain(other);
+        self.write_backs.retain(other);
     }
 
     /// Begins the sync of the newest batch and of all before it; returns what it has to cover: the batch alone if
@@ -346,7 +346,7 @@ impl Pipeline {
     pub(crate) fn fail(&mut self) {
         self.pending.clear();
         self.writing.clear();
-        self.behind.clear();
+        self.write_backs.clear();
     }
 
     /// The segments that hold batches which are not durable.
