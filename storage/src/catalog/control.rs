@@ -360,12 +360,14 @@ pub(crate) fn read_control(
     }
 }
 
-/// Adds a disk to the log's table in memory, and returns its entry. The entry takes the path of the disk that had it.
-pub(crate) fn register<'a>(
-    control: &'a mut ControlFile,
+/// Adds a disk to the log's table in memory, and returns its place there. The entry takes the path of the disk that had it. The disk
+/// has no past before the LSN `newest`, as of which the log's disks are.
+pub(crate) fn register(
+    control: &mut ControlFile,
     path: &Path,
     size: u64,
-) -> Result<&'a mut DiskEntry> {
+    newest: u64,
+) -> Result<usize> {
     let path = real_path(path)?;
     // The number of a disk that has left the log may come again.
     control.control.forget_images();
@@ -398,7 +400,10 @@ pub(crate) fn register<'a>(
             control.control.snapshots.len(),
         )));
     }
-    Ok(&mut control.control.disks[place])
+    let disk_id = control.control.disks[place].id.get();
+    let begun = control.control.begin_past(disk_id, newest);
+    begun.map_err(|error| error.of_file(&control.path))?;
+    Ok(place)
 }
 
 pub(crate) fn unknown_version(path: &Path, version: u32) -> Error {

@@ -203,6 +203,7 @@ impl Control {
     fn image_mut(&mut self, disk_id: u32) -> Option<&mut ImageEntry> {
         let is_of = |image: &ImageEntry| image.disk_id.get() == disk_id;
         let known = self.images.iter().position(is_of);
+        let place = known.unwrap_or(self.images.len());
         if known.is_none() {
             self.images.push(ImageEntry {
                 disk_id: U32::new(disk_id),
@@ -210,11 +211,9 @@ impl Control {
             });
             if !self.fits() {
                 self.images.pop();
-                return None;
             }
         }
-        let last = self.images.len() - 1;
-        self.images.get_mut(known.unwrap_or(last))
+        self.images.get_mut(place)
     }
 
     /// A disk has no past before this LSN.

@@ -227,7 +227,6 @@ impl Keeper {
         let more = state.ring.reclaim();
         state.check(&self.log);
         drop(state);
-        self.log.prepare_caches();
         if more {
             self.log.segments_freed();
         }
@@ -371,25 +370,23 @@ impl Keeper {
         let reach = self.reach(lsn);
         // Written to both slots: if one rots, the other still says that the base images may be ahead of a damaged
         // log.
-        for _ in 0..2 {
-            self.control.change(|control| {
-                // What is copied is as of the rewinds that follow. An earlier checkpoint, which did not end, may have copied
-                // more.
-                let copying = control.header.copying_lsn.get().max(reach);
-                control.header.copying_lsn = U64::new(copying);
-                for (disk, layer) in layers {
-                    if let Some(entry) = control.disk_mut(disk.id) {
-                        if entry.generation == entry.next_generation {
-                            entry.announce(1);
-                        }
-                        entry.forget_samples(layer);
-                        let next = entry.next_generation.get();
-                        disk.generation.store(next, Ordering::Relaxed);
+        self.control.change_both(|control| {
+            // What is copied is as of the rewinds that follow. An earlier checkpoint, which did not end, may have copied
+            // more.
+            let copying = control.header.copying_lsn.get().max(reach);
+            control.header.copying_lsn = U64::new(copying);
+            for (disk, layer) in layers {
+                if let Some(entry) = control.disk_mut(disk.id) {
+                    if entry.generation == entry.next_generation {
+                        entry.announce(1);
                     }
-                    control.set_written(disk.id, 0);
+                    entry.forget_samples(layer);
+                    let next = entry.next_generation.get();
+                    disk.generation.store(next, Ordering::Relaxed);
                 }
-            })?;
-        }
+                control.set_written(disk.id, 0);
+            }
+        })?;
         let parts = layers.iter().map(|(_, layer)| written_parts(layer));
         let disks = layers.iter().map(|(disk, _)| disk.clone());
         self.announced = disks.zip(parts).collect();

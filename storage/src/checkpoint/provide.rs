@@ -20,6 +20,7 @@ impl Log {
     /// Makes the next segment file if too few are ready. `copies`: a copy is under way. `meanwhile` is called between its
     /// steps, unless none is ready: writers then wait, or soon do, and nothing else is to keep the medium from it.
     pub(crate) fn provide(&self, copies: bool, mut meanwhile: impl FnMut()) -> Result<()> {
+        self.prepare_caches();
         let mut state = self.lock();
         let Some(slot) = state.ring.next_file() else {
             return Ok(());
@@ -82,8 +83,13 @@ impl Log {
 
     /// Opens the page cache of the segments that are used next: those who write to them may not be allowed to open files.
     pub(crate) fn prepare_caches(&self) {
-        let ready: Vec<_> = self.lock().ring.ready().cloned().collect();
-        ready.iter().for_each(|segment| self.prepare_cache(segment));
+        let state = self.lock();
+        let unprepared = state.ring.ready().filter(|segment| !segment.has_cache());
+        let unprepared: Vec<_> = unprepared.cloned().collect();
+        drop(state);
+        unprepared
+            .iter()
+            .for_each(|segment| self.prepare_cache(segment));
     }
 
     fn prepare_cache(&self, segment: &Segment) {

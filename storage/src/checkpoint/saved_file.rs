@@ -311,6 +311,7 @@ impl Saving {
 
     /// Makes the next part.
     fn begin_part(&mut self, number: u64) -> Result<End> {
+        self.log.medium.check_place()?;
         let dir = &self.log.dir;
         let path = saved::path(dir, self.lsn, self.parts);
         let header = SegmentHeader {

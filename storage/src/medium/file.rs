@@ -291,7 +291,7 @@ impl Segment {
     /// allowed to open files, so the keeper does this for segments that are written next. If it fails, it is tried again when
     /// it is needed.
     pub(crate) fn prepare_cache(&self) {
-        if self.cache.get().is_none()
+        if !self.has_cache()
             && let Ok(opened) = self.file.open_cached(&self.path)
         {
             // Of two threads that come at a time, one closes what it has opened.
@@ -315,7 +315,6 @@ impl Segment {
     }
 
     /// Whether the file is open through the page cache, in use or not.
-    #[cfg(all(test, not(feature = "shuttle")))]
     pub(crate) fn has_cache(&self) -> bool {
         self.cache.get().is_some()
     }

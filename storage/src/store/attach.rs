@@ -602,13 +602,7 @@ fn enter_alone(
         None => {
             refuse_other_copy(&bases[0], control, log_dir)?;
             bases[0].refuse_foreign(log_dir)?;
-            let disk_id = register(control, &bases[0].path, bases[0].size)?.id.get();
-            // It was not on the log before.
-            let begun = control.control.begin_past(disk_id, newest);
-            begun.map_err(|error| error.of_file(&control.path))?;
-            let mut disks = control.control.disks.iter();
-            let place = disks.position(|disk| disk.id.get() == disk_id);
-            place.expect("it was just registered")
+            register(control, &bases[0].path, bases[0].size, newest)?
         }
     };
     take_over(&bases, &[place], control);

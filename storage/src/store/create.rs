@@ -174,13 +174,8 @@ pub(crate) fn enrol(
     size: u64,
 ) -> Result<bool> {
     let newest = newest(control)?;
-    let disk_id = register(control, path, size)?.id.get();
-    // It was not on the log before.
-    let begun = control.control.begin_past(disk_id, newest);
-    begun.map_err(|error| error.of_file(&control.path))?;
-    let mut disks = control.control.disks.iter_mut();
-    let entry = disks.find(|disk| disk.id.get() == disk_id);
-    let entry = entry.expect("it was just registered");
+    let place = register(control, path, size, newest)?;
+    let entry = &mut control.control.disks[place];
     entry.announce(1);
     entry.settle();
     let mark = Mark {

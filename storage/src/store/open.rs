@@ -60,7 +60,7 @@ fn first_control(
         .try_for_each(|base| base.refuse_foreign(log_dir))?;
     let opened = open_or_create_log(log_dir, options, &mut |control| {
         let mut bases = bases.iter();
-        bases.try_for_each(|base| register(control, &base.path, base.size).map(drop))
+        bases.try_for_each(|base| register(control, &base.path, base.size, 0).map(drop))
     });
     Ok(opened?.0)
 }
