@@ -109,17 +109,7 @@ fn monday() -> Point {
 
 fn restored(site: &Site) -> Result<Vec<u8>, Error> {
     let new = site.top.join("new");
-    restore_disk(
-        &site.disk(),
-        &site.log(),
-        monday(),
-        &new,
-        None,
-        &mut |_, _| {},
-    )?;
-    let bytes = std::fs::read(&new).unwrap();
-    std::fs::remove_file(&new).unwrap();
-    Ok(bytes)
+    support::restored(&site.disk(), &site.log(), monday(), &new)
 }
 
 /// Each way to see the snapshot of the disk while it is not in use.

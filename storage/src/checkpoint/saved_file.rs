@@ -413,17 +413,13 @@ fn with_holes(
 #[cfg(not(feature = "shuttle"))]
 mod tests {
     use super::*;
-    use crate::store::resize::tests::{MIB, end, fill};
-    use crate::{DiskOptions, Operation, Store, StoreOptions, create_disk};
+    use crate::Operation;
+    use crate::store::resize::tests::{end, fill, new_disk};
 
     /// The time that closing may take also ends the reading of what an earlier process has saved.
     #[test]
     fn the_files_are_not_read_once_the_time_for_closing_is_over() {
-        let dir = tempfile::tempdir().unwrap();
-        let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
-        let options = StoreOptions::default();
-        create_disk(&path, MIB, &log, &options).unwrap();
-        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let (_dir, store) = new_disk();
         let disk = &store.disks()[0];
         let lsn = disk.snapshot("monday".parse().unwrap()).unwrap().lsn;
         let mut port = disk.open_port().unwrap();

@@ -213,17 +213,13 @@ fn first_behind(segment: &Arc<Segment>, lsn: u64, size: u64, limit: Option<u64>)
 #[cfg(not(feature = "shuttle"))]
 mod tests {
     use super::*;
-    use crate::store::resize::tests::{MIB, end, fill};
-    use crate::{Backend, DiskOptions, Operation, Store, StoreOptions, create_disk};
+    use crate::store::resize::tests::{MIB, end, fill, new_disk};
+    use crate::{Backend, Operation};
 
     /// A client that asks for two bitmaps in turn does not let the saved files be read for each part of the disk.
     #[test]
     fn what_was_saved_for_several_snapshots_is_remembered() {
-        let dir = tempfile::tempdir().unwrap();
-        let (path, log) = (dir.path().join("disk.img"), dir.path().join("log"));
-        let options = StoreOptions::default();
-        create_disk(&path, MIB, &log, &options).unwrap();
-        let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
+        let (_dir, store) = new_disk();
         let disk = &store.disks()[0];
         let mut port = disk.open_port().unwrap();
         let lsns = ["a", "b"].map(|name| {

@@ -46,12 +46,21 @@ pub(super) struct Shape {
 
 impl Shape {
     /// A log of one disk, with segments of 64 KiB.
-    pub(super) fn one_disk(sectors: u64, max_segments: u32) -> Self {
+    pub(super) const fn one_disk(sectors: u64, max_segments: u32) -> Self {
         Self {
             disks: 1,
             sectors,
             segment_size: 64 << 10,
             max_segments,
+        }
+    }
+
+    /// A log of two disks, with segments of 64 KiB.
+    #[cfg(not(feature = "shuttle"))]
+    pub(super) const fn two_disks(sectors: u64, max_segments: u32) -> Self {
+        Self {
+            disks: 2,
+            ..Self::one_disk(sectors, max_segments)
         }
     }
 }

@@ -32,14 +32,20 @@ fn write(running: &mut Running, value: u32) {
     carry_out(running, &mut port, Operation::Flush).unwrap();
 }
 
-/// Whether a read fails of what the last batch has, once the medium has changed that.
-fn last_batch_is_missed(left: Left) -> bool {
+/// An open log that keeps its history, with two durable batches.
+fn two_batches() -> (Fixture, Running) {
     let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
     fixture.retain = Retain::All;
     let mut running = fixture.open(false, CommitWait::NONE).unwrap();
     running.keeper.step(false).unwrap();
     write(&mut running, 1);
     write(&mut running, 2);
+    (fixture, running)
+}
+
+/// Whether a read fails of what the last batch has, once the medium has changed that.
+fn last_batch_is_missed(left: Left) -> bool {
+    let (fixture, mut running) = two_batches();
     running.finish_writer();
     let keeper = &mut running.keeper;
     match left {
@@ -105,12 +111,7 @@ fn change(world: &mut World, name: &str, offset: u64, len: usize, to: impl Fn(u8
 /// A killed process leaves a log whose last durable batch the medium has changed since. Only the header of a void segment proves
 /// that it was durable: a power cut took the batch between them.
 fn proved_by_a_void_segment() -> Fixture {
-    let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
-    fixture.retain = Retain::All;
-    let mut running = fixture.open(false, CommitWait::NONE).unwrap();
-    running.keeper.step(false).unwrap();
-    write(&mut running, 1);
-    write(&mut running, 2);
+    let (fixture, mut running) = two_batches();
     let mut port = running.disks[0].open_port().unwrap();
     for token in 0..3 {
         let (sector, data) = (32, filled(9, 32));

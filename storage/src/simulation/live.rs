@@ -700,12 +700,7 @@ mod tests {
     use super::*;
     use crate::{CommitWait, Operation};
 
-    const SHAPE: Shape = Shape {
-        disks: 2,
-        sectors: 64,
-        segment_size: 64 << 10,
-        max_segments: 8,
-    };
+    const SHAPE: Shape = Shape::two_disks(64, 8);
 
     /// Wherever a sync fails while a disk leaves a log in use, the disk either has left, or stays and can be used as before; and what is
     /// written to it then is there for the next process.

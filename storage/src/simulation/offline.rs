@@ -492,12 +492,7 @@ mod tests {
     use super::*;
     use crate::{BackendQueue, Operation};
 
-    const SHAPE: Shape = Shape {
-        disks: 2,
-        sectors: 64,
-        segment_size: 64 << 10,
-        max_segments: 8,
-    };
+    const SHAPE: Shape = Shape::two_disks(64, 8);
 
     /// A log that a killed process left with durable records of both disks, and what these are.
     fn killed(seed: u64) -> (Fixture, Contents) {

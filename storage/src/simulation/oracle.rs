@@ -48,6 +48,18 @@ struct Restore {
 }
 
 impl Change {
+    /// A mark in the order of a disk's records, perhaps that of a restore in place.
+    fn mark(disk: usize, number: u32, restore: Option<Restore>) -> Self {
+        Self {
+            disk,
+            sector: 0,
+            sectors: 0,
+            value: number,
+            completed: false,
+            restore,
+        }
+    }
+
     fn apply(&self, contents: &mut Contents) {
         if let Some(restore) = &self.restore {
             if restore.counts {
@@ -120,14 +132,7 @@ impl Oracle {
 
     /// Records that `client` is about to write a mark by way of a disk. It is durable when it ends.
     pub(super) fn submit_mark(&mut self, client: usize, token: u64, disk: usize, number: u32) {
-        let mark = Change {
-            disk,
-            sector: 0,
-            sectors: 0,
-            value: number,
-            completed: false,
-            restore: None,
-        };
+        let mark = Change::mark(disk, number, None);
         let unplaced = self.unplaced.entry(client).or_default();
         unplaced.push_back((token, mark));
         let (index, through) = (None, true);
@@ -159,19 +164,13 @@ impl Oracle {
         counts: Option<bool>,
     ) {
         let index = self.order.len();
-        self.order.push(Change {
-            disk,
-            sector: 0,
-            sectors: 0,
-            value: 0,
-            completed: false,
-            restore: Some(Restore {
-                to,
-                contents: contents.into(),
-                // As long as the process lives it does not count: the log has failed.
-                counts: counts.unwrap_or(false),
-            }),
-        });
+        let restore = Restore {
+            to,
+            contents: contents.into(),
+            // As long as the process lives it does not count: the log has failed.
+            counts: counts.unwrap_or(false),
+        };
+        self.order.push(Change::mark(disk, 0, Some(restore)));
         match counts {
             Some(true) => self.floor = index + 1,
             Some(false) => {}
@@ -181,14 +180,7 @@ impl Oracle {
 
     /// Records the mark of a disk that has come to a log in use with another image.
     pub(super) fn came(&mut self, disk: usize) {
-        self.order.push(Change {
-            disk,
-            sector: 0,
-            sectors: 0,
-            value: 0,
-            completed: false,
-            restore: None,
-        });
+        self.order.push(Change::mark(disk, 0, None));
     }
 
     /// The place of the restore in use of which nobody knows whether it counts.

@@ -7,12 +7,7 @@ use super::random::Random;
 use crate::sync::atomic::Ordering;
 use crate::{BackendQueue, CommitWait, Operation, Point, Retain};
 
-const SHAPE: Shape = Shape {
-    disks: 2,
-    sectors: 64,
-    segment_size: 64 << 10,
-    max_segments: 16,
-};
+const SHAPE: Shape = Shape::two_disks(64, 16);
 
 /// The disks' contents as of some LSNs.
 type States = Vec<(u64, Contents)>;

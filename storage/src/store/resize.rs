@@ -149,6 +149,17 @@ pub(crate) mod tests {
         Store::open(&default_log_dir(disk), &options, &StoreOptions::default()).unwrap()
     }
 
+    /// A new disk of 1 MiB in a directory of its own, open.
+    #[cfg(not(feature = "shuttle"))]
+    pub(crate) fn new_disk() -> (tempfile::TempDir, Store) {
+        let dir = tempfile::tempdir().unwrap();
+        let disk = dir.path().join("disk.img");
+        let options = StoreOptions::default();
+        create_disk(&disk, MIB, &default_log_dir(&disk), &options).unwrap();
+        let store = open(&disk);
+        (dir, store)
+    }
+
     /// A disk of 4 MiB with `first` in its first page and `last` in its last, as a crash leaves it: both pages only
     /// in the log.
     fn crashed(dir: &Path, last: u8) -> PathBuf {

@@ -5,10 +5,10 @@ use std::path::PathBuf;
 
 use walvisor_storage::{
     BackendQueue, DiskOptions, ErrorKind, Operation, Point, Port, Result, Retain, Rewound, Store,
-    StoreOptions, create_disk, export_disk, inspect, restore_disk, rewind_disk,
+    StoreOptions, create_disk, export_disk, inspect, rewind_disk,
 };
 
-use crate::support::{Random, copy_image, copy_log, modify, read, wait_all};
+use crate::support::{Random, copy_image, copy_log, modify, read, restored, wait_all};
 
 pub(crate) const NAMES: [&str; 2] = ["a", "b"];
 pub(crate) const SECTORS: u64 = 256;
@@ -143,17 +143,7 @@ impl Bench {
 
     pub(crate) fn restored(&self, disk: usize, at: Point) -> Result<Vec<u8>> {
         let new = self.dir.path().join("new");
-        restore_disk(
-            &self.disk(disk),
-            &self.log(),
-            at,
-            &new,
-            None,
-            &mut |_, _| {},
-        )?;
-        let bytes = std::fs::read(&new).unwrap();
-        std::fs::remove_file(&new).unwrap();
-        Ok(bytes)
+        restored(&self.disk(disk), &self.log(), at, &new)
     }
 
     pub(crate) fn exported(&self, disk: usize) -> Vec<u8> {

@@ -9,7 +9,8 @@ use std::process::Command;
 use rustix::event::{PollFd, PollFlags};
 use walvisor_storage::{
     Allocation, Backend, BackendQueue, Buffer, CacheMode, Completion, DiskOptions, EngineKind,
-    Failure, LogReport, Operation, Store, StoreOptions, create_disk, default_log_dir, inspect,
+    Error, Failure, LogReport, Operation, Point, Store, StoreOptions, create_disk, default_log_dir,
+    inspect, restore_disk,
 };
 
 pub const SIZE: u64 = 8 << 20;
@@ -118,6 +119,14 @@ pub fn copy_image(from: &Path, to: &Path) {
         let flags = rustix::fs::XattrFlags::empty();
         rustix::fs::setxattr(to, "user.walvisor.disk", mark.as_bytes(), flags).unwrap();
     }
+}
+
+/// What a disk was at a point, restored to a new image `new`, which is removed again.
+pub fn restored(disk: &Path, log: &Path, at: Point, new: &Path) -> Result<Vec<u8>, Error> {
+    restore_disk(disk, log, at, new, None, &mut |_, _| {})?;
+    let bytes = std::fs::read(new).unwrap();
+    std::fs::remove_file(new).unwrap();
+    Ok(bytes)
 }
 
 pub fn wait(port: &mut (impl BackendQueue + ?Sized), count: usize) -> Vec<Completion> {

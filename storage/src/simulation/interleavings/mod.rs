@@ -70,6 +70,12 @@ fn told<T>(judge: &SharedJudge, tell: impl FnOnce(&mut Judge) -> T) -> T {
     tell(&mut judge.lock().expect("no switch happens under this lock"))
 }
 
+/// Starts what was submitted. `alone`: the thread makes quick syncs itself.
+fn start(port: &mut Port, judge: &SharedJudge, alone: bool) {
+    let led = port.start(alone);
+    told(judge, |judge| judge.led_alone += u64::from(led));
+}
+
 /// Takes the requests that have ended; returns whether nothing is left to wait for.
 fn serve(
     port: &mut Port,
@@ -82,8 +88,7 @@ fn serve(
     let mut done = Vec::new();
     let mut asked = true;
     while std::mem::take(&mut asked) {
-        let led = port.start(alone);
-        told(judge, |judge| judge.led_alone += u64::from(led));
+        start(port, judge, alone);
         port.completions(&mut done);
         done.retain(|end| {
             let asks = end.result.is_ok() && told(judge, |judge| judge.asks(end.token));
@@ -135,10 +140,6 @@ fn work(
 ) {
     let plan = told(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
-    let start = |port: &mut Port| {
-        let led = port.start(plan.alone);
-        told(judge, |judge| judge.led_alone += u64::from(led));
-    };
     let wait = |port: &mut Port, mine: &mut Vec<u64>| {
         while !serve(port, judge, fixture, log, mine, plan.alone) {
             port.sleep_for_test();
@@ -150,7 +151,7 @@ fn work(
                 mine.push(token);
                 port.submit(token, operation);
             }
-            None if plan.stalls => start(&mut port),
+            None if plan.stalls => start(&mut port, judge, plan.alone),
             None if matches!(step, Step::Wait) => wait(&mut port, &mut mine),
             None => {
                 serve(&mut port, judge, fixture, log, &mut mine, plan.alone);
@@ -158,7 +159,7 @@ fn work(
         }
     }
     if plan.stalls {
-        start(&mut port);
+        start(&mut port, judge, plan.alone);
         others.wait();
     }
     if !plan.leaves {
