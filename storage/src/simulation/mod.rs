@@ -379,6 +379,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::CutUndrained,
         Mutant::LookUnpinned,
         Mutant::ExportUnsaved,
+        Mutant::DiscardKeepsRecord,
         Mutant::ShrinkDropsLive,
         Mutant::LeaveUncopied,
         Mutant::RemoveUncopied,
