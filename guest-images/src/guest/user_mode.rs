@@ -1,5 +1,6 @@
 //! User-mode Linux: a Linux kernel that runs as a program. The guest has one processor.
 
+use std::arch::x86_64::__cpuid_count;
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
@@ -17,6 +18,11 @@ use crate::reporter::Reporter;
 const MODULES: &str = "/usr/lib/uml/modules";
 /// The module for disks over vhost-user.
 const DISK_MODULE: &str = "virtio_blk";
+
+/// The size in bytes of the floating point state that user-mode Linux 6.1 keeps (its `HOST_FP_SIZE`).
+const FLOATING_POINT_SIZE: u32 = 2696;
+/// The CPUID leaf about XSAVE (Intel SDM volume 1, 13.2).
+const XSAVE_LEAF: u32 = 0xd;
 
 /// The first commands of a guest over the files of this machine. $MODULES stands for the directory of the modules.
 /// What the guest writes below /var and /mnt stays in its memory. It sees this machine's files there, such as the
@@ -69,7 +75,7 @@ impl UserMode {
             wanted => in_load_order(directory, wanted)?,
         };
         let initramfs = initramfs(directory, images, script, &modules)?;
-        let mut command = self.command(directory, "256M");
+        let mut command = self.command(directory, "256M")?;
         command.arg(format!("initrd={}", initramfs.display()));
         Guest::spawn(command, directory)
     }
@@ -97,7 +103,7 @@ impl UserMode {
         fs::write(&init, text).at("write", &init)?;
         fs::set_permissions(&init, fs::Permissions::from_mode(0o755))
             .at("set the mode of", &init)?;
-        let mut command = self.command(directory, "1G");
+        let mut command = self.command(directory, "1G")?;
         command
             .args(["root=/dev/root", "rootfstype=hostfs", "rootflags=/", "ro"])
             .arg(format!("init={}", init.display()));
@@ -110,7 +116,7 @@ impl UserMode {
         disks.into_iter().chain(modules).collect()
     }
 
-    fn command(&self, directory: &Path, memory: &str) -> Command {
+    fn command(&self, directory: &Path, memory: &str) -> Result<Command> {
         // User-mode Linux has several processes, and some survive when the first is killed. So it runs in a PID
         // namespace, which dies with its first process. That is a shell: the kernel gives orphans to the first
         // process of a namespace, and drops signals that this process sends to itself, which is how user-mode Linux
@@ -128,6 +134,9 @@ impl UserMode {
             .arg(format!("mem={memory}"))
             .args(["con=null", "con0=fd:0,fd:1", "quiet"])
             .arg(format!("uml_dir={}", directory.display()));
+        if let Some(library) = wide_xsave(directory)? {
+            command.env("LD_PRELOAD", library);
+        }
         for disk in &self.disks {
             // 2 is the virtio device ID of a block device.
             command.arg(format!("virtio_uml.device={}:2", disk.display()));
@@ -138,8 +147,23 @@ impl UserMode {
         if let Some(cable) = &self.cable {
             cable.plug(&mut command);
         }
-        command
+        Ok(command)
     }
+}
+
+/// Compiles `wide_xsave.c` if this processor's XSAVE area, with AMX mostly, is more than user-mode Linux can restore.
+fn wide_xsave(directory: &Path) -> Result<Option<PathBuf>> {
+    // EBX is the size that the enabled features take.
+    if __cpuid_count(XSAVE_LEAF, 0).ebx <= FLOATING_POINT_SIZE {
+        return Ok(None);
+    }
+    let source = directory.join("wide_xsave.c");
+    fs::write(&source, include_str!("wide_xsave.c")).at("write", &source)?;
+    let library = source.with_extension("so");
+    let mut compiler = Command::new("cc");
+    compiler.args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o"]);
+    run(compiler.args([&library, &source]))?;
+    Ok(Some(library))
 }
 
 /// Makes a directory for `modprobe -d`.
