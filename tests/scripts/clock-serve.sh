@@ -34,8 +34,8 @@ set_clocks_while committed
 wait $!
 stepped=$(($(ticks $daemon) - before))
 echo "guest: serve quiet $quiet stepped $stepped idle $quiet_idle $(idle $daemon)"
-# Fast clients may have committed everything between two steps of the clock. So commit again a day later, and two days
-# before that.
+# Fast clients may have committed everything between two steps of the clock. So commit again a day later, and a day before
+# the start.
 date -s "@$(($(date +%s) + 86400))" >/dev/null
 commits 300
 date -s "@$(($(date +%s) - 172800))" >/dev/null
