@@ -22,7 +22,7 @@ PROFILE ?= release
 BIN = $(DESTDIR)$(PREFIX)/bin
 SHARE = $(DESTDIR)$(PREFIX)/share
 SYSTEMD = $(DESTDIR)$(PREFIX)/lib/systemd/system
-UNITS = $(wildcard docs/nbd/*.service docs/nbd/*.socket docs/vhost-user/*.service docs/vhost-user/*.socket)
+UNITS = $(wildcard docs/nbd/*.service docs/nbd/*.socket docs/vhost-user/*.service docs/vhost-user/*.socket docs/operations/*.service)
 
 ## install: the program, its manual pages, completions for bash, zsh and fish, systemd units; PREFIX=/usr/local DESTDIR=
 install: setup

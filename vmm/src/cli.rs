@@ -37,6 +37,8 @@ pub enum Command {
     Disk(commands::disk::DiskArguments),
     /// Serve disks to other programs.
     Serve(commands::serve::ServeArguments),
+    /// Check the file of 'walvisor serve --config'.
+    Config(commands::config::ConfigArguments),
     /// Control a running VM or daemon.
     Ctl(commands::ctl::CtlArguments),
     /// Inspect logs.
@@ -68,6 +70,7 @@ pub fn main(started: Instant) -> ExitCode {
         Command::Demo(arguments) => commands::demo::run(&arguments),
         Command::Disk(arguments) => commands::disk::run(&arguments),
         Command::Serve(arguments) => commands::serve::run(&arguments, started),
+        Command::Config(arguments) => commands::config::run(&arguments),
         Command::Log(arguments) => commands::log::run(&arguments),
     };
     end("walvisor", result)

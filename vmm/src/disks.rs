@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::fs::File;
+use std::num::NonZero;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
@@ -17,7 +18,9 @@ use walvisor_storage::{
 };
 
 use crate::disk::OpenDisk;
-use crate::disk_spec::{BackendKind, DiskCache, DiskSpec, MAX_SERIAL_BYTES};
+use crate::disk_spec::{
+    BackendKind, DiskCache, DiskCommand, DiskSpec, MAX_QUEUES, MAX_SERIAL_BYTES,
+};
 use crate::progress::with_bar;
 
 /// How long closing a log may copy it to the images if no disk says.
@@ -205,7 +208,7 @@ fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
         name: disk_name(spec),
         backend,
         device: BlockConfig {
-            queues: spec.queues.unwrap_or_else(|| u16::from(cpus)),
+            queues: spec.queues.unwrap_or_else(|| default_queues(spec, cpus)),
             queue_size: spec.queue_size,
             serial: spec.serial.clone().unwrap_or_else(|| default_serial(spec)),
             block_size: spec.block_size,
@@ -216,6 +219,16 @@ fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
         },
         limits: spec.limits,
     }
+}
+
+/// One queue for each vCPU. Who connects to a vhost-user disk isn't known, so it has one for each CPU of the host: a front-end
+/// uses no more than its guest has CPUs, and an unused queue costs nothing.
+fn default_queues(spec: &DiskSpec, cpus: u8) -> u16 {
+    if spec.door != DiskCommand::VhostUser {
+        return u16::from(cpus);
+    }
+    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
+    cpus.min(MAX_QUEUES.into()) as u16
 }
 
 /// The name of a disk in messages, metrics and control requests.

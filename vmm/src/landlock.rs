@@ -1,7 +1,7 @@
 //! Landlock: limits the files and ports that a process can reach once it has started.
 //!
 //! ```text
-//!   Places::of(specs) + what the command adds ─▶ restrict ─▶ disks are opened, threads start: all of them inherit it
+//!   AllowedPaths::of(specs) + what the command adds ─▶ restrict ─▶ disks are opened, threads start: all of them inherit it
 //! ```
 //! Landlock restricts a thread and the threads that it starts, so it must come before any other thread. It also
 //! comes before the recovery of logs, where the process first reads bytes that a crash or a stranger has left.
@@ -40,11 +40,11 @@ const NEWEST: ABI = ABI::V6;
 
 /// Paths, and the rights beneath each.
 #[derive(Default)]
-pub struct Places {
+pub struct AllowedPaths {
     rules: Vec<(PathBuf, BitFlags<AccessFs>)>,
 }
 
-impl Places {
+impl AllowedPaths {
     /// The images and logs of a command line's disks. The logs must exist
     /// ([`make_logs`](crate::disks::make_files)).
     pub fn of(specs: &[DiskSpec]) -> Self {
@@ -213,7 +213,7 @@ mod tests {
         let text = format!("path={}", dir.join("disk.img").display());
         let specs = [DiskSpec::parse(&text, DiskCommand::Run).unwrap()];
         let scratch = make_files(&specs).unwrap();
-        Places::of(&specs).restrict(Landlock::On);
+        AllowedPaths::of(&specs).restrict(Landlock::On);
 
         // The first run of a new disk, from its first write to its close.
         let (disks, logs) = open(&specs, 1, scratch).unwrap();

@@ -1,6 +1,7 @@
 //! The subcommands, a module each. A subcommand is a clap argument struct and a function that carries it out.
 
 mod activation;
+pub mod config;
 pub mod ctl;
 pub mod demo;
 pub mod disk;

@@ -19,7 +19,7 @@ use crate::devices::console::Console;
 use crate::disk::OpenDisk;
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
-use crate::landlock::Places;
+use crate::landlock::AllowedPaths;
 use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::size::parse_size;
 use crate::vm::{DiskConfig, VmBuilder, block_termination_signals};
@@ -107,7 +107,7 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     // after a crash.
     let mut names = SocketNames::default();
     let control = arguments.process.control(&mut names)?;
-    names.entrust().map_err(CommandError::failed)?;
+    names.hand_over().map_err(CommandError::failed)?;
     let scratch = disks::make_files(&arguments.disks).map_err(CommandError::failed)?;
     places(arguments).restrict(arguments.process.landlock);
     // The logs' threads start with the disks, before the VM is built, and inherit the blocked signals.
@@ -122,8 +122,8 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
 }
 
 /// The parts of the file system that the run still needs after its start.
-fn places(arguments: &RunArguments) -> Places {
-    let mut places = Places::of(&arguments.disks);
+fn places(arguments: &RunArguments) -> AllowedPaths {
+    let mut places = AllowedPaths::of(&arguments.disks);
     places.device(Path::new("/dev/kvm"));
     places.read(&arguments.kernel);
     places.read(Path::new("/proc/cpuinfo"));

@@ -38,7 +38,7 @@ impl SocketNames {
     ///
     /// # Errors
     /// If the system refuses a pipe or a process.
-    pub fn entrust(&mut self) -> io::Result<()> {
+    pub fn hand_over(&mut self) -> io::Result<()> {
         if self.own.is_empty() {
             return Ok(());
         }
@@ -64,13 +64,13 @@ impl SocketNames {
         Ok(())
     }
 
-    /// As [`entrust`](Self::entrust), but the child removes the names once all copies of the returned descriptor are closed,
+    /// As [`hand_over`](Self::hand_over), but the child removes the names once all copies of the returned descriptor are closed,
     /// which other processes may have too.
     ///
     /// # Errors
-    /// As [`entrust`](Self::entrust).
+    /// As [`hand_over`](Self::hand_over).
     pub fn give_away(mut self) -> io::Result<Option<PipeWriter>> {
-        self.entrust()?;
+        self.hand_over()?;
         Ok(self.child.as_mut().and_then(|child| {
             child.gone = None;
             child.keep.take()

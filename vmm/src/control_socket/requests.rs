@@ -46,7 +46,11 @@ impl Controlled {
             ControlCommand::Export { .. } => Err(ControlError::new(
                 "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as 'walvisor ctl' does",
             )),
-            ControlCommand::AddDisk { spec } => self.add_disk(spec),
+            ControlCommand::AddDisk { spec } => {
+                self.members()?;
+                let spec = DiskSpec::parse(spec, self.kind).map_err(ControlError::new)?;
+                self.add_disk(&spec)
+            }
             ControlCommand::RemoveDisk { disk } => self.remove_disk(disk),
             ControlCommand::Snapshot { disk, name, alone } => {
                 let made = self.in_log(disk.as_deref(), |disk| match alone {
@@ -251,15 +255,15 @@ impl Controlled {
         }
     }
 
-    fn add_disk(&self, spec: &str) -> Result<Value, ControlError> {
+    /// Opens a disk and serves it. Returns the answer for clients.
+    pub(crate) fn add_disk(&self, spec: &DiskSpec) -> Result<Value, ControlError> {
         let members = self.members()?;
-        let spec = DiskSpec::parse(spec, self.kind).map_err(ControlError::new)?;
         if self.is_paused() {
             return Err(ControlError::new(
                 "the disks are paused: add the disk after 'walvisor ctl SOCKET resume'",
             ));
         }
-        let Added { disk, place } = members.add(&spec).map_err(ControlError::new)?;
+        let Added { disk, place } = members.add(spec).map_err(ControlError::new)?;
         let answer = json!({
             "disk": disk.name,
             "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
@@ -282,7 +286,8 @@ impl Controlled {
         self.apply_end(&disk);
     }
 
-    fn remove_disk(&self, name: &str) -> Result<Value, ControlError> {
+    /// Stops serving a disk, and closes it. Returns the answer for clients.
+    pub(crate) fn remove_disk(&self, name: &str) -> Result<Value, ControlError> {
         let members = self.members()?;
         let disk = self.disk(Some(name))?;
         let log = log_name(&*disk.backend);

@@ -66,10 +66,22 @@ pub enum DiskSpecError {
     Conflict(&'static str),
 }
 
-/// The keys that `command` takes.
+/// The keys that `command` takes: with some door, if the disk is to say which.
 pub(super) fn keys_of(command: DiskCommand) -> impl Iterator<Item = &'static Key> {
-    KEYS.iter()
-        .filter(move |key| key.commands.contains(&command))
+    KEYS.iter().filter(move |key| match command {
+        DiskCommand::Serve => DiskCommand::DOORS
+            .iter()
+            .any(|door| key.commands.contains(door)),
+        command => key.commands.contains(&command),
+    })
+}
+
+/// The door that these keys name.
+fn door_of(keys: &[(String, String)]) -> Option<DiskCommand> {
+    let (_, named) = keys.iter().find(|(name, _)| name == "door")?;
+    DiskCommand::DOORS
+        .into_iter()
+        .find(|door| door.name() == named)
 }
 
 /// The key that was probably meant, as a question. The measure and its limit are those of clap for its own arguments.
@@ -105,15 +117,37 @@ impl DiskSpec {
     /// Parses a SPEC that was given to `command`.
     ///
     /// # Errors
-    /// If a key is unknown, or does not belong to this command or to the disk's backend, whatever its value; if
-    /// a value is wrong; if keys contradict each other.
+    /// As [`from_keys`](Self::from_keys); if a part has no `=`.
     pub fn parse(text: &str, command: DiskCommand) -> Result<Self, DiskSpecError> {
-        let mut spec = Self::default();
-        let mut given: Vec<&'static Key> = Vec::new();
+        let mut keys = Vec::new();
         for part in parts(text) {
-            let Some((name, value)) = part.split_once('=') else {
-                return Err(DiskSpecError::NoValue(part));
-            };
+            match part.split_once('=') {
+                Some((name, value)) => keys.push((name.to_owned(), value.to_owned())),
+                None => return Err(DiskSpecError::NoValue(part)),
+            }
+        }
+        Self::from_keys(&keys, command)
+    }
+
+    /// The disk that these keys and values describe, for `command`.
+    ///
+    /// # Errors
+    /// If a key is unknown, or does not belong to the disk's door or backend, whatever its value; if a value is wrong;
+    /// if keys contradict each other, or one is missing.
+    pub fn from_keys(
+        keys: &[(String, String)],
+        command: DiskCommand,
+    ) -> Result<Self, DiskSpecError> {
+        let command = match door_of(keys) {
+            Some(door) if command != DiskCommand::Run => door,
+            _ => command,
+        };
+        let mut spec = Self {
+            door: command,
+            ..Self::default()
+        };
+        let mut given: Vec<&'static Key> = Vec::new();
+        for (name, value) in keys {
             let Some(key) = KEYS.iter().find(|key| key.name == name) else {
                 let key = name.to_owned();
                 return Err(DiskSpecError::UnknownKey { key, command });
@@ -121,7 +155,7 @@ impl DiskSpec {
             if given.iter().any(|other| other.name == name) {
                 return Err(DiskSpecError::Twice(key.name));
             }
-            if !key.commands.contains(&command) {
+            if !keys_of(command).any(|taken| taken.name == name) {
                 let commands = key.commands.iter().map(|command| command.words());
                 let commands: Vec<_> = commands
                     .map(|words| format!("'walvisor {words}'"))
@@ -142,8 +176,46 @@ impl DiskSpec {
             }
             given.push(key);
         }
+        if spec.door == DiskCommand::Serve {
+            return Err(DiskSpecError::Conflict(
+                "a disk needs a door, by which clients reach it: give door=vhost-user, door=nbd or door=tcmu",
+            ));
+        }
         check(&spec, &given)?;
         Ok(spec)
+    }
+
+    /// The keys of a disk of `command` that has some of its own, and takes from `defaults` what its door and its backend have.
+    pub(crate) fn with_defaults(
+        own: &[(String, String)],
+        defaults: &[(String, String)],
+        command: DiskCommand,
+    ) -> Vec<(String, String)> {
+        let has = |name: &str| own.iter().any(|(key, _)| key == name);
+        let door = door_of(own).or(door_of(defaults)).unwrap_or(command);
+        let of_backend = |keys: &[(String, String)]| {
+            let (_, named) = keys.iter().find(|(name, _)| name == "backend")?;
+            BackendKind::ALL
+                .into_iter()
+                .find(|kind| kind.name() == named)
+        };
+        let backend = of_backend(own).or(of_backend(defaults)).unwrap_or_default();
+        let fits = |key: &Key| key.commands.contains(&door) && key.backends.contains(&backend);
+        let taken = |(name, _): &&(String, String)| {
+            let key = KEYS.iter().find(|key| key.name == name);
+            // An unknown key is refused later.
+            let fits = door == DiskCommand::Serve || key.is_none_or(fits);
+            let instead = match name.as_str() {
+                "socket" => has("port"),
+                "port" | "address" => has("socket"),
+                _ => false,
+            };
+            fits && !instead && !has(name)
+        };
+        own.iter()
+            .chain(defaults.iter().filter(taken))
+            .cloned()
+            .collect()
     }
 }
 

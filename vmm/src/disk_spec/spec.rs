@@ -11,27 +11,32 @@ use walvisor_storage::{CommitWait, ImageFormat, OnFull, Point, Retain};
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
 
-/// The commands that use disks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+/// The commands that use disks. Each form of `walvisor serve` but the first stands for a door too: a disk's `door=` overrides it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DiskCommand {
     /// `walvisor run`
     Run,
-    /// `walvisor serve vhost-user`
+    /// `walvisor serve`, whose disks say their doors.
+    Serve,
+    /// `walvisor serve vhost-user`, `door=vhost-user`
     VhostUser,
-    /// `walvisor serve nbd`
+    /// `walvisor serve nbd`, `door=nbd`
     Nbd,
-    /// `walvisor serve tcmu`
+    /// `walvisor serve tcmu`, `door=tcmu`
     Tcmu,
 }
 
 impl DiskCommand {
-    /// All commands, in the order of the manual.
+    /// The commands that say how a disk is reached, in the order of the manual.
     pub const ALL: [Self; 4] = [Self::Run, Self::VhostUser, Self::Nbd, Self::Tcmu];
+    /// The doors of a daemon.
+    pub const DOORS: [Self; 3] = [Self::VhostUser, Self::Nbd, Self::Tcmu];
 
     /// The last word of the command.
     pub fn name(self) -> &'static str {
         match self {
             Self::Run => "run",
+            Self::Serve => "serve",
             Self::VhostUser => "vhost-user",
             Self::Nbd => "nbd",
             Self::Tcmu => "tcmu",
@@ -42,6 +47,7 @@ impl DiskCommand {
     pub fn words(self) -> &'static str {
         match self {
             Self::Run => "run",
+            Self::Serve => "serve",
             Self::VhostUser => "serve vhost-user",
             Self::Nbd => "serve nbd",
             Self::Tcmu => "serve tcmu",
@@ -142,6 +148,8 @@ pub struct DiskSpec {
     pub backend: BackendKind,
     /// What is known of the image's format.
     pub format: ImageFormat,
+    /// How the disk is reached: a guest of `walvisor run`, or a door of a daemon.
+    pub door: DiskCommand,
     /// The transport through which the guest reaches the disk.
     pub transport: TransportKind,
     /// Request queues; `None` is one per vCPU.
@@ -210,6 +218,7 @@ impl Default for DiskSpec {
             log: None,
             backend: BackendKind::default(),
             format: ImageFormat::Unknown,
+            door: DiskCommand::Run,
             transport: TransportKind::default(),
             queues: None,
             queue_size: DEFAULT_QUEUE_SIZE,

@@ -34,6 +34,7 @@ const VIRTIO: &[DiskCommand] = &[DiskCommand::Run, DiskCommand::VhostUser];
 const SOCKETS: &[DiskCommand] = &[DiskCommand::VhostUser, DiskCommand::Nbd];
 const NBD: &[DiskCommand] = &[DiskCommand::Nbd];
 const TCMU: &[DiskCommand] = &[DiskCommand::Tcmu];
+const DOORS: &[DiskCommand] = &DiskCommand::DOORS;
 
 const ANY: &[BackendKind] = &BackendKind::ALL;
 const LOGGED: &[BackendKind] = &[BackendKind::Wal];
@@ -368,6 +369,18 @@ pub const KEYS: &[Key] = &[
         commands: EVERYWHERE,
         backends: LOGGED,
         help: "What writes and FLUSHes do when the log is full and there is no space to empty it: fail, or wait until there is space",
+    },
+    Key {
+        name: "door",
+        value: Value::Choice(&[
+            ("vhost-user", |spec| spec.door = DiskCommand::VhostUser),
+            ("nbd", |spec| spec.door = DiskCommand::Nbd),
+            ("tcmu", |spec| spec.door = DiskCommand::Tcmu),
+        ]),
+        default: "that of the command, such as nbd for serve nbd; required for serve",
+        commands: DOORS,
+        backends: ANY,
+        help: "How clients reach the disk; disks of one daemon may have different doors, and share a log all the same",
     },
     Key {
         name: "socket",

@@ -125,6 +125,7 @@ fn with(key: &Key, value: &str, backend: BackendKind) -> String {
 /// A value that `key` takes.
 fn example(key: &Key) -> &'static str {
     match key.name {
+        "door" => "nbd",
         "path" | "log" | "socket" | "name" | "serial" => "a",
         "wwn" => "naa.0123456789abcdef",
         "worker-cpus" => "0",

@@ -12,18 +12,18 @@
 //! stays. Only those back stores are changed whose configuration says that they are walvisor's.
 
 mod backstore;
+mod disk;
 mod events;
 mod export;
 mod opener;
 mod refusal;
-mod standing;
 mod target;
 mod uio;
 
 pub use backstore::{Backstore, Wanted};
+pub use disk::LioDisk;
 pub use events::{Change, Events};
 pub use export::TargetExport;
-pub use standing::Standing;
 pub use target::{Target, TargetError};
 pub use uio::Uio;
 

@@ -24,7 +24,7 @@ use rustix::net::{
 };
 
 use crate::child;
-use crate::landlock::{Landlock, Places};
+use crate::landlock::{AllowedPaths, Landlock};
 
 /// The start of the configuration of walvisor's back stores; tcmu-runner calls this a subtype.
 pub(super) const SUBTYPE: &str = "walvisor/";
@@ -40,7 +40,7 @@ impl Opener {
         let (flags, kind) = (SocketFlags::CLOEXEC, SocketType::SEQPACKET);
         let (mine, its) = socketpair(AddressFamily::UNIX, kind, flags, None)?;
         child::start(c"walvisor-uio", &mut [its.as_raw_fd()], || {
-            let mut places = Places::default();
+            let mut places = AllowedPaths::default();
             places.read(uio);
             places.read(Path::new("/sys/devices"));
             places.device(Path::new("/dev"));

@@ -116,7 +116,7 @@ impl Target {
     ///
     /// # Errors
     /// If the system refuses a socket or a process.
-    pub fn entrust(&mut self) -> Result<()> {
+    pub fn hand_over(&mut self) -> Result<()> {
         let opener =
             Opener::start(&self.uio).doing("let a process open the devices of", &self.uio)?;
         self.opener = Some(Arc::new(opener));

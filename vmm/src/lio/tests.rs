@@ -86,7 +86,7 @@ fn back_stores_and_who_exports_them_are_found() {
     let simple: Vec<_> = exports.iter().map(TargetExport::is_simple).collect();
     assert_eq!(simple, [false, true]);
     // A LUN that walvisor does not make must not be removed.
-    let error = Standing::clear(store).unwrap_err().to_string();
+    let error = LioDisk::clear(store).unwrap_err().to_string();
     assert!(
         error.contains("iscsi iqn.2026-11.x:y: remove that LUN first"),
         "{error}"

@@ -24,9 +24,19 @@ fn systemd_takes_the_units() {
             let text = text.replace("/usr/local/bin/walvisor", WALVISOR);
             fs::write(dir.path().join(name), text).unwrap();
         }
+        let pool = Path::new(DOCUMENTS).join("operations/walvisor@.service");
+        let text = fs::read_to_string(pool).unwrap();
+        let text = text.replace("/usr/local/bin/walvisor", WALVISOR);
+        fs::write(dir.path().join("walvisor@pool.service"), text).unwrap();
         let units = units.map(|name| format!("./{name}"));
         // The manual pages that the units name need not be installed.
-        let arguments = ["verify", "--man=no", &units[0], &units[1]];
+        let arguments = [
+            "verify",
+            "--man=no",
+            &units[0],
+            &units[1],
+            "./walvisor@pool.service",
+        ];
         client(dir.path(), "systemd-analyze", &arguments);
     }
 }

@@ -205,7 +205,7 @@ fn bad_input_is_told_in_a_line() {
     ] {
         refused(dir, &format!("serve nbd {arguments}"), 2, parts);
     }
-    refused(dir, "serve", 2, &["command"]);
+    refused(dir, "serve", 2, &["--disk"]);
     refused(
         dir,
         "run --kernel k --disk path=disk.img,socket=s",

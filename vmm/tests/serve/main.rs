@@ -5,6 +5,7 @@ mod clients;
 mod control;
 mod crash;
 mod documents;
+mod doors;
 mod export;
 mod formats;
 mod history;

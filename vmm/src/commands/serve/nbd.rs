@@ -1,16 +1,13 @@
-//! `walvisor serve nbd`: disks as NBD exports.
+//! NBD: disks as exports.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Instant;
 
 use clap::{Args, ValueEnum};
-use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls, TlsConfig};
 
-use super::daemon::{DaemonArguments, Ending, announce, conclude};
-use super::members::{Exposure, Membership, SharedLogs};
+use super::door::Door;
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
@@ -18,15 +15,10 @@ use crate::control_socket::{Added, NotRemoved};
 use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
-use crate::metrics::DiskMetrics;
-use crate::seccomp::Duty;
 
-/// The arguments of `walvisor serve nbd`.
+/// TLS of NBD disks.
 #[derive(Args, Debug)]
-pub struct NbdArguments {
-    /// What every daemon takes.
-    #[command(flatten)]
-    pub daemon: DaemonArguments,
+pub struct TlsArguments {
     /// Whether clients can or must use TLS [default: require with certificates, else off]
     #[arg(long, value_name = "MODE", value_enum)]
     pub tls: Option<TlsMode>,
@@ -49,9 +41,14 @@ pub enum TlsMode {
     Require,
 }
 
-impl NbdArguments {
+impl TlsArguments {
+    /// Whether any was given.
+    pub(super) fn is_given(&self) -> bool {
+        self.tls.is_some() || self.tls_certificates.is_some()
+    }
+
     /// Reads the certificates.
-    fn tls(&self) -> Result<Tls, CommandError> {
+    pub(super) fn read(&self) -> Result<Tls, CommandError> {
         let (mode, directory) = match (self.tls, &self.tls_certificates) {
             (None | Some(TlsMode::Off), None) | (Some(TlsMode::Off), Some(_)) => {
                 return Ok(Tls::Off);
@@ -79,95 +76,123 @@ enum ListenAddress {
     Tcp(SocketAddr),
 }
 
-/// An address and the disks served there, as indices into the command line's disks.
-struct Group {
-    place: ListenAddress,
-    members: Vec<usize>,
-}
-
-/// An address that is bound, so that clients can connect to it.
-struct Bound {
-    listener: Listener,
-    /// Its URI without an export.
-    uri: Uri,
-}
-
 enum Uri {
     Unix(PathBuf),
     Tcp(SocketAddr),
 }
 
-/// Serves until a signal asks to stop.
-pub(super) fn run(arguments: &NbdArguments, started: Instant) -> Result<(), CommandError> {
-    let mut sockets = Sockets::take(arguments.daemon.mode)?;
-    let tls = arguments.tls()?;
-    let arguments = &arguments.daemon;
-    let specs = &arguments.disks;
-    let groups = group(specs).map_err(CommandError::Usage)?;
-    disks::check(specs).map_err(CommandError::Usage)?;
-    let metrics = arguments.process.metrics()?;
-    // The names are declared first, so that they are removed after everything that listens at them is dropped.
-    let mut names = SocketNames::default();
-    let ending = Ending::prepare(arguments, &mut names, DiskCommand::Nbd, started)?;
-    // The sockets are bound before the disks are opened, which may take long after a crash: early clients wait,
-    // and are not refused.
-    let bound = groups
-        .iter()
-        .map(|group| bind(&group.place, &mut sockets, &mut names))
-        .collect::<Result<Vec<_>, _>>()?;
-    sockets.finish()?;
-    let scratch = arguments.restrict(&mut names, |_| ())?;
-    let (open, logs) = disks::open(specs, 1, scratch).map_err(CommandError::failed)?;
-    let logs = SharedLogs::new(logs);
-    let served = arguments
-        .filter(Duty::Nbd)
-        .and_then(|()| serve(arguments, open, &groups, bound, tls, &logs, ending));
-    drop(names);
-    conclude(served, metrics, &logs)
+/// The NBD server, and where its clients find it.
+pub(super) struct NbdDoor {
+    tls: Tls,
+    /// The addresses, in the order in which the disks name them. Each is a service of the server.
+    places: Vec<(ListenAddress, Uri)>,
+    /// What the server will be started with.
+    services: Vec<Service>,
+    server: Option<Server>,
 }
 
-/// Serves open disks until a signal comes. Returns the metrics of the disks.
-fn serve(
-    arguments: &DaemonArguments,
-    disks: Vec<OpenDisk>,
-    groups: &[Group],
-    bound: Vec<Bound>,
-    tls: Tls,
-    logs: &SharedLogs,
-    ending: Ending,
-) -> Result<Vec<DiskMetrics>, CommandError> {
-    let (mut services, mut lines) = (Vec::new(), String::new());
-    let (mut controlled, mut places) = (Vec::new(), Vec::new());
-    for (group, Bound { listener, uri }) in groups.iter().zip(bound) {
+impl NbdDoor {
+    pub(super) fn new(tls: Tls) -> Self {
+        Self {
+            tls,
+            places: Vec::new(),
+            services: Vec::new(),
+            server: None,
+        }
+    }
+
+    /// The service at a disk's place.
+    fn service(&self, spec: &DiskSpec) -> Result<usize, String> {
+        let wanted = place(spec)?;
+        let mut places = self.places.iter();
+        places
+            .position(|(place, uri)| *place == wanted || uri.is_at(&wanted))
+            .ok_or_else(|| {
+                let places: Vec<_> = self.places.iter().map(|(_, uri)| uri.key()).collect();
+                format!(
+                    "disk '{}': a disk can be added where this daemon listens already: give {}",
+                    spec.name(),
+                    places.join(" or ")
+                )
+            })
+    }
+}
+
+impl Door for NbdDoor {
+    fn check(&self, specs: &[DiskSpec]) -> Result<(), String> {
         let mut exports = Vec::new();
-        for &member in &group.members {
-            let (export, disk) = export(&arguments.disks[member], &disks[member]);
-            let bytes = disk.backend.sectors() * SECTOR_SIZE;
-            let uri = uri.of(export.name(), &tls);
-            lines.push_str(&format!("serving {}: {bytes} bytes at {uri}\n", disk.name));
-            controlled.push((member, disk));
+        for spec in specs {
+            let export = (place(spec)?, export_name(spec));
+            if exports.contains(&export) {
+                return Err(same_name(&export.1));
+            }
             exports.push(export);
         }
-        services.push(Service {
-            listener,
-            exports,
-            tls: tls.clone(),
-        });
-        places.push((group.place.clone(), uri));
+        Ok(())
     }
-    drop(disks);
-    let server = Server::start(services).map_err(CommandError::failed)?;
-    announce(&lines);
-    controlled.sort_by_key(|(member, _)| *member);
-    let controlled = controlled.into_iter().map(|(_, disk)| disk).collect();
-    let exposure = Exports {
-        server,
-        places,
-        tls,
-    };
-    let (specs, dirs) = (&arguments.disks, &arguments.disk_dirs);
-    let members = Membership::new(exposure, specs, dirs, logs, 1);
-    ending.wait(controlled, Some(Box::new(members)))
+
+    fn bind(
+        &mut self,
+        specs: &[DiskSpec],
+        sockets: &mut Sockets,
+        names: &mut SocketNames,
+    ) -> Result<(), CommandError> {
+        for spec in specs {
+            let place = place(spec).map_err(CommandError::Usage)?;
+            if self.places.iter().any(|(known, _)| *known == place) {
+                continue;
+            }
+            let (listener, uri) = bind(&place, sockets, names)?;
+            self.places.push((place, uri));
+            self.services.push(Service {
+                listener,
+                exports: Vec::new(),
+                tls: self.tls.clone(),
+            });
+        }
+        Ok(())
+    }
+
+    fn check_added(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String> {
+        let (service, name) = (self.service(spec)?, export_name(spec));
+        let mut others = others.iter().filter(|other| export_name(other) == name);
+        match others.any(|other| self.service(other) == Ok(service)) {
+            true => Err(same_name(&name)),
+            false => Ok(None),
+        }
+    }
+
+    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {
+        let service = self.service(spec)?;
+        let (export, disk) = export(spec, disk);
+        let name = export.name().to_owned();
+        match &self.server {
+            None => self.services[service].exports.push(export),
+            Some(server) if server.add(service, export) => {}
+            Some(_) => return Err(same_name(&name)),
+        }
+        let place = self.places[service].1.of(&name, &self.tls);
+        Ok(Added { disk, place })
+    }
+
+    fn start(&mut self) -> Result<(), CommandError> {
+        let server = Server::start(std::mem::take(&mut self.services));
+        self.server = Some(server.map_err(CommandError::failed)?);
+        Ok(())
+    }
+
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
+        if let (Some(server), Ok(service)) = (&self.server, self.service(spec)) {
+            server.remove(service, &export_name(spec));
+        }
+        Ok(())
+    }
+
+    fn stop(&mut self) -> Result<(), CommandError> {
+        self.services.clear();
+        self.server = None;
+        Ok(())
+    }
 }
 
 /// The export of a disk, and its handle.
@@ -187,93 +212,9 @@ fn export(spec: &DiskSpec, disk: &OpenDisk) -> (Export, DiskInUse) {
     (export, in_use)
 }
 
-/// The server, and the places where its clients find its services.
-struct Exports {
-    server: Server,
-    places: Vec<(ListenAddress, Uri)>,
-    tls: Tls,
-}
-
-impl Exports {
-    /// The service at a disk's place.
-    fn service(&self, spec: &DiskSpec) -> Result<usize, String> {
-        let wanted = place(spec)?;
-        let mut places = self.places.iter();
-        places
-            .position(|(place, uri)| *place == wanted || uri.is_at(&wanted))
-            .ok_or_else(|| {
-                let places: Vec<_> = self.places.iter().map(|(_, uri)| uri.key()).collect();
-                format!(
-                    "disk '{}': a disk can be added where this daemon listens already: give {}",
-                    spec.name(),
-                    places.join(" or ")
-                )
-            })
-    }
-}
-
-impl Exposure for Exports {
-    fn check(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String> {
-        let (service, name) = (self.service(spec)?, export_name(spec));
-        let mut others = others.iter().filter(|other| export_name(other) == name);
-        match others.any(|other| self.service(other) == Ok(service)) {
-            true => Err(same_name(&name)),
-            false => Ok(None),
-        }
-    }
-
-    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {
-        let service = self.service(spec)?;
-        let (export, disk) = export(spec, disk);
-        let name = export.name().to_owned();
-        if !self.server.add(service, export) {
-            return Err(same_name(&name));
-        }
-        let place = self.places[service].1.of(&name, &self.tls);
-        Ok(Added { disk, place })
-    }
-
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
-        if let Ok(service) = self.service(spec) {
-            self.server.remove(service, &export_name(spec));
-        }
-        Ok(())
-    }
-
-    /// The listener stays for the other disks.
-    fn forget(&mut self, _spec: &DiskSpec) {}
-}
-
 /// The error for two disks that clients could not tell apart.
 fn same_name(name: &str) -> String {
     format!("two disks at one address have the name '{name}': give one of them a serial=")
-}
-
-/// Groups the disks by their address, in the order in which the addresses are first named.
-fn group(specs: &[DiskSpec]) -> Result<Vec<Group>, String> {
-    let mut groups: Vec<Group> = Vec::new();
-    for (index, spec) in specs.iter().enumerate() {
-        let place = place(spec)?;
-        match groups.iter_mut().find(|group| group.place == place) {
-            Some(group) => group.members.push(index),
-            None => groups.push(Group {
-                place,
-                members: vec![index],
-            }),
-        }
-    }
-    for group in &groups {
-        let mut names: Vec<_> = group
-            .members
-            .iter()
-            .map(|member| export_name(&specs[*member]))
-            .collect();
-        names.sort();
-        if let Some(pair) = names.windows(2).find(|pair| pair[0] == pair[1]) {
-            return Err(same_name(&pair[0]));
-        }
-    }
-    Ok(groups)
 }
 
 fn place(spec: &DiskSpec) -> Result<ListenAddress, String> {
@@ -301,24 +242,18 @@ fn bind(
     place: &ListenAddress,
     sockets: &mut Sockets,
     names: &mut SocketNames,
-) -> Result<Bound, CommandError> {
+) -> Result<(Listener, Uri), CommandError> {
     match place {
         ListenAddress::Unix(path) => {
             let listener = sockets.unix(path, names)?;
             let absolute = std::path::absolute(path).unwrap_or_else(|_| path.clone());
-            Ok(Bound {
-                listener: Listener::Unix(listener),
-                uri: Uri::Unix(absolute),
-            })
+            Ok((Listener::Unix(listener), Uri::Unix(absolute)))
         }
         ListenAddress::Tcp(address) => {
             let listener = sockets.tcp(*address)?;
             // With port 0 the system has chosen the port.
             let address = listener.local_addr().map_err(CommandError::failed)?;
-            Ok(Bound {
-                listener: Listener::Tcp(listener),
-                uri: Uri::Tcp(address),
-            })
+            Ok((Listener::Tcp(listener), Uri::Tcp(address)))
         }
     }
 }
@@ -378,25 +313,34 @@ fn escape(bytes: &[u8]) -> String {
 mod tests {
     use super::*;
 
-    fn groups(texts: &[&str]) -> Result<Vec<Group>, String> {
-        let specs: Vec<DiskSpec> = texts
-            .iter()
-            .map(|text| DiskSpec::parse(text, DiskCommand::Nbd).unwrap())
-            .collect();
-        group(&specs)
+    fn parse(texts: &[&str]) -> Vec<DiskSpec> {
+        let specs = texts.iter();
+        let specs = specs.map(|text| DiskSpec::parse(text, DiskCommand::Nbd).unwrap());
+        specs.collect()
     }
 
     #[test]
-    fn disks_at_one_place_are_exports_of_one_listener() {
-        let found = groups(&[
-            "path=a,port=10809",
-            "path=b,socket=s",
-            "path=c,port=10809,address=127.0.0.1",
-            "path=d,socket=./s",
-        ])
-        .unwrap();
-        let members: Vec<_> = found.iter().map(|group| group.members.clone()).collect();
-        assert_eq!(members, [[0, 2], [1, 3]]);
+    fn disks_at_one_address_share_a_listener() {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("s");
+        let (socket, other) = (socket.display(), dir.path().display());
+        let specs = parse(&[
+            "path=a,port=0",
+            &format!("path=b,socket={socket}"),
+            "path=c,port=0,address=127.0.0.1",
+            &format!("path=d,socket={other}/./s"),
+        ]);
+        let mut door = NbdDoor::new(Tls::Off);
+        door.check(&specs).unwrap();
+        let mut sockets = Sockets::take(0o600).unwrap();
+        let mut names = SocketNames::default();
+        door.bind(&specs, &mut sockets, &mut names).unwrap();
+        let services: Vec<_> = specs
+            .iter()
+            .map(|spec| door.service(spec).unwrap())
+            .collect();
+        assert_eq!(services, [0, 1, 0, 1]);
+        assert_eq!(door.services.len(), 2);
     }
 
     #[test]
@@ -408,7 +352,7 @@ mod tests {
                 "have the name 'a'",
             ),
         ] {
-            let error = groups(texts).err().unwrap();
+            let error = NbdDoor::new(Tls::Off).check(&parse(texts)).unwrap_err();
             assert!(error.contains(part), "{texts:?}: {error}");
         }
     }

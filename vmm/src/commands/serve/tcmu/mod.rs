@@ -1,30 +1,29 @@
-//! `walvisor serve tcmu`: serves disks to this machine's own kernel, through its SCSI target.
+//! TCMU: disks of this machine's own kernel, through its SCSI target.
 
-mod served;
+mod disks;
 mod wanted;
 
-use std::path::Path;
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Instant;
 
 use clap::Args;
 use serde_json::json;
-use walvisor_devices::backend::SECTOR_SIZE;
-use walvisor_devices::listen::Stop;
+use walvisor_devices::listen::{Stop, Threads};
 
-use self::served::{Changing, Served};
-use self::wanted::{wanted, wwn};
-use super::daemon::{DaemonArguments, Ending, announce, conclude};
-use super::members::{Membership, SharedLogs};
+use self::disks::TargetDisks;
+use self::wanted::{backstore_name, wanted, wwn};
+use super::daemon::{DaemonArguments, announce};
+use super::door::Door;
 use crate::commands::CommandError;
+use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
+use crate::control_socket::{Added, NotRemoved};
 use crate::disk::OpenDisk;
-use crate::disk_spec::DiskCommand;
-use crate::disks;
-use crate::landlock::Places;
-use crate::lio::{Backstore, Events, Standing, Target, TargetExport, Uio, Wanted};
-use crate::metrics::DiskMetrics;
-use crate::seccomp::Duty;
+use crate::disk_spec::{DiskCommand, DiskSpec};
+use crate::landlock::AllowedPaths;
+use crate::lio::{Backstore, Events, LioDisk, Target, TargetExport, Uio};
 
 /// The arguments of `walvisor serve tcmu`.
 #[derive(Args, Debug)]
@@ -33,13 +32,13 @@ pub struct TcmuArguments {
     #[command(flatten)]
     pub daemon: DaemonArguments,
     /// List walvisor's disks in the kernel's target, served or not, and exit
-    #[arg(long, conflicts_with = "disks")]
+    #[arg(long, conflicts_with_all = ["disks", "config"])]
     pub list: bool,
     /// With --list: print JSON
     #[arg(long, requires = "list")]
     pub json: bool,
     /// Remove disks that a killed daemon has left in the kernel's target, with their LUNs, and exit
-    #[arg(long, value_name = "NAME", num_args = 0.., conflicts_with_all = ["disks", "list"])]
+    #[arg(long, value_name = "NAME", num_args = 0.., conflicts_with_all = ["disks", "config", "list"])]
     pub remove: Option<Vec<String>>,
     /// With --remove: remove all such disks
     #[arg(long, requires = "remove")]
@@ -54,125 +53,177 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     if let Some(names) = &arguments.remove {
         return remove(names, arguments.all);
     }
-    let arguments = &arguments.daemon;
-    let specs = &arguments.disks;
-    let wanted = wanted(specs).map_err(CommandError::Usage)?;
-    disks::check(specs).map_err(CommandError::Usage)?;
-    let metrics = arguments.process.metrics()?;
-    // The names are declared first, so that they are removed after everything that listens at them is dropped.
-    let mut names = SocketNames::default();
-    let ending = Ending::prepare(arguments, &mut names, DiskCommand::Tcmu, started)?;
-    let mut target = Target::open().map_err(CommandError::failed)?;
-    let comes = !arguments.disk_dirs.is_empty();
-    if comes {
-        target.entrust().map_err(CommandError::failed)?;
-    }
-    // The back stores are raised before the disks are opened, which may take long after a crash: initiators of
-    // an earlier process wait, and get no errors.
-    let raised = specs.iter().zip(&wanted).map(|(spec, wanted)| {
-        let fabric = spec.fabric;
-        Standing::raise(&target, wanted, fabric, &wwn(spec, wanted))
-    });
-    let standing = raised
-        .collect::<Result<Vec<_>, _>>()
-        .map_err(CommandError::failed)?;
-    // The listener starts after the back stores are raised, so that it does not hear of this process's own
-    // changes.
-    let events = Events::listen()
-        .inspect_err(|error| tracing::warn!("changes in configfs are not noticed: {error}"));
-    let scratch = arguments.restrict(&mut names, |places| {
-        standing
-            .iter()
-            .for_each(|disk| reach(places, &target, disk));
-        if comes {
-            reach_all(places, &target);
-        }
-    })?;
-    let (open, logs) = disks::open(specs, 1, scratch).map_err(CommandError::failed)?;
-    let logs = SharedLogs::new(logs);
-    let changing = Changing {
-        target,
-        served: Served::default(),
-    };
-    let served = changing.served.clone();
-    let ended = arguments.filter(Duty::Tcmu).and_then(|()| {
-        let events = events.ok();
-        serve(
-            arguments, &wanted, open, standing, events, changing, &logs, ending,
-        )
-    });
-    let (ended, stays) = match (ended, served.dismantle()) {
-        (ended, Ok(stays)) => (ended, stays),
-        (ended, Err(error)) => (ended.and(Err(CommandError::failed(error))), Vec::new()),
-    };
-    conclude(ended, metrics, &logs)?;
-    // Now that the logs are closed, no completed write is in memory only, so the next process can take over
-    // these back stores.
-    for store in stays {
-        store.set_durable(true).map_err(CommandError::failed)?;
-    }
-    Ok(())
+    arguments.daemon.run(DiskCommand::Tcmu, started)
 }
 
-/// The directories of configfs that a standing disk needs, while it is served and when it is taken down.
-fn reach(places: &mut Places, target: &Target, disk: &Standing) {
+/// The kernel's target, and the disks that it has from this process.
+pub(super) struct TcmuDoor {
+    /// Disks may be added later.
+    grows: bool,
+    target: Option<Target>,
+    /// Disks that are in the target and not served yet, by name.
+    raised: HashMap<String, LioDisk>,
+    disks: TargetDisks,
+    /// Tells of changes in configfs; `None`: nothing does, or the thread below listens.
+    events: Option<Events>,
+    listener: Option<Listener>,
+    /// What the next process may take over once the logs are closed.
+    stays: Vec<Backstore>,
+}
+
+/// A thread that listens for changes in configfs. Dropping it ends the thread.
+struct Listener {
+    stop: Stop,
+    _thread: Threads,
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.stop.tell();
+    }
+}
+
+impl TcmuDoor {
+    /// `grows`: disks may be added later.
+    pub(super) fn new(grows: bool) -> Self {
+        Self {
+            grows,
+            target: None,
+            raised: HashMap::new(),
+            disks: TargetDisks::default(),
+            events: None,
+            listener: None,
+            stays: Vec::new(),
+        }
+    }
+}
+
+impl Door for TcmuDoor {
+    fn name_key(&self) -> &'static str {
+        "name"
+    }
+
+    fn name(&self, spec: &DiskSpec) -> String {
+        backstore_name(spec).unwrap_or_else(|_| spec.name())
+    }
+
+    fn check(&self, specs: &[DiskSpec]) -> Result<(), String> {
+        wanted(specs).map(drop)
+    }
+
+    /// Raises the back stores: initiators of an earlier process wait, and get no errors.
+    fn bind(
+        &mut self,
+        specs: &[DiskSpec],
+        _sockets: &mut Sockets,
+        _names: &mut SocketNames,
+    ) -> Result<(), CommandError> {
+        let mut target = Target::open().map_err(CommandError::failed)?;
+        if self.grows {
+            target.hand_over().map_err(CommandError::failed)?;
+        }
+        let all = wanted(specs).map_err(CommandError::Usage)?;
+        for (spec, wanted) in specs.iter().zip(all) {
+            let disk = LioDisk::raise(&target, &wanted, spec.fabric, &wwn(spec, &wanted));
+            let disk = disk.map_err(CommandError::failed)?;
+            self.raised.insert(wanted.name, disk);
+        }
+        self.target = Some(target);
+        // After the back stores are raised, so that it does not hear of this process's own changes.
+        let events = Events::listen()
+            .inspect_err(|error| tracing::warn!("changes in configfs are not noticed: {error}"));
+        self.events = events.ok();
+        Ok(())
+    }
+
+    fn allow(&self, paths: &mut AllowedPaths) {
+        let Some(target) = &self.target else {
+            return;
+        };
+        for disk in self.raised.values() {
+            allow_disk(paths, target, disk);
+        }
+        if self.grows {
+            // The number of a back store, and so its directory, is known only when it is made.
+            let grounds = target.grounds();
+            grounds.iter().for_each(|ground| paths.build(ground));
+            paths.read(target.devices());
+        }
+    }
+
+    fn check_added(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String> {
+        let all: Vec<_> = others.iter().chain([spec]).cloned().collect();
+        wanted(&all).map(|_| None)
+    }
+
+    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {
+        let wanted = wanted(std::slice::from_ref(spec))?.remove(0);
+        let lio = match (self.raised.remove(&wanted.name), &self.target) {
+            (Some(raised), _) => raised,
+            (None, Some(target)) => {
+                let lio = LioDisk::raise(target, &wanted, spec.fabric, &wwn(spec, &wanted));
+                lio.map_err(|error| error.to_string())?
+            }
+            (None, None) => return Err("the kernel's target is not open".to_owned()),
+        };
+        let (disk, place) = self.disks.serve(spec, &wanted, disk, lio)?;
+        Ok(Added { disk, place })
+    }
+
+    fn start(&mut self) -> Result<(), CommandError> {
+        let Some(events) = self.events.take() else {
+            return Ok(());
+        };
+        let stop = Stop::new().map_err(CommandError::failed)?;
+        let (disks, stopped) = (self.disks.clone(), stop.clone());
+        let mut thread = Threads::new("TCMU");
+        let named = thread::Builder::new().name("tcmu-events".into());
+        let started = thread.start(named, move || disks.listen(&events, &stopped));
+        started.map_err(CommandError::failed)?;
+        let _thread = thread;
+        self.listener = Some(Listener { stop, _thread });
+        Ok(())
+    }
+
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
+        let removed = self.disks.remove(&self.name(spec));
+        removed.map(drop).map_err(|(other, disk)| NotRemoved {
+            why: format!("it is exported by {}: remove that LUN first", other.place()),
+            disk: Some(disk),
+        })
+    }
+
+    fn stop(&mut self) -> Result<(), CommandError> {
+        self.listener = None;
+        // A disk that was never served is taken down too.
+        self.raised.clear();
+        self.stays = self.disks.dismantle().map_err(CommandError::failed)?;
+        Ok(())
+    }
+
+    /// No completed write is in memory only, so the next process can take over the back stores that stay.
+    fn logs_closed(&mut self) -> Result<(), CommandError> {
+        let mut stays = std::mem::take(&mut self.stays).into_iter();
+        stays
+            .try_for_each(|store| store.set_durable(true))
+            .map_err(CommandError::failed)
+    }
+}
+
+/// Allows the directories of configfs that a disk needs, while it is served and when it is taken down.
+fn allow_disk(paths: &mut AllowedPaths, target: &Target, disk: &LioDisk) {
     let directory = disk.store().directory();
     let hba = directory.parent().unwrap_or(directory);
-    places.configure(hba);
-    places.dismantle(hba.parent().unwrap_or(hba));
+    paths.configure(hba);
+    paths.dismantle(hba.parent().unwrap_or(hba));
     for export in disk.exports() {
-        places.configure(&export.fabric().join(export.wwn()));
-        places.dismantle(export.fabric());
+        paths.configure(&export.fabric().join(export.wwn()));
+        paths.dismantle(export.fabric());
     }
     // The process also looks up other exports of the disk, and the kernel's name for the disk.
-    places.read(&target.root());
-    places.read(Path::new("/sys/bus/scsi"));
-    places.read(Path::new("/sys/devices"));
-}
-
-/// What disks need that are added later: the number of a back store, and so its directory, is known only when it is made.
-fn reach_all(places: &mut Places, target: &Target) {
-    let grounds = target.grounds();
-    grounds.iter().for_each(|ground| places.build(ground));
-    places.read(target.devices());
-}
-
-/// Serves open disks until a signal comes. Returns the metrics of the disks that there are at the end.
-#[expect(clippy::too_many_arguments, reason = "each is of one use")]
-fn serve(
-    arguments: &DaemonArguments,
-    wanted: &[Wanted],
-    disks: Vec<OpenDisk>,
-    standing: Vec<Standing>,
-    events: Option<Events>,
-    changing: Changing,
-    logs: &SharedLogs,
-    ending: Ending,
-) -> Result<Vec<DiskMetrics>, CommandError> {
-    let (mut lines, mut controlled) = (String::new(), Vec::new());
-    let served = changing.served.clone();
-    let members = arguments.disks.iter().zip(wanted).zip(&disks).zip(standing);
-    for (((spec, wanted), disk), standing) in members {
-        let (in_use, place) = served
-            .serve(spec, wanted, disk, standing)
-            .map_err(CommandError::Failed)?;
-        let bytes = disk.backend.sectors() * SECTOR_SIZE;
-        let line = format!("serving {}: {bytes} bytes at {place}\n", wanted.name);
-        lines.push_str(&line);
-        controlled.push(in_use);
-    }
-    drop(disks);
-    announce(&lines);
-    let members = Membership::new(changing, &arguments.disks, &arguments.disk_dirs, logs, 1);
-    let stop = Stop::new().map_err(CommandError::failed)?;
-    thread::scope(|scope| {
-        if let Some(events) = &events {
-            scope.spawn(|| served.listen(events, &stop));
-        }
-        let ended = ending.wait(controlled, Some(Box::new(members)));
-        stop.tell();
-        ended
-    })
+    paths.read(&target.root());
+    paths.read(Path::new("/sys/bus/scsi"));
+    paths.read(Path::new("/sys/devices"));
 }
 
 /// Lists the back stores in the target.
@@ -246,7 +297,7 @@ fn remove(names: &[String], all: bool) -> Result<(), CommandError> {
     }
     let mut outcome = Ok(());
     for store in chosen {
-        match Standing::clear(store) {
+        match LioDisk::clear(store) {
             Ok(()) => announce(&format!("removed {}\n", store.name)),
             Err(error) if outcome.is_ok() => outcome = Err(CommandError::failed(error)),
             Err(error) => tracing::error!("{error}"),

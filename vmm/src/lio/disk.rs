@@ -14,7 +14,7 @@ use crate::disk_spec::Fabric;
 
 /// A disk in the kernel's target. Dropping it takes it down, unless initiators still wait for it: a disk that a
 /// previous process left and that was not served again stays blocked.
-pub struct Standing {
+pub struct LioDisk {
     store: Backstore,
     /// Its LUNs: the one that this process made, or those that were there.
     exports: Vec<TargetExport>,
@@ -29,7 +29,7 @@ pub struct Standing {
     stays: bool,
 }
 
-impl Standing {
+impl LioDisk {
     /// Raises a disk that is not served yet. A disk that a killed process has left is taken over if every
     /// completed write was durable: its initiators wait from here on, keep their outstanding commands, and lose
     /// nothing. Otherwise the writes that were not flushed are lost without the initiators' knowledge, so they
@@ -58,7 +58,7 @@ impl Standing {
         } else {
             Vec::new()
         };
-        let mut standing = Self {
+        let mut disk = Self {
             inherited: !exports.is_empty(),
             // Another process may serve it, so this one must not take it down.
             released: stood,
@@ -69,18 +69,18 @@ impl Standing {
             worker: None,
             stays: false,
         };
-        let Uio { device, memory } = Uio::open(&standing.store)?;
-        (standing.device, standing.memory) = (Some(device), Some(memory));
-        standing.released = false;
+        let Uio { device, memory } = Uio::open(&disk.store)?;
+        (disk.device, disk.memory) = (Some(device), Some(memory));
+        disk.released = false;
         if stood {
-            standing.store.block(true)?;
-            standing.store.reset_ring(true)?;
+            disk.store.block(true)?;
+            disk.store.reset_ring(true)?;
         }
-        if !standing.inherited {
+        if !disk.inherited {
             let export = TargetExport::prepare(target, fabric, wwn)?;
-            standing.exports.extend(export);
+            disk.exports.extend(export);
         }
-        Ok(standing)
+        Ok(disk)
     }
 
     /// Starts to serve the disk, and lets initiators see it.
@@ -198,7 +198,7 @@ impl Standing {
     }
 }
 
-impl Drop for Standing {
+impl Drop for LioDisk {
     fn drop(&mut self) {
         if let Err(error) = self.take_down() {
             tracing::error!("{error}");

@@ -1,7 +1,6 @@
-//! The disks that are served now, which come and go, and what changes them from outside.
+//! The disks that the kernel's target has from this process, and what changes them from outside.
 
 use std::io;
-use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
@@ -10,20 +9,17 @@ use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Waited, Waiter};
 use walvisor_devices::tcmu::Device;
 
-use super::wanted::{backstore_name, wanted, wwn};
-use crate::commands::serve::members::Exposure;
-use crate::control_socket::{Added, NotRemoved};
 use crate::disk::{DiskInUse, OpenDisk};
 use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec};
-use crate::lio::{Backstore, Change, Events, Standing, Target, TargetError, Wanted};
+use crate::lio::{Backstore, Change, Events, LioDisk, TargetError, TargetExport, Wanted};
 
-/// The disks that are served.
+/// The disks that are served. Copies share them.
 #[derive(Clone, Default)]
-pub(super) struct Served(Arc<Mutex<Vec<ServedDisk>>>);
+pub(super) struct TargetDisks(Arc<Mutex<Vec<TargetDisk>>>);
 
 /// A disk of the kernel's target that this process serves.
-pub(super) struct ServedDisk {
-    standing: Standing,
+pub(super) struct TargetDisk {
+    lio: LioDisk,
     /// Its durable writes outlive the process.
     kept: bool,
     in_use: DiskInUse,
@@ -31,24 +27,24 @@ pub(super) struct ServedDisk {
     device: Arc<dyn DeviceControl>,
 }
 
-impl Served {
-    fn lock(&self) -> MutexGuard<'_, Vec<ServedDisk>> {
+impl TargetDisks {
+    fn lock(&self) -> MutexGuard<'_, Vec<TargetDisk>> {
         // No panic leaves the list half changed.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves a disk, which stands in the target already. Returns its handle, and where initiators find it.
+    /// Serves a disk, which is in the target already. Returns its handle, and where initiators find it.
     pub(super) fn serve(
         &self,
         spec: &DiskSpec,
         wanted: &Wanted,
         disk: &OpenDisk,
-        mut standing: Standing,
+        mut lio: LioDisk,
     ) -> Result<(DiskInUse, String), String> {
         let backend = Arc::clone(&disk.backend);
         let mut device = Device::new(backend, &wanted.name, &wanted.serial, wanted.block_size)
             .map_err(|error| format!("disk '{}': {error}", disk.name))?;
-        let store = standing.store().clone();
+        let store = lio.store().clone();
         let kept = outlives(spec);
         device.on_write_cache(Box::new(move |on| {
             if let Err(error) = store.set_durable(kept && !on) {
@@ -57,8 +53,7 @@ impl Served {
         }));
         device.throttle().set(disk.limits);
         let bytes = disk.backend.sectors() * SECTOR_SIZE;
-        standing
-            .serve(&device, bytes)
+        lio.serve(&device, bytes)
             .map_err(|error| error.to_string())?;
         let in_use = DiskInUse {
             name: wanted.name.clone(),
@@ -67,19 +62,42 @@ impl Served {
             metrics: device.metrics(),
             throttle: device.throttle(),
             device: Arc::new(Sized {
-                store: standing.store().clone(),
+                store: lio.store().clone(),
                 backend: Arc::clone(&disk.backend),
                 device: device.control(),
             }),
         };
-        let place = place(&standing);
-        self.lock().push(ServedDisk {
-            standing,
+        let place = place(&lio);
+        self.lock().push(TargetDisk {
+            lio,
             kept,
             in_use: in_use.clone(),
             device: device.control(),
         });
         Ok((in_use, place))
+    }
+
+    /// Stops serving a disk. `false`: there is none of this name.
+    ///
+    /// # Errors
+    /// An export that others have made: the disk is served as before.
+    pub(super) fn remove(&self, name: &str) -> Result<bool, (TargetExport, DiskInUse)> {
+        let mut disks = self.lock();
+        let Some(place) = disks.iter().position(|disk| disk.in_use.name == name) else {
+            return Ok(false);
+        };
+        if let Some(other) = disks[place].lio.other_export() {
+            return Err((other, disks[place].in_use.clone()));
+        }
+        let disk = disks.remove(place);
+        drop(disks);
+        if let Err(error) = disk.dismantle() {
+            tracing::error!(
+                "disk '{name}' is not served any more, but something of it stays in the target: {error}; 'walvisor serve \
+                 tcmu --remove {name}' removes it"
+            );
+        }
+        Ok(true)
     }
 
     /// Takes down all disks. Returns the back stores that stay for the next process, and may be taken over by it once the
@@ -89,7 +107,7 @@ impl Served {
     /// The first step that the kernel refused; the other disks are taken down all the same.
     pub(super) fn dismantle(&self) -> Result<Vec<Backstore>, TargetError> {
         let disks = std::mem::take(&mut *self.lock());
-        let down = disks.into_iter().map(ServedDisk::dismantle);
+        let down = disks.into_iter().map(TargetDisk::dismantle);
         let down: Vec<_> = down.collect();
         let stay: Result<Vec<_>, _> = down.into_iter().collect();
         Ok(stay?.into_iter().flatten().collect())
@@ -119,10 +137,10 @@ impl Served {
     }
 }
 
-impl ServedDisk {
+impl TargetDisk {
     /// Whether `device` is the name of its UIO device.
     fn is(&self, device: &str) -> bool {
-        let Backstore { hba, name, .. } = self.standing.store();
+        let Backstore { hba, name, .. } = self.lio.store();
         device.starts_with(&format!("tcm-user/{hba}/{name}/"))
     }
 
@@ -155,7 +173,7 @@ impl ServedDisk {
     fn dismantle(self) -> Result<Option<Backstore>, TargetError> {
         // The kernel waits for the answers to its last commands, which a pause would hold up.
         self.in_use.device.resume();
-        let stays = self.standing.dismantle()?;
+        let stays = self.lio.dismantle()?;
         Ok(stays.filter(|_| self.kept))
     }
 }
@@ -166,13 +184,13 @@ fn outlives(spec: &DiskSpec) -> bool {
 }
 
 /// The address where initiators find a disk, for people.
-fn place(standing: &Standing) -> String {
-    match standing.exports().first() {
+fn place(lio: &LioDisk) -> String {
+    match lio.exports().first() {
         Some(export) => match export.disk() {
             Some(disk) => format!("{disk} ({})", export.place()),
             None => export.place(),
         },
-        None => standing.store().directory().display().to_string(),
+        None => lio.store().directory().display().to_string(),
     }
 }
 
@@ -203,57 +221,4 @@ impl DeviceControl for Sized {
     fn resume(&self) {
         self.device.resume();
     }
-}
-
-/// Lets disks of the target come and go.
-pub(super) struct Changing {
-    pub(super) target: Target,
-    pub(super) served: Served,
-}
-
-impl Exposure for Changing {
-    const NAME_KEY: &str = "name";
-
-    fn name(&self, spec: &DiskSpec) -> String {
-        backstore_name(spec).unwrap_or_else(|_| spec.name())
-    }
-
-    fn check(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String> {
-        let all: Vec<_> = others.iter().chain([spec]).cloned().collect();
-        wanted(&all).map(|_| None)
-    }
-
-    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {
-        let wanted = wanted(std::slice::from_ref(spec))?.remove(0);
-        let wwn = wwn(spec, &wanted);
-        let standing = Standing::raise(&self.target, &wanted, spec.fabric, &wwn);
-        let standing = standing.map_err(|error| error.to_string())?;
-        let (disk, place) = self.served.serve(spec, &wanted, disk, standing)?;
-        Ok(Added { disk, place })
-    }
-
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
-        let name = self.name(spec);
-        let mut disks = self.served.lock();
-        let Some(place) = disks.iter().position(|disk| disk.in_use.name == name) else {
-            return Ok(());
-        };
-        if let Some(other) = disks[place].standing.other_export() {
-            return Err(NotRemoved {
-                why: format!("it is exported by {}: remove that LUN first", other.place()),
-                disk: Some(disks[place].in_use.clone()),
-            });
-        }
-        let disk = disks.remove(place);
-        drop(disks);
-        if let Err(error) = disk.dismantle() {
-            tracing::error!(
-                "disk '{name}' is not served any more, but something of it stays in the target: {error}; 'walvisor serve \
-                 tcmu --remove {name}' removes it"
-            );
-        }
-        Ok(())
-    }
-
-    fn forget(&mut self, _spec: &DiskSpec) {}
 }
