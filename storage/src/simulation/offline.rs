@@ -326,10 +326,14 @@ impl History {
         let mut ran = self.run_command(kept, "moving to another log", there, refused)?;
         if let Ran::Cut = ran {
             // The cut may have taken the newest paths of other images from the log. Only an open with all disks has them.
-            ran = match self.knows_paths(&self.control()?) {
-                true => self.run_command(true, "moving on to another log", there, refused)?,
-                false => Ran::Refused,
-            };
+            // A disk that has moved already is in it no more.
+            let now = self.control()?;
+            let moved = self.fixture.entry(&now, disk).is_none();
+            if moved || self.knows_paths(&now) {
+                ran = self.run_command(true, "moving on to another log", there, refused)?;
+            } else {
+                ran = Ran::Refused;
+            }
         }
         match ran {
             Ran::Done(()) => {}
