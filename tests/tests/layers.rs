@@ -44,22 +44,24 @@ const DEVICES: &[&[&str]] = &[
 
 /// Modules of `vmm`.
 const VMM: &[&[&str]] = &[
+    &["arch", "bus", "disk", "readiness", "seccomp"],
+    &["control", "probe"],
+    &["devices", "pci"],
+    &["vm"],
+];
+
+/// Modules of `walvisor`.
+const WALVISOR: &[&[&str]] = &[
     &[
-        "arch",
-        "bus",
         "child",
         "disk",
         "disk_spec",
         "point",
         "processor_time",
         "progress",
-        "readiness",
-        "seccomp",
         "size",
     ],
-    &["control", "landlock", "lio", "probe"],
-    &["devices", "pci"],
-    &["vm"],
+    &["landlock", "lio"],
     &["demo", "disks", "metrics"],
     &["control_socket"],
     &["commands"],
@@ -296,6 +298,7 @@ fn imports_between_folders_run_down() {
     check("storage", STORAGE, &["simulation"]);
     check("devices", DEVICES, &[]);
     check("vmm", VMM, &[]);
+    check("walvisor", WALVISOR, &[]);
     check("benches", BENCHES, &[]);
 }
 

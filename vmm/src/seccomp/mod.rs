@@ -20,7 +20,7 @@
 //! **io_uring.** Seccomp does not see the requests in a ring, and a thread that may make a ring can open files
 //! and sockets through it. IORING_REGISTER_RESTRICTIONS restricts one ring and not the thread. Code that runs
 //! in a worker can make another ring without restrictions, so restricting a ring would only look like a fence.
-//! Landlock (see [`crate::landlock`]) limits the files that a ring can open, because the kernel checks it for
+//! Landlock  limits the files that a ring can open, because the kernel checks it for
 //! rings as for calls. Where Landlock is missing too, a ring is a way around the filter to every file that the
 //! process's user may open.
 //!
@@ -31,8 +31,8 @@
 mod calls;
 
 use std::collections::BTreeMap;
+use std::str::FromStr;
 
-use clap::ValueEnum;
 use libc::{c_long, c_ulong};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Is, SeccompCondition,
@@ -45,7 +45,7 @@ use calls::{
 };
 
 /// The treatment of a system call that the filter does not allow.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Seccomp {
     /// Kill the process
     #[default]
@@ -83,6 +83,20 @@ pub enum ThreadKind {
 #[derive(Debug, thiserror::Error)]
 #[error("seccomp: {0}: '--seccomp off' sets no filter")]
 pub struct SeccompError(#[from] seccompiler::Error);
+
+impl FromStr for Seccomp {
+    type Err = String;
+
+    /// Parses `on`, `off` or `log`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "on" => Ok(Self::On),
+            "off" => Ok(Self::Off),
+            "log" => Ok(Self::Log),
+            _ => Err("give on, off or log".to_owned()),
+        }
+    }
+}
 
 impl Seccomp {
     /// The action for a call that is not allowed; `None` means no filter.
@@ -406,7 +420,7 @@ mod tests {
         };
         let (mode, name) = text.split_once(' ').unwrap();
         let (kind, name) = name.split_once(':').unwrap_or(("", name));
-        let mode = Seccomp::from_str(mode, false).unwrap();
+        let mode: Seccomp = mode.parse().unwrap();
         let name = name.to_owned();
         let kind = match kind {
             "vcpu" => Some(ThreadKind::Vcpu),
