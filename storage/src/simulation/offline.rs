@@ -392,7 +392,7 @@ impl History {
         let _files = self.fixture.medium.enter();
         let view = View::open_at(&options, Path::new(LOG), Point::Lsn(lsn), None);
         let shown = view.and_then(|view| values(view.layers()));
-        let snapshot = self.pins.iter().any(|pin| pin.lsn == lsn);
+        let snapshot = self.has_snapshot(&control, disk, lsn);
         match shown {
             Ok(shown) if shown == then[disk] => {
                 self.totals.looks_at_the_past += 1;

@@ -26,10 +26,7 @@ fn refused(output: &Output, status: i32, parts: &[&str]) {
 fn wrong_usage_is_one_line_and_status_2() {
     let cases: [(&str, &[&str]); 20] = [
         ("", &["command is missing", "see 'walvisor --help'"]),
-        (
-            "serve",
-            &["command is missing", "see 'walvisor serve --help'"],
-        ),
+        ("serve", &["--disk <SPEC>", "see 'walvisor serve --help'"]),
         ("fly", &["'fly'"]),
         ("run", &["--kernel"]),
         (
