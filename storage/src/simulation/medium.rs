@@ -168,6 +168,9 @@ pub(super) enum Pace {
     Late,
 }
 
+/// The time of a file that was not written to since it was made. 0 means that the time is unknown.
+const CREATED: u64 = 1;
+
 /// The whole medium.
 #[derive(Clone, Debug)]
 pub(super) struct World {
@@ -176,7 +179,7 @@ pub(super) struct World {
     /// Files that an opener has locked, alone or, once for each of them, with other readers.
     pub locked: Vec<usize>,
     descriptors: Vec<Descriptor>,
-    /// When each file was last written to, as it is in memory and on the medium, in changes of all files; 0: unknown.
+    /// When each file was last written to, as it is in memory and on the medium, in changes of all files.
     modified: Vec<[u64; 2]>,
     changes: u64,
     pub shared: Vec<usize>,
@@ -249,7 +252,7 @@ impl World {
             locked: Vec::new(),
             descriptors: Vec::new(),
             modified: Vec::new(),
-            changes: 0,
+            changes: CREATED,
             shared: Vec::new(),
             random: Random(seed),
             ticks: None,
@@ -575,13 +578,14 @@ impl World {
 
     /// When a file was last written to.
     pub(super) fn modified(&self, file: usize) -> u64 {
-        self.modified.get(file).map_or(0, |[now, _]| *now)
+        let modified = self.modified.get(file);
+        modified.map_or(CREATED, |[now, _]| *now)
     }
 
     /// A file is written to now.
     fn modify(&mut self, file: usize) -> &mut [u64; 2] {
         if self.modified.len() <= file {
-            self.modified.resize(file + 1, [0; 2]);
+            self.modified.resize(file + 1, [CREATED; 2]);
         }
         self.changes += 1;
         let modified = &mut self.modified[file];
