@@ -7,7 +7,7 @@ PACKAGES = gcc g++ libc6-dev
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
 
-.PHONY: all install uninstall deb demo test soak setup format lint doc check fuzz api api-update
+.PHONY: all install uninstall deb demo test soak quick setup format lint doc check fuzz api api-update
 
 ## all: the program, target/release/walvisor; then this list
 all: setup
@@ -104,6 +104,16 @@ setup:
 	@command -v cc >/dev/null && command -v c++ >/dev/null || { echo 'installing with apt-get: $(PACKAGES)'; \
 	  apt-get -q install -y --no-install-recommends $(PACKAGES) || \
 	  { apt-get -q update && apt-get -q install -y --no-install-recommends $(PACKAGES); }; }
+
+## quick: before each commit, in about three minutes after a build: lints, and the tests that need no root, packages or KVM
+quick:
+	$(CARGO) fmt --all --check
+	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
+	WALVISOR_HISTORIES=500 $(CARGO) test --workspace --locked --lib -- $(SLOW:%=--skip %)
+	$(CARGO) test --workspace --locked --test layers --test links --test messages
+
+# Tests of the libraries that take longer than all others together.
+SLOW = every_planted exhaustive damage_is_reported_or_harmless
 
 format:
 	$(CARGO) fmt --all --check
