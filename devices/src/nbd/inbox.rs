@@ -11,9 +11,9 @@ use crate::event_loop::Remote;
 /// A descriptor that a worker watches.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Source {
-    /// The completion event of this desk's queue.
-    Desk(usize),
-    /// The timer of the limits of this desk's disk.
+    /// The completion event of this session's queue.
+    DiskSession(usize),
+    /// The timer of the limits of this session's disk.
     Timer(usize),
     /// A client's socket.
     Client(usize),
@@ -33,9 +33,9 @@ pub(super) enum Mail {
     Stop,
 }
 
-/// What is told of a disk's parts: the answer to the request with this token at this desk.
+/// What is told of a disk's parts: the answer to the request with this token at this session.
 pub(super) struct Mapped {
-    pub(super) desk: usize,
+    pub(super) session: usize,
     pub(super) token: usize,
     pub(super) extents: io::Result<Vec<Vec<Status>>>,
 }

@@ -4,10 +4,10 @@
 //!   Server     a thread per listener: accept                                  server.rs
 //!     ├─────   a thread per client in the handshake: TLS, export, framing     handshake.rs, tls.rs
 //!     └ Pool   a thread per two processors, and one per connection to a
-//!              disk that blocks: an event loop over sockets and disks         worker.rs, inbox.rs, desk.rs
+//!              disk that blocks: an event loop over sockets and disks         worker.rs, inbox.rs, disk_session.rs
 //!         Connection                                                          connection.rs
 //!           incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing                  incoming.rs, request.rs, outgoing.rs
-//!           Wire   the socket, bare or under TLS                              wire.rs, session.rs
+//!           Wire   the socket, bare or under TLS                              wire.rs, tls_session.rs
 //!   Mapper     a thread per export that a client asks for its holes           mapper.rs
 //! ```
 //! Requests of a connection run concurrently, and each is answered as it ends. The memory of a connection is bounded:
@@ -47,7 +47,7 @@
 //! ```
 
 mod connection;
-mod desk;
+mod disk_session;
 mod ended;
 mod export;
 mod handshake;
@@ -58,9 +58,9 @@ mod outgoing;
 mod protocol;
 mod request;
 mod server;
-mod session;
 #[cfg_attr(not(feature = "tls"), path = "no_tls.rs")]
 mod tls;
+mod tls_session;
 mod wire;
 mod worker;
 

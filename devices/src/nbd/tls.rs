@@ -12,7 +12,7 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
-use super::session::{Session, Socket};
+use super::tls_session::{Socket, TlsSession};
 
 /// The server's key and certificates.
 #[derive(Clone)]
@@ -111,13 +111,13 @@ impl TlsConfig {
     ///
     /// # Errors
     /// If rustls refuses its configuration.
-    pub(super) fn session(&self) -> io::Result<Box<dyn Session>> {
+    pub(super) fn session(&self) -> io::Result<Box<dyn TlsSession>> {
         let connection = ServerConnection::new(Arc::clone(&self.server));
         Ok(Box::new(connection.map_err(invalid)?))
     }
 }
 
-impl Session for ServerConnection {
+impl TlsSession for ServerConnection {
     fn is_shaking_hands(&self) -> bool {
         self.is_handshaking()
     }

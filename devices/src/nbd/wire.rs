@@ -3,8 +3,8 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use super::session::{Session, Socket};
 use super::tls::TlsConfig;
+use super::tls_session::{Socket, TlsSession};
 
 /// Whether clients use TLS.
 #[derive(Clone, Debug, Default)]
@@ -21,7 +21,7 @@ pub enum Tls {
 /// A non-blocking socket, with the TLS state if the connection is encrypted.
 pub(super) struct Wire {
     socket: Socket,
-    tls: Option<Box<dyn Session>>,
+    tls: Option<Box<dyn TlsSession>>,
     /// There may be decrypted bytes that were not read yet.
     decrypted: bool,
 }

@@ -14,7 +14,7 @@ use slab::Slab;
 use walvisor_block::short_slice;
 
 use super::connection::{Connection, part};
-use super::desk::{Desk, kind};
+use super::disk_session::{DiskSession, kind};
 use super::ended::{ConnectionEnd, report};
 use super::export::{Export, Used};
 use super::inbox::{Inbox, Mail, Mapped, Source};
@@ -110,12 +110,12 @@ fn start(alone: bool) -> io::Result<Handle> {
         events,
         happened: Vec::new(),
         inbox: Arc::clone(&inbox),
-        desks: Slab::new(),
+        sessions: Slab::new(),
         clients: Slab::new(),
         touched: Vec::new(),
         decrypted: Vec::new(),
         ended: Vec::new(),
-        next_desk: 0,
+        next_session: 0,
         closed: false,
         stopping: false,
     };
@@ -134,7 +134,7 @@ struct Client {
     connection: Option<Connection>,
     /// Requests in flight of a client that is gone.
     left: usize,
-    desk: usize,
+    session: usize,
     /// The events for which its socket is watched; empty: the socket is not watched.
     watched: EventSet,
     /// The client is in [`Worker::touched`].
@@ -146,7 +146,7 @@ struct Worker {
     /// The events of this turn. Empty between turns, and kept for its allocation.
     happened: Vec<Event<Source, Mail>>,
     inbox: Arc<Inbox>,
-    desks: Slab<Desk>,
+    sessions: Slab<DiskSession>,
     clients: Slab<Client>,
     /// Clients that may have something to send, or need their socket watched for other events.
     touched: Vec<usize>,
@@ -154,8 +154,8 @@ struct Worker {
     decrypted: Vec<usize>,
     /// Completions being handled. Empty between turns, and kept for its allocation.
     ended: Vec<Completion>,
-    /// The key after that of the desk served last.
-    next_desk: usize,
+    /// The key after that of the session served last.
+    next_session: usize,
     /// No more connections will arrive.
     closed: bool,
     /// The server stops.
@@ -185,15 +185,15 @@ impl Worker {
         }
         for event in happened.drain(..) {
             match event {
-                Event::Ready(Source::Desk(key), _) => {
-                    if let Some(desk) = self.desks.get_mut(key) {
-                        desk.rung = true;
+                Event::Ready(Source::DiskSession(key), _) => {
+                    if let Some(session) = self.sessions.get_mut(key) {
+                        session.rung = true;
                     }
                 }
                 Event::Ready(Source::Timer(key), _) => {
-                    if let Some(desk) = self.desks.get_mut(key) {
-                        desk.limits.release(&mut *desk.queue);
-                        desk.submitted = true;
+                    if let Some(session) = self.sessions.get_mut(key) {
+                        session.limits.release(&mut *session.queue);
+                        session.submitted = true;
                     }
                 }
                 // The read finds out whether the socket has data, an error or its end.
@@ -205,13 +205,13 @@ impl Worker {
             }
         }
         self.happened = happened;
-        self.serve_desks();
+        self.serve_sessions();
         self.settle();
         Ok(())
     }
 
     fn timeout(&self) -> Option<Duration> {
-        if !self.decrypted.is_empty() || self.busy_desk().is_some() {
+        if !self.decrypted.is_empty() || self.busy_session().is_some() {
             return Some(Duration::ZERO);
         }
         let connections = self.clients.iter();
@@ -253,8 +253,8 @@ impl Worker {
 
     /// Takes on a new client.
     fn welcome(&mut self, connection: Connection) {
-        let desk = match self.desk(connection.export()) {
-            Ok(desk) => desk,
+        let session = match self.session(connection.export()) {
+            Ok(session) => session,
             Err(ended) => {
                 if let ConnectionEnd::Socket(error) = ended {
                     let name = connection.export().name();
@@ -264,11 +264,11 @@ impl Worker {
                 return;
             }
         };
-        self.desks[desk].count(1);
+        self.sessions[session].count(1);
         let key = self.clients.insert(Client {
             connection: Some(connection),
             left: 0,
-            desk,
+            session,
             watched: EventSet::empty(),
             touched: false,
         });
@@ -276,13 +276,13 @@ impl Worker {
         self.receive(key);
     }
 
-    /// The desk of an export, opened if this worker has none yet.
+    /// The session of an export, opened if this worker has none yet.
     ///
     /// # Errors
     /// If the export is being removed, or the system refuses a descriptor.
-    fn desk(&mut self, export: &Arc<Export>) -> Result<usize, ConnectionEnd> {
-        let same = |(_, desk): &(usize, &Desk)| Arc::ptr_eq(&desk.export, export);
-        if let Some((key, _)) = self.desks.iter().find(same) {
+    fn session(&mut self, export: &Arc<Export>) -> Result<usize, ConnectionEnd> {
+        let same = |(_, session): &(usize, &DiskSession)| Arc::ptr_eq(&session.export, export);
+        if let Some((key, _)) = self.sessions.iter().find(same) {
             return Ok(key);
         }
         let used = Used::begin(export).ok_or(ConnectionEnd::Gone)?;
@@ -293,7 +293,7 @@ impl Worker {
         let watcher: Arc<dyn Wake> = Arc::clone(&self.inbox) as _;
         export.gate.watch(Arc::downgrade(&watcher));
         export.users.watch(Arc::downgrade(&watcher));
-        let key = self.desks.insert(Desk {
+        let key = self.sessions.insert(DiskSession {
             export: used,
             part: part(export),
             queue,
@@ -303,18 +303,22 @@ impl Worker {
             submitted: false,
             rung: false,
         });
-        let (desk, events) = (&self.desks[key], &mut self.events);
-        let watched = events.watch(desk.queue.event(), Source::Desk(key), EventSet::IN);
+        let (session, events) = (&self.sessions[key], &mut self.events);
+        let watched = events.watch(
+            session.queue.event(),
+            Source::DiskSession(key),
+            EventSet::IN,
+        );
         watched
-            .and_then(|()| events.watch(desk.limits.timer(), Source::Timer(key), EventSet::IN))
-            .inspect_err(|_| self.close_desk(key))?;
+            .and_then(|()| events.watch(session.limits.timer(), Source::Timer(key), EventSet::IN))
+            .inspect_err(|_| self.close_session(key))?;
         Ok(key)
     }
 
-    /// Closes a desk that no client of this worker uses any more.
-    fn close_desk(&mut self, key: usize) {
-        let desk = self.desks.remove(key);
-        for event in [desk.queue.event(), desk.limits.timer()] {
+    /// Closes a session that no client of this worker uses any more.
+    fn close_session(&mut self, key: usize) {
+        let session = self.sessions.remove(key);
+        for event in [session.queue.event(), session.limits.timer()] {
             if let Err(error) = self.events.unwatch(event) {
                 tracing::debug!("NBD: a queue's event was not watched: {error}");
             }
@@ -347,34 +351,38 @@ impl Worker {
                 Ok(None) => break,
                 Err(ended) => return self.leave(key, Err(ended)),
             };
-            let desk = &mut self.desks[client.desk];
+            let session = &mut self.sessions[client.session];
             let token =
-                desk.in_flight
+                session
+                    .in_flight
                     .insert((key, pending, *since.get_or_insert_with(Instant::now)));
-            desk.begin(client.desk, token, &self.inbox);
+            session.begin(client.session, token, &self.inbox);
         }
         self.touch(key);
     }
 
-    /// Kicks what was submitted and handles completions, until no desk has work or [`ROUNDS`] have passed.
-    fn serve_desks(&mut self) {
+    /// Kicks what was submitted and handles completions, until no session has work or [`ROUNDS`] have passed.
+    fn serve_sessions(&mut self) {
         let mut ended = std::mem::take(&mut self.ended);
         for _ in 0..ROUNDS {
-            let Some(key) = self.busy_desk() else {
+            let Some(key) = self.busy_session() else {
                 break;
             };
-            self.next_desk = key + 1;
-            let in_flight = self.desks.iter().map(|(_, desk)| desk.in_flight.len());
+            self.next_session = key + 1;
+            let in_flight = self
+                .sessions
+                .iter()
+                .map(|(_, session)| session.in_flight.len());
             let alone = in_flight.sum::<usize>() == 1;
-            let desk = &mut self.desks[key];
-            if std::mem::take(&mut desk.submitted) {
+            let session = &mut self.sessions[key];
+            if std::mem::take(&mut session.submitted) {
                 match alone {
-                    true => desk.queue.kick_alone(),
-                    false => desk.queue.kick(),
+                    true => session.queue.kick_alone(),
+                    false => session.queue.kick(),
                 }
             }
-            desk.rung = false;
-            desk.queue.completions(&mut ended);
+            session.rung = false;
+            session.queue.completions(&mut ended);
             for Completion { token, result } in ended.drain(..) {
                 self.end_step(key, token as usize, result);
             }
@@ -382,19 +390,24 @@ impl Worker {
         self.ended = ended;
     }
 
-    /// A desk with something to do, chosen round-robin.
-    fn busy_desk(&self) -> Option<usize> {
-        let busy = |(_, desk): &(usize, &Desk)| desk.submitted || desk.rung;
-        let mut desks = self.desks.iter();
-        let next = desks.find(|desk| desk.0 >= self.next_desk && busy(desk));
-        let found = next.or_else(|| self.desks.iter().find(busy));
+    /// A session with something to do, chosen round-robin.
+    fn busy_session(&self) -> Option<usize> {
+        let busy = |(_, session): &(usize, &DiskSession)| session.submitted || session.rung;
+        let mut sessions = self.sessions.iter();
+        let next = sessions.find(|session| session.0 >= self.next_session && busy(session));
+        let found = next.or_else(|| self.sessions.iter().find(busy));
         found.map(|(key, _)| key)
     }
 
     /// Goes on after a step of a request has ended: submits the next step, or answers.
-    fn end_step(&mut self, desk_key: usize, token: usize, result: Result<Option<Buffer>, Failure>) {
-        let desk = &mut self.desks[desk_key];
-        let Some((key, pending, _)) = desk.in_flight.get_mut(token) else {
+    fn end_step(
+        &mut self,
+        session_key: usize,
+        token: usize,
+        result: Result<Option<Buffer>, Failure>,
+    ) {
+        let session = &mut self.sessions[session_key];
+        let Some((key, pending, _)) = session.in_flight.get_mut(token) else {
             debug_assert!(false, "completion of unknown token {token}");
             return;
         };
@@ -406,25 +419,25 @@ impl Worker {
                 if self.stopping {
                     pending.cut();
                 }
-                if !gone && (desk.step(token) || desk.waits(token)) {
+                if !gone && (session.step(token) || session.waits(token)) {
                     return;
                 }
                 Ok(())
             }
             Err(failure) => Err(failure),
         };
-        self.end_request(desk_key, token, result);
+        self.end_request(session_key, token, result);
     }
 
     /// Takes the answer to a BLOCK_STATUS question about a disk, and answers the request.
     fn end_question(&mut self, answer: Mapped) {
         let Mapped {
-            desk,
+            session,
             token,
             extents,
         } = answer;
-        // The desk and the token live as long as the request is in flight.
-        let in_flight = &mut self.desks[desk].in_flight;
+        // The session and the token live as long as the request is in flight.
+        let in_flight = &mut self.sessions[session].in_flight;
         let result = match (extents, in_flight.get_mut(token)) {
             (Ok(extents), Some((_, pending, _))) => {
                 pending.mapped(extents);
@@ -440,18 +453,18 @@ impl Worker {
                 Err(Failure::Io)
             }
         };
-        self.end_request(desk, token, result);
+        self.end_request(session, token, result);
     }
 
     /// Answers a request.
-    fn end_request(&mut self, desk: usize, token: usize, result: Result<(), Failure>) {
-        let desk = &mut self.desks[desk];
-        let (key, pending, since) = desk.in_flight.remove(token);
+    fn end_request(&mut self, session: usize, token: usize, result: Result<(), Failure>) {
+        let session = &mut self.sessions[session];
+        let (key, pending, since) = session.in_flight.remove(token);
         if let Some(kind) = kind(pending.command()) {
-            let latencies = &desk.export.metrics.latencies;
+            let latencies = &session.export.metrics.latencies;
             latencies.count(0, kind, since.elapsed());
         }
-        desk.export.gate.leave();
+        session.export.gate.leave();
         let client = &mut self.clients[key];
         match &mut client.connection {
             Some(connection) => {
@@ -535,18 +548,18 @@ impl Worker {
         self.forget(key);
     }
 
-    /// Forgets a client that is gone once it has no requests in flight, and closes its desk if no other client uses it.
+    /// Forgets a client that is gone once it has no requests in flight, and closes its session if no other client uses it.
     fn forget(&mut self, key: usize) {
         let client = &self.clients[key];
         if client.connection.is_some() || client.left > 0 {
             return;
         }
-        let desk = client.desk;
+        let session = client.session;
         self.clients.remove(key);
         self.inbox.load.fetch_sub(1, Ordering::Relaxed);
-        self.desks[desk].count(-1);
-        if self.desks[desk].clients == 0 {
-            self.close_desk(desk);
+        self.sessions[session].count(-1);
+        if self.sessions[session].clients == 0 {
+            self.close_session(session);
         }
     }
 }

@@ -27,7 +27,7 @@ impl Write for Socket {
 }
 
 /// The TLS state of a connection. It waits for nothing.
-pub(super) trait Session: Send {
+pub(super) trait TlsSession: Send {
     /// Whether the handshake goes on.
     fn is_shaking_hands(&self) -> bool;
 

@@ -14,7 +14,7 @@ use crate::latency::OperationKind;
 use crate::throttle::QueueLimits;
 
 /// A port to one disk, shared by the worker's connections to that disk.
-pub(super) struct Desk {
+pub(super) struct DiskSession {
     pub(super) queue: Box<dyn BackendQueue>,
     pub(super) limits: QueueLimits,
     /// Behind the queue, so that the queue is closed before the use of the export ends.
@@ -29,14 +29,14 @@ pub(super) struct Desk {
     pub(super) rung: bool,
 }
 
-impl Desk {
+impl DiskSession {
     /// Adjusts the number of clients.
     pub(super) fn count(&mut self, more: isize) {
         self.clients = self.clients.saturating_add_signed(more);
         self.queue.set_clients(self.clients);
     }
 
-    /// Starts a request that is in [`in_flight`](Self::in_flight). `key` is this desk's key in the worker of `inbox`.
+    /// Starts a request that is in [`in_flight`](Self::in_flight). `key` is this session's key in the worker of `inbox`.
     pub(super) fn begin(&mut self, key: usize, token: usize, inbox: &Arc<Inbox>) {
         let pending = self.in_flight.get(token);
         match pending.and_then(|(_, pending, _)| pending.question()) {
@@ -44,7 +44,7 @@ impl Desk {
                 let inbox = Arc::clone(inbox);
                 let asker = Box::new(move |extents| {
                     inbox.send(Mail::Answer(Mapped {
-                        desk: key,
+                        session: key,
                         token,
                         extents,
                     }));
@@ -87,7 +87,7 @@ impl Desk {
     }
 }
 
-impl Drop for Desk {
+impl Drop for DiskSession {
     /// Requests still in flight here were abandoned after an error. They leave the gate without a reply.
     fn drop(&mut self) {
         for _ in self.in_flight.drain() {
