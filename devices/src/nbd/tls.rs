@@ -20,16 +20,17 @@ pub struct TlsConfig {
     server: Arc<ServerConfig>,
 }
 
-/// Why TLS cannot be set up. Names the file.
+/// Why TLS cannot be set up, with the file that is to blame.
 #[derive(Debug, thiserror::Error)]
-#[error("{}: {why}", path.display())]
+#[error("{}: {reason}", path.display())]
 pub struct TlsError {
     path: PathBuf,
-    why: Why,
+    reason: PemError,
 }
 
+/// What is wrong with a file of keys or certificates.
 #[derive(Debug, thiserror::Error)]
-enum Why {
+enum PemError {
     #[error(
         "{0}: the directory needs server-cert.pem and server-key.pem, and ca-cert.pem to verify clients"
     )]
@@ -63,13 +64,13 @@ impl TlsConfig {
         let loaded = provider.key_provider.load_private_key(private.clone_key());
         loaded.map_err(|error| TlsError {
             path: key,
-            why: Why::Key(error),
+            reason: PemError::Key(error),
         })?;
         let refused = |path: &Path| {
             let path = path.to_owned();
             move |error: rustls::Error| TlsError {
                 path,
-                why: error.into(),
+                reason: error.into(),
             }
         };
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
@@ -93,7 +94,7 @@ impl TlsConfig {
                     VerifierBuilderError::InvalidCrl(_) => crl,
                     _ => ca,
                 },
-                why: error.into(),
+                reason: error.into(),
             })?;
             builder.with_client_cert_verifier(verifier)
         } else {
@@ -174,13 +175,13 @@ fn sections<T: PemObject>(path: &Path, kind: &'static str) -> Result<Vec<T>, Tls
 }
 
 fn failed(path: &Path, error: pem::Error, kind: &'static str) -> TlsError {
-    let why = match error {
-        pem::Error::Io(error) => Why::Io(error),
-        pem::Error::NoItemsFound => Why::Missing(kind),
-        error => Why::Pem(error),
+    let reason = match error {
+        pem::Error::Io(error) => PemError::Io(error),
+        pem::Error::NoItemsFound => PemError::Missing(kind),
+        error => PemError::Pem(error),
     };
     TlsError {
         path: path.to_owned(),
-        why,
+        reason,
     }
 }
