@@ -65,7 +65,7 @@ use crate::throttle::Throttle;
 pub use crate::latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
 pub use crate::metrics::{BlockCounts, BlockMetrics};
 pub use pool::{Starter, WorkerPool};
-pub(crate) use pool::{Worker, most_threads};
+pub(crate) use pool::{Worker, max_threads};
 
 pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};
 pub(crate) use features::Features;

@@ -32,7 +32,7 @@ pub struct WorkerPool {
 }
 
 /// The most threads that serve side by side: one for two processors. The other half is left to the clients.
-pub(crate) fn most_threads() -> usize {
+pub(crate) fn max_threads() -> usize {
     thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2))
 }
 
@@ -40,7 +40,7 @@ impl Default for WorkerPool {
     fn default() -> Self {
         Self {
             starter: None,
-            most: most_threads(),
+            most: max_threads(),
             shared: Mutex::default(),
         }
     }

@@ -1,49 +1,50 @@
-//! One worker's port to one disk.
+//! A worker's use of one disk, shared by its connections to that disk.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use slab::Slab;
 
-use super::export::{Export, Used};
-use super::inbox::{Inbox, Mail, Mapped};
+use super::export::{Export, ExportGuard};
+use super::inbox::{ExtentAnswer, Inbox, WorkerMessage};
 use super::protocol::command;
 use super::request::PendingRequest;
 use crate::backend::{Answer, BackendQueue};
 use crate::latency::OperationKind;
 use crate::throttle::QueueLimits;
 
-/// A port to one disk, shared by the worker's connections to that disk.
+/// A queue of one disk, shared by the worker's connections to that disk.
 pub(super) struct DiskSession {
     pub(super) queue: Box<dyn BackendQueue>,
     pub(super) limits: QueueLimits,
-    /// Behind the queue, so that the queue is closed before the use of the export ends.
-    pub(super) export: Used,
-    pub(super) part: usize,
+    /// Declared after the queue: the queue must be closed before the export may be removed.
+    pub(super) export: ExportGuard,
+    /// The most bytes of one step.
+    pub(super) max_step: usize,
     /// Requests in flight by token, each with its client's key and the time when the worker took it.
     pub(super) in_flight: Slab<(usize, PendingRequest, Instant)>,
     pub(super) clients: usize,
-    /// Something was submitted since the last kick.
+    /// Whether anything was submitted since the last kick.
     pub(super) submitted: bool,
-    /// The queue's event has fired: there may be completions.
-    pub(super) rung: bool,
+    /// Whether the queue's event has fired: there may be completions.
+    pub(super) signalled: bool,
 }
 
 impl DiskSession {
-    /// Adjusts the number of clients.
-    pub(super) fn count(&mut self, more: isize) {
+    /// Adds `more` to the number of clients.
+    pub(super) fn add_clients(&mut self, more: isize) {
         self.clients = self.clients.saturating_add_signed(more);
         self.queue.set_clients(self.clients);
     }
 
-    /// Starts a request that is in [`in_flight`](Self::in_flight). `key` is this session's key in the worker of `inbox`.
+    /// Starts a request of [`in_flight`](Self::in_flight). `key` is this session's key in the worker that reads `inbox`.
     pub(super) fn begin(&mut self, key: usize, token: usize, inbox: &Arc<Inbox>) {
         let pending = self.in_flight.get(token);
-        match pending.and_then(|(_, pending, _)| pending.question()) {
-            Some(question) => {
+        match pending.and_then(|(_, pending, _)| pending.query()) {
+            Some(query) => {
                 let inbox = Arc::clone(inbox);
-                let asker = Box::new(move |extents| {
-                    inbox.send(Mail::Answer(Mapped {
+                let callback = Box::new(move |extents| {
+                    inbox.send(WorkerMessage::Extents(ExtentAnswer {
                         session: key,
                         token,
                         extents,
@@ -52,43 +53,43 @@ impl DiskSession {
                 let Export {
                     mapper, backend, ..
                 } = &**self.export;
-                mapper.ask(backend, question, asker);
+                mapper.ask(backend, query, callback);
             }
-            // A request without a question always has a first step.
-            None => drop(self.step(token)),
+            // A request without a query always has a first step.
+            None => drop(self.submit_step(token)),
         }
     }
 
     /// Submits the next step of a request; `false`: all its steps have been submitted.
-    pub(super) fn step(&mut self, token: usize) -> bool {
+    pub(super) fn submit_step(&mut self, token: usize) -> bool {
         let pending = self.in_flight.get_mut(token);
-        let Some(operation) = pending.and_then(|(_, pending, _)| pending.step(self.part)) else {
+        let Some(operation) = pending.and_then(|(_, pending, _)| pending.next_step(self.max_step))
+        else {
             return false;
         };
-        match self.limits.in_force() {
-            false => self.queue.submit(token as u64, operation),
-            true => {
-                let queue = &mut *self.queue;
-                self.limits.submit(queue, token as u64, operation);
-            }
+        if self.limits.in_force() {
+            let queue = &mut *self.queue;
+            self.limits.submit(queue, token as u64, operation);
+        } else {
+            self.queue.submit(token as u64, operation);
         }
         self.submitted = true;
         true
     }
 
-    /// Whether a request whose steps have ended must be answered later, once its changes are written.
-    pub(super) fn waits(&mut self, token: usize) -> bool {
+    /// Whether the answer to a request whose steps are done has to wait until its changes are written.
+    pub(super) fn waits_for_write(&mut self, token: usize) -> bool {
         let pending = self.in_flight.get_mut(token);
-        let asks = pending.is_some_and(|(_, pending, _)| pending.take_unasked())
+        let await_written = pending.is_some_and(|(_, pending, _)| pending.take_await_written())
             && self.export.answer == Answer::Written;
-        let waits = asks && !self.queue.when_written(token as u64);
+        let waits = await_written && !self.queue.when_written(token as u64);
         self.submitted |= waits;
         waits
     }
 }
 
 impl Drop for DiskSession {
-    /// Requests still in flight here were abandoned after an error. They leave the gate without a reply.
+    /// Requests still in flight were abandoned after an error. They leave the gate without a reply.
     fn drop(&mut self) {
         for _ in self.in_flight.drain() {
             self.export.gate.leave();

@@ -1,5 +1,5 @@
-//! TLS: certificates in the layout that QEMU, libvirt and nbdkit share (the NBD protocol, "TLS support"). 1.2 and 1.3, by
-//! rustls.
+//! TLS 1.2 and 1.3, by rustls. Certificates are laid out as QEMU, libvirt and nbdkit expect (the NBD protocol, "TLS
+//! support").
 
 use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
@@ -37,7 +37,7 @@ enum PemError {
     Io(#[from] io::Error),
     #[error("{0}: `openssl pkcs8 -topk8 -nocrypt` converts a key to a supported format")]
     Key(rustls::Error),
-    #[error("it is no PEM file: {0}")]
+    #[error("it is not a PEM file: {0}")]
     Pem(pem::Error),
     #[error("it lacks the required PEM section: {0}")]
     Missing(&'static str),
@@ -48,8 +48,8 @@ enum PemError {
 }
 
 impl TlsConfig {
-    /// Reads `server-cert.pem` and `server-key.pem` in `directory`. With `verify_peer` a client has to show a certificate
-    /// that is signed by one in `ca-cert.pem`, and that `ca-crl.pem`, where there is one, does not revoke.
+    /// Reads `server-cert.pem` and `server-key.pem` in `directory`. With `verify_peer` a client must present a certificate
+    /// that is signed by one in `ca-cert.pem` and not revoked by `ca-crl.pem`, if that file exists.
     ///
     /// # Errors
     /// If a file cannot be read or used.
@@ -60,7 +60,7 @@ impl TlsConfig {
         let private = PrivateKeyDer::from_pem_file(&key);
         let private = private.map_err(|error| failed(&key, error, "PRIVATE KEY"))?;
         let provider = Arc::new(ring::default_provider());
-        // The key is checked here, since a failure in `with_single_cert` would be reported for the certificate.
+        // Checks the key here, because `with_single_cert` would blame the certificate for a bad key.
         let loaded = provider.key_provider.load_private_key(private.clone_key());
         loaded.map_err(|error| TlsError {
             path: key,
