@@ -286,8 +286,8 @@ impl VirtioBlock {
     ///
     /// Without FLUSH the driver cannot make a write stable, so writes must be stable when they complete
     /// (5.2.6.2), and `writeback` starts as 0 (5.2.5.2). Otherwise the mode is the configured one.
-    pub(crate) fn negotiated(&self, features: Features) {
-        self.cache.negotiated(!expects_writethrough(features));
+    pub(crate) fn accept_features(&self, features: Features) {
+        self.cache.set_negotiated(!expects_writethrough(features));
     }
 
     /// Reset: back to the configured cache mode. Only once no worker runs.
@@ -314,7 +314,7 @@ impl VirtioBlock {
             capacity: self.capacity.load(Ordering::Relaxed),
             queue_size: self.config.queue_size,
             queues: self.config.queues,
-            writeback: self.cache.driver_sees(),
+            writeback: self.cache.driver_mode(),
             may_unmap: self.capabilities.discard,
             secure_erase: self.offered().has(VIRTIO_BLK_F_SECURE_ERASE),
             block_size: self.config.block_size,

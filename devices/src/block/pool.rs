@@ -110,7 +110,7 @@ impl WorkerPool {
 /// Starts a thread with its first queue.
 fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
     let events = EventLoop::new()?;
-    let inbox = Arc::new(Inbox::new(events.remote()));
+    let inbox = Arc::new(Inbox::new(events.sender()));
     // Before the thread begins, because a thread without a queue ends.
     drop(inbox.put(seat));
     let own = Arc::clone(&inbox);

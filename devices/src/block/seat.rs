@@ -19,7 +19,7 @@ use super::request::ID_LEN;
 use super::tracker::Tracker;
 use super::virtqueue::QueueSetup;
 use crate::backend::Backend;
-use crate::event_loop::Remote;
+use crate::event_loop::MessageSender;
 use crate::metrics::BlockMetrics;
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
@@ -194,7 +194,7 @@ impl Drop for Seat {
 
 /// The way for queues to a thread.
 pub(super) struct Inbox {
-    remote: Remote<Source, Mail>,
+    remote: MessageSender<Source, Mail>,
     /// Number of queues of the thread, including those on their way to it, or [`CLOSED`].
     load: AtomicUsize,
 }
@@ -204,7 +204,7 @@ const CLOSED: usize = usize::MAX;
 
 impl Inbox {
     /// The inbox of a thread that has no queue yet.
-    pub(super) fn new(remote: Remote<Source, Mail>) -> Self {
+    pub(super) fn new(remote: MessageSender<Source, Mail>) -> Self {
         Self {
             remote,
             load: AtomicUsize::new(0),

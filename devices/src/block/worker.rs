@@ -361,7 +361,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             // No room. Completions wake the worker; until then it needs no doorbells.
             return Ok(self.in_flight.has_room()
                 && !self.batch.is_full(self.queue.size())
-                && !self.limits.holds());
+                && !self.limits.is_holding());
         }
         let promised = self.poll(memory)? || self.queue.enable_doorbell(memory)?;
         self.promised = promised.then(|| self.queue.taken());
@@ -410,7 +410,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
         let mut available = self.queue.available(memory)?;
         loop {
             // The limits of a disk hold one request of a queue; all others stay in the ring.
-            if !self.in_flight.has_room() || self.batch.is_full(size) || self.limits.holds() {
+            if !self.in_flight.has_room() || self.batch.is_full(size) || self.limits.is_holding() {
                 return Ok(false);
             }
             let Some(chain) = available.next() else {
@@ -593,10 +593,10 @@ impl<M: DeviceMemory> Served for QueueWorker<M> {
 }
 /// Gives up a queue that cannot go on: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2, 2.1.2).
 pub(super) fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
-    status.complain(format_args!(
+    status.warn(format_args!(
         "virtio-blk queue {queue}: {error}; the driver has to reset the device"
     ));
-    status.needs_reset();
+    status.set_needs_reset();
 }
 
 /// Reads and clears the counter of an eventfd. It never waits: another owner of the descriptor may have read the

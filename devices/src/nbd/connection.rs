@@ -16,7 +16,7 @@ use super::request::{NbdAction, NbdRules, PendingRequest, check_request, refuse}
 use super::request_reader::RequestReader;
 use super::wire::Wire;
 use crate::backend::{Failure, SECTOR_SIZE};
-use crate::control::Pass;
+use crate::control::GateGuard;
 use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::metrics::BlockMetrics;
@@ -165,8 +165,8 @@ impl Connection {
             self.close();
         }
         while !self.closing && self.has_room() {
-            // The request enters the gate before it is parsed, so a thread that closes the gate waits for it.
-            let Some(pass) = Pass::take(&self.handshake.export.gate) else {
+            // Enter the gate before parsing, so that a thread that closes the gate waits for this request.
+            let Some(guard) = GateGuard::enter(&self.handshake.export.gate) else {
                 break;
             };
             let broken = |_| ConnectionEnd::Broken("a request has the wrong magic number");
@@ -184,7 +184,7 @@ impl Connection {
             count(&export.metrics, message.request.command);
             match check_request(message, &rules) {
                 NbdAction::Run(pending) => {
-                    pass.keep();
+                    guard.keep();
                     self.requests += 1;
                     self.bytes += pending.bytes();
                     return Ok(Some(pending));

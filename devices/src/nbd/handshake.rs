@@ -15,7 +15,7 @@ use super::tls::TlsConfig;
 use super::wire::{Tls, Wire};
 use crate::backend::SECTOR_SIZE;
 use crate::event_loop::EventSet;
-use crate::listen::{Stop, Waited, Waiter};
+use crate::listen::{Stop, Waiter, WakeReason};
 
 /// How long a client may take to choose its export.
 const TIMEOUT: Duration = Duration::from_secs(60);
@@ -52,8 +52,8 @@ impl HandshakeChannel<'_> {
         let decrypted = events.contains(EventSet::IN) && self.wire.may_have_data();
         let until = if decrypted { now } else { self.deadline };
         match self.waiter.wait(&*self.wire, events, Some(until))? {
-            Waited::Stopped => Err(ConnectionEnd::Gone),
-            Waited::Late if !decrypted => Err(ConnectionEnd::Broken(TOO_LONG)),
+            WakeReason::Stopped => Err(ConnectionEnd::Gone),
+            WakeReason::TimedOut if !decrypted => Err(ConnectionEnd::Broken(TOO_LONG)),
             _ => Ok(()),
         }
     }

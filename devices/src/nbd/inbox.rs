@@ -5,8 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::connection::Connection;
 use super::extent_mapper::ExtentStatus;
-use crate::control::Wake;
-use crate::event_loop::Remote;
+use crate::control::GateWatcher;
+use crate::event_loop::MessageSender;
 
 /// What made a worker's event loop wake up: a descriptor that it watches.
 #[derive(Clone, Copy, Debug)]
@@ -42,13 +42,13 @@ pub(super) struct ExtentAnswer {
 
 /// The sending end of a worker's messages.
 pub(super) struct Inbox {
-    remote: Remote<WorkerEvent, WorkerMessage>,
+    remote: MessageSender<WorkerEvent, WorkerMessage>,
     /// Number of the worker's connections.
     pub(super) load: AtomicUsize,
 }
 
 impl Inbox {
-    pub(super) fn new(remote: Remote<WorkerEvent, WorkerMessage>) -> Self {
+    pub(super) fn new(remote: MessageSender<WorkerEvent, WorkerMessage>) -> Self {
         let load = AtomicUsize::new(0);
         Self { remote, load }
     }
@@ -64,7 +64,7 @@ impl Inbox {
     }
 }
 
-impl Wake for Inbox {
+impl GateWatcher for Inbox {
     fn wake(&self) {
         self.send(WorkerMessage::Gate);
     }

@@ -20,7 +20,7 @@ use super::export::{Export, ExportGuard};
 use super::inbox::{ExtentAnswer, Inbox, WorkerEvent, WorkerMessage};
 use crate::backend::{Buffer, Completion, Failure};
 use crate::block::max_threads;
-use crate::control::Wake;
+use crate::control::GateWatcher;
 use crate::event_loop::{Event, EventLoop, EventSet};
 use crate::listen::join;
 use crate::throttle::QueueLimits;
@@ -105,7 +105,7 @@ impl Drop for Pool {
 
 fn start(dedicated: bool) -> io::Result<WorkerHandle> {
     let events = EventLoop::new()?;
-    let inbox = Arc::new(Inbox::new(events.remote()));
+    let inbox = Arc::new(Inbox::new(events.sender()));
     let worker = Worker {
         events,
         ready: Vec::new(),
@@ -291,7 +291,7 @@ impl Worker {
             export.backend.open_queue()?,
             QueueLimits::new(&export.throttle)?,
         );
-        let watcher: Arc<dyn Wake> = Arc::clone(&self.inbox) as _;
+        let watcher: Arc<dyn GateWatcher> = Arc::clone(&self.inbox) as _;
         export.gate.watch(Arc::downgrade(&watcher));
         export.users.watch(Arc::downgrade(&watcher));
         let key = self.sessions.insert(DiskSession {

@@ -25,8 +25,8 @@ use walvisor_block::short_slice;
 use super::device::WriteCacheHook;
 use super::{Command, CommandData, CommandRing, Device, Entry, Response, RingError, Ticket};
 use crate::backend::{BackendQueue, Completion, Operation};
-use crate::control::Wake;
-use crate::event_loop::{Event, EventLoop, EventSet, Remote};
+use crate::control::GateWatcher;
+use crate::event_loop::{Event, EventLoop, EventSet, MessageSender};
 use crate::latency::{OperationKind, add};
 use crate::listen::join;
 use crate::metrics::BlockMetrics;
@@ -72,7 +72,7 @@ enum Mail {
     Stop,
 }
 
-impl Wake for Remote<Source, Mail> {
+impl GateWatcher for MessageSender<Source, Mail> {
     fn wake(&self) {
         self.send(Mail::Gate);
     }
@@ -81,7 +81,7 @@ impl Wake for Remote<Source, Mail> {
 /// Serves a device. Dropping it drains the device: commands in flight end and are answered, others stay in the ring.
 pub struct Worker {
     /// Kept alive here, since the gate holds only a weak reference to it.
-    remote: Arc<Remote<Source, Mail>>,
+    remote: Arc<MessageSender<Source, Mail>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -100,8 +100,8 @@ impl Worker {
         events.watch(&uio, Source::Kernel, EventSet::IN)?;
         events.watch(queue.event(), Source::Backend, EventSet::IN)?;
         events.watch(limits.timer(), Source::Timer, EventSet::IN)?;
-        let remote = Arc::new(events.remote());
-        let watcher: Arc<dyn Wake> = Arc::clone(&remote) as _;
+        let remote = Arc::new(events.sender());
+        let watcher: Arc<dyn GateWatcher> = Arc::clone(&remote) as _;
         device.gate.watch(Arc::downgrade(&watcher));
         let server = Server {
             name: device.name.clone(),
@@ -291,7 +291,7 @@ impl Server {
         let mut taken = 0;
         while self.in_flight.len() < MAX_COMMANDS_IN_FLIGHT
             && self.bytes < MAX_BYTES_IN_FLIGHT
-            && !self.limits.holds()
+            && !self.limits.is_holding()
             && self.gate.enter()
         {
             let entry = self.ring.take();

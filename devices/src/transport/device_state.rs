@@ -199,11 +199,11 @@ impl<M: DeviceMemory> DeviceState<M> {
         if !self.status.has(ACKNOWLEDGE | DRIVER) {
             tracing::debug!("FEATURES_OK before ACKNOWLEDGE and DRIVER: ignored");
         } else if self.driver_features.acceptable(self.offered()) {
-            self.block.negotiated(self.driver_features);
+            self.block.accept_features(self.driver_features);
             self.status.insert(FEATURES_OK);
         } else {
             let (chosen, offered) = (self.driver_features.0, self.offered().0);
-            self.status.complain(format_args!(
+            self.status.warn(format_args!(
                 "virtio-blk: features {chosen:#x} chosen by the driver, {offered:#x} offered: refused"
             ));
         }
@@ -245,7 +245,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             Ok(worker) => queue.worker = Some(worker),
             Err(error) => {
                 tracing::error!(%error, "cannot start the worker of virtio-blk queue {index}");
-                self.status.needs_reset();
+                self.status.set_needs_reset();
             }
         }
     }

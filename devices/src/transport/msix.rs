@@ -140,7 +140,7 @@ impl Msix {
         }
         if std::mem::take(&mut entry.pending) && entry.routed.is_some() {
             match self.router.trigger(number) {
-                Ok(()) => self.metrics.interrupt_sent(),
+                Ok(()) => self.metrics.count_interrupt(),
                 Err(error) => tracing::error!(%error, "cannot raise MSI-X vector {number}"),
             }
         }

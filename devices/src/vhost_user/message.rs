@@ -18,7 +18,7 @@ use rustix::net::{
 use super::outcome::{Outcome, SessionEnd, refused};
 use super::owner::Wish;
 use crate::event_loop::EventSet;
-use crate::listen::{Waited, Waiter};
+use crate::listen::{Waiter, WakeReason};
 
 const HEADER: usize = 12;
 const VERSION: u32 = 1;
@@ -195,9 +195,9 @@ impl<'a> Channel<'a> {
     fn wait(&mut self, what: EventSet) -> Outcome<()> {
         loop {
             match self.waiter.wait(self.socket, what, None)? {
-                Waited::Stopped => return Err(SessionEnd::Gone),
-                Waited::Ready => return Ok(()),
-                Waited::Told | Waited::Late => {}
+                WakeReason::Stopped => return Err(SessionEnd::Gone),
+                WakeReason::Ready => return Ok(()),
+                WakeReason::Message | WakeReason::TimedOut => {}
             }
         }
     }
@@ -210,9 +210,9 @@ pub(super) fn next(waiter: &mut Waiter<Wish>, fd: impl AsFd) -> Outcome<Option<W
             return Ok(Some(wish));
         }
         match waiter.wait(&fd, EventSet::IN, None)? {
-            Waited::Stopped => return Err(SessionEnd::Gone),
-            Waited::Ready => return Ok(None),
-            Waited::Told | Waited::Late => {}
+            WakeReason::Stopped => return Err(SessionEnd::Gone),
+            WakeReason::Ready => return Ok(None),
+            WakeReason::Message | WakeReason::TimedOut => {}
         }
     }
 }

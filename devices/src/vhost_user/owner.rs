@@ -6,8 +6,8 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use crate::control::{CacheSwitch, DeviceControl};
-use crate::event_loop::Remote;
-use crate::listen::Waited;
+use crate::event_loop::MessageSender;
+use crate::listen::WakeReason;
 
 /// How long a front-end may delay a pause. Only a front-end that stops in the middle of a message, or does not read its
 /// replies, delays it at all.
@@ -26,7 +26,7 @@ pub(super) enum Wish {
 
 /// The control handle of a disk in use, for its owner.
 pub(super) struct ServiceControl {
-    pub(super) thread: Remote<Waited, Wish>,
+    pub(super) thread: MessageSender<WakeReason, Wish>,
     pub(super) cache: Arc<CacheSwitch>,
 }
 

@@ -13,7 +13,7 @@ use super::session::Session;
 use super::signal::Bell;
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
-use crate::listen::{Stop, Threads, Waiter, accepted};
+use crate::listen::{Stop, Threads, Waiter, check_accept};
 
 /// A listening socket and the disk that it offers.
 pub struct Service {
@@ -46,7 +46,7 @@ impl Service {
     /// A handle with which the owner controls the disk while it is in use.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
         Arc::new(ServiceControl {
-            thread: self.waiter.remote(),
+            thread: self.waiter.sender(),
             cache: Arc::clone(self.device.cache()),
         })
     }
@@ -161,7 +161,7 @@ impl Service {
                 Ok(stream)
             });
             let name = &self.name;
-            let Some(stream) = accepted(outcome, format_args!("disk '{name}'")) else {
+            let Some(stream) = check_accept(outcome, format_args!("disk '{name}'")) else {
                 continue;
             };
             // Other front-ends wait in the backlog until this one has left.

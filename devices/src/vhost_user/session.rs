@@ -347,7 +347,7 @@ impl Session<'_> {
         if self.rings.iter().any(|ring| ring.worker.is_some()) {
             return Err(refused("features are changed while a ring runs"));
         }
-        self.device.negotiated(features);
+        self.device.accept_features(features);
         self.features = Some(features);
         Ok(())
     }

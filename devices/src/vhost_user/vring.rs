@@ -110,7 +110,7 @@ impl Signals {
 impl Interrupt for Signals {
     fn queue(&self, _queue: u16) {
         if self.ring(&self.call) {
-            self.metrics.interrupt_sent();
+            self.metrics.count_interrupt();
         }
     }
 
