@@ -12,7 +12,7 @@ use std::sync::Arc;
 use virtio_bindings::virtio_config::VIRTIO_F_RING_RESET;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock, Worker};
+use crate::block::{Features, QueueHandle, QueueSetup, QueueStart, VirtioBlock};
 use crate::interrupt::Interrupt;
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
@@ -40,15 +40,15 @@ pub(super) enum Half {
 
 struct QueueState {
     setup: QueueSetup,
-    worker: Option<Worker>,
+    worker: Option<QueueHandle>,
     /// The worker that the queue had before its reset, until that worker has drained.
-    draining: Option<Worker>,
+    draining: Option<QueueHandle>,
     /// The queue has met an error. Pausing and resuming the device does not clear it.
     broken: bool,
 }
 
 impl QueueState {
-    fn workers(&self) -> impl Iterator<Item = &Worker> {
+    fn workers(&self) -> impl Iterator<Item = &QueueHandle> {
         self.worker.iter().chain(&self.draining)
     }
 }
@@ -111,8 +111,8 @@ impl<M: DeviceMemory> DeviceState<M> {
     // Features (2.2).
 
     /// The device's features, and the one that the transport adds: RING_RESET, the reset of a single queue (2.6.1).
-    fn offered(&self) -> Features {
-        let mut features = self.block.offered();
+    fn offered_features(&self) -> Features {
+        let mut features = self.block.offered_features();
         features.insert(VIRTIO_F_RING_RESET);
         features
     }
@@ -128,8 +128,8 @@ impl<M: DeviceMemory> DeviceState<M> {
     /// The selected 32 bits of the offered features; zero beyond bit 63.
     pub(super) fn device_features(&self) -> u32 {
         match self.device_features_select {
-            0 => self.offered().0 as u32,
-            1 => (self.offered().0 >> 32) as u32,
+            0 => self.offered_features().0 as u32,
+            1 => (self.offered_features().0 >> 32) as u32,
             _ => 0,
         }
     }
@@ -198,11 +198,11 @@ impl<M: DeviceMemory> DeviceState<M> {
     fn accept_features(&mut self) {
         if !self.status.has(ACKNOWLEDGE | DRIVER) {
             tracing::debug!("FEATURES_OK before ACKNOWLEDGE and DRIVER: ignored");
-        } else if self.driver_features.acceptable(self.offered()) {
+        } else if self.driver_features.is_acceptable(self.offered_features()) {
             self.block.accept_features(self.driver_features);
             self.status.insert(FEATURES_OK);
         } else {
-            let (chosen, offered) = (self.driver_features.0, self.offered().0);
+            let (chosen, offered) = (self.driver_features.0, self.offered_features().0);
             self.status.warn(format_args!(
                 "virtio-blk: features {chosen:#x} chosen by the driver, {offered:#x} offered: refused"
             ));
@@ -254,12 +254,12 @@ impl<M: DeviceMemory> DeviceState<M> {
     pub(super) fn pause(&mut self) {
         self.paused = true;
         let workers = self.queues.iter().flat_map(QueueState::workers);
-        workers.for_each(Worker::request_stop);
+        workers.for_each(QueueHandle::request_stop);
         for queue in &mut self.queues {
             queue.draining = None;
-            if let Some(drained) = queue.worker.take().map(Worker::stop) {
+            if let Some(drained) = queue.worker.take().map(QueueHandle::stop) {
                 queue.broken |= drained.broken;
-                queue.setup.resume_at = drained.next.or(queue.setup.resume_at);
+                queue.setup.resume_at = drained.next_avail.or(queue.setup.resume_at);
             }
         }
     }
@@ -302,7 +302,7 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     fn stop_workers(&mut self) {
         let workers = self.queues.iter().flat_map(QueueState::workers);
-        workers.for_each(Worker::request_stop);
+        workers.for_each(QueueHandle::request_stop);
         for queue in &mut self.queues {
             (queue.worker, queue.draining) = (None, None);
             queue.broken = false;
@@ -426,7 +426,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         let Some(queue) = self.queues.get_mut(self.queue_select as usize) else {
             return false;
         };
-        if queue.draining.as_ref().is_some_and(Worker::finished) {
+        if queue.draining.as_ref().is_some_and(QueueHandle::is_drained) {
             queue.draining = None;
         }
         queue.draining.is_some()
@@ -479,7 +479,7 @@ impl<M> Drop for DeviceState<M> {
     fn drop(&mut self) {
         // All at once; otherwise each worker would begin to drain only after the one before it.
         let workers = self.queues.iter().flat_map(QueueState::workers);
-        workers.for_each(Worker::request_stop);
+        workers.for_each(QueueHandle::request_stop);
     }
 }
 

@@ -1,7 +1,7 @@
 //! virtio-blk for other programs: the back-end of the vhost-user protocol (QEMU's `docs/interop/vhost-user.rst`).
 //!
 //! ```text
-//!  front-end ──messages──▶ thread per listener ▶ Session ──▶ VirtioBlock ──▶ block::Worker per queue
+//!  front-end ──messages──▶ thread per listener ▶ Session ──▶ VirtioBlock ──▶ block::QueueHandle per queue
 //!   (a VMM)   descriptors     message.rs        memory, rings                │         ▲
 //!       └── rings and buffers in shared memory ◀───────────────────────────┴── kick, call
 //! ```

@@ -148,7 +148,7 @@ impl<'a> Session<'a> {
         let (size, next_available) = (ring.size, ring.next_available);
         let features = features
             .map(|features| Features(features.0 & !PROTOCOL_FEATURES))
-            .filter(|features| features.acceptable(self.device.offered()))
+            .filter(|features| features.is_acceptable(self.device.offered_features()))
             .ok_or_else(|| refused("a ring is started without VIRTIO_F_VERSION_1"))?;
         let mut places = addresses
             .into_iter()
@@ -278,7 +278,9 @@ impl Session<'_> {
         }
         match message.request {
             request::GET_FEATURES => {
-                return Ok(Answer::number(self.device.offered().0 | PROTOCOL_FEATURES));
+                return Ok(Answer::number(
+                    self.device.offered_features().0 | PROTOCOL_FEATURES,
+                ));
             }
             request::SET_FEATURES => self.set_features(message.u64(0)?)?,
             request::SET_OWNER => {}
@@ -334,7 +336,7 @@ impl Session<'_> {
     }
 
     fn set_features(&mut self, features: u64) -> Outcome<()> {
-        let offered = self.device.offered().0 | PROTOCOL_FEATURES;
+        let offered = self.device.offered_features().0 | PROTOCOL_FEATURES;
         if features & !offered != 0 {
             return Err(refused(format!(
                 "features {features:#x} chosen, {offered:#x} offered"

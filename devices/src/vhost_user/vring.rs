@@ -8,7 +8,7 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::outcome::{Outcome, refused};
 use super::signal::{Bell, Signal, is_event};
-use crate::block::Worker;
+use crate::block::QueueHandle;
 use crate::interrupt::Interrupt;
 use crate::metrics::BlockMetrics;
 
@@ -27,7 +27,7 @@ pub(super) struct Vring {
     /// The descriptors with which to signal the front-end.
     pub(super) signals: Arc<Signals>,
     /// The worker that serves the ring while it runs.
-    pub(super) worker: Option<Worker>,
+    pub(super) worker: Option<QueueHandle>,
     /// The ring has met an error. Pausing and resuming the disk does not clear it.
     pub(super) broken: bool,
 }
@@ -53,8 +53,8 @@ impl Vring {
 
     /// Drains the ring for the owner: chains that the worker has taken are completed, the rest stay available.
     pub(super) fn pause(&mut self) {
-        if let Some(drained) = self.worker.take().map(Worker::stop) {
-            self.next_available = drained.next.unwrap_or(self.next_available);
+        if let Some(drained) = self.worker.take().map(QueueHandle::stop) {
+            self.next_available = drained.next_avail.unwrap_or(self.next_available);
             self.broken |= drained.broken;
         }
     }

@@ -1,9 +1,9 @@
-//! What the owner of a queue gives to the thread that serves it, and what they share.
+//! What the owner of a queue hands to the thread that serves it, and the state that both share.
 //!
 //! ```text
-//!   owner ──▶ Inbox ── a queue to serve, or one to stop ──▶ the thread: a Seat for each queue
-//!     ▲                                                                  │
-//!     └─── QueueControl: the queue is drained and gone ◀── Seat dropped ─┘
+//!   owner ──▶ Inbox ── "serve this queue", "stop" ──▶ the thread: a QueueSlot per queue
+//!     ▲                                                                       │
+//!     └─── QueueControl: the queue is drained and gone ◀── QueueSlot dropped ─┘
 //! ```
 
 use std::os::fd::BorrowedFd;
@@ -24,20 +24,20 @@ use crate::metrics::BlockMetrics;
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
 
-/// The queue that a worker serves.
+/// A queue that the driver has started.
 pub(crate) struct QueueStart {
-    /// Its number, from 0.
+    /// Its index, from 0.
     pub(crate) index: u16,
     /// Its rings.
     pub(crate) setup: QueueSetup,
     /// The eventfd that the driver signals.
     pub(crate) doorbell: EventFd,
-    /// Records the chains in flight, for a front-end that outlives this process.
+    /// Records the chains in flight, if the front-end outlives this process.
     pub(crate) tracker: Option<Tracker>,
 }
 
-/// Everything a worker needs to know when it starts.
-pub(super) struct WorkerPlan {
+/// What a worker needs to know about its queue and its device.
+pub(super) struct WorkerConfig {
     pub(super) queue: QueueStart,
     pub(super) max_size: u16,
     pub(super) event_idx: bool,
@@ -49,32 +49,32 @@ pub(super) struct WorkerPlan {
     pub(super) features: Features,
     pub(super) id: [u8; ID_LEN],
     pub(super) flush_after_write: bool,
-    /// Whether a change must outlive this process before it is answered.
-    pub(super) written_first: bool,
+    /// Whether a change must survive the end of this process before it is answered.
+    pub(super) answer_when_written: bool,
     pub(super) backend: Arc<dyn Backend>,
     pub(super) throttle: Arc<Throttle>,
     pub(super) metrics: Arc<BlockMetrics>,
     pub(super) status: Arc<DeviceStatus>,
 }
 
-/// A descriptor that a thread watches, with its queue's key. [`Served`] says what each is.
+/// What made a thread's event loop wake up, with the key of the queue. [`PooledQueue`] describes each descriptor.
 #[derive(Clone, Copy)]
-pub(super) enum Source {
+pub(super) enum QueueEvent {
     Doorbell(usize),
     Backend(usize),
     Timer(usize),
 }
 
-/// A message to a thread.
-pub(super) enum Mail {
+/// A message to a thread of the pool.
+pub(super) enum PoolMessage {
     /// A queue to serve.
-    Serve(Seat),
-    /// A queue is to stop: the `stop` flag of its control is set.
+    Serve(QueueSlot),
+    /// A queue has to stop: the `stop` flag of its control is set.
     Stop,
 }
 
-/// A queue as a thread of the pool serves it. Each call does as much as it can without waiting.
-pub(super) trait Served: Send {
+/// A queue, as the threads of the pool use it. Each call does as much as it can without waiting.
+pub(super) trait PooledQueue: Send {
     fn control(&self) -> Arc<QueueControl>;
 
     /// The descriptor that the driver signals.
@@ -86,45 +86,44 @@ pub(super) trait Served: Send {
     /// The timer of the disk's limits.
     fn timer(&self) -> BorrowedFd<'_>;
 
-    /// Takes note that the doorbell has rung.
-    fn rung(&mut self);
+    /// Clears the doorbell, which has rung.
+    fn acknowledge_doorbell(&mut self);
 
-    /// Submits the requests that the limits held until now, because the timer has expired.
+    /// The timer has expired: submits the requests that the limits were holding.
     fn release(&mut self);
 
     /// Takes the chains that the driver has made available.
-    fn take(&mut self);
+    fn take_chains(&mut self);
 
-    /// Submits the requests taken to the backend. `alone`: no other queue of the thread has something to do, or
-    /// requests in flight.
-    fn start(&mut self, alone: bool);
+    /// Submits the requests to the backend. `alone`: no other queue of the thread has anything to do or in flight.
+    fn submit(&mut self, alone: bool);
 
-    /// Answers the requests that have ended; `true`: there is more to take.
+    /// Answers the completed requests; `true`: there are more chains to take.
     fn answer(&mut self) -> bool;
 
     /// Whether requests are in flight.
-    fn waits(&self) -> bool;
+    fn has_in_flight(&self) -> bool;
 
     /// Number of chains taken, modulo 2^16.
-    fn taken(&self) -> u16;
+    fn chains_taken(&self) -> u16;
 
     /// Marks the queue as broken and notifies its driver.
     fn give_up(&mut self, reason: &str);
 }
 
-/// State shared by a queue and its owner.
+/// State that a queue and its owner share.
 #[derive(Default)]
 pub(super) struct QueueControl {
     stop: AtomicBool,
-    /// The queue has met an error: requests in flight end, but no more are taken or answered.
+    /// After an error: requests in flight still complete, but none are taken or answered any more.
     broken: AtomicBool,
     /// The number of chains taken, modulo 2^16, once the queue is drained and gone.
-    ended: Mutex<Option<u16>>,
-    over: Condvar,
+    taken: Mutex<Option<u16>>,
+    gone: Condvar,
 }
 
 impl QueueControl {
-    pub(super) fn stopping(&self) -> bool {
+    pub(super) fn is_stopping(&self) -> bool {
         self.stop.load(Ordering::SeqCst)
     }
 
@@ -132,81 +131,81 @@ impl QueueControl {
         self.broken.store(true, Ordering::SeqCst);
     }
 
-    pub(super) fn broken(&self) -> bool {
+    pub(super) fn is_broken(&self) -> bool {
         self.broken.load(Ordering::SeqCst)
     }
 
-    fn ended(&self) -> MutexGuard<'_, Option<u16>> {
-        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+    fn taken(&self) -> MutexGuard<'_, Option<u16>> {
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the queue is drained and gone.
-    pub(super) fn is_over(&self) -> bool {
-        self.ended().is_some()
+    pub(super) fn is_gone(&self) -> bool {
+        self.taken().is_some()
     }
 
     /// Waits until the queue is drained and gone. Returns the number of chains taken, modulo 2^16.
-    pub(super) fn wait_until_over(&self) -> u16 {
-        let ended = self.over.wait_while(self.ended(), |ended| ended.is_none());
-        ended
+    pub(super) fn wait_until_gone(&self) -> u16 {
+        let taken = self.gone.wait_while(self.taken(), |taken| taken.is_none());
+        taken
             .unwrap_or_else(PoisonError::into_inner)
             .unwrap_or_default()
     }
 }
 
-/// A queue that a thread serves, or that is on its way to one.
-pub(super) struct Seat {
-    /// `None` only while the seat is dropped.
-    pub(super) served: Option<Box<dyn Served>>,
+/// A queue that a thread serves, or that is on its way to a thread.
+pub(super) struct QueueSlot {
+    /// `None` only while the slot is being dropped.
+    pub(super) queue: Option<Box<dyn PooledQueue>>,
     pub(super) control: Arc<QueueControl>,
     /// Whether the queue is in the thread's list of queues with work.
     pub(super) busy: bool,
-    /// Whether the queue is stopping. Its doorbell is not watched any more.
-    pub(super) leaving: bool,
+    /// Whether the queue is being drained. Its doorbell is no longer watched.
+    pub(super) draining: bool,
 }
 
-impl Seat {
-    /// The seat of a queue that has not begun.
-    pub(super) fn new(served: Box<dyn Served>) -> Self {
+impl QueueSlot {
+    /// A slot for a queue that no thread serves yet.
+    pub(super) fn new(queue: Box<dyn PooledQueue>) -> Self {
         Self {
-            control: served.control(),
-            served: Some(served),
+            control: queue.control(),
+            queue: Some(queue),
             busy: false,
-            leaving: false,
+            draining: false,
         }
     }
 }
 
-impl Drop for Seat {
-    /// Reports the end for every reason, so that the owner does not wait forever. The queue is dropped before the
-    /// report.
+impl Drop for QueueSlot {
+    /// Reports that the queue is gone, whatever the reason: otherwise its owner would wait forever. The queue is dropped
+    /// before the report.
     fn drop(&mut self) {
-        let taken = self.served.take().map(|mut served| {
+        let taken = self.queue.take().map(|mut queue| {
             if thread::panicking() {
-                served.give_up("its worker has panicked");
+                queue.give_up("its worker has panicked");
             }
-            served.taken()
+            queue.chains_taken()
         });
-        *self.control.ended() = Some(taken.unwrap_or_default());
-        self.control.over.notify_all();
+        *self.control.taken() = Some(taken.unwrap_or_default());
+        self.control.gone.notify_all();
     }
 }
 
-/// The way for queues to a thread.
+/// Hands queues to a thread.
 pub(super) struct Inbox {
-    remote: MessageSender<Source, Mail>,
+    sender: MessageSender<QueueEvent, PoolMessage>,
     /// Number of queues of the thread, including those on their way to it, or [`CLOSED`].
     load: AtomicUsize,
 }
 
-/// The load of a thread that is ending and takes no more queues.
+/// The load of a thread that is ending, and takes no more queues.
 const CLOSED: usize = usize::MAX;
 
 impl Inbox {
     /// The inbox of a thread that has no queue yet.
-    pub(super) fn new(remote: MessageSender<Source, Mail>) -> Self {
+    pub(super) fn new(sender: MessageSender<QueueEvent, PoolMessage>) -> Self {
         Self {
-            remote,
+            sender,
             load: AtomicUsize::new(0),
         }
     }
@@ -217,40 +216,40 @@ impl Inbox {
     }
 
     /// Whether the thread takes no more queues.
-    pub(super) fn closed(&self) -> bool {
+    pub(super) fn is_closed(&self) -> bool {
         self.load() == CLOSED
     }
 
-    /// Hands over a queue; returns it if the thread has ended.
-    pub(super) fn put(&self, seat: Seat) -> Option<Seat> {
+    /// Hands a queue to the thread; returns it if the thread has ended.
+    pub(super) fn add_queue(&self, slot: QueueSlot) -> Option<QueueSlot> {
         let more = |load| (load != CLOSED).then(|| load + 1);
         let (set, fetched) = (Ordering::SeqCst, Ordering::SeqCst);
         if self.load.fetch_update(set, fetched, more).is_err() {
-            return Some(seat);
+            return Some(slot);
         }
-        self.remote.send(Mail::Serve(seat));
+        self.sender.send(PoolMessage::Serve(slot));
         None
     }
 
-    /// Tells a queue of the thread to drain, without waiting for it.
+    /// Makes the thread drain a queue, without waiting for it.
     pub(super) fn stop(&self, queue: &QueueControl) {
         queue.stop.store(true, Ordering::SeqCst);
-        self.remote.send(Mail::Stop);
+        self.sender.send(PoolMessage::Stop);
     }
 
-    /// Ends the thread, unless it has a queue or one is on its way.
+    /// Lets the thread end; `false`: it has a queue, or one is on its way.
     pub(super) fn close(&self) -> bool {
         let (set, read) = (Ordering::SeqCst, Ordering::SeqCst);
         self.load.compare_exchange(0, CLOSED, set, read).is_ok()
     }
 
-    /// Notes that a queue has left the thread.
-    pub(super) fn queue_removed(&self) {
+    /// Counts a queue less.
+    pub(super) fn remove_queue(&self) {
         self.load.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Notes that the thread ends, whatever it has.
-    pub(super) fn thread_ended(&self) {
+    /// Lets the thread end, whatever queues it has.
+    pub(super) fn close_for_good(&self) {
         self.load.store(CLOSED, Ordering::SeqCst);
     }
 }
