@@ -1,12 +1,12 @@
 //! Commands about the unit itself: TEST UNIT READY, REQUEST SENSE, REPORT LUNS, START STOP UNIT and REPORT SUPPORTED
 //! OPERATION CODES.
 
-use super::job::{Job, Range, ScsiAction};
+use super::job::{BlockRange, Job, ScsiAction};
 use super::plan::{CommandEntry, CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
-/// TEST UNIT READY (SPC-5, 6.52). The check of the command has already found the unit ready.
+/// TEST UNIT READY (SPC-5, 6.52). Checking the command has already shown that the unit is ready.
 pub(super) fn test_unit_ready(_: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     Ok(CommandPlan::Run(Job::nothing()))
 }
@@ -45,11 +45,11 @@ pub(super) fn start_stop(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense
     let no_flush = request.bit(4, 0x04);
     unit.set_stopped(!start);
     let flush = !start && !no_flush && unit.can().flush;
-    let script = [flush.then_some(ScsiAction::Flush), None, None];
+    let actions = [flush.then_some(ScsiAction::Flush), None, None];
     Ok(CommandPlan::Run(Job::new(
         OperationKind::Flush,
-        Range::default(),
-        script,
+        BlockRange::default(),
+        actions,
     )))
 }
 
@@ -65,7 +65,7 @@ pub(super) fn report_opcodes(request: &ScsiRequest<'_>) -> Result<CommandPlan, S
     let exact = |command: &&CommandEntry| command.action.unwrap_or(0) as u64 == action;
     let bytes = match (request.byte(2) & 0x07, has_actions) {
         (0, _) => list(all(), timeouts),
-        // 1 is by opcode alone, 2 by opcode and service action: an opcode of the other kind is an error.
+        // 1 is by opcode alone, 2 by opcode and service action; an opcode of the other kind is an error.
         (1, Some(true)) | (2, Some(false)) => return Err(Sense::cdb(2, Some(2))),
         (1, _) => one(request, same.next(), timeouts),
         // 3: by opcode, and by service action if the opcode has any.

@@ -451,7 +451,7 @@ impl Server {
                     debug_assert!(false, "completion of unknown token {token}");
                     continue;
                 };
-                task.ended(&self.unit, data, result);
+                task.complete(&self.unit, data, result);
                 self.go_on(key);
             }
         }

@@ -195,7 +195,7 @@ impl Bench {
                     let completion = self.next_completion();
                     assert_eq!(completion.token, 7);
                     in_flight -= 1;
-                    task.ended(&self.unit, data, completion.result);
+                    task.complete(&self.unit, data, completion.result);
                 }
                 TaskStep::Blocked => panic!("blocked by nobody"),
                 TaskStep::Done => {

@@ -42,7 +42,7 @@ impl<'a> Slow<'a> {
     /// Lets one operation end.
     fn end(&mut self, bench: &mut Bench) -> State {
         let result = bench.operate(self.held.remove(0));
-        self.task.ended(&bench.unit, self.data, result);
+        self.task.complete(&bench.unit, self.data, result);
         self.go(bench)
     }
 }
@@ -165,7 +165,7 @@ fn failures_of_the_backend() {
         }
         assert_eq!(slow.go(&bench), State::InFlight);
         slow.held.clear();
-        slow.task.ended(&bench.unit, &data, Err(failure));
+        slow.task.complete(&bench.unit, &data, Err(failure));
         assert_eq!(slow.go(&bench), State::Done, "{cdb:02x?}");
         assert!(slow.held.is_empty());
         assert_eq!(fixed(&slow.task.outcome()).code, code, "{cdb:02x?}");
@@ -176,7 +176,7 @@ fn failures_of_the_backend() {
     assert_eq!((slow.go(&bench), slow.held.len()), (State::InFlight, 3));
     for failure in [Failure::ReadOnly, IO, IO] {
         assert_eq!(slow.go(&bench), State::InFlight);
-        slow.task.ended(&bench.unit, &list, Err(failure));
+        slow.task.complete(&bench.unit, &list, Err(failure));
     }
     assert_eq!(slow.go(&bench), State::Done);
     assert_eq!(fixed(&slow.task.outcome()).code, WRITE_PROTECTED);

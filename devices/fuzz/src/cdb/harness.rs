@@ -234,7 +234,7 @@ impl Initiator {
         let operation = self.tasks[at].held.remove(0);
         let result = self.operate(operation).result;
         let running = &mut self.tasks[at];
-        running.task.ended(&self.unit, &running.data, result);
+        running.task.complete(&self.unit, &running.data, result);
         self.go(at);
     }
 
