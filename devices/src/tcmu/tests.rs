@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::kernel::{BLOCK, Ended, Kernel, Request};
+use super::kernel::{BLOCK, EndedCommand, Kernel, Request};
 use super::layout::{header, mailbox, request, response};
 use super::*;
 use crate::scsi::DataBuffer;
@@ -91,7 +91,7 @@ fn commands_are_copied_and_answered_in_any_order() {
             ..Response::default()
         },
     );
-    assert!(kernel.ended().is_empty(), "not before it was published");
+    assert!(kernel.ended().is_empty(), "not before they are published");
     assert_eq!((ring.publish(), ring.publish()), (2, 0));
     let ended = kernel.ended();
     assert_eq!((ended[0].id, ended[0].status), (first, 2));
@@ -102,7 +102,7 @@ fn commands_are_copied_and_answered_in_any_order() {
 }
 
 #[test]
-fn a_response_leaves_nothing_of_an_older_one() {
+fn a_response_contains_nothing_of_an_older_one() {
     let mut kernel = Kernel::new(1024, 2);
     let mut ring = CommandRing::open(kernel.memory()).unwrap();
     kernel.queue(read_of(BLOCK)).unwrap();
@@ -132,7 +132,7 @@ fn a_response_leaves_nothing_of_an_older_one() {
 }
 
 #[test]
-fn the_ring_wraps_with_pads_and_answers_go_on() {
+fn the_ring_wraps_with_pads_at_every_position() {
     // Tries every position where an entry can begin.
     for start in (0..1024).step_by(8) {
         let mut kernel = Kernel::new(1024, 8);
@@ -176,13 +176,13 @@ fn the_ring_wraps_with_pads_and_answers_go_on() {
         let ids: Vec<_> = answered.iter().map(|ended| ended.id).collect();
         assert_eq!(ids, queued, "from {start}");
         assert!(queued.len() > 40);
-        let right = |ended: &Ended| ended.data == pattern(ended.id.into(), ended.data.len());
+        let right = |ended: &EndedCommand| ended.data == pattern(ended.id.into(), ended.data.len());
         assert!(answered.iter().all(right), "from {start}");
     }
 }
 
 #[test]
-fn task_management_is_told_of_and_wants_no_answer() {
+fn task_management_is_reported_and_needs_no_answer() {
     let mut kernel = Kernel::new(1024, 2);
     let mut ring = CommandRing::open(kernel.memory()).unwrap();
     let id = kernel.queue(read_of(8)).unwrap();
@@ -212,7 +212,7 @@ fn task_management_is_told_of_and_wants_no_answer() {
 }
 
 #[test]
-fn an_unknown_entry_is_flagged_and_passed_over() {
+fn an_unknown_entry_is_flagged_and_skipped() {
     let mut kernel = Kernel::new(1024, 2);
     let mut ring = CommandRing::open(kernel.memory()).unwrap();
     let id = kernel.queue(read_of(8)).unwrap();
@@ -252,7 +252,7 @@ fn bidirectional_data_is_kept_apart() {
 }
 
 #[test]
-fn cdbs_of_every_group_come_whole() {
+fn cdbs_of_every_group_are_read_in_full() {
     let groups = [
         (0x00, 6),
         (0x1f, 6),
@@ -284,7 +284,7 @@ fn cdbs_of_every_group_come_whole() {
 }
 
 #[test]
-fn mailboxes_that_make_no_sense_are_refused() {
+fn invalid_mailboxes_are_refused() {
     let open = |at: usize, bytes: &[u8]| {
         let kernel = Kernel::new(1024, 1);
         kernel.put(at, bytes);
@@ -296,7 +296,7 @@ fn mailboxes_that_make_no_sense_are_refused() {
     let word = |value: u32| value.to_ne_bytes();
     for (at, bytes, part) in [
         (mailbox::VERSION, &3_u16.to_ne_bytes()[..], "has version 3"),
-        (mailbox::FLAGS, &[0, 0], "out of order"),
+        (mailbox::FLAGS, &[0, 0], "in order"),
         (mailbox::RING_OFFSET, &word(64), "does not fit"),
         (mailbox::RING_OFFSET, &word(u32::MAX - 7), "does not fit"),
         (mailbox::RING_SIZE, &word(0), "does not fit"),
@@ -313,7 +313,7 @@ fn mailboxes_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn an_entry_that_makes_no_sense_stops_the_ring() {
+fn an_invalid_entry_stops_the_ring() {
     // Changes a valid command at `at` before the ring reads its entry.
     let take = |at: usize, bytes: &[u8]| {
         let mut kernel = Kernel::new(1024, 2);
@@ -322,7 +322,7 @@ fn an_entry_that_makes_no_sense_stops_the_ring() {
         kernel.queue(read_of(BLOCK)).unwrap();
         kernel.put(at, bytes);
         let error = ring.take().unwrap_err();
-        assert_eq!(ring.take().unwrap_err(), error, "nothing is taken any more");
+        assert_eq!(ring.take().unwrap_err(), error, "nothing more is taken");
         error.to_string()
     };
     let data = (mailbox::LEN + 1024) as u64;
@@ -355,16 +355,12 @@ fn an_entry_that_makes_no_sense_stops_the_ring() {
             5_u32.to_ne_bytes().to_vec(),
             "shorter",
         ),
-        (
-            request::CDB,
-            u64::MAX.to_ne_bytes().to_vec(),
-            "CDB elsewhere",
-        ),
-        (request::CDB, 0_u64.to_ne_bytes().to_vec(), "CDB elsewhere"),
+        (request::CDB, u64::MAX.to_ne_bytes().to_vec(), "CDB outside"),
+        (request::CDB, 0_u64.to_ne_bytes().to_vec(), "CDB outside"),
         (
             request::CDB,
             (mailbox::LEN as u64 + 124).to_ne_bytes().to_vec(),
-            "CDB elsewhere",
+            "CDB outside",
         ),
         (
             request::FIRST_IOVEC,
