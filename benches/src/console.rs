@@ -76,7 +76,7 @@ impl Console {
 
     /// Kills the guest at once. Returns the lines for the caller that were not read yet.
     pub fn kill(self) -> Vec<String> {
-        let lines = self.guest.cut().into_iter();
+        let lines = self.guest.kill().into_iter();
         lines
             .filter_map(|line| Some(line.strip_prefix("guest: ")?.to_owned()))
             .collect()

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use super::recorder::{Event, Measured};
 use crate::control::{RunControl, RunEnd};
-use walvisor_guest::contract::{Line, Loaded, Outcome};
+use walvisor_guest::contract::{Line, LoadResult, Outcome};
 
 /// Longest silence of a guest. Its whole job takes about a second; a loaded machine gets many times that.
 pub const PATIENCE: Duration = Duration::from_secs(60);
@@ -41,7 +41,7 @@ pub struct Transcript {
     /// The jobs that ended or failed.
     pub jobs: Vec<Job>,
     /// The load, if it has ended, and the VMM's counts meanwhile.
-    pub load: Option<(Loaded, Measured)>,
+    pub load: Option<(LoadResult, Measured)>,
     /// The cases, in the order in which the guest ran them.
     pub cases: Vec<Case>,
     /// The transports whose cases were all tried, each with their number.
