@@ -4,7 +4,7 @@ use walvisor_storage::CommitWait;
 
 use super::cell::{CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, syncs};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, Switch};
 
 /// The names of the lines, and what they mean.
@@ -73,7 +73,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&off.of(rate), 0),
             Cell::of(&on.of(rate), 0),
             Cell::of(&adaptive.of(rate), 0),
-            ratio(on, off, rate, Better::More),
+            ratio(on, off, rate, Preference::More),
             match clients {
                 1 => Cell::Number(1.0, 1),
                 30 => Cell::Number(6.1, 1),

@@ -1,8 +1,8 @@
 //! Disks that share one log, and disks with a log each.
 
 use super::cell::{CommitCell, plan, rate, ratio, syncs};
-use crate::report::plot::{Kind, Plot};
-use crate::report::{Better, Cell, Section, Spread};
+use crate::report::plot::{Plot, PlotKind};
+use crate::report::{Cell, Preference, Section, Spread};
 use crate::store::commit::{CommitPlan, CommitReport};
 
 /// The cells of the experiment, in full or quickly.
@@ -54,7 +54,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&each.of(syncs), 3),
             Cell::of(&each.of(rate), 0),
             Cell::of(&each.of(p99), 0),
-            ratio(one, each, rate, Better::More),
+            ratio(one, each, rate, Preference::More),
         ]);
     }
     let rows = cells.chunks_exact(2).map(|pair| {
@@ -69,7 +69,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
         name: "commit-disks".to_owned(),
         title: "32 clients on several disks".to_owned(),
         caption: String::new(),
-        kind: Kind::Bars {
+        kind: PlotKind::Bars {
             unit: "commits per second".to_owned(),
             groups: vec!["one log".to_owned(), "a log each".to_owned()],
             even: None,

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use super::cell::{CommitCell, by_clients, every, lines, median, plan, points, rate, raw_rate};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, CommitReport, MediumModel};
 
 const OPERATIONS_PER_SECOND: u32 = 3000;
@@ -71,7 +71,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&one.of(operations), 3),
             Cell::of(&one.of(|report| report.p99_us), 0),
             match (median(one, rate), median(one, raw_rate)) {
-                (Some(one), Some(raw)) if raw > 0.0 => Cell::ratio(one / raw, Better::More),
+                (Some(one), Some(raw)) if raw > 0.0 => Cell::ratio(one / raw, Preference::More),
                 _ => Cell::None,
             },
         ]);

@@ -2,7 +2,7 @@
 
 use super::cell::{CommitCell, by_clients, every, lines, plan, points, rate, ratio, syncs};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, CommitReport, Mode};
 
 /// The cells of the experiment, in full or quickly.
@@ -58,7 +58,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&through.of(syncs), 3),
             Cell::of(&through.of(rate), 0),
             Cell::of(&through.of(p50), 0),
-            ratio(through, back, rate, Better::More),
+            ratio(through, back, rate, Preference::More),
         ]);
     }
     let of = |at| points(every(cells, 2, at).into_iter(), by_clients, rate);

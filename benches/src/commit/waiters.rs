@@ -2,7 +2,7 @@
 
 use super::cell::{CommitCell, by_clients, every, lines, plan, points, rate, ratio, syncs, writes};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::CommitPlan;
 
 /// Results in the source: clients, and commits per second before and after the change.
@@ -68,7 +68,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&one.of(writes), 3),
             Cell::of(&one.of(syncs), 3),
             Cell::of(&one.of(rate), 0),
-            ratio(one, each, rate, Better::More),
+            ratio(one, each, rate, Preference::More),
             reported.map_or(Cell::None, |(_, before, after)| {
                 Cell::Number(after / before, 2)
             }),

@@ -119,8 +119,8 @@ pub struct Point {
 }
 
 impl Point {
-    /// Whether the syncs are counted. If so, a checkpoint comes before the job. Otherwise its first FLUSH would also
-    /// sync the writes that earlier jobs left, in any number of the log's segments.
+    /// Whether syncs are counted. If so, a checkpoint precedes the job, whose first FLUSH would otherwise also sync the writes
+    /// of earlier jobs, in any number of the log's segments.
     pub fn counts_syncs(&self) -> bool {
         self.backend == BackendKind::Wal && self.job == LoadJob::WriteFsync
     }

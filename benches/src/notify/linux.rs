@@ -1,5 +1,5 @@
-//! fio in Linux kernels: in user-mode Linux, which is near native, and on a machine with KVM. That machine is
-//! emulated if this one cannot run Linux.
+//! fio in Linux kernels: in user-mode Linux, at near-native speed, and on a machine with KVM, which is emulated if this one
+//! cannot run Linux.
 
 use std::path::Path;
 use std::time::Duration;
@@ -113,11 +113,11 @@ impl LinuxLoad {
     /// Runs all measurements, with disks in `dir`. If a signal interrupts them, returns the results so far.
     ///
     /// # Errors
-    /// If the program that makes guests is missing or fails, or the write caches of two paths differ.
+    /// If the program that runs guests is missing or fails, or the write caches of two paths differ.
     pub fn sections(&self, dir: &Path, session: &Session) -> Result<Vec<Section>, CommandError> {
         let mut sections = Vec::new();
         for kernel in &self.kernels {
-            // Measurements from before a signal count, so their results are kept outside of the step.
+            // Measurements before a signal still count, so results are kept outside of the step.
             let mut outcome = LinuxOutcome::default();
             session.step(kernel.title, kernel.expected(), || {
                 outcome = measure(kernel.place, &kernel.plan, dir, session, &mut |_| ())?;

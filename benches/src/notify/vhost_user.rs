@@ -9,7 +9,7 @@ use walvisor_tests::vhost_user_client::{Notices, VhostUserClient};
 
 use super::place::Directories;
 use crate::daemon::{Daemon, spec};
-use crate::load::measured::Measured;
+use crate::load::measured::Measurement;
 use crate::load::point::{BackendKind, DISK_BYTES, Point, QUEUES};
 use crate::load::vhost_user::drive;
 
@@ -41,7 +41,7 @@ impl VhostUserDoor {
     ///
     /// # Errors
     /// If a request fails or the daemon has ended.
-    pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measured, CommandError> {
+    pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measurement, CommandError> {
         if point.counts_syncs() {
             self.daemon.checkpoint()?;
         }
@@ -64,7 +64,7 @@ impl VhostUserDoor {
             doorbells,
             interrupts,
         } = client.notices();
-        Ok(Measured {
+        Ok(Measurement {
             cpu: cpu_after.zip(cpu).map(|(after, before)| after - before),
             host_cpu: host_after.zip(host).map(|(after, before)| after - before),
             doorbells: Some(doorbells),

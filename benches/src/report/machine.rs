@@ -1,4 +1,4 @@
-//! The machine that a comparison ran on. The figures are meaningful only together with it.
+//! The machine that a comparison ran on, without which its figures mean nothing.
 
 use std::fmt;
 use std::fs;
@@ -29,7 +29,7 @@ pub struct Machine {
 
 impl Machine {
     /// This machine; the disks are in `dir`.
-    pub fn this(dir: &Path) -> Self {
+    pub fn current(dir: &Path) -> Self {
         let kvm = match probe::ring0() {
             Ok(Ring0::Native) => "on the processor (VMX or SVM)".to_owned(),
             Ok(Ring0::Interpreted) => {
@@ -118,8 +118,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_machine_is_told() {
-        let machine = Machine::this(Path::new("/"));
+    fn the_machine_is_described() {
+        let machine = Machine::current(Path::new("/"));
         assert!(
             machine.processors > 0 && machine.memory_mib > 0,
             "{machine:?}"

@@ -88,7 +88,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
     let mib = |began: Instant| bytes as f64 / f64::from(1 << 20) / began.elapsed().as_secs_f64();
     let (mut rates, mut raw_rates) = (Vec::new(), Vec::new());
     let (mut log_bytes, mut syncs) = (0, 0);
-    // Round 0 does not count, because it makes the segment files.
+    // Round 0 does not count, because it creates the segment files.
     for round in 0..=ROUNDS {
         let mut queue = RawQueue::new(&raw_file, Direction::Write, block as usize, depth)?;
         (0..depth).for_each(|slot| stamp(queue.buffer(slot), 0, round));
@@ -107,7 +107,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
 
         let store = site.open(1, CacheMode::Writeback, &options)?;
         let mut queue = QueueClient::open(&store.disks()[0], depth)?;
-        // The data is stamped before the clock starts. Its copy stands for the copy from the guest's memory.
+        // The data is stamped before the clock starts. Copying it stands in for the copy from guest memory.
         let template = stamped(block as usize, 1, round);
         let (mut next, began) = (0, Instant::now());
         let mut write = |_| {
@@ -144,7 +144,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
     })
 }
 
-/// Reads back through the log 4 KiB in each MiB, and checks it.
+/// Reads 4 KiB of each MiB back through the log, and checks it.
 fn verify(client: &mut Client, bytes: u64, round: u64) -> Result<(), CommandError> {
     for at in (0..bytes).step_by(1 << 20) {
         if !is_stamped(&client.read(at / SECTOR_SIZE)?, 1, round) {

@@ -35,7 +35,7 @@ pub struct CheckpointArguments {
     /// Bytes of a record, a multiple of 4K up to 1M
     #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = parse_size)]
     block: u64,
-    /// Write the blocks in order (else each once, scattered over the disk)
+    /// Write the blocks in order (otherwise each once, scattered over the disk)
     #[arg(long)]
     sequential: bool,
     #[command(flatten)]
@@ -80,7 +80,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
     let raw_file = raw::create(&raw_path, bytes, RAW_BLOCK)?;
     let mib = |began: Instant| bytes as f64 / f64::from(1 << 20) / began.elapsed().as_secs_f64();
     let (mut rates, mut raw_rates) = (Vec::new(), Vec::new());
-    // Round 0 does not count, because it makes the segment files and allocates the blocks of the base image.
+    // Round 0 does not count, because it creates the segment files and allocates the blocks of the base image.
     for round in 0..=ROUNDS {
         let began = Instant::now();
         for direction in [Direction::Read, Direction::Write] {
@@ -112,7 +112,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         drop(queue);
         if store.log_counters().checkpoints > 0 {
             return Err(CommandError::Failed(
-                "a checkpoint came before it was asked for: give less --bytes".to_owned(),
+                "a checkpoint began too early: give less --bytes".to_owned(),
             ));
         }
         // Only the copy is left, so the close is the checkpoint.

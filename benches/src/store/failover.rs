@@ -1,5 +1,5 @@
-//! For `walvisor-bench drbd`: clients that print each acknowledged commit until their machine dies, and what the
-//! machine that takes over has of these commits.
+//! For `walvisor-bench drbd`: clients that print each acknowledged commit until their machine dies, and a check of which
+//! commits the machine that takes over has.
 
 use std::path::PathBuf;
 use std::process::exit;
@@ -77,7 +77,7 @@ fn commit(disk: &Disk, client: u64) -> Result<(), CommandError> {
 /// that is there.
 ///
 /// # Errors
-/// If the log cannot be recovered, or what it holds of a client is not exactly its first commits.
+/// If the log cannot be recovered, or a client's commits in it are not exactly its first ones.
 pub fn survivors(arguments: &FailoverArguments) -> Result<(), CommandError> {
     let store = arguments.open()?;
     let mut port = Client::open(&store.disks()[0])?;
@@ -89,7 +89,7 @@ pub fn survivors(arguments: &FailoverArguments) -> Result<(), CommandError> {
         let number = |block: &[u8]| u64::from_le_bytes(block[8..16].try_into().expect("8 bytes"));
         let last = blocks.iter().map(|block| number(block)).max().unwrap_or(0);
         for (at, block) in (0..).zip(&blocks) {
-            // The newest commit to this block that is not newer than the last one; none if that is 0 or less.
+            // The newest commit to this block up to the last one; none if that is 0 or less.
             let newest = last.checked_sub((last + CLIENT_BLOCKS - at) % CLIENT_BLOCKS);
             let there = match newest {
                 None | Some(0) => block.iter().all(|byte| *byte == 0),

@@ -30,7 +30,7 @@ impl StoreOutput {
             true => serde_json::to_string(report).map_err(CommandError::failed)? + "\n",
             false => report.to_string(),
         };
-        // The write fails if a reader has closed the pipe early, which is fine.
+        // Fails if the reader has closed the pipe, which is fine.
         let _ = std::io::stdout().write_all(text.as_bytes());
         Ok(())
     }

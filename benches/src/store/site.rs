@@ -44,7 +44,7 @@ impl StoreSite {
         image(self.path(), disk)
     }
 
-    /// Creates `disks` disks of `bytes` bytes on one log, and makes the log's first segments before the measurement.
+    /// Creates `disks` disks of `bytes` bytes on one log, and the log's first segments, which are then not measured.
     ///
     /// # Errors
     /// If the store can't create them.
@@ -81,7 +81,7 @@ impl StoreSite {
     }
 }
 
-/// A ring with room for `bytes` of log before a checkpoint begins. Its segments are small, unless it is large.
+/// A ring with room for `bytes` of log before a checkpoint begins. Its segments are small unless the ring is large.
 pub fn ring(bytes: u64) -> StoreOptions {
     let segment_size = if bytes > 8 << 30 { 64 << 20 } else { 16 << 20 };
     let segments = (2 * bytes).div_ceil(segment_size) + 8;
