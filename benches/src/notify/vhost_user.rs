@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use walvisor::commands::CommandError;
 use walvisor::processor_time::of_host;
-use walvisor_tests::vhost_user_client::{Notices, VhostUserClient};
+use walvisor_tests::vhost_user_client::{NotificationCounts, VhostUserClient};
 
 use super::place::Directories;
 use crate::daemon::{Daemon, spec};
@@ -60,7 +60,7 @@ impl VhostUserDoor {
         let tally = drive(clients, loops, DISK_BYTES, turn).map_err(failed)?;
         let (cpu_after, host_after) = (self.daemon.cpu(), of_host());
         let after = self.daemon.disk(point.backend)?;
-        let Notices {
+        let NotificationCounts {
             doorbells,
             interrupts,
         } = client.notices();

@@ -82,7 +82,7 @@ impl DataBuffer for Data {
 }
 
 /// A command in flight.
-struct Running {
+struct RunningCommand {
     task: Task,
     data: Data,
     /// The data buffer's contents before the command.
@@ -95,7 +95,7 @@ struct Initiator {
     unit: LogicalUnit,
     queue: Box<dyn BackendQueue>,
     read_only: bool,
-    tasks: Vec<Running>,
+    tasks: Vec<RunningCommand>,
     /// The commands that the server reports, as CDB usage data.
     usages: Vec<Vec<u8>>,
     /// The disk's contents when the last command in flight had ended; empty while they are unknown.
@@ -210,7 +210,7 @@ impl Initiator {
         let before = data.0.borrow().clone();
         let task = Task::new(&self.unit, cdb, &data);
         assert!(task.bytes(&self.unit) <= SECTORS as usize * 512);
-        self.tasks.push(Running {
+        self.tasks.push(RunningCommand {
             task,
             data,
             before,
@@ -222,7 +222,7 @@ impl Initiator {
 
     /// Ends an operation of the task `at`, or of the first task with one if that task has none.
     fn end(&mut self, at: usize) {
-        let holds = |task: &Running| !task.held.is_empty();
+        let holds = |task: &RunningCommand| !task.held.is_empty();
         let at = match self.tasks.get(at) {
             Some(task) if holds(task) => Some(at),
             _ => self.tasks.iter().position(holds),
@@ -277,7 +277,7 @@ impl Initiator {
         }
     }
 
-    fn check(&mut self, running: Running) {
+    fn check(&mut self, running: RunningCommand) {
         let TaskOutcome {
             status,
             sense,

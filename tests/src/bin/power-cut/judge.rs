@@ -18,7 +18,7 @@ use crate::record::{MOUNT, image, imported, log_of};
 const COMMANDS_EACH: usize = 16;
 
 /// The first and the last state that a client's region may be in, by the client's number.
-type Found = BTreeMap<usize, (usize, usize)>;
+type StateRanges = BTreeMap<usize, (usize, usize)>;
 
 /// The inputs of judging.
 pub struct Judge<'a> {
@@ -118,7 +118,7 @@ impl Judge<'_> {
         promise: &Promise,
         promises: &Promises,
         bytes: &[u8],
-        found: &mut Found,
+        found: &mut StateRanges,
         broken: &mut Vec<String>,
     ) {
         let size = bytes.len() as u64;
@@ -164,7 +164,7 @@ impl Judge<'_> {
     }
 
     /// Checks that the states of all clients of a log form a prefix of their operations.
-    fn order(&self, found: &Found, broken: &mut Vec<String>) {
+    fn order(&self, found: &StateRanges, broken: &mut Vec<String>) {
         let chains = &self.history.chains;
         for (&one, &(_, last)) in found {
             for (&other, &(first, _)) in found {
