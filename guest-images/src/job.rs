@@ -93,7 +93,7 @@ impl Job {
     ///
     /// # Errors
     /// The images cannot be built, the machine cannot be started or hangs in every attempt, or the job takes longer than
-    /// its limit. A script that fails is not an error: see [`Outcome::status`].
+    /// its limit. A script that fails is not an error: see [`JobOutcome::status`].
     pub fn run_on(
         &self,
         machine: Machine,
