@@ -7,7 +7,7 @@ use std::{fs, io};
 use clap::Args;
 use walvisor::commands::CommandError;
 
-use crate::report::machine::Machine;
+use crate::report::machine::MachineInfo;
 use crate::report::{Report, Section, page};
 use crate::session::Session;
 
@@ -69,7 +69,7 @@ impl Output {
         use std::io::Write;
         let report = Report {
             title: title.to_owned(),
-            machine: Machine::current(&self.dir),
+            machine: MachineInfo::current(&self.dir),
             interrupted: session.interrupted(),
             quick: self.quick,
             elapsed_s: session.elapsed().as_secs_f64().round(),

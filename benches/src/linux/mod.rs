@@ -27,7 +27,7 @@ use crate::programs::{GUEST_IMAGES, KillGuard, guest_images, walvisor};
 use crate::session::Session;
 use outside::OutsideDaemon;
 pub use reader::LinuxMeasurement;
-use reader::{LinuxEvent, Reader};
+use reader::{EventReader, LinuxEvent};
 
 const LOAD: &str = include_str!("../../scripts/load.sh");
 /// In a machine's script, ends the settings that the guest's script needs too.
@@ -264,7 +264,7 @@ fn follow(
         forward(output, sender.clone(), Ok);
         forward(errors, sender, Err);
     }
-    let (mut reader, mut outcome) = (Reader::default(), LinuxOutcome::default());
+    let (mut reader, mut outcome) = (EventReader::default(), LinuxOutcome::default());
     let (mut last, mut complaint) = (VecDeque::new(), String::new());
     loop {
         let line = match lines.recv_timeout(Duration::from_millis(200)) {

@@ -49,14 +49,14 @@ pub struct DiskCounters {
 
 /// Combines lines into events.
 #[derive(Default)]
-pub struct Reader {
+pub struct EventReader {
     /// `direct`, `nested` or `user-mode`.
     machine: String,
-    job: Option<Job>,
+    job: Option<RunningJob>,
 }
 
 /// A job that is under way.
-struct Job {
+struct RunningJob {
     path: String,
     backend: String,
     job: String,
@@ -71,7 +71,7 @@ struct Job {
     fio: BTreeMap<String, [f64; 6]>,
 }
 
-impl Reader {
+impl EventReader {
     /// Takes a line, without its `measure: `.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl Reader {
         let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
         match kind {
             "machine" => self.machine = rest.to_owned(),
-            "job" => self.job = Some(Job::parse(rest).ok_or_else(strange)?),
+            "job" => self.job = Some(RunningJob::parse(rest).ok_or_else(strange)?),
             "counters" => {
                 let (place, counters) = parse_counters(rest).ok_or_else(strange)?;
                 if let Some(job) = &mut self.job {
@@ -122,7 +122,7 @@ impl Reader {
     }
 }
 
-impl Job {
+impl RunningJob {
     fn parse(text: &str) -> Option<Self> {
         let words: Vec<_> = text.split('|').collect();
         let &[path, backend, job, depth, queues, _, disk, cache, scheduler] = words.as_slice()
@@ -306,7 +306,7 @@ mod tests {
 
     #[test]
     fn a_measurement_is_assembled_from_its_lines() {
-        let mut reader = Reader::default();
+        let mut reader = EventReader::default();
         let (before, after) = (stats(10, 2), stats(30, 12));
         for line in [
             "machine nested".to_owned(),
@@ -336,7 +336,7 @@ mod tests {
 
     #[test]
     fn unknown_lines_are_refused() {
-        let mut reader = Reader::default();
+        let mut reader = EventReader::default();
         for line in [
             "end",
             "job a|b",

@@ -28,12 +28,12 @@ const REPLY: u32 = 0x6744_6698;
 const LONGEST_OPTION_REPLY: u32 = 64 << 10;
 
 /// A connection in the transmission phase.
-pub struct Client {
+pub struct NbdClient {
     reader: BufReader<UnixStream>,
     writer: BufWriter<UnixStream>,
 }
 
-impl Client {
+impl NbdClient {
     /// Connects, and chooses `export`. Also returns the export's transmission flags.
     ///
     /// # Errors

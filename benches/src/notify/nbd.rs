@@ -11,7 +11,7 @@ use super::place::Directories;
 use crate::daemon::{Daemon, spec};
 use crate::load::loops::{Loops, Tally};
 use crate::load::measured::Measurement;
-use crate::load::nbd::{Client, SEND_FLUSH};
+use crate::load::nbd::{NbdClient, SEND_FLUSH};
 use crate::load::point::{BackendKind, DISK_BYTES, Point};
 
 /// A daemon, and the path of its socket.
@@ -49,7 +49,7 @@ impl NbdDoor {
         let mut sends_flush = true;
         for _ in 0..point.queues {
             let (client, flags) =
-                Client::connect(&self.socket, point.backend.name()).map_err(failed)?;
+                NbdClient::connect(&self.socket, point.backend.name()).map_err(failed)?;
             sends_flush &= flags & SEND_FLUSH != 0;
             clients.push(client);
         }

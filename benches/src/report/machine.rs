@@ -10,7 +10,7 @@ use walvisor::probe::{self, Ring0};
 
 /// The properties of the machine.
 #[derive(Clone, Debug, Serialize)]
-pub struct Machine {
+pub struct MachineInfo {
     /// The version of this program.
     pub walvisor: &'static str,
     /// The processor's name.
@@ -27,7 +27,7 @@ pub struct Machine {
     pub medium: String,
 }
 
-impl Machine {
+impl MachineInfo {
     /// This machine; the disks are in `dir`.
     pub fn current(dir: &Path) -> Self {
         let kvm = match probe::ring0() {
@@ -93,7 +93,7 @@ pub fn chosen(text: &str) -> Option<&str> {
     Some(rest.split_once(']')?.0)
 }
 
-impl fmt::Display for Machine {
+impl fmt::Display for MachineInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             walvisor,
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn the_machine_is_described() {
-        let machine = Machine::current(Path::new("/"));
+        let machine = MachineInfo::current(Path::new("/"));
         assert!(
             machine.processors > 0 && machine.memory_mib > 0,
             "{machine:?}"

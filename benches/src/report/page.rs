@@ -139,7 +139,7 @@ fn escape(text: &str) -> String {
 mod tests {
     use std::path::Path;
 
-    use super::super::machine::Machine;
+    use super::super::machine::MachineInfo;
     use super::super::section::{Preference, Section};
     use super::*;
 
@@ -154,7 +154,7 @@ mod tests {
         ];
         let report = Report {
             title: "T".to_owned(),
-            machine: Machine::current(Path::new("/")),
+            machine: MachineInfo::current(Path::new("/")),
             interrupted: true,
             quick: false,
             elapsed_s: 1.0,

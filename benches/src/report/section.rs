@@ -5,7 +5,7 @@ use std::fmt::{self, Display, Write as _};
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use super::machine::Machine;
+use super::machine::MachineInfo;
 use super::plot::Plot;
 use super::spread::{Spread, figure, rounded};
 
@@ -15,7 +15,7 @@ pub struct Report {
     /// What was compared, as a title.
     pub title: String,
     /// The machine that it was measured on.
-    pub machine: Machine,
+    pub machine: MachineInfo,
     /// Whether the user interrupted it, so that some measurements are missing.
     pub interrupted: bool,
     /// Whether the user asked for fewer and shorter jobs.

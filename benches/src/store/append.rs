@@ -11,7 +11,7 @@ use walvisor_storage::{
     BUFFER_ALIGN, Buffer, CacheMode, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
 };
 
-use super::client::{Client, QueueClient, damaged, is_stamped, stamp, stamped};
+use super::client::{QueueClient, StoreClient, damaged, is_stamped, stamp, stamped};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
@@ -122,7 +122,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
         let counters = store.log_counters();
         drop(queue);
         if round == ROUNDS {
-            verify(&mut Client::open(&store.disks()[0])?, bytes, round)?;
+            verify(&mut StoreClient::open(&store.disks()[0])?, bytes, round)?;
         }
         if round > 0 {
             log_bytes += counters.log_bytes;
@@ -145,7 +145,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
 }
 
 /// Reads 4 KiB of each MiB back through the log, and checks it.
-fn verify(client: &mut Client, bytes: u64, round: u64) -> Result<(), CommandError> {
+fn verify(client: &mut StoreClient, bytes: u64, round: u64) -> Result<(), CommandError> {
     for at in (0..bytes).step_by(1 << 20) {
         if !is_stamped(&client.read(at / SECTOR_SIZE)?, 1, round) {
             return Err(damaged("the log", at / BLOCK as u64));

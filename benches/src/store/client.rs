@@ -53,12 +53,12 @@ fn data(completion: Completion) -> Result<Option<Buffer>, CommandError> {
 }
 
 /// A client with one request at a time.
-pub struct Client {
+pub struct StoreClient {
     port: Port,
     done: Vec<Completion>,
 }
 
-impl Client {
+impl StoreClient {
     /// A client of `disk`.
     ///
     /// # Errors

@@ -15,7 +15,7 @@ use walvisor_storage::{
     StoreOptions,
 };
 
-use super::client::{Client, damaged, is_stamped, stamp, stamped};
+use super::client::{StoreClient, damaged, is_stamped, stamp, stamped};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw;
@@ -247,7 +247,7 @@ pub fn run(arguments: &StoreCommitArguments) -> Result<(), CommandError> {
 struct Committer {
     /// Present during a round. A port can be the leader of all groups, so a client that stops polling its port must drop it,
     /// which passes leadership on.
-    client: Option<Client>,
+    client: Option<StoreClient>,
     writer: u64,
     log: usize,
     /// Number of the disk among those of the log.
@@ -375,7 +375,7 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandErr
         }
         for committer in &mut committers {
             let disk = &stores[committer.log].disks()[committer.disk];
-            committer.client = Some(Client::open(disk)?);
+            committer.client = Some(StoreClient::open(disk)?);
         }
         let leave = |committer: &mut Committer| committer.client = None;
         let ended = closed_loops(&mut committers, share, Committer::commit, leave)?;

@@ -9,7 +9,7 @@ use clap::Args;
 use walvisor::commands::CommandError;
 use walvisor_storage::{CacheMode, Disk, Operation, SECTOR_SIZE, Store, create_disk};
 
-use super::client::{Client, damaged, is_stamped, stamped};
+use super::client::{StoreClient, damaged, is_stamped, stamped};
 use super::figures::BLOCK;
 use super::site::{image, log, open, ring};
 
@@ -62,7 +62,7 @@ pub fn acknowledge(arguments: &FailoverArguments) -> Result<(), CommandError> {
 }
 
 fn commit(disk: &Disk, client: u64) -> Result<(), CommandError> {
-    let mut port = Client::open(disk)?;
+    let mut port = StoreClient::open(disk)?;
     for number in 1.. {
         let sector = sector(client, number % CLIENT_BLOCKS);
         let data = stamped(BLOCK, client, number);
@@ -80,7 +80,7 @@ fn commit(disk: &Disk, client: u64) -> Result<(), CommandError> {
 /// If the log cannot be recovered, or a client's commits in it are not exactly its first ones.
 pub fn survivors(arguments: &FailoverArguments) -> Result<(), CommandError> {
     let store = arguments.open()?;
-    let mut port = Client::open(&store.disks()[0])?;
+    let mut port = StoreClient::open(&store.disks()[0])?;
     for client in 0..arguments.clients.into() {
         let mut blocks = Vec::new();
         for block in 0..CLIENT_BLOCKS {

@@ -11,7 +11,7 @@ use walvisor::commands::CommandError;
 use walvisor::size::parse_size;
 use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
-use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
+use super::client::{QueueClient, StoreClient, damaged, is_stamped, stamped};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
@@ -156,14 +156,14 @@ impl Scatter {
 }
 
 /// A client of the store, with the block that each of its slots reads.
-struct Reader {
+struct StoreReader {
     queue: QueueClient,
     wanted: Vec<u64>,
     scatter: Scatter,
     writer: u64,
 }
 
-impl Reader {
+impl StoreReader {
     fn read(&mut self) -> Result<Duration, CommandError> {
         let (wanted, scatter) = (&mut self.wanted, &mut self.scatter);
         let next = |slot: usize| {
@@ -222,7 +222,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
     };
     let readers = |store: &Store, writer| {
         let reader = |client| {
-            Ok(Reader {
+            Ok(StoreReader {
                 queue: QueueClient::open(&store.disks()[0], depth)?,
                 wanted: vec![0; depth],
                 scatter: scatter(client),
@@ -259,7 +259,12 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             RawReader::read,
             |_| (),
         )?);
-        checkpointed.add(closed_loops(&mut from_image, share, Reader::read, |_| ())?);
+        checkpointed.add(closed_loops(
+            &mut from_image,
+            share,
+            StoreReader::read,
+            |_| (),
+        )?);
     }
     drop(from_image);
     // Writer 2's data stays in the log.
@@ -273,7 +278,12 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             RawReader::read,
             |_| (),
         )?);
-        logged.add(closed_loops(&mut from_log, share, Reader::read, |_| ())?);
+        logged.add(closed_loops(
+            &mut from_log,
+            share,
+            StoreReader::read,
+            |_| (),
+        )?);
     }
     drop(from_log);
     let (checkpointed_ratio, logged_ratio) = (
@@ -291,7 +301,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             };
             let store = site.open(2, CacheMode::Writeback, &options)?;
             let syncs = store.log_counters().syncs;
-            let mut client = Client::open(&store.disks()[1])?;
+            let mut client = StoreClient::open(&store.disks()[1])?;
             let flush = || {
                 let data = stamped(BLOCK, 0, 0);
                 client.run(Operation::Write { sector: 0, data })?;
@@ -300,7 +310,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             let reads = measure_under_load(
                 &mut readers(&store, 2)?,
                 &rounds,
-                Reader::read,
+                StoreReader::read,
                 flush,
                 || (),
             )?;
@@ -348,8 +358,13 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
                     thread::sleep(IDLE_TIME);
                 }
             };
-            let of_store =
-                measure_under_load(&mut readers(&store, 1)?, &rounds, Reader::read, write, rest)?;
+            let of_store = measure_under_load(
+                &mut readers(&store, 1)?,
+                &rounds,
+                StoreReader::read,
+                write,
+                rest,
+            )?;
             let checkpoints = store.log_counters().checkpoints - checkpoints;
             drop(queue);
             store.close().map_err(CommandError::failed)?;

@@ -8,7 +8,7 @@ use walvisor_storage::{
     CacheMode, DiskOptions, EngineKind, Operation, Store, StoreOptions, create_disk,
 };
 
-use super::client::{Client, stamped};
+use super::client::{StoreClient, stamped};
 use super::figures::BLOCK;
 
 /// A temporary directory on the measured medium.
@@ -59,7 +59,7 @@ impl StoreSite {
                 .map_err(CommandError::failed)?;
         }
         let store = open(self.path(), disks, CacheMode::Writeback, options)?;
-        let mut client = Client::open(&store.disks()[0])?;
+        let mut client = StoreClient::open(&store.disks()[0])?;
         let data = stamped(BLOCK, 0, 0);
         client.run(Operation::Write { sector: 0, data })?;
         client.run(Operation::Flush)?;

@@ -10,7 +10,7 @@ use super::job::Job;
 use super::medium::{Place, Traffic};
 use super::side::Side;
 use crate::load::loops::{Loops, Tally};
-use crate::load::nbd::Client;
+use crate::load::nbd::NbdClient;
 use crate::session::Session;
 
 /// The result of a turn.
@@ -135,10 +135,10 @@ fn drive(
     for disk in 0..job.disks() {
         let socket = sockets.join(format!("disk-{disk}"));
         for _ in 0..job.connections() {
-            clients.push(Client::connect(&socket, "disk").map_err(failed)?.0);
+            clients.push(NbdClient::connect(&socket, "disk").map_err(failed)?.0);
         }
     }
-    let streams: Result<Vec<_>, _> = clients.iter().map(Client::socket).collect();
+    let streams: Result<Vec<_>, _> = clients.iter().map(NbdClient::socket).collect();
     let streams = streams.map_err(failed)?;
     let tallies: Vec<std::io::Result<Tally>> = std::thread::scope(|scope| {
         let threads: Vec<_> = (1..)

@@ -7,7 +7,7 @@ use std::thread;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use walvisor_block::short_slice;
 
-use super::queue_slot::{Inbox, PooledQueue, QueueControl, QueueSlot, WorkerConfig};
+use super::queue_slot::{PooledQueue, QueueControl, QueueSlot, ThreadInbox, WorkerConfig};
 use super::virtqueue::Virtqueue;
 use super::worker::{PoolThread, QueueWorker, give_up};
 use crate::event_loop::EventLoop;
@@ -28,7 +28,7 @@ pub struct WorkerPool {
     starter: Option<Arc<dyn Starter>>,
     /// The most shared threads.
     max_shared: usize,
-    shared: Mutex<Vec<Arc<Inbox>>>,
+    shared: Mutex<Vec<Arc<ThreadInbox>>>,
 }
 
 /// The most threads that serve requests: one per two processors. The other processors are left to the clients.
@@ -112,9 +112,9 @@ impl WorkerPool {
 }
 
 /// Starts a thread with its first queue.
-fn start(slot: QueueSlot, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
+fn start(slot: QueueSlot, name: &str, cpu: Option<u16>) -> io::Result<Arc<ThreadInbox>> {
     let events = EventLoop::new()?;
-    let inbox = Arc::new(Inbox::new(events.sender()));
+    let inbox = Arc::new(ThreadInbox::new(events.sender()));
     // Add the queue before the thread starts, because a thread without a queue ends.
     drop(inbox.add_queue(slot));
     let own = Arc::clone(&inbox);
@@ -148,7 +148,7 @@ pub(super) struct DedicatedThread {
 /// without an interrupt, and chains in the ring stay there.
 pub(crate) struct QueueHandle {
     /// The queue, and the inbox of its thread. `None`: the driver's rings are broken, and the queue never ran.
-    queue: Option<(Arc<QueueControl>, Arc<Inbox>)>,
+    queue: Option<(Arc<QueueControl>, Arc<ThreadInbox>)>,
 }
 
 impl QueueHandle {

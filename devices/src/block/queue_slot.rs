@@ -1,9 +1,9 @@
 //! What the owner of a queue hands to the thread that serves it, and the state that both share.
 //!
 //! ```text
-//!   owner ──▶ Inbox ── "serve this queue", "stop" ──▶ the thread: a QueueSlot per queue
-//!     ▲                                                                       │
-//!     └─── QueueControl: the queue is drained and gone ◀── QueueSlot dropped ─┘
+//!   owner ──▶ ThreadInbox ── "serve this queue", "stop" ──▶ the thread: a QueueSlot per queue
+//!     ▲                                                                             │
+//!     └─── QueueControl: the queue is drained and gone ◀──────── QueueSlot dropped ─┘
 //! ```
 
 use std::os::fd::BorrowedFd;
@@ -192,7 +192,7 @@ impl Drop for QueueSlot {
 }
 
 /// Hands queues to a thread.
-pub(super) struct Inbox {
+pub(super) struct ThreadInbox {
     sender: MessageSender<QueueEvent, PoolMessage>,
     /// Number of queues of the thread, including those on their way to it, or [`CLOSED`].
     load: AtomicUsize,
@@ -201,7 +201,7 @@ pub(super) struct Inbox {
 /// The load of a thread that is ending, and takes no more queues.
 const CLOSED: usize = usize::MAX;
 
-impl Inbox {
+impl ThreadInbox {
     /// The inbox of a thread that has no queue yet.
     pub(super) fn new(sender: MessageSender<QueueEvent, PoolMessage>) -> Self {
         Self {

@@ -28,7 +28,7 @@ use vm_memory::GuestMemory;
 
 use super::in_flight::{InFlightRequest, RequestTable};
 use super::queue_slot::{
-    Inbox, PoolMessage, PooledQueue, QueueControl, QueueEvent, QueueSlot, WorkerConfig,
+    PoolMessage, PooledQueue, QueueControl, QueueEvent, QueueSlot, ThreadInbox, WorkerConfig,
 };
 use super::request::{BlockAction, BlockRules, BlockStatus, Direction, PendingChain, parse};
 use super::tracker::UsedElement;
@@ -52,7 +52,7 @@ pub(super) struct PoolThread {
     events: EventLoop<QueueEvent, PoolMessage>,
     /// Events still to handle, in reverse order. After a panic in one queue the thread handles the rest of them.
     pending_events: Vec<Event<QueueEvent, PoolMessage>>,
-    inbox: Arc<Inbox>,
+    inbox: Arc<ThreadInbox>,
     slots: Slab<QueueSlot>,
     /// Keys of the queues that have work.
     busy: Vec<usize>,
@@ -64,7 +64,7 @@ pub(super) struct PoolThread {
 
 impl PoolThread {
     /// A thread that receives its queues through `inbox`, which sends to `events`.
-    pub(super) fn new(events: EventLoop<QueueEvent, PoolMessage>, inbox: Arc<Inbox>) -> Self {
+    pub(super) fn new(events: EventLoop<QueueEvent, PoolMessage>, inbox: Arc<ThreadInbox>) -> Self {
         Self {
             events,
             pending_events: Vec::new(),

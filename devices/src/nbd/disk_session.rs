@@ -6,7 +6,7 @@ use std::time::Instant;
 use slab::Slab;
 
 use super::export::{Export, ExportGuard};
-use super::inbox::{ExtentAnswer, Inbox, WorkerMessage};
+use super::inbox::{ExtentAnswer, WorkerInbox, WorkerMessage};
 use super::protocol::command;
 use super::request::PendingRequest;
 use crate::backend::{Answer, BackendQueue};
@@ -38,7 +38,7 @@ impl DiskSession {
     }
 
     /// Starts a request of [`in_flight`](Self::in_flight). `key` is this session's key in the worker that reads `inbox`.
-    pub(super) fn begin(&mut self, key: usize, token: usize, inbox: &Arc<Inbox>) {
+    pub(super) fn begin(&mut self, key: usize, token: usize, inbox: &Arc<WorkerInbox>) {
         let pending = self.in_flight.get(token);
         match pending.and_then(|(_, pending, _)| pending.query()) {
             Some(query) => {

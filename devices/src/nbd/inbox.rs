@@ -41,16 +41,16 @@ pub(super) struct ExtentAnswer {
 }
 
 /// The sending end of a worker's messages.
-pub(super) struct Inbox {
-    remote: MessageSender<WorkerEvent, WorkerMessage>,
+pub(super) struct WorkerInbox {
+    sender: MessageSender<WorkerEvent, WorkerMessage>,
     /// Number of the worker's connections.
     pub(super) load: AtomicUsize,
 }
 
-impl Inbox {
-    pub(super) fn new(remote: MessageSender<WorkerEvent, WorkerMessage>) -> Self {
+impl WorkerInbox {
+    pub(super) fn new(sender: MessageSender<WorkerEvent, WorkerMessage>) -> Self {
         let load = AtomicUsize::new(0);
-        Self { remote, load }
+        Self { sender, load }
     }
 
     pub(super) fn add_connection(&self, connection: Connection) {
@@ -60,11 +60,11 @@ impl Inbox {
 
     /// Sends a message. It is lost if the worker has ended.
     pub(super) fn send(&self, message: WorkerMessage) {
-        self.remote.send(message);
+        self.sender.send(message);
     }
 }
 
-impl GateWatcher for Inbox {
+impl GateWatcher for WorkerInbox {
     fn wake(&self) {
         self.send(WorkerMessage::Gate);
     }

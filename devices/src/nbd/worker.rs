@@ -17,7 +17,7 @@ use super::connection::{Connection, max_step_bytes};
 use super::connection_end::{ConnectionEnd, report};
 use super::disk_session::{DiskSession, kind};
 use super::export::{Export, ExportGuard};
-use super::inbox::{ExtentAnswer, Inbox, WorkerEvent, WorkerMessage};
+use super::inbox::{ExtentAnswer, WorkerEvent, WorkerInbox, WorkerMessage};
 use crate::backend::{Buffer, Completion, Failure};
 use crate::block::max_threads;
 use crate::control::GateWatcher;
@@ -36,7 +36,7 @@ pub(super) struct Pool {
 }
 
 struct WorkerHandle {
-    inbox: Arc<Inbox>,
+    inbox: Arc<WorkerInbox>,
     /// Whether the thread serves one connection only.
     dedicated: bool,
     thread: JoinHandle<()>,
@@ -105,7 +105,7 @@ impl Drop for Pool {
 
 fn start(dedicated: bool) -> io::Result<WorkerHandle> {
     let events = EventLoop::new()?;
-    let inbox = Arc::new(Inbox::new(events.sender()));
+    let inbox = Arc::new(WorkerInbox::new(events.sender()));
     let worker = Worker {
         events,
         ready: Vec::new(),
@@ -146,7 +146,7 @@ struct Worker {
     events: EventLoop<WorkerEvent, WorkerMessage>,
     /// The events of this turn. Empty between turns, and kept for its allocation.
     ready: Vec<Event<WorkerEvent, WorkerMessage>>,
-    inbox: Arc<Inbox>,
+    inbox: Arc<WorkerInbox>,
     sessions: Slab<DiskSession>,
     clients: Slab<Client>,
     /// Clients that may have replies to send, or whose socket may have to be watched for other events.

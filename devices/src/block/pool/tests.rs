@@ -133,7 +133,7 @@ impl TestQueue {
         }
     }
 
-    fn inbox(&self) -> &Arc<Inbox> {
+    fn inbox(&self) -> &Arc<ThreadInbox> {
         &self.worker.queue.as_ref().unwrap().1
     }
 
