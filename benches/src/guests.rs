@@ -84,16 +84,14 @@ pub fn run(
     if session.interrupted() {
         return Ok(false);
     }
-    match status.success() {
-        true => Ok(true),
-        false => {
-            let last: Vec<String> = last.into();
-            Err(CommandError::Failed(format!(
-                "{GUEST_IMAGES} {action} failed ({status}); its last lines: {}",
-                last.join(" / ")
-            )))
-        }
+    if status.success() {
+        return Ok(true);
     }
+    let last: Vec<String> = last.into();
+    Err(CommandError::Failed(format!(
+        "{GUEST_IMAGES} {action} failed ({status}); its last lines: {}",
+        last.join(" / ")
+    )))
 }
 
 /// A child that gets SIGTERM when this is dropped, upon which it ends its guest and itself.

@@ -36,9 +36,10 @@ impl Session {
             register_signal_handler(signal, interrupt)
                 .map_err(|error| CommandError::failed(io::Error::from(error)))?;
         }
-        let bar = match io::stderr().is_terminal() {
-            true => ProgressBar::new(expected.as_millis() as u64),
-            false => ProgressBar::hidden(),
+        let bar = if io::stderr().is_terminal() {
+            ProgressBar::new(expected.as_millis() as u64)
+        } else {
+            ProgressBar::hidden()
         };
         let style = ProgressStyle::with_template("{wide_bar} {eta} left (Ctrl-C ends it) {msg}");
         bar.set_style(style.expect("a template that indicatif knows"));

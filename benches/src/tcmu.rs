@@ -45,19 +45,22 @@ fn plan(linux: Linux, output: &Output) -> LinuxPlan {
     let user_mode = linux == Linux::UserMode;
     LinuxPlan {
         loops: &[(1, 2), (1, 4), (1, 8)],
-        jobs: match quick {
-            true => vec!["ram:read", "ram:write"],
-            false => vec!["ram:read", "ram:write", "wal:read", "wal:write"],
+        jobs: if quick {
+            vec!["ram:read", "ram:write"]
+        } else {
+            vec!["ram:read", "ram:write", "wal:read", "wal:write"]
         },
         rounds: output.rounds(if user_mode { 3 } else { 1 }, 1) as u32,
         block: "64k",
-        amount: match user_mode {
-            true => Amount::Seconds(1),
-            false => Amount::Requests(if quick { 128 } else { 400 }),
+        amount: if user_mode {
+            Amount::Seconds(1)
+        } else {
+            Amount::Requests(if quick { 128 } else { 400 })
         },
-        schedulers: match quick {
-            true => &["none"],
-            false => &["none", "mq-deadline"],
+        schedulers: if quick {
+            &["none"]
+        } else {
+            &["none", "mq-deadline"]
         },
     }
 }

@@ -16,9 +16,10 @@ const CAPTION: &str = "Group commit is off: each FLUSH has a sync of its own. On
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (clients, commits): (&[u16], _) = match quick {
-        true => (&[1, 8, 30], 600),
-        false => (&[1, 2, 4, 8, 16, 30], 3000),
+    let (clients, commits): (&[u16], _) = if quick {
+        (&[1, 8, 30], 600)
+    } else {
+        (&[1, 2, 4, 8, 16, 30], 3000)
     };
     let three = |&clients: &u16| {
         let plan = plan(clients, commits);

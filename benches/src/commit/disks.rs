@@ -7,9 +7,10 @@ use crate::store::commit::{CommitPlan, CommitReport};
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (disks, commits): (&[u16], _) = match quick {
-        true => (&[4], 1000),
-        false => (&[1, 4, 16], 4000),
+    let (disks, commits): (&[u16], _) = if quick {
+        (&[4], 1000)
+    } else {
+        (&[1, 4, 16], 4000)
     };
     let pair = |&disks: &u16| {
         let one = CommitPlan {

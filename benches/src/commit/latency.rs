@@ -11,9 +11,10 @@ use crate::store::commit::{CommitPlan, Switch};
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (latencies, clients): (&[u64], &[u16]) = match quick {
-        true => (&[1, 4, 20], &[1, 8, 64]),
-        false => (&[0, 1, 2, 4, 10, 20], &[1, 2, 4, 8, 16, 32, 64]),
+    let (latencies, clients): (&[u64], &[u16]) = if quick {
+        (&[1, 4, 20], &[1, 8, 64])
+    } else {
+        (&[0, 1, 2, 4, 10, 20], &[1, 2, 4, 8, 16, 32, 64])
     };
     let mut plans = Vec::new();
     for &latency in latencies {

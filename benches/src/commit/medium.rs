@@ -12,9 +12,10 @@ const OPERATIONS_PER_SECOND: u32 = 3000;
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (clients, few, share): (&[u16], _, _) = match quick {
-        true => (&[16], 300, 20),
-        false => (&[1, 4, 16, 64, 256], 600, 20),
+    let (clients, few, share): (&[u16], _, _) = if quick {
+        (&[16], 300, 20)
+    } else {
+        (&[1, 4, 16, 64, 256], 600, 20)
     };
     let pair = |&clients: &u16| {
         let commits = (share * u64::from(clients)).max(few);

@@ -7,9 +7,10 @@ use crate::store::commit::{CommitPlan, CommitReport, Mode};
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (clients, commits): (&[u16], _) = match quick {
-        true => (&[1, 16], 600),
-        false => (&[1, 4, 16, 64], 3000),
+    let (clients, commits): (&[u16], _) = if quick {
+        (&[1, 16], 600)
+    } else {
+        (&[1, 4, 16, 64], 3000)
     };
     let pair = |&clients: &u16| {
         let back = plan(clients, commits);

@@ -13,9 +13,10 @@ const COUNTS: [u32; 3] = [10, 25, 50];
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (waits, counts, commits): (&[u64], &[u32], _) = match quick {
-        true => (&[1000], &COUNTS[1..], 1000),
-        false => (&[100, 300, 1000, 3000, 10_000], &COUNTS, 3000),
+    let (waits, counts, commits): (&[u64], &[u32], _) = if quick {
+        (&[1000], &COUNTS[1..], 1000)
+    } else {
+        (&[100, 300, 1000, 3000, 10_000], &COUNTS, 3000)
     };
     let none = CommitPlan {
         medium: slow_sync(1),

@@ -15,9 +15,10 @@ const REPORTED: [(u16, f64, f64); 4] = [
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (reported, commits) = match quick {
-        true => (&REPORTED[1..2], 2000),
-        false => (&REPORTED[..], 10_000),
+    let (reported, commits) = if quick {
+        (&REPORTED[1..2], 2000)
+    } else {
+        (&REPORTED[..], 10_000)
     };
     let pair = |&(clients, ..): &(u16, f64, f64)| {
         let one = plan(clients, commits);

@@ -63,9 +63,12 @@ const GUESTS: [(DatabaseEngine, DatabaseDisk); 3] = [POSTGRESQL[0], POSTGRESQL[2
 
 /// MariaDB's cells, in the order of a round.
 pub fn mariadb(quick: bool, clients: &[u32]) -> Vec<DatabaseCell> {
-    let commits = |clients: u32| match quick {
-        true => (clients * 10).max(60),
-        false => (clients * 40).max(160),
+    let commits = |clients: u32| {
+        if quick {
+            (clients * 10).max(60)
+        } else {
+            (clients * 40).max(160)
+        }
     };
     plan_cells(&MARIADB, clients, commits)
 }

@@ -87,9 +87,10 @@ impl DatabaseSite {
         // Socket paths must be short.
         let short = || tempfile::tempdir().map_err(CommandError::failed);
         let sockets = short()?;
-        let disks: &[_] = match servers.contains(&DatabaseServer::Mariadb) {
-            true => &[DatabaseDisk::Raw, DatabaseDisk::Wal, DatabaseDisk::Single],
-            false => &[DatabaseDisk::Raw, DatabaseDisk::Wal],
+        let disks: &[_] = if servers.contains(&DatabaseServer::Mariadb) {
+            &[DatabaseDisk::Raw, DatabaseDisk::Wal, DatabaseDisk::Single]
+        } else {
+            &[DatabaseDisk::Raw, DatabaseDisk::Wal]
         };
         let (specs, machines) = make_disks(disks, guests, place.path(), sockets.path())?;
         let mut places = Vec::new();

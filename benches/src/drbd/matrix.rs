@@ -92,9 +92,10 @@ pub struct Matrix {
 impl Matrix {
     /// Plans all of it, or only a part if `quick`.
     pub fn new(quick: bool, rounds: usize) -> Self {
-        let (links, clients): (&[Link], &[u16]) = match quick {
-            true => (&Link::QUICK, &[1, 8]),
-            false => (&Link::ALL, &[1, 2, 4, 8, 16, 32, 64]),
+        let (links, clients): (&[Link], &[u16]) = if quick {
+            (&Link::QUICK, &[1, 8])
+        } else {
+            (&Link::ALL, &[1, 2, 4, 8, 16, 32, 64])
         };
         let seconds = if quick { 0.7 } else { 2.5 };
         let cells = |link: Link| {

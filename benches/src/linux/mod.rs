@@ -309,15 +309,15 @@ fn follow(
         }
     }
     let status = child.0.wait().map_err(CommandError::failed)?;
-    match status.success() || session.interrupted() {
-        true => Ok(outcome),
-        false => Err(CommandError::Failed(format!(
-            "{GUEST_IMAGES} ended with {status} after {} measurements: {}; the guest's last lines: {}",
-            outcome.measured.len(),
-            first_part(&complaint),
-            Vec::from(last).join(" | ")
-        ))),
+    if status.success() || session.interrupted() {
+        return Ok(outcome);
     }
+    Err(CommandError::Failed(format!(
+        "{GUEST_IMAGES} ended with {status} after {} measurements: {}; the guest's last lines: {}",
+        outcome.measured.len(),
+        first_part(&complaint),
+        Vec::from(last).join(" | ")
+    )))
 }
 
 /// Sends the lines of `from` to `to`, in a thread of its own. `kind` marks which stream they come from.

@@ -62,17 +62,17 @@ impl OutsideDaemon {
         let daemon = KillGuard(daemon);
         // The daemon prints a line for each disk that it serves.
         let lines = stdout.map(|stdout| BufReader::new(stdout).lines().take(disks.len()));
-        match lines.into_iter().flatten().map_while(Result::ok).count() == disks.len() {
-            true => Ok(Self {
-                daemon,
-                control,
-                disks,
-            }),
-            false => Err(CommandError::Failed(format!(
+        if lines.into_iter().flatten().map_while(Result::ok).count() < disks.len() {
+            return Err(CommandError::Failed(format!(
                 "{} serve vhost-user ended, for the reason above",
                 walvisor.display()
-            ))),
+            )));
         }
+        Ok(Self {
+            daemon,
+            control,
+            disks,
+        })
     }
 
     /// The sockets of `ram` and `wal`.

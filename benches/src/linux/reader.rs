@@ -215,9 +215,10 @@ impl RunningJob {
             _ => 0.0,
         };
         // For TCMU in a guest: the daemon in the guest, and the monitor that serves the disk under it.
-        let vmm_cpu = match self.path == "tcmu-in-guest" {
-            true => cpu(&self.monitor) + cpu(&self.daemon),
-            false => cpu(served),
+        let vmm_cpu = if self.path == "tcmu-in-guest" {
+            cpu(&self.monitor) + cpu(&self.daemon)
+        } else {
+            cpu(served)
         };
         let whole = if self.monitor.is_empty() {
             served

@@ -205,9 +205,10 @@ impl Loops {
             flushing: false,
         };
         let blocks = self.bytes / self.work.block as u64;
-        let block = match self.work.hot && !self.random().is_multiple_of(5) {
-            true => self.random() % (blocks / 5) * 5,
-            false => self.random() % blocks,
+        let block = if self.work.hot && !self.random().is_multiple_of(5) {
+            self.random() % (blocks / 5) * 5
+        } else {
+            self.random() % blocks
         };
         let offset = block * self.work.block as u64;
         if writes {

@@ -153,9 +153,10 @@ pub struct LoadPlan {
 impl LoadPlan {
     /// All measurements, or those that fit in a minute, in `rounds` rounds.
     pub fn new(quick: bool, rounds: usize, backends: &[BackendKind]) -> Self {
-        let (depths, queues): (&[u8], &[u8]) = match quick {
-            true => (&[1, 32], &[1]),
-            false => (&[1, 4, 32], &[1, 4]),
+        let (depths, queues): (&[u8], &[u8]) = if quick {
+            (&[1, 32], &[1])
+        } else {
+            (&[1, 4, 32], &[1, 4])
         };
         let mut points = Vec::new();
         for &backend in backends {

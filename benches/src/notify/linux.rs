@@ -58,9 +58,10 @@ impl LinuxLoad {
             jobs.into_iter().take(count)
         };
         let user_mode = LinuxPlan {
-            loops: match quick {
-                true => &[(4, 1)],
-                false => &[(1, 1), (4, 1), (32, 1)],
+            loops: if quick {
+                &[(4, 1)]
+            } else {
+                &[(1, 1), (4, 1), (32, 1)]
             },
             jobs: jobs(BackendKind::Ram, RAM_JOBS)
                 .chain(jobs(BackendKind::Wal, WAL_JOBS))
@@ -71,9 +72,10 @@ impl LinuxLoad {
             schedulers: &["none"],
         };
         let machine = LinuxPlan {
-            loops: match quick {
-                true => &[(4, 1)],
-                false => &[(1, 1), (4, 1), (32, 1), (4, 4)],
+            loops: if quick {
+                &[(4, 1)]
+            } else {
+                &[(1, 1), (4, 1), (32, 1), (4, 4)]
             },
             rounds: output.rounds(1, 1) as u32,
             amount: Amount::Requests(if quick { 64 } else { 240 }),

@@ -152,9 +152,10 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     }
     drop(doors);
     drop(place);
-    let mut sections = match paths.is_empty() {
-        true => Vec::new(),
-        false => section::sections(&samples, &notes),
+    let mut sections = if paths.is_empty() {
+        Vec::new()
+    } else {
+        section::sections(&samples, &notes)
     };
     if let Some(linux) = linux {
         sections.extend(linux.sections(&arguments.output.dir, &session)?);

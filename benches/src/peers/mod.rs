@@ -48,17 +48,10 @@ pub struct PeersArguments {
 pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     let Output { quick, dir, .. } = &arguments.output;
     let rounds = arguments.output.rounds(5, 1);
-    let pace = match quick {
-        true => Schedule {
-            rounds,
-            turn: Duration::from_secs(1),
-            quick: true,
-        },
-        false => Schedule {
-            rounds,
-            turn: Duration::from_secs(2),
-            quick: false,
-        },
+    let pace = Schedule {
+        rounds,
+        turn: Duration::from_secs(if *quick { 1 } else { 2 }),
+        quick: *quick,
     };
     let doors: Vec<PeerDoor> = PeerDoor::value_variants()
         .iter()

@@ -67,9 +67,12 @@ fn paragraph(body: &mut String, class: &str, text: &str) {
 fn table(body: &mut String, table: &Table) {
     body.push_str("<div class=\"table\"><table>\n<thead><tr>");
     let classes: Vec<&str> = (0..table.columns.len())
-        .map(|at| match table.is_figures(at) {
-            true => " class=\"figure\"",
-            false => "",
+        .map(|at| {
+            if table.is_figures(at) {
+                " class=\"figure\""
+            } else {
+                ""
+            }
         })
         .collect();
     for (column, class) in table.columns.iter().zip(&classes) {

@@ -32,9 +32,10 @@ impl Scale {
             // There are no values, so any range works.
             _ => 0.0..1.0,
         };
-        let ticks = match log {
-            true => log_ticks(&places),
-            false => linear_ticks(&places),
+        let ticks = if log {
+            log_ticks(&places)
+        } else {
+            linear_ticks(&places)
         };
         Self {
             log,

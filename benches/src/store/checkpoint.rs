@@ -97,9 +97,10 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         let mut queue = QueueClient::open(&store.disks()[0], DEPTH)?;
         let mut record = 0;
         let mut write = |_| {
-            let place = match arguments.sequential {
-                true => record,
-                false => scattered(record, blocks),
+            let place = if arguments.sequential {
+                record
+            } else {
+                scattered(record, blocks)
             };
             record += 1;
             (record <= blocks).then(|| Operation::Write {
@@ -152,9 +153,10 @@ fn verify(site: &StoreSite, bytes: u64, block: u64, writer: u64) -> Result<(), C
 
 impl fmt::Display for CheckpointReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let order = match self.sequential {
-            true => "in order",
-            false => "scattered",
+        let order = if self.sequential {
+            "in order"
+        } else {
+            "scattered"
         };
         writeln!(
             f,

@@ -415,9 +415,10 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandErr
         raw_commits_per_s: tenths(raw.rate()),
         raw_p50_us: tenths(raw.percentile_us(0.5)),
         raw_p99_us: tenths(raw.percentile_us(0.99)),
-        ratio: match plan.baseline {
-            true => thousandths(logged.rate() / raw.rate()),
-            false => 0.0,
+        ratio: if plan.baseline {
+            thousandths(logged.rate() / raw.rate())
+        } else {
+            0.0
         },
     })
 }
@@ -493,9 +494,10 @@ impl fmt::Display for CommitReport {
             self.clients,
             self.disks,
             if self.disks == 1 { "" } else { "s" },
-            match self.write_per_waiter {
-                true => ", a write per waiter",
-                false => "",
+            if self.write_per_waiter {
+                ", a write per waiter"
+            } else {
+                ""
             },
             self.sync_latency_us
         )?;

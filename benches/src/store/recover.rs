@@ -173,9 +173,10 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
             record += 1;
             (record <= blocks.min(first + BURST)).then(|| Operation::Write {
                 sector: block * BLOCK as u64 / SECTOR_SIZE,
-                data: match arguments.sparse {
-                    true => Buffer::zeroed(BLOCK),
-                    false => stamped(BLOCK, 1, block),
+                data: if arguments.sparse {
+                    Buffer::zeroed(BLOCK)
+                } else {
+                    stamped(BLOCK, 1, block)
                 },
             })
         };

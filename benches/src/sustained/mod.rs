@@ -81,15 +81,15 @@ impl SustainedArguments {
     fn jobs(&self) -> Vec<Job> {
         let all = Job::value_variants().iter().copied();
         let most = if self.output.quick { 2 } else { 4 };
-        match self.only.is_empty() {
-            true => all
-                .enumerate()
+        if self.only.is_empty() {
+            all.enumerate()
                 .filter(|&(at, job)| {
                     at < most || (self.mix && job == Job::Mix) || (self.price && job.shows_price())
                 })
                 .map(|(_, job)| job)
-                .collect(),
-            false => all.filter(|job| self.only.contains(job)).collect(),
+                .collect()
+        } else {
+            all.filter(|job| self.only.contains(job)).collect()
         }
     }
 

@@ -131,10 +131,7 @@ impl Machine {
         let place = usize::from(input.byte()) % self.taken.len();
         let command = self.taken.remove(place);
         let (status, byte) = (input.of(&[0, 2]), input.byte());
-        let buffer = match command.bidi.is_empty() {
-            true => &command.data,
-            false => &command.bidi,
-        };
+        let buffer = if command.bidi.is_empty() { &command.data } else { &command.bidi };
         let bytes = vec![byte; buffer.len().min(2 * BLOCK)];
         buffer.write(buffer.len() - bytes.len(), &bytes);
         let sense = [byte; 18];

@@ -103,10 +103,12 @@ pub(super) fn write_same(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense
     // Zeroes are a record without payload. With UNMAP, blocks of zeroes may be unmapped, because unmapped blocks read as
     // zeroes; other blocks are written (SBC-4, table 139).
     let zero = no_data || is_zero(request.data, unit.block_size() as usize);
-    let (kind, action) = match zero && (unit.can().write_zeroes || unmap) {
-        true => (OperationKind::WriteZeroes, ScsiAction::Zero { unmap }),
-        false if no_data => return Err(Sense::cdb(1, Some(0))),
-        false => (OperationKind::Write, ScsiAction::Fill),
+    let (kind, action) = if zero && (unit.can().write_zeroes || unmap) {
+        (OperationKind::WriteZeroes, ScsiAction::Zero { unmap })
+    } else if no_data {
+        return Err(Sense::cdb(1, Some(0)));
+    } else {
+        (OperationKind::Write, ScsiAction::Fill)
     };
     let job = Job::new(kind, range, [Some(action), None, None]);
     Ok(CommandPlan::Run(job.with_access(BlockAccess::Shared)))

@@ -289,9 +289,10 @@ fn what_is(port: &mut Port, block: u64) -> String {
         0 => vec![0; BLOCK],
         round => content(round, block),
     };
-    match data[..] == expected {
-        true => round.to_string(),
-        false => "torn".to_owned(),
+    if data[..] == expected {
+        round.to_string()
+    } else {
+        "torn".to_owned()
     }
 }
 

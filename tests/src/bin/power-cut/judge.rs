@@ -75,9 +75,12 @@ impl Judge<'_> {
         for (name, promise) in &promises.disks {
             let export = Path::new("/run").join(name);
             let exported = check(name)
-                .and_then(|()| match commands {
-                    true => self.command("check", name, None),
-                    false => Ok(()),
+                .and_then(|()| {
+                    if commands {
+                        self.command("check", name, None)
+                    } else {
+                        Ok(())
+                    }
                 })
                 .and_then(|()| self.export(name, &export, commands))
                 .and_then(|()| std::fs::read(&export).map_err(|error| error.to_string()));
@@ -187,9 +190,10 @@ impl Judge<'_> {
         command.args(["disk", action, name]).args(to);
         command.arg("--log").arg(log_of(name)).current_dir(MOUNT);
         let output = command.output().map_err(|error| error.to_string())?;
-        match output.status.success() {
-            true => Ok(()),
-            false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
         }
     }
 
