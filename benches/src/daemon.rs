@@ -170,7 +170,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
 
     /// Whether a signal has stopped the child, according to the system (proc(5), `stat`).
-    fn stopped(child: &Child) -> bool {
+    fn is_stopped(child: &Child) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
         stat.rsplit(')')
             .next()
@@ -184,7 +184,7 @@ mod tests {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let wait_until = |wanted: bool| {
             let began = Instant::now();
-            while stopped(&child) != wanted {
+            while is_stopped(&child) != wanted {
                 assert!(began.elapsed() < PATIENCE, "stopped: {}", !wanted);
                 std::thread::sleep(Duration::from_millis(1));
             }

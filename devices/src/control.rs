@@ -67,24 +67,24 @@ pub trait ControlTransport: Send {
 /// The calls do nothing once the transport is gone.
 impl<T: ControlTransport> DeviceControl for Weak<Mutex<T>> {
     fn capacity_changed(&self) {
-        with(self, T::capacity_changed);
+        with_transport(self, T::capacity_changed);
     }
 
     fn set_write_cache(&self, on: bool) -> bool {
-        with(self, |transport| transport.set_write_cache(on)).unwrap_or(on)
+        with_transport(self, |transport| transport.set_write_cache(on)).unwrap_or(on)
     }
 
     fn pause(&self) -> io::Result<()> {
-        with(self, T::pause);
+        with_transport(self, T::pause);
         Ok(())
     }
 
     fn resume(&self) {
-        with(self, T::resume);
+        with_transport(self, T::resume);
     }
 }
 
-fn with<T, R>(transport: &Weak<Mutex<T>>, f: impl FnOnce(&mut T) -> R) -> Option<R> {
+fn with_transport<T, R>(transport: &Weak<Mutex<T>>, f: impl FnOnce(&mut T) -> R) -> Option<R> {
     let transport = transport.upgrade()?;
     // A vCPU that panicked inside the transport has ended the run already.
     let mut transport = transport.lock().unwrap_or_else(PoisonError::into_inner);

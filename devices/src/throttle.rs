@@ -326,7 +326,7 @@ mod tests {
     }
 
     /// How many requests of `bytes` start in `seconds`, if the caller retries at each moment that the throttle returns.
-    fn admitted(throttle: &Throttle, bytes: u64, seconds: u64) -> u64 {
+    fn count_admitted(throttle: &Throttle, bytes: u64, seconds: u64) -> u64 {
         let (start, mut count) = (1_000 * SECOND, 0);
         let mut at = start;
         while at < start + seconds * SECOND {
@@ -354,7 +354,7 @@ mod tests {
             (ops(1, 1), 10, 1 + 9),
             (ops(3, 1), 7, 1 + 20),
         ] {
-            let count = admitted(&throttle(limits), 4096, seconds);
+            let count = count_admitted(&throttle(limits), 4096, seconds);
             assert!(count.abs_diff(expected) <= 1, "{limits:?}: {count}");
         }
         let bytes = Limits {
@@ -362,9 +362,9 @@ mod tests {
             bytes_burst: 1 << 18,
             ..Limits::default()
         };
-        assert!(admitted(&throttle(bytes), 4096, 10).abs_diff(64 + 2560) <= 1);
+        assert!(count_admitted(&throttle(bytes), 4096, 10).abs_diff(64 + 2560) <= 1);
         // Requests longer than the burst: one at a time, each charged in full.
-        assert!(admitted(&throttle(bytes), 1 << 20, 10).abs_diff(10) <= 1);
+        assert!(count_admitted(&throttle(bytes), 1 << 20, 10).abs_diff(10) <= 1);
         // Operations that move no bytes are not charged.
         let throttle = throttle(bytes);
         assert!((0..10_000).all(|_| throttle.admit_at(0, SECOND).is_ok()));
@@ -378,8 +378,8 @@ mod tests {
             bytes_per_second: 4096 * 10,
             bytes_burst: 4096,
         };
-        assert!(admitted(&throttle(both), 4096, 20).abs_diff(201) <= 2);
-        assert!(admitted(&throttle(both), 0, 20).abs_diff(2001) <= 2);
+        assert!(count_admitted(&throttle(both), 4096, 20).abs_diff(201) <= 2);
+        assert!(count_admitted(&throttle(both), 0, 20).abs_diff(2001) <= 2);
     }
 
     #[test]

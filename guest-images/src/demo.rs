@@ -34,7 +34,7 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     let embedded_here = match probe::open() {
         Ok(_) => {
             println!("walvisor demo: the embedded guest");
-            embedded(walvisor)?;
+            run_embedded(walvisor)?;
             true
         }
         Err(error) => {
@@ -86,7 +86,7 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     Ok(())
 }
 
-fn embedded(walvisor: &Path) -> Result<()> {
+fn run_embedded(walvisor: &Path) -> Result<()> {
     let mut command = Command::new(walvisor);
     command.arg("demo");
     let status = command.status().at("start", walvisor)?;

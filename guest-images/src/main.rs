@@ -182,7 +182,7 @@ fn run_action(arguments: Arguments) -> Result<u8> {
             };
             user_mode(&cache, &guest, &read(&script)?, files_of_this_machine)
         }
-        Action::Emulated { script, arguments } => emulated(&cache, &read(&script)?, &arguments),
+        Action::Emulated { script, arguments } => run_emulated(&cache, &read(&script)?, &arguments),
         Action::Demo { walvisor, output } => demo(&cache, &binary(walvisor)?, &output).map(|()| 0),
     }
 }
@@ -210,7 +210,7 @@ fn user_mode(cache: &Cache, guest: &UserMode, script: &str, here: bool) -> Resul
 }
 
 /// Streams the console of an emulated guest until its end.
-fn emulated(cache: &Cache, script: &str, arguments: &[String]) -> Result<u8> {
+fn run_emulated(cache: &Cache, script: &str, arguments: &[String]) -> Result<u8> {
     let reporter = Reporter::streaming();
     install_missing(&[("qemu-system-x86_64", "qemu-system-x86")], &reporter)?;
     let images = GuestImages::ensure(cache, &reporter)?;

@@ -194,6 +194,6 @@ pub fn curve(name: &str, cells: &[&CommitCell], of: impl Fn(f64) -> f64) -> Seri
 }
 
 /// Every `step`th cell, starting at index `at`.
-pub fn every(cells: &[CommitCell], step: usize, at: usize) -> Vec<&CommitCell> {
+pub fn select_every(cells: &[CommitCell], step: usize, at: usize) -> Vec<&CommitCell> {
     cells.iter().skip(at).step_by(step).collect()
 }

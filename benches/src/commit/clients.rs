@@ -2,7 +2,9 @@
 
 use walvisor_storage::CommitWait;
 
-use super::cell::{CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, syncs};
+use super::cell::{
+    CommitCell, by_clients, curve, lines, plan, points, rate, ratio, select_every, syncs,
+};
 use crate::report::plot::{Axis, Series};
 use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, Switch};
@@ -82,7 +84,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             },
         ]);
     }
-    let [off, on, adaptive] = [0, 1, 2].map(|at| every(cells, 3, at));
+    let [off, on, adaptive] = [0, 1, 2].map(|at| select_every(cells, 3, at));
     let of = |cells: &[&CommitCell], figure| points(cells.iter().copied(), by_clients, figure);
     section.plots = vec![
         lines(

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use super::cell::{
-    CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, slow_sync, syncs,
+    CommitCell, by_clients, curve, lines, plan, points, rate, ratio, select_every, slow_sync, syncs,
 };
 use crate::report::plot::{Axis, Plot, Series};
 use crate::report::{Cell, Preference, Section};
@@ -74,7 +74,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
     section.table.rows = lines.iter().flat_map(|line| line.rows(served)).collect();
     let mut grouped = series(&lines, 1);
     if let Some(of_4_ms) = lines.iter().find(|line| line.name.starts_with("4 ms")) {
-        let cells: Vec<&CommitCell> = every(of_4_ms.cells, 2, 1);
+        let cells: Vec<&CommitCell> = select_every(of_4_ms.cells, 2, 1);
         grouped.push(curve("ideal at 4 ms: N/2S", &cells, |n| served(n) * 250.0));
     }
     section.plots = vec![
@@ -144,7 +144,7 @@ impl PlotLine<'_> {
 /// The rates of each line by clients: with group commit off if `at` is 0, on if it is 1.
 pub fn series(lines: &[PlotLine], at: usize) -> Vec<Series> {
     let of = |line: &PlotLine| {
-        let cells = every(line.cells, 2, at);
+        let cells = select_every(line.cells, 2, at);
         Series::measured(&line.name, points(cells.into_iter(), by_clients, rate))
     };
     lines.iter().map(of).collect()

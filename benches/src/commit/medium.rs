@@ -3,7 +3,9 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::cell::{CommitCell, by_clients, every, lines, median, plan, points, rate, raw_rate};
+use super::cell::{
+    CommitCell, by_clients, lines, median, plan, points, rate, raw_rate, select_every,
+};
 use crate::report::plot::{Axis, Series};
 use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, CommitReport, MediumModel};
@@ -77,7 +79,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             },
         ]);
     }
-    let of = |at, figure| points(every(cells, 2, at).into_iter(), by_clients, figure);
+    let of = |at, figure| points(select_every(cells, 2, at).into_iter(), by_clients, figure);
     section.plots = vec![
         lines(
             "commit-medium",

@@ -1,6 +1,6 @@
 //! Writeback and writethrough.
 
-use super::cell::{CommitCell, by_clients, every, lines, plan, points, rate, ratio, syncs};
+use super::cell::{CommitCell, by_clients, lines, plan, points, rate, ratio, select_every, syncs};
 use crate::report::plot::{Axis, Series};
 use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, CommitReport, Mode};
@@ -62,7 +62,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             ratio(through, back, rate, Preference::More),
         ]);
     }
-    let of = |at| points(every(cells, 2, at).into_iter(), by_clients, rate);
+    let of = |at| points(select_every(cells, 2, at).into_iter(), by_clients, rate);
     section.plots = vec![
         lines(
             "commit-mode",

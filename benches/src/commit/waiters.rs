@@ -1,6 +1,8 @@
 //! Aliyun: one write for a group, and a write for each of its waiters.
 
-use super::cell::{CommitCell, by_clients, every, lines, plan, points, rate, ratio, syncs, writes};
+use super::cell::{
+    CommitCell, by_clients, lines, plan, points, rate, ratio, select_every, syncs, writes,
+};
 use crate::report::plot::{Axis, Series};
 use crate::report::{Cell, Preference, Section};
 use crate::store::commit::CommitPlan;
@@ -75,7 +77,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             }),
         ]);
     }
-    let of = |at| points(every(cells, 2, at).into_iter(), by_clients, rate);
+    let of = |at| points(select_every(cells, 2, at).into_iter(), by_clients, rate);
     section.plots = vec![
         lines(
             "commit-waiters",

@@ -91,8 +91,8 @@ impl Failovers {
     }
 
     /// The number of acknowledged commits that a failover lost with protocol C.
-    pub fn lost(&self) -> u64 {
-        self.rows[0].2.iter().map(Failover::lost).sum()
+    pub fn lost_commits(&self) -> u64 {
+        self.rows[0].2.iter().map(Failover::lost_commits).sum()
     }
 
     /// The results as a section.
@@ -131,7 +131,7 @@ impl Failovers {
                 Cell::count(done.len() as u64),
                 sum(|one| one.acknowledged),
                 sum(|one| one.present),
-                sum(Failover::lost),
+                sum(Failover::lost_commits),
                 Cell::of(&times, 1),
             ]);
         }
@@ -140,7 +140,7 @@ impl Failovers {
 }
 
 impl Failover {
-    fn lost(&self) -> u64 {
+    fn lost_commits(&self) -> u64 {
         self.acknowledged - self.present
     }
 }

@@ -7,7 +7,7 @@ use walvisor::commands::CommandError;
 use walvisor_storage::CommitWait;
 
 use super::pair::{Machine, MachinePair};
-use crate::commit::cell::{CommitCell, curve, every, plan};
+use crate::commit::cell::{CommitCell, curve, plan, select_every};
 use crate::commit::latency::{COLUMNS, PlotLine, rates, series};
 use crate::report::{Cell, Section};
 use crate::session::Session;
@@ -247,7 +247,7 @@ impl Matrix {
         let [mut off, mut on] = [0, 1].map(|at| series(&lines, at));
         let link = Link::RoundTrip(SOURCE.0);
         if let Some(row) = self.rows.iter().find(|row| row.link == link) {
-            let cells: Vec<&CommitCell> = every(&row.cells, 2, 0);
+            let cells: Vec<&CommitCell> = select_every(&row.cells, 2, 0);
             let name = format!("source at {} ms", SOURCE.0);
             off.push(curve(&name, &cells, |_| SOURCE.1));
             let name = format!("ideal at {} ms: N/S", SOURCE.0);

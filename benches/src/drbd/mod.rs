@@ -68,7 +68,7 @@ pub fn run(arguments: &DrbdArguments) -> Result<(), CommandError> {
     if let Some(error) = failed {
         return Err(error);
     }
-    match failovers.map_or(0, |failovers| failovers.lost()) {
+    match failovers.map_or(0, |failovers| failovers.lost_commits()) {
         0 => Ok(()),
         lost => Err(CommandError::Failed(format!(
             "{lost} acknowledged commits were lost in a failover"

@@ -100,7 +100,7 @@ impl EventReader {
             }
             "end" => {
                 let job = self.job.take().ok_or_else(strange)?;
-                let measured = job.measured(&self.machine).ok_or_else(strange)?;
+                let measured = job.into_measurement(&self.machine).ok_or_else(strange)?;
                 return Ok(Some(LinuxEvent::Measured(Box::new(measured))));
             }
             "failed" => return Err(CommandError::Failed(rest.to_owned())),
@@ -156,7 +156,7 @@ impl RunningJob {
     }
 
     /// The measurement, or `None` if a part of it is missing.
-    fn measured(self, machine: &str) -> Option<LinuxMeasurement> {
+    fn into_measurement(self, machine: &str) -> Option<LinuxMeasurement> {
         // The counters of the monitor if it serves the disk, or else of the daemon that runs next to fio.
         let user_mode = machine == "user-mode";
         let of_monitor = !user_mode || self.path == "vhost-user" || self.path == "tcmu-in-guest";

@@ -143,7 +143,7 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
                     break 'rounds;
                 };
                 let load = load(path);
-                let real = !emulated() && (guest_seconds || load != EMBEDDED_GUEST);
+                let real = !is_emulated() && (guest_seconds || load != EMBEDDED_GUEST);
                 let sample = measured.sample(path.name(), load, point, real);
                 check_cache(&sample)?;
                 samples.push(sample);
@@ -177,7 +177,7 @@ fn check_cache(sample: &Sample) -> Result<(), CommandError> {
 }
 
 /// Whether QEMU emulates this machine, which makes its times meaningless too.
-fn emulated() -> bool {
+fn is_emulated() -> bool {
     let hypervisor = std::arch::x86_64::__cpuid(0x4000_0000);
     [hypervisor.ebx, hypervisor.ecx, hypervisor.edx]
         == ["TCGT", "CGTC", "GTCG"]

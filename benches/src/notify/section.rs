@@ -118,7 +118,7 @@ fn exits(sample: &Sample, which: impl Fn(&str) -> bool) -> Option<f64> {
 }
 
 /// Distinct values of `of`, in the order of their first occurrence.
-fn distinct<'a, T: PartialEq>(samples: &[&'a Sample], of: impl Fn(&'a Sample) -> T) -> Vec<T> {
+fn list_distinct<'a, T: PartialEq>(samples: &[&'a Sample], of: impl Fn(&'a Sample) -> T) -> Vec<T> {
     let mut values = Vec::new();
     for sample in samples {
         let value = of(sample);
@@ -131,9 +131,9 @@ fn distinct<'a, T: PartialEq>(samples: &[&'a Sample], of: impl Fn(&'a Sample) ->
 
 /// The rows for samples of one backend and job.
 fn rows<'a>(samples: &[&'a Sample]) -> Vec<Row<'a>> {
-    let mut keys = distinct(samples, |sample| (sample.queues, sample.iodepth));
+    let mut keys = list_distinct(samples, |sample| (sample.queues, sample.iodepth));
     keys.sort_unstable();
-    let paths = distinct(samples, |sample| (&sample.path, &sample.load));
+    let paths = list_distinct(samples, |sample| (&sample.path, &sample.load));
     let mut rows = Vec::new();
     for (queues, iodepth) in keys {
         for &(path, load) in &paths {
@@ -154,13 +154,13 @@ fn rows<'a>(samples: &[&'a Sample]) -> Vec<Row<'a>> {
 pub fn sections(samples: &[Sample], notes: &[String]) -> Vec<Section> {
     let all: Vec<&Sample> = samples.iter().collect();
     let mut sections = Vec::new();
-    for backend in distinct(&all, |sample| &sample.backend) {
+    for backend in list_distinct(&all, |sample| &sample.backend) {
         let of_backend: Vec<&Sample> = all
             .iter()
             .filter(|sample| &sample.backend == backend)
             .copied()
             .collect();
-        for job in distinct(&of_backend, |sample| &sample.job) {
+        for job in list_distinct(&of_backend, |sample| &sample.job) {
             let of_job: Vec<&Sample> = of_backend
                 .iter()
                 .filter(|sample| &sample.job == job)
@@ -303,7 +303,7 @@ fn bars_by_depth(
     figure: fn(&Sample) -> f64,
 ) -> Plot {
     let first: Vec<&Sample> = rows.iter().map(|row| row.first()).collect();
-    let depths = distinct(&first, |sample| sample.iodepth);
+    let depths = list_distinct(&first, |sample| sample.iodepth);
     let bar = |path: &str, depth| {
         let row = rows
             .iter()
@@ -325,7 +325,10 @@ fn bars_by_depth(
                 .map(|depth| format!("iodepth {depth}"))
                 .collect(),
             even: None,
-            rows: distinct(&first, label).into_iter().map(of_path).collect(),
+            rows: list_distinct(&first, label)
+                .into_iter()
+                .map(of_path)
+                .collect(),
         },
     }
 }

@@ -7,7 +7,7 @@ use serde::ser::{Serialize, SerializeMap, Serializer};
 
 use super::machine::MachineInfo;
 use super::plot::Plot;
-use super::spread::{Spread, figure, rounded};
+use super::spread::{Spread, figure, round_figure};
 
 /// A whole comparison.
 #[derive(Debug, serde::Serialize)]
@@ -213,11 +213,11 @@ impl Serialize for Cell {
             Self::None => serializer.serialize_none(),
             Self::Text(text) => serializer.serialize_str(text),
             Self::Number(value, 0) => serializer.serialize_i64(value.round() as i64),
-            Self::Number(value, _) => serializer.serialize_f64(rounded(*value)),
+            Self::Number(value, _) => serializer.serialize_f64(round_figure(*value)),
             Self::Spread(spread, _) => spread.serialize(serializer),
             Self::Series(values) => values
                 .iter()
-                .map(|value| rounded(*value))
+                .map(|value| round_figure(*value))
                 .collect::<Vec<_>>()
                 .serialize(serializer),
             Self::Grey(cell) | Self::Judged(cell, _) => cell.serialize(serializer),

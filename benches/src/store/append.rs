@@ -11,7 +11,7 @@ use walvisor_storage::{
     BUFFER_ALIGN, Buffer, CacheMode, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
 };
 
-use super::client::{QueueClient, StoreClient, damaged, is_stamped, stamp, stamped};
+use super::client::{QueueClient, StoreClient, damage_error, is_stamped, stamp, stamped_block};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
@@ -108,7 +108,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
         let store = site.open(1, CacheMode::Writeback, &options)?;
         let mut queue = QueueClient::open(&store.disks()[0], depth)?;
         // The data is stamped before the clock starts. Copying it stands in for the copy from guest memory.
-        let template = stamped(block as usize, 1, round);
+        let template = stamped_block(block as usize, 1, round);
         let (mut next, began) = (0, Instant::now());
         let mut write = |_| {
             let sector = next * block / SECTOR_SIZE;
@@ -148,7 +148,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
 fn verify(client: &mut StoreClient, bytes: u64, round: u64) -> Result<(), CommandError> {
     for at in (0..bytes).step_by(1 << 20) {
         if !is_stamped(&client.read(at / SECTOR_SIZE)?, 1, round) {
-            return Err(damaged("the log", at / BLOCK as u64));
+            return Err(damage_error("the log", at / BLOCK as u64));
         }
     }
     Ok(())

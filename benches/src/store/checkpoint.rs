@@ -9,7 +9,7 @@ use walvisor::commands::CommandError;
 use walvisor::size::parse_size;
 use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE};
 
-use super::client::{QueueClient, damaged, is_stamped, stamped};
+use super::client::{QueueClient, damage_error, is_stamped, stamped_block};
 use super::figures::{BLOCK, scattered, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
@@ -105,7 +105,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
             record += 1;
             (record <= blocks).then(|| Operation::Write {
                 sector: place * block / SECTOR_SIZE,
-                data: stamped(block as usize, 1 + round, place),
+                data: stamped_block(block as usize, 1 + round, place),
             })
         };
         while queue.step(&mut write)?.is_some() {}
@@ -145,7 +145,7 @@ fn verify(site: &StoreSite, bytes: u64, block: u64, writer: u64) -> Result<(), C
             .read_exact_at(&mut buffer, number * block)
             .map_err(raw::failed("read", &path))?;
         if !is_stamped(&buffer, writer, number) {
-            return Err(damaged("the base image", number));
+            return Err(damage_error("the base image", number));
         }
     }
     Ok(())

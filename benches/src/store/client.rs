@@ -10,7 +10,7 @@ use walvisor_storage::{BackendQueue, Buffer, Completion, Disk, Operation, Port, 
 use super::figures::BLOCK;
 
 /// A block of `len` bytes, filled with stamps of its writer and the number of the write.
-pub fn stamped(len: usize, writer: u64, number: u64) -> Buffer {
+pub fn stamped_block(len: usize, writer: u64, number: u64) -> Buffer {
     let mut block = Buffer::zeroed(len);
     stamp(&mut block, writer, number);
     block
@@ -35,7 +35,7 @@ pub fn is_stamped(block: &[u8], writer: u64, number: u64) -> bool {
 }
 
 /// The error for a block whose content is not what was written.
-pub fn damaged(what: &str, block: u64) -> CommandError {
+pub fn damage_error(what: &str, block: u64) -> CommandError {
     CommandError::Failed(format!(
         "{what}: block {block} does not read back as written: the medium or the store is at fault"
     ))

@@ -15,7 +15,7 @@ use walvisor_storage::{
     StoreOptions,
 };
 
-use super::client::{StoreClient, damaged, is_stamped, stamp, stamped};
+use super::client::{StoreClient, damage_error, is_stamped, stamp, stamped_block};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw;
@@ -261,7 +261,7 @@ impl Committer {
     fn commit(&mut self) -> Result<Duration, CommandError> {
         let block = self.first_block + self.committed % CLIENT_BLOCKS;
         let sector = block * BLOCK as u64 / SECTOR_SIZE;
-        let data = stamped(BLOCK, self.writer, self.committed);
+        let data = stamped_block(BLOCK, self.writer, self.committed);
         let began = Instant::now();
         let client = self.client.as_mut().expect("opened for the round");
         client.run(Operation::Write { sector, data })?;
@@ -458,7 +458,7 @@ fn verify(site: &StoreSite, committer: &Committer) -> Result<(), CommandError> {
         file.read_exact_at(&mut block, at * BLOCK as u64)
             .map_err(raw::failed("read", &path))?;
         if !is_stamped(&block, committer.writer, number) {
-            return Err(damaged(&path.display().to_string(), at));
+            return Err(damage_error(&path.display().to_string(), at));
         }
     }
     Ok(())

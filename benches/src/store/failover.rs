@@ -9,7 +9,7 @@ use clap::Args;
 use walvisor::commands::CommandError;
 use walvisor_storage::{CacheMode, Disk, Operation, SECTOR_SIZE, Store, create_disk};
 
-use super::client::{StoreClient, damaged, is_stamped, stamped};
+use super::client::{StoreClient, damage_error, is_stamped, stamped_block};
 use super::figures::BLOCK;
 use super::site::{image, log, open, ring};
 
@@ -65,7 +65,7 @@ fn commit(disk: &Disk, client: u64) -> Result<(), CommandError> {
     let mut port = StoreClient::open(disk)?;
     for number in 1.. {
         let sector = sector(client, number % CLIENT_BLOCKS);
-        let data = stamped(BLOCK, client, number);
+        let data = stamped_block(BLOCK, client, number);
         port.run(Operation::Write { sector, data })?;
         port.run(Operation::Flush)?;
         println!("guest: acknowledged {client} {number}");
@@ -96,7 +96,10 @@ pub fn survivors(arguments: &FailoverArguments) -> Result<(), CommandError> {
                 Some(newest) => is_stamped(block, client, newest),
             };
             if !there {
-                return Err(damaged(&format!("client {client}, last commit {last}"), at));
+                return Err(damage_error(
+                    &format!("client {client}, last commit {last}"),
+                    at,
+                ));
             }
         }
         println!("guest: found {client} {last}");

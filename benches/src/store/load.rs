@@ -14,7 +14,7 @@ use walvisor::commands::threads::Threads;
 use walvisor::size::parse_size;
 use walvisor_storage::{Buffer, StoreOptions, export_disk, import_disk, inspect_telling};
 
-use super::client::{damaged, is_stamped};
+use super::client::{damage_error, is_stamped};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw;
@@ -195,7 +195,7 @@ fn verify(path: &Path) -> Result<(), CommandError> {
         file.read_exact_at(&mut block, number * BLOCK as u64)
             .map_err(raw::failed("read", path))?;
         if !is_stamped(&block, 0, number) {
-            return Err(damaged(&path.display().to_string(), number));
+            return Err(damage_error(&path.display().to_string(), number));
         }
     }
     Ok(())

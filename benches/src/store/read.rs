@@ -11,7 +11,7 @@ use walvisor::commands::CommandError;
 use walvisor::size::parse_size;
 use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
-use super::client::{QueueClient, StoreClient, damaged, is_stamped, stamped};
+use super::client::{QueueClient, StoreClient, damage_error, is_stamped, stamped_block};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
@@ -178,7 +178,7 @@ impl StoreReader {
         let block = self.wanted[slot];
         match data {
             Some(data) if is_stamped(&data, self.writer, block) => Ok(time),
-            _ => Err(damaged("the disk", block)),
+            _ => Err(damage_error("the disk", block)),
         }
     }
 }
@@ -201,7 +201,7 @@ impl RawReader<'_> {
         let (slot, time) = ended.expect("the queue is never empty");
         let block = self.wanted[slot];
         if !is_stamped(self.queue.buffer(slot), 0, block) {
-            return Err(damaged("the raw file", block));
+            return Err(damage_error("the raw file", block));
         }
         Ok(time)
     }
@@ -303,7 +303,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             let syncs = store.log_counters().syncs;
             let mut client = StoreClient::open(&store.disks()[1])?;
             let flush = || {
-                let data = stamped(BLOCK, 0, 0);
+                let data = stamped_block(BLOCK, 0, 0);
                 client.run(Operation::Write { sector: 0, data })?;
                 client.run(Operation::Flush).map(drop)
             };
@@ -344,7 +344,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
                     let block = places.next();
                     Some(Operation::Write {
                         sector: block * BLOCK as u64 / SECTOR_SIZE,
-                        data: stamped(BLOCK, 1, block),
+                        data: stamped_block(BLOCK, 1, block),
                     })
                 };
                 queue.step(write).map(drop)
@@ -444,7 +444,7 @@ fn fill(store: &Store, blocks: u64, writer: u64) -> Result<(), CommandError> {
         next += 1;
         (block < blocks).then(|| Operation::Write {
             sector: block * BLOCK as u64 / SECTOR_SIZE,
-            data: stamped(BLOCK, writer, block),
+            data: stamped_block(BLOCK, writer, block),
         })
     };
     while queue.step(&mut write)?.is_some() {}

@@ -14,7 +14,7 @@ use walvisor::commands::threads::Threads;
 use walvisor::size::parse_size;
 use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
-use super::client::{QueueClient, StoreClient, damaged, is_stamped, stamped};
+use super::client::{QueueClient, StoreClient, damage_error, is_stamped, stamped_block};
 use super::figures::{BLOCK, scattered, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw;
@@ -176,7 +176,7 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
                 data: if arguments.sparse {
                     Buffer::zeroed(BLOCK)
                 } else {
-                    stamped(BLOCK, 1, block)
+                    stamped_block(BLOCK, 1, block)
                 },
             })
         };
@@ -207,7 +207,7 @@ pub fn open(arguments: &OpenArguments) -> Result<(), CommandError> {
         let mut client = StoreClient::open(&store.disks()[0])?;
         for block in (0..arguments.bytes / BLOCK as u64).step_by(VERIFY_EACH as usize) {
             if !is_stamped(&client.read(block * BLOCK as u64 / SECTOR_SIZE)?, 1, block) {
-                return Err(damaged("the recovered disk", block));
+                return Err(damage_error("the recovered disk", block));
             }
         }
     }

@@ -8,7 +8,7 @@ use walvisor_storage::{
     CacheMode, DiskOptions, EngineKind, Operation, Store, StoreOptions, create_disk,
 };
 
-use super::client::{StoreClient, stamped};
+use super::client::{StoreClient, stamped_block};
 use super::figures::BLOCK;
 
 /// A temporary directory on the measured medium.
@@ -60,7 +60,7 @@ impl StoreSite {
         }
         let store = open(self.path(), disks, CacheMode::Writeback, options)?;
         let mut client = StoreClient::open(&store.disks()[0])?;
-        let data = stamped(BLOCK, 0, 0);
+        let data = stamped_block(BLOCK, 0, 0);
         client.run(Operation::Write { sector: 0, data })?;
         client.run(Operation::Flush)?;
         drop(client);

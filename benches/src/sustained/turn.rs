@@ -49,12 +49,12 @@ impl Turn {
 
     /// The median of the requests per second.
     pub fn median(&self) -> f64 {
-        median(&sorted(self.seconds()))
+        median(&sort(self.seconds()))
     }
 
     /// The median over the slowest tenth of the seconds.
     pub fn worst_tenth(&self) -> f64 {
-        let seconds = sorted(self.seconds());
+        let seconds = sort(self.seconds());
         median(&seconds[..seconds.len().div_ceil(10)])
     }
 
@@ -81,7 +81,7 @@ impl Turn {
     }
 }
 
-fn sorted(mut values: Vec<f64>) -> Vec<f64> {
+fn sort(mut values: Vec<f64>) -> Vec<f64> {
     values.sort_by(f64::total_cmp);
     values
 }

@@ -135,18 +135,20 @@ impl QueueControl {
         self.broken.load(Ordering::SeqCst)
     }
 
-    fn taken(&self) -> MutexGuard<'_, Option<u16>> {
+    fn lock_taken(&self) -> MutexGuard<'_, Option<u16>> {
         self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the queue is drained and gone.
     pub(super) fn is_gone(&self) -> bool {
-        self.taken().is_some()
+        self.lock_taken().is_some()
     }
 
     /// Waits until the queue is drained and gone. Returns the number of chains taken, modulo 2^16.
     pub(super) fn wait_until_gone(&self) -> u16 {
-        let taken = self.gone.wait_while(self.taken(), |taken| taken.is_none());
+        let taken = self
+            .gone
+            .wait_while(self.lock_taken(), |taken| taken.is_none());
         taken
             .unwrap_or_else(PoisonError::into_inner)
             .unwrap_or_default()
@@ -186,7 +188,7 @@ impl Drop for QueueSlot {
             }
             queue.chains_taken()
         });
-        *self.control.taken() = Some(taken.unwrap_or_default());
+        *self.control.lock_taken() = Some(taken.unwrap_or_default());
         self.control.gone.notify_all();
     }
 }

@@ -355,7 +355,7 @@ impl UsedBatch {
     }
 
     /// Records that the chain at `head` was taken.
-    pub(super) fn taken(&mut self, head: u16) {
+    pub(super) fn record_taken(&mut self, head: u16) {
         if let Some(order) = &mut self.order {
             order.push_back((head, None));
         }
@@ -380,7 +380,7 @@ impl UsedBatch {
     }
 
     /// The chains that can be published now.
-    pub(super) fn ready(&self) -> &[UsedElement] {
+    pub(super) fn ready_elements(&self) -> &[UsedElement] {
         &self.used
     }
 
@@ -408,12 +408,16 @@ mod tests {
         assert!(!due(0xfffd, 3, 0xfffe));
     }
 
-    fn used(head: u16) -> UsedElement {
+    fn used_element(head: u16) -> UsedElement {
         UsedElement { head, written: 1 }
     }
 
     fn heads(batch: &mut UsedBatch) -> Vec<u16> {
-        let heads = batch.ready().iter().map(|used| used.head).collect();
+        let heads = batch
+            .ready_elements()
+            .iter()
+            .map(|used| used.head)
+            .collect();
         batch.clear();
         heads
     }
@@ -421,9 +425,11 @@ mod tests {
     #[test]
     fn in_any_order_every_answer_is_ready() {
         let mut batch = UsedBatch::new(false);
-        [3, 1, 2].into_iter().for_each(|head| batch.taken(head));
-        batch.push(used(2));
-        batch.push(used(3));
+        [3, 1, 2]
+            .into_iter()
+            .for_each(|head| batch.record_taken(head));
+        batch.push(used_element(2));
+        batch.push(used_element(3));
         assert_eq!(heads(&mut batch), [2, 3]);
         assert!(heads(&mut batch).is_empty() && !batch.is_full(1));
     }
@@ -431,14 +437,16 @@ mod tests {
     #[test]
     fn in_order_a_chain_waits_for_those_before_it() {
         let mut batch = UsedBatch::new(true);
-        [3, 1, 2, 1].into_iter().for_each(|head| batch.taken(head));
+        [3, 1, 2, 1]
+            .into_iter()
+            .for_each(|head| batch.record_taken(head));
         assert!(batch.is_full(4) && !batch.is_full(5));
-        batch.push(used(2));
-        batch.push(used(1));
+        batch.push(used_element(2));
+        batch.push(used_element(1));
         assert!(heads(&mut batch).is_empty());
-        batch.push(used(3));
+        batch.push(used_element(3));
         assert_eq!(heads(&mut batch), [3, 1, 2]);
-        batch.push(used(1));
+        batch.push(used_element(1));
         assert_eq!(heads(&mut batch), [1]);
         assert!(!batch.is_full(1));
     }

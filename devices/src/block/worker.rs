@@ -362,7 +362,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
     fn answer_batch<G: GuestMemory>(&mut self, memory: &G) -> Result<bool, QueueError> {
         self.complete(memory)?;
         let running = !self.control.is_stopping();
-        if self.queue.publish(memory, self.batch.ready())? && running {
+        if self.queue.publish(memory, self.batch.ready_elements())? && running {
             self.config
                 .status
                 .interrupt()
@@ -431,7 +431,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
             let Some(chain) = available.next() else {
                 return Ok(true);
             };
-            self.batch.taken(chain.head());
+            self.batch.record_taken(chain.head());
             add(&config.metrics.requests, 1);
             let (pending, action) =
                 parse(memory, chain, &rules).inspect_err(|_| add(&config.metrics.errors, 1))?;

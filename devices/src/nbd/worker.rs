@@ -228,7 +228,10 @@ impl Worker {
             WorkerMessage::Extents(answer) => self.end_query(answer),
             // If the gate is open, requests already received are submitted; if it is closed, sockets are no longer watched
             // for input. Connections to a removed export end.
-            WorkerMessage::Gate => self.keys().into_iter().for_each(|key| self.submit(key)),
+            WorkerMessage::Gate => self
+                .session_keys()
+                .into_iter()
+                .for_each(|key| self.submit(key)),
             WorkerMessage::Closed => self.closed = true,
             WorkerMessage::Stop => {
                 self.closed = true;
@@ -237,14 +240,14 @@ impl Worker {
         }
     }
 
-    fn keys(&self) -> Vec<usize> {
+    fn session_keys(&self) -> Vec<usize> {
         self.clients.iter().map(|(key, _)| key).collect()
     }
 
     /// Begins to end all connections: clients get the replies to requests already taken, and no more requests are read.
     fn close_connections(&mut self) {
         self.stopping = true;
-        for key in self.keys() {
+        for key in self.session_keys() {
             if let Some(connection) = &mut self.clients[key].connection {
                 connection.close();
             }

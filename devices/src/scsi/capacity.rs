@@ -17,7 +17,7 @@ pub(super) fn read_capacity_10(request: &ScsiRequest<'_>) -> Result<CommandPlan,
 pub(super) fn read_capacity_16(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     Ok(CommandPlan::Answer {
-        bytes: capacity_16(unit.blocks(), unit.block_size(), unit.thin()).to_vec(),
+        bytes: capacity_16(unit.blocks(), unit.block_size(), unit.is_thin()).to_vec(),
         allocation: request.length(10, 4),
     })
 }

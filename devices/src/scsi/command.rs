@@ -38,8 +38,8 @@ const COMMANDS: &[CommandEntry] = {
         row(Medium, &[0x2e, 0x16, A, A, A, A, 0, A, A, 0], write_and_verify),
         row(Medium, &[0x2f, 0x16, A, A, A, A, 0, A, A, 0], verify),
         row(Medium, &[0x35, 0x02, A, A, A, A, 0, A, A, 0], synchronize),
-        row(Medium, &[0x41, 0x08, A, A, A, A, 0, A, A, 0], write_same).thin(0x08),
-        row(Medium, &[0x42, 0, 0, 0, 0, 0, 0, A, A, 0], unmap).thin(ALL),
+        row(Medium, &[0x41, 0x08, A, A, A, A, 0, A, A, 0], write_same).with_thin_bits(0x08),
+        row(Medium, &[0x42, 0, 0, 0, 0, 0, 0, A, A, 0], unmap).with_thin_bits(ALL),
         row(Unit, &[0x55, 0x10, 0, 0, 0, 0, 0, A, A, 0], mode::select),
         row(Unit, &[0x5a, 0x18, A, A, 0, 0, 0, A, A, 0], mode::sense),
         row(Medium, &[0x88, 0x18, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], read),
@@ -48,7 +48,7 @@ const COMMANDS: &[CommandEntry] = {
         row(Medium, &[0x8e, 0x16, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], write_and_verify),
         row(Medium, &[0x8f, 0x16, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], verify),
         row(Medium, &[0x91, 0x02, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], synchronize),
-        row(Medium, &[0x93, 0x09, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], write_same).thin(0x08),
+        row(Medium, &[0x93, 0x09, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], write_same).with_thin_bits(0x08),
         act(Medium, &[0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, A, A, A, A, 0, 0], read_capacity_16),
         act(Medium, &[0x9e, 0x12, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], lba_status),
         row(Nothing, &[0xa0, 0, A, 0, 0, 0, A, A, A, A, 0, 0], report_luns),
@@ -100,7 +100,7 @@ pub(super) fn plan_command(
             return Err(Sense::cdb(at as u16, Some(extra.ilog2() as u8)));
         }
     }
-    if command.needs == Precondition::Medium && unit.stopped() {
+    if command.needs == Precondition::Medium && unit.is_stopped() {
         return Err(Sense::STOPPED);
     }
     (command.decode)(&ScsiRequest {

@@ -8,13 +8,13 @@ use crate::latency::OperationKind;
 
 /// TEST UNIT READY (SPC-5, 6.52). Checking the command has already shown that the unit is ready.
 pub(super) fn test_unit_ready(_: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
-    Ok(CommandPlan::Run(Job::nothing()))
+    Ok(CommandPlan::Run(Job::without_actions()))
 }
 
 /// REQUEST SENSE (SPC-5, 6.40): reports and clears a unit attention condition, or reports that the unit is not ready.
 pub(super) fn request_sense(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
-    let stopped = unit.stopped().then_some(Sense::STOPPED);
+    let stopped = unit.is_stopped().then_some(Sense::STOPPED);
     let sense = unit.take_attention().or(stopped).unwrap_or(Sense::NONE);
     let bytes = sense.data(request.bit(1, 0x01)).to_vec();
     let allocation = request.length(4, 1);
@@ -67,9 +67,9 @@ pub(super) fn report_opcodes(request: &ScsiRequest<'_>) -> Result<CommandPlan, S
         (0, _) => list(all(), timeouts),
         // 1 is by opcode alone, 2 by opcode and service action; an opcode of the other kind is an error.
         (1, Some(true)) | (2, Some(false)) => return Err(Sense::cdb(2, Some(2))),
-        (1, _) => one(request, same.next(), timeouts),
+        (1, _) => describe_command(request, same.next(), timeouts),
         // 3: by opcode, and by service action if the opcode has any.
-        (2 | 3, _) => one(request, same.find(exact), timeouts),
+        (2 | 3, _) => describe_command(request, same.find(exact), timeouts),
         _ => return Err(Sense::cdb(2, Some(2))),
     };
     Ok(CommandPlan::Answer { bytes, allocation })
@@ -97,7 +97,11 @@ fn list<'a>(commands: impl Iterator<Item = &'a CommandEntry>, timeouts: bool) ->
 }
 
 /// The one_command parameter data (SPC-5, 6.35.3).
-fn one(request: &ScsiRequest<'_>, command: Option<&CommandEntry>, timeouts: bool) -> Vec<u8> {
+fn describe_command(
+    request: &ScsiRequest<'_>,
+    command: Option<&CommandEntry>,
+    timeouts: bool,
+) -> Vec<u8> {
     let Some(command) = command else {
         // SUPPORT: the command is not supported.
         return vec![0, 0x01, 0, 0];

@@ -111,7 +111,7 @@ fn block_limits(unit: &LogicalUnit) -> Vec<u8> {
     put(6, &(physical as u16).to_be_bytes()); // OPTIMAL TRANSFER LENGTH GRANULARITY
     put(8, &unit.max_transfer_blocks().to_be_bytes()); // MAXIMUM TRANSFER LENGTH
     put(12, &(in_blocks(optimal) as u32).to_be_bytes()); // OPTIMAL TRANSFER LENGTH
-    if unit.thin() {
+    if unit.is_thin() {
         put(20, &max_unmap_blocks(unit.block_size()).to_be_bytes()); // MAXIMUM UNMAP LBA COUNT
         put(24, &(MAX_UNMAP_RANGES as u32).to_be_bytes()); // MAXIMUM UNMAP BLOCK DESCRIPTOR COUNT
         put(28, &physical.to_be_bytes()); // OPTIMAL UNMAP GRANULARITY
@@ -131,7 +131,7 @@ fn characteristics(_: &LogicalUnit) -> Vec<u8> {
 
 /// B2h, Logical Block Provisioning (SBC-4, 6.6.7).
 fn provisioning(unit: &LogicalUnit) -> Vec<u8> {
-    if unit.thin() {
+    if unit.is_thin() {
         // LBPU, LBPWS, LBPWS10; LBPRZ: discarded blocks read as zeroes. Thin.
         vec![0, 0xe0 | 1 << 2, 2, 0]
     } else {

@@ -80,7 +80,7 @@ impl Job {
     }
 
     /// A job without actions: checking the command has done all its work.
-    pub(super) fn nothing() -> Self {
+    pub(super) fn without_actions() -> Self {
         Self {
             kind: None,
             ..Self::new(OperationKind::Flush, BlockRange::default(), [None; 3])

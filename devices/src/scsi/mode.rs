@@ -157,7 +157,7 @@ pub(super) fn select(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         return Err(Sense::cdb(1, Some(4)));
     }
     if len == 0 {
-        return Ok(CommandPlan::Run(Job::nothing()));
+        return Ok(CommandPlan::Run(Job::without_actions()));
     }
     if len < header || request.data.len() < len {
         return Err(Sense::LIST_LENGTH);
@@ -171,7 +171,7 @@ pub(super) fn select(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         unit.set_descriptor_sense(on);
     }
     let Some(on) = changes.write_cache.filter(|&on| on != unit.write_cache()) else {
-        return Ok(CommandPlan::Run(Job::nothing()));
+        return Ok(CommandPlan::Run(Job::without_actions()));
     };
     unit.backend().set_write_cache(on);
     // When the cache is turned off, its contents go to the medium before the command ends.

@@ -100,7 +100,7 @@ impl CommandEntry {
         command
     }
 
-    pub(super) const fn thin(mut self, bits: u8) -> Self {
+    pub(super) const fn with_thin_bits(mut self, bits: u8) -> Self {
         self.thin = bits;
         self
     }
@@ -108,13 +108,13 @@ impl CommandEntry {
     /// Byte `at` of the usage data.
     pub(super) fn usage(&self, unit: &LogicalUnit, at: usize) -> u8 {
         match at {
-            1 if self.thin != 0 && !unit.thin() => self.usage[at] & !self.thin,
+            1 if self.thin != 0 && !unit.is_thin() => self.usage[at] & !self.thin,
             _ => self.usage[at],
         }
     }
 
     pub(super) fn is_supported(&self, unit: &LogicalUnit) -> bool {
-        self.thin != ALL || unit.thin()
+        self.thin != ALL || unit.is_thin()
     }
 }
 

@@ -35,7 +35,7 @@ pub(super) fn unmap(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let len = request.length(7, 2);
     if len == 0 {
-        return Ok(CommandPlan::Run(Job::nothing()));
+        return Ok(CommandPlan::Run(Job::without_actions()));
     }
     if len < HEADER || request.data.len() < len {
         return Err(Sense::LIST_LENGTH);

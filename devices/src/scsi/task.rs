@@ -66,12 +66,12 @@ impl Task {
             Ok(CommandPlan::Answer { bytes, allocation }) => {
                 let len = bytes.len().min(allocation).min(data.len());
                 data.write(0, &bytes[..len]);
-                (Job::nothing(), Some(len), None)
+                (Job::without_actions(), Some(len), None)
             }
             Err(sense) => {
                 let data = sense.data(unit.descriptor_sense());
                 let failed = (Status::CheckCondition, Some(data));
-                (Job::nothing(), None, Some(failed))
+                (Job::without_actions(), None, Some(failed))
             }
         };
         let ticket = (job.access != BlockAccess::ReadOnly).then(|| {

@@ -143,7 +143,7 @@ impl LogicalUnit {
     }
 
     /// Whether blocks can be unmapped. Unmapped blocks read as zeroes (LBPME, LBPRZ).
-    pub(super) fn thin(&self) -> bool {
+    pub(super) fn is_thin(&self) -> bool {
         let can = self.can();
         can.discard && !can.read_only
     }
@@ -165,7 +165,7 @@ impl LogicalUnit {
         self.descriptor_sense.store(on, Ordering::Relaxed);
     }
 
-    pub(super) fn stopped(&self) -> bool {
+    pub(super) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }
 

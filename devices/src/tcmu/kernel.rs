@@ -231,7 +231,7 @@ impl Kernel {
     ///
     /// # Panics
     /// Where the kernel would consider the ring broken.
-    pub fn ended(&mut self) -> Vec<EndedCommand> {
+    pub fn take_ended(&mut self) -> Vec<EndedCommand> {
         let tail: u32 = self
             .memory
             .slice()

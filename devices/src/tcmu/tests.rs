@@ -62,7 +62,7 @@ fn commands_are_copied_and_answered_in_any_order() {
     c.data.write(0, &pattern(3, 512));
     ring.complete(c.ticket, &Response::default());
     assert_eq!(ring.publish(), 1);
-    let ended = kernel.ended();
+    let ended = kernel.take_ended();
     assert_eq!(ended.len(), 1);
     assert_eq!((ended[0].id, &ended[0].data), (third, &pattern(3, 512)));
 
@@ -91,9 +91,12 @@ fn commands_are_copied_and_answered_in_any_order() {
             ..Response::default()
         },
     );
-    assert!(kernel.ended().is_empty(), "not before they are published");
+    assert!(
+        kernel.take_ended().is_empty(),
+        "not before they are published"
+    );
     assert_eq!((ring.publish(), ring.publish()), (2, 0));
-    let ended = kernel.ended();
+    let ended = kernel.take_ended();
     assert_eq!((ended[0].id, ended[0].status), (first, 2));
     assert_eq!(ended[0].sense[..18], sense);
     assert_eq!((ended[1].id, ended[1].data.len()), (second, BLOCK + 3));
@@ -123,7 +126,7 @@ fn a_response_contains_nothing_of_an_older_one() {
         },
     );
     ring.publish();
-    let ended = kernel.ended();
+    let ended = kernel.take_ended();
     assert_eq!(ended[0].sense, [1; 96]);
     assert_eq!(
         (ended[1].sense[0], ended[1].sense[1..].iter().max()),
@@ -163,7 +166,7 @@ fn the_ring_wraps_with_pads_at_every_position() {
                 ring.complete(command.ticket, &Response::default());
             }
             ring.publish();
-            answered.extend(kernel.ended());
+            answered.extend(kernel.take_ended());
         }
         for command in waiting {
             let data = pattern(command.ticket.id().into(), command.data.len());
@@ -171,7 +174,7 @@ fn the_ring_wraps_with_pads_at_every_position() {
             ring.complete(command.ticket, &Response::default());
         }
         ring.publish();
-        answered.extend(kernel.ended());
+        answered.extend(kernel.take_ended());
         answered.sort_by_key(|ended| ended.id);
         let ids: Vec<_> = answered.iter().map(|ended| ended.id).collect();
         assert_eq!(ids, queued, "from {start}");
@@ -196,7 +199,7 @@ fn task_management_is_reported_and_needs_no_answer() {
     ring.complete(hit.ticket, &Response::default());
     // The kernel gets the room of both entries back with one answer.
     assert_eq!(ring.publish(), 1);
-    assert_eq!(kernel.ended().len(), 1);
+    assert_eq!(kernel.take_ended().len(), 1);
     // A task management entry alone in the ring is given back without any answer.
     assert!(kernel.queue_task_management(1, &[]));
     assert!(matches!(
@@ -204,7 +207,7 @@ fn task_management_is_reported_and_needs_no_answer() {
         Some(Entry::TaskManagement { kind: 1, .. })
     ));
     assert_eq!(ring.publish(), 0);
-    assert!(kernel.ended().is_empty());
+    assert!(kernel.take_ended().is_empty());
     let free = (0..)
         .take_while(|_| kernel.queue_task_management(1, &[]))
         .count();
@@ -225,7 +228,7 @@ fn an_unknown_entry_is_flagged_and_skipped() {
     ring.complete(second.ticket, &Response::default());
     ring.complete(first.ticket, &Response::default());
     ring.publish();
-    let ids: Vec<_> = kernel.ended().iter().map(|ended| ended.id).collect();
+    let ids: Vec<_> = kernel.take_ended().iter().map(|ended| ended.id).collect();
     assert_eq!(ids, [next, id]);
 }
 
@@ -248,7 +251,7 @@ fn bidirectional_data_is_kept_apart() {
     command.bidi.write(0, &pattern(2, 2 * BLOCK));
     ring.complete(command.ticket, &Response::default());
     ring.publish();
-    assert_eq!(kernel.ended()[0].data, pattern(2, 2 * BLOCK));
+    assert_eq!(kernel.take_ended()[0].data, pattern(2, 2 * BLOCK));
 }
 
 #[test]

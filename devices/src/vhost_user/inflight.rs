@@ -15,7 +15,7 @@ use vm_memory::{FileOffset, MmapRegion};
 
 use super::memory::check_mappable;
 use super::message::Message;
-use super::outcome::{Outcome, refused};
+use super::outcome::{Outcome, refuse};
 use super::sigbus::GuardedMapping;
 use crate::block::{MAX_QUEUE_SIZE, Tracker, VirtioBlock};
 
@@ -37,7 +37,7 @@ impl InflightArea {
         let (queues, queue_size) = dimensions(message)?;
         let most = device.queues();
         if !(1..=most).contains(&queues) || !(1..=MAX_QUEUE_SIZE).contains(&queue_size) {
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "an inflight area for {queues} queues of {queue_size} descriptors: at most {most} queues of {MAX_QUEUE_SIZE}"
             )));
         }
@@ -64,14 +64,14 @@ impl InflightArea {
         let (queues, queue_size) = dimensions(message)?;
         let needed = usize::from(queues) * Tracker::bytes(queue_size);
         let length = check_mappable(&file, offset, needed as u64)
-            .map_err(|error| refused(format!("the inflight area: {error}")))?;
+            .map_err(|error| refuse(format!("the inflight area: {error}")))?;
         if size < needed as u64 || offset.checked_add(size).is_none_or(|end| end > length) {
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "an inflight area of {size} bytes at {offset} in a file of {length}: {queues} queues of {queue_size} take {needed}"
             )));
         }
         let area = MmapRegion::from_file(FileOffset::new(file, offset), needed)
-            .map_err(|error| refused(format!("the inflight area: {error}")))?;
+            .map_err(|error| refuse(format!("the inflight area: {error}")))?;
         Ok(Self {
             area: GuardedMapping::new(Arc::new(area))?,
             queues,
@@ -86,7 +86,7 @@ impl InflightArea {
             .flatten()
             .ok_or_else(|| {
                 let (queues, most) = (self.queues, self.queue_size);
-                refused(format!(
+                refuse(format!(
                     "ring {index} of {size} descriptors does not fit an inflight area for {queues} rings of {most}"
                 ))
             })

@@ -12,7 +12,7 @@ use vm_memory::{
 };
 
 use super::message::Message;
-use super::outcome::{Outcome, refused};
+use super::outcome::{Outcome, refuse};
 use super::sigbus::GuardedMapping;
 
 /// The most regions that a front-end may share.
@@ -89,7 +89,7 @@ impl SharedMemory {
     /// SET_MEM_TABLE: replaces all regions.
     pub(super) fn replace(&mut self, regions: &[MemoryRegion], files: Vec<File>) -> Outcome<()> {
         if regions.len() > MAX_REGIONS {
-            return Err(refused(format!("more than {MAX_REGIONS} memory regions")));
+            return Err(refuse(format!("more than {MAX_REGIONS} memory regions")));
         }
         let mut mapped = Vec::new();
         for (region, file) in regions.iter().zip(files) {
@@ -97,7 +97,7 @@ impl SharedMemory {
         }
         mapped.sort_by_key(|region| region.start_addr());
         let table = GuestMemoryMmap::from_arc_regions(mapped)
-            .map_err(|error| refused(format!("memory regions: {error}")))?;
+            .map_err(|error| refuse(format!("memory regions: {error}")))?;
         self.publish(table);
         self.regions = regions.to_vec();
         Ok(())
@@ -106,13 +106,13 @@ impl SharedMemory {
     /// ADD_MEM_REG.
     pub(super) fn add(&mut self, region: &MemoryRegion, file: File) -> Outcome<()> {
         if self.regions.len() >= MAX_REGIONS {
-            return Err(refused(format!("more than {MAX_REGIONS} memory regions")));
+            return Err(refuse(format!("more than {MAX_REGIONS} memory regions")));
         }
         let mapped = self.map(region, file)?;
         let table = self
             .current()
             .insert_region(mapped)
-            .map_err(|error| refused(format!("{region}: {error}")))?;
+            .map_err(|error| refuse(format!("{region}: {error}")))?;
         self.publish(table);
         self.regions.push(*region);
         Ok(())
@@ -121,11 +121,11 @@ impl SharedMemory {
     /// REM_MEM_REG.
     pub(super) fn remove(&mut self, region: &MemoryRegion) -> Outcome<()> {
         let known = self.regions.iter().position(|known| known.is_same(region));
-        let known = known.ok_or_else(|| refused(format!("there is no {region}")))?;
+        let known = known.ok_or_else(|| refuse(format!("there is no {region}")))?;
         let (table, _) = self
             .current()
             .remove_region(GuestAddress(region.guest), region.size)
-            .map_err(|error| refused(format!("{region}: {error}")))?;
+            .map_err(|error| refuse(format!("{region}: {error}")))?;
         self.publish(table);
         self.regions.swap_remove(known);
         Ok(())
@@ -191,7 +191,7 @@ pub(super) fn check_mappable(file: &File, offset: u64, size: u64) -> io::Result<
 
 /// Maps a region. Its file must reach to the region's end, because an access beyond the end of a file is a SIGBUS.
 fn map_region(region: &MemoryRegion, file: File) -> Outcome<GuestRegionMmap> {
-    let failed = |what: &dyn fmt::Display| refused(format!("{region}: {what}"));
+    let failed = |what: &dyn fmt::Display| refuse(format!("{region}: {what}"));
     let (offset, size) = (region.offset, region.size);
     let length = check_mappable(&file, offset, size).map_err(|error| failed(&error))?;
     let ends = |start: u64| start.checked_add(size);

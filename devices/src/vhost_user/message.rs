@@ -15,7 +15,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use super::outcome::{Outcome, SessionEnd, refused};
+use super::outcome::{Outcome, SessionEnd, refuse};
 use super::owner::OwnerRequest;
 use crate::event_loop::EventSet;
 use crate::listen::{Waiter, WakeReason};
@@ -61,7 +61,7 @@ impl Message {
         let bytes = self.payload.get(at..).and_then(<[u8]>::first_chunk);
         bytes.copied().ok_or_else(|| {
             let (request, len) = (self.request, self.payload.len());
-            refused(format!("message {request} ends after {len} bytes"))
+            refuse(format!("message {request} ends after {len} bytes"))
         })
     }
 
@@ -69,7 +69,7 @@ impl Message {
     pub(super) fn take_file(&mut self) -> Outcome<Option<File>> {
         if self.files.len() > 1 {
             let request = self.request;
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "message {request} comes with more than one descriptor"
             )));
         }
@@ -108,12 +108,12 @@ impl<'a> Channel<'a> {
         };
         let (request, flags, size) = (field(0), field(4), field(8) as usize);
         if flags & VERSION_MASK != VERSION || flags & !(VERSION_MASK | NEED_REPLY) != 0 {
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "an invalid message header: flags {flags:#x}"
             )));
         }
         if size > MAX_PAYLOAD {
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "message {request} is {size} bytes, more than {MAX_PAYLOAD}"
             )));
         }
@@ -149,10 +149,10 @@ impl<'a> Channel<'a> {
                     return Err(SessionEnd::Gone);
                 }
                 Ok(received) if received.bytes == 0 => {
-                    return Err(refused("it left in the middle of a message"));
+                    return Err(refuse("it left in the middle of a message"));
                 }
                 Ok(_) if files.len() > MAX_FILES => {
-                    return Err(refused("a message has too many descriptors"));
+                    return Err(refuse("a message has too many descriptors"));
                 }
                 Ok(received) => done += received.bytes,
                 Err(Errno::AGAIN) => self.wait(EventSet::IN)?,

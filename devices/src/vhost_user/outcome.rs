@@ -27,6 +27,6 @@ impl From<rustix::io::Errno> for SessionEnd {
 pub(super) type Outcome<T> = Result<T, SessionEnd>;
 
 /// An error that is the front-end's fault.
-pub(super) fn refused(what: impl Into<String>) -> SessionEnd {
+pub(super) fn refuse(what: impl Into<String>) -> SessionEnd {
     SessionEnd::Refused(what.into())
 }

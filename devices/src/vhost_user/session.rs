@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::inflight::InflightArea;
 use super::memory::{MAX_REGIONS, MemoryRegion, REGION_BYTES, SharedMemory};
 use super::message::{Channel, Message, send_to_front_end};
-use super::outcome::{Outcome, refused};
+use super::outcome::{Outcome, refuse};
 use super::signal::EventNotifier;
 use super::vring::{Vring, doorbell};
 use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
@@ -120,14 +120,14 @@ impl<'a> FrontEndSession<'a> {
         let count = self.rings.len();
         self.rings
             .get_mut(index as usize)
-            .ok_or_else(|| refused(format!("ring {index}: there are {count}, numbered from 0")))
+            .ok_or_else(|| refuse(format!("ring {index}: there are {count}, numbered from 0")))
     }
 
     /// The ring `index`, which must not be running: its setup is about to be changed.
     fn stopped_ring(&mut self, index: u32) -> Outcome<&mut Vring> {
         let ring = self.ring(index)?;
         if ring.worker.is_some() {
-            return Err(refused(format!("ring {index} is changed while it runs")));
+            return Err(refuse(format!("ring {index} is changed while it runs")));
         }
         Ok(ring)
     }
@@ -149,13 +149,13 @@ impl<'a> FrontEndSession<'a> {
         let features = features
             .map(|features| Features(features.0 & !PROTOCOL_FEATURES))
             .filter(|features| features.is_acceptable(self.device.offered_features()))
-            .ok_or_else(|| refused("a ring is started without VIRTIO_F_VERSION_1"))?;
+            .ok_or_else(|| refuse("a ring is started without VIRTIO_F_VERSION_1"))?;
         let mut guest_addresses = addresses
             .into_iter()
             .map(|address| self.memory.guest_address(address));
         let [descriptors, driver, device] = [(); 3].map(|()| guest_addresses.next().flatten());
         let (Some(descriptors), Some(driver), Some(device)) = (descriptors, driver, device) else {
-            return Err(refused(format!("ring {index} lies outside the memory")));
+            return Err(refuse(format!("ring {index} lies outside the memory")));
         };
         let tracker = match &self.inflight {
             Some(area) => Some(area.tracker(index as u16, size)?),
@@ -274,7 +274,7 @@ impl FrontEndSession<'_> {
         );
         if !message.files.is_empty() && !may_have_files {
             let request = message.request;
-            return Err(refused(format!("message {request} comes with descriptors")));
+            return Err(refuse(format!("message {request} comes with descriptors")));
         }
         match message.request {
             request::GET_FEATURES => {
@@ -315,9 +315,9 @@ impl FrontEndSession<'_> {
             }
             request::SET_INFLIGHT_FD => {
                 let file = message.take_file()?;
-                let file = file.ok_or_else(|| refused("an inflight area without a descriptor"))?;
+                let file = file.ok_or_else(|| refuse("an inflight area without a descriptor"))?;
                 if self.rings.iter().any(|ring| ring.worker.is_some()) {
-                    return Err(refused("the inflight area is changed while a ring runs"));
+                    return Err(refuse("the inflight area is changed while a ring runs"));
                 }
                 self.inflight = Some(InflightArea::open(message, file)?);
             }
@@ -325,12 +325,12 @@ impl FrontEndSession<'_> {
             request::GET_MAX_MEM_SLOTS => return Ok(Reply::number(MAX_REGIONS as u64)),
             request::ADD_MEM_REG => {
                 let file = message.take_file()?;
-                let file = file.ok_or_else(|| refused("a memory region without a descriptor"))?;
+                let file = file.ok_or_else(|| refuse("a memory region without a descriptor"))?;
                 // Eight bytes of padding come first.
                 self.memory.add(&MemoryRegion::read(message, 8)?, file)?;
             }
             request::REM_MEM_REG => self.memory.remove(&MemoryRegion::read(message, 8)?)?,
-            unknown => return Err(refused(format!("message {unknown} is unknown to a disk"))),
+            unknown => return Err(refuse(format!("message {unknown} is unknown to a disk"))),
         }
         Ok(Reply::Done)
     }
@@ -338,7 +338,7 @@ impl FrontEndSession<'_> {
     fn set_features(&mut self, features: u64) -> Outcome<()> {
         let offered = self.device.offered_features().0 | PROTOCOL_FEATURES;
         if features & !offered != 0 {
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "features {features:#x} chosen, {offered:#x} offered"
             )));
         }
@@ -347,7 +347,7 @@ impl FrontEndSession<'_> {
             return Ok(());
         }
         if self.rings.iter().any(|ring| ring.worker.is_some()) {
-            return Err(refused("features are changed while a ring runs"));
+            return Err(refuse("features are changed while a ring runs"));
         }
         self.device.accept_features(features);
         self.features = Some(features);
@@ -356,7 +356,7 @@ impl FrontEndSession<'_> {
 
     fn set_protocol_features(&mut self, features: u64) -> Outcome<()> {
         if features & !OFFERED_PROTOCOL != 0 {
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "protocol features {features:#x} chosen, {OFFERED_PROTOCOL:#x} offered"
             )));
         }
@@ -386,7 +386,7 @@ impl FrontEndSession<'_> {
         let files = std::mem::take(&mut message.files);
         if files.len() != count {
             let files = files.len();
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "{count} memory regions with {files} descriptors"
             )));
         }
@@ -402,7 +402,7 @@ impl FrontEndSession<'_> {
         let valid = u16::try_from(size).ok();
         let valid = valid.filter(|size| size.is_power_of_two() && *size <= most);
         self.stopped_ring(index)?.size = valid.ok_or_else(|| {
-            refused(format!(
+            refuse(format!(
                 "ring {index} has {size} descriptors: must be a power of two up to queue-size={most}"
             ))
         })?;
@@ -412,14 +412,14 @@ impl FrontEndSession<'_> {
     fn set_ring_addresses(&mut self, message: &Message) -> Outcome<()> {
         let (index, flags) = (message.u32(0)?, message.u32(4)?);
         if flags != 0 {
-            return Err(refused("logging of memory writes was not offered"));
+            return Err(refuse("logging of memory writes was not offered"));
         }
         let (descriptors, used, available) = (message.u64(8)?, message.u64(16)?, message.u64(24)?);
         let addresses = Some([descriptors, available, used]);
         let ring = self.ring(index)?;
         // A front-end may send the same addresses again while the ring runs.
         if ring.worker.is_some() && ring.addresses != addresses {
-            return Err(refused(format!("ring {index} is moved while it runs")));
+            return Err(refuse(format!("ring {index} is moved while it runs")));
         }
         ring.addresses = addresses;
         self.start_if_ready(index)
@@ -427,7 +427,7 @@ impl FrontEndSession<'_> {
 
     fn set_ring_base(&mut self, index: u32, base: u32) -> Outcome<()> {
         let base = u16::try_from(base).map_err(|_| {
-            refused(format!(
+            refuse(format!(
                 "ring {index}: index {base} does not fit in 16 bits"
             ))
         })?;
@@ -447,7 +447,7 @@ impl FrontEndSession<'_> {
 
     fn set_kick(&mut self, index: u32, file: Option<File>) -> Outcome<()> {
         let file = file.ok_or_else(|| {
-            refused(format!(
+            refuse(format!(
                 "ring {index} has no kick descriptor, and polling is not supported"
             ))
         })?;
@@ -471,7 +471,7 @@ impl FrontEndSession<'_> {
     fn read_config(&self, message: &Message) -> Outcome<Reply> {
         let (offset, size) = (config_offset(message)?, message.u32(4)?);
         if size > MAX_CONFIG {
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "a read of {size} bytes of configuration, more than {MAX_CONFIG}"
             )));
         }
@@ -486,7 +486,7 @@ impl FrontEndSession<'_> {
         let (offset, size) = (config_offset(message)?, message.u32(4)? as usize);
         let data = message.payload.get(CONFIG_HEADER..);
         let data = data.and_then(|data| data.get(..size));
-        let data = data.ok_or_else(|| refused("a configuration write without its data"))?;
+        let data = data.ok_or_else(|| refuse("a configuration write without its data"))?;
         if let Some(features) = self.features {
             self.device.write_config(offset, data, features);
         }
@@ -505,7 +505,7 @@ fn ring_descriptor(message: &mut Message) -> Outcome<(u32, Option<File>)> {
     let value = message.u64(0)?;
     let file = message.take_file()?;
     if file.is_none() != (value & NO_DESCRIPTOR != 0) {
-        return Err(refused(
+        return Err(refuse(
             "a ring's descriptor is missing, or comes with the flag that there is none",
         ));
     }

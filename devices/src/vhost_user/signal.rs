@@ -22,7 +22,7 @@ use std::thread;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 
-use super::outcome::{Outcome, refused};
+use super::outcome::{Outcome, refuse};
 
 /// The most completions of signals that the kernel keeps for [`EventNotifier::reap`].
 const MAX_COMPLETIONS: usize = 64;
@@ -34,7 +34,7 @@ const MAX_PIPES: usize = 512;
 fn file_kind(file: &File) -> Outcome<String> {
     let link = fs::read_link(format!("/proc/self/fd/{}", file.as_raw_fd()));
     let link =
-        link.map_err(|error| refused(format!("a descriptor cannot be inspected: {error}")))?;
+        link.map_err(|error| refuse(format!("a descriptor cannot be inspected: {error}")))?;
     Ok(link.to_string_lossy().into_owned())
 }
 
@@ -151,7 +151,7 @@ impl Signal {
             kind if kind.starts_with("pipe:[") || kind.starts_with("socket:[") => {
                 start_pipe_thread(file, &notifier.pipes)
             }
-            kind => Err(refused(format!(
+            kind => Err(refuse(format!(
                 "a call descriptor is neither an event descriptor, a pipe nor a socket: {kind}"
             ))),
         }
@@ -172,7 +172,7 @@ impl Signal {
 /// Starts the thread that writes to a pipe or a socket until its [`Signal`] is dropped.
 fn start_pipe_thread(file: File, pipes: &Arc<AtomicUsize>) -> Outcome<Signal> {
     let permit = PipePermit::take(pipes)
-        .ok_or_else(|| refused(format!("more than {MAX_PIPES} pipes that nobody reads")))?;
+        .ok_or_else(|| refuse(format!("more than {MAX_PIPES} pipes that nobody reads")))?;
     let (sender, signals) = sync_channel(1);
     thread::Builder::new()
         .name("vhost-user-pipe".into())

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::outcome::{Outcome, refused};
+use super::outcome::{Outcome, refuse};
 use super::signal::{EventNotifier, Signal, is_event};
 use crate::block::QueueHandle;
 use crate::interrupt::Interrupt;
@@ -133,7 +133,7 @@ fn lock(signal: &Mutex<Option<Signal>>) -> MutexGuard<'_, Option<Signal>> {
 /// it.
 pub(super) fn doorbell(file: File) -> Outcome<EventFd> {
     if !is_event(&file)? {
-        return Err(refused("a kick descriptor is not an event descriptor"));
+        return Err(refuse("a kick descriptor is not an event descriptor"));
     }
     // SAFETY: `file` gives its descriptor away, and nothing else owns it.
     Ok(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) })

@@ -105,7 +105,11 @@ struct Initiator {
 impl Initiator {
     fn new(options: u8) -> Self {
         let read_only = options & 2 != 0;
-        let disk = if read_only { RamDisk::read_only(&[0x5a; SECTORS as usize * 512]) } else { RamDisk::new(SECTORS) };
+        let disk = if read_only {
+            RamDisk::read_only(&[0x5a; SECTORS as usize * 512])
+        } else {
+            RamDisk::new(SECTORS)
+        };
         disk.set_write_cache(options & 4 == 0);
         let queue = disk.open_queue().expect("a queue");
         let block_size = if options & 1 != 0 { 4096 } else { 512 };

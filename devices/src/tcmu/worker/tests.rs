@@ -18,10 +18,10 @@ struct TestHost {
 
 impl TestHost {
     fn new() -> Self {
-        Self::over(RamDisk::new(64))
+        Self::with_disk(RamDisk::new(64))
     }
 
-    fn over(disk: RamDisk) -> Self {
+    fn with_disk(disk: RamDisk) -> Self {
         Self {
             kernel: Kernel::new(16384, 64),
             device: Device::new(Arc::new(disk), "disk", "serial", 512).unwrap(),
@@ -46,11 +46,11 @@ impl TestHost {
     }
 
     /// Waits until the worker has reported this many ended commands.
-    fn ended(&mut self, count: usize) -> Vec<EndedCommand> {
+    fn wait_for_ended(&mut self, count: usize) -> Vec<EndedCommand> {
         let mut ended = Vec::new();
         while ended.len() < count {
             self.uio.read_exact(&mut [0; 4]).unwrap();
-            ended.extend(self.kernel.ended());
+            ended.extend(self.kernel.take_ended());
         }
         assert_eq!(ended.len(), count);
         ended
@@ -84,7 +84,7 @@ fn waiting_commands_make_one_batch_and_one_wake() {
         host.queue(write(lba, lba + 1));
     }
     host.start();
-    let ended = host.ended(32);
+    let ended = host.wait_for_ended(32);
     assert!(ended.iter().all(|ended| ended.status == 0));
     let counts = host.counts();
     assert_eq!(
@@ -96,7 +96,7 @@ fn waiting_commands_make_one_batch_and_one_wake() {
     for lba in 0..4 {
         host.queue(read(lba, 2));
         host.ring();
-        let data = host.ended(1).remove(0).data;
+        let data = host.wait_for_ended(1).remove(0).data;
         let expected = [vec![lba + 1; BLOCK], vec![lba + 2; BLOCK]].concat();
         assert_eq!(data, expected);
     }
@@ -111,7 +111,7 @@ fn refusals_come_with_sense_data() {
     host.start();
     let id = host.queue(read(64, 1));
     host.ring();
-    let ended = host.ended(1);
+    let ended = host.wait_for_ended(1);
     assert_eq!((ended[0].id, ended[0].status), (id, 2));
     // Fixed format: ILLEGAL REQUEST, LOGICAL BLOCK ADDRESS OUT OF RANGE.
     assert_eq!((ended[0].sense[0] & 0x7f, ended[0].sense[2]), (0x70, 5));
@@ -134,7 +134,7 @@ fn a_volatile_cache_is_reported_before_a_write_is_answered() {
         backend.set_write_cache(on);
         host.queue(write(1, 9));
         host.ring();
-        host.ended(1);
+        host.wait_for_ended(1);
     }
     assert_eq!(*told.lock().unwrap(), [true, false, true]);
     // The owner cannot turn writeback on: an initiator that has seen writethrough would not flush.
@@ -145,7 +145,7 @@ fn a_volatile_cache_is_reported_before_a_write_is_answered() {
 #[test]
 fn the_end_of_the_write_cache_is_reported_once_nothing_is_volatile() {
     let disk = RamDisk::with_power_loss(64, true);
-    let mut host = TestHost::over(disk.clone());
+    let mut host = TestHost::with_disk(disk.clone());
     let (tell, told) = std::sync::mpsc::channel();
     let hook = std::sync::Mutex::new(tell);
     host.device.on_write_cache(Box::new(move |on| {
@@ -158,15 +158,15 @@ fn the_end_of_the_write_cache_is_reported_once_nothing_is_volatile() {
     host.start();
     host.queue(write(1, 9));
     host.ring();
-    host.ended(1);
+    host.wait_for_ended(1);
     assert!(!host.device.control().set_write_cache(false));
     host.queue(read(1, 1));
     host.ring();
-    host.ended(1);
+    host.wait_for_ended(1);
     assert_eq!([told.recv(), told.recv()], [Ok(true), Ok(false)]);
     host.queue(read(1, 1));
     host.ring();
-    assert_eq!(host.ended(1)[0].data, [9; BLOCK]);
+    assert_eq!(host.wait_for_ended(1)[0].data, [9; BLOCK]);
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn a_command_that_reads_nothing_leaks_nothing_of_others() {
     host.start();
     host.queue(write(1, 9));
     host.ring();
-    host.ended(1);
+    host.wait_for_ended(1);
     // A READ of zero blocks, into the buffer that the write used.
     let request = Request {
         read: BLOCK,
@@ -183,7 +183,7 @@ fn a_command_that_reads_nothing_leaks_nothing_of_others() {
     };
     host.queue(request);
     host.ring();
-    assert_eq!(host.ended(1)[0].data, [0; BLOCK]);
+    assert_eq!(host.wait_for_ended(1)[0].data, [0; BLOCK]);
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn a_paused_device_leaves_commands_in_the_ring() {
     control.pause().unwrap();
     assert_eq!(host.counts().requests, 0);
     control.resume();
-    host.ended(1);
+    host.wait_for_ended(1);
     assert_eq!(host.counts().requests, 1);
 }
 
@@ -207,12 +207,12 @@ fn commands_left_in_the_ring_wait_for_the_next_worker() {
     host.start();
     host.queue(write(1, 7));
     host.ring();
-    host.ended(1);
+    host.wait_for_ended(1);
     host.worker.take().unwrap().stop();
     let id = host.queue(read(1, 1));
-    assert!(host.kernel.ended().is_empty());
+    assert!(host.kernel.take_ended().is_empty());
     host.start();
-    let ended = host.ended(1);
+    let ended = host.wait_for_ended(1);
     assert_eq!((ended[0].id, ended[0].data[0]), (id, 7));
 }
 
@@ -223,7 +223,7 @@ fn a_torn_entry_stops_the_device_but_not_earlier_commands() {
     host.kernel.finish(8, 1);
     host.queue(write(4, 5));
     host.start();
-    let ended = host.ended(1);
+    let ended = host.wait_for_ended(1);
     assert_eq!(ended[0].status, 0);
     // The worker's thread has ended, so its end of the socket is closed.
     assert_eq!(host.uio.read(&mut [0; 4]).unwrap(), 0);
