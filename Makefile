@@ -22,7 +22,7 @@ PROFILE ?= release
 BIN = $(DESTDIR)$(PREFIX)/bin
 SHARE = $(DESTDIR)$(PREFIX)/share
 SYSTEMD = $(DESTDIR)$(PREFIX)/lib/systemd/system
-UNITS = $(wildcard docs/nbd/*.service docs/nbd/*.socket docs/vhost-user/*.service docs/vhost-user/*.socket)
+UNITS = $(wildcard docs/nbd/*.service docs/nbd/*.socket docs/vhost-user/*.service docs/vhost-user/*.socket docs/operations/*.service)
 
 ## install: the program, its manual pages, completions for bash, zsh and fish, systemd units; PREFIX=/usr/local DESTDIR=
 install: setup
@@ -56,9 +56,9 @@ deb:
 	gzip -9n $(DEB_ROOT)/usr/share/man/man1/*
 	install -D -m 644 LICENSE $(DEB_ROOT)/usr/share/doc/walvisor/copyright
 	install -d -m 755 $(DEB_ROOT)/DEBIAN
-	install -m 755 vmm/debian/postinst vmm/debian/prerm vmm/debian/postrm $(DEB_ROOT)/DEBIAN
+	install -m 755 walvisor/debian/postinst walvisor/debian/prerm walvisor/debian/postrm $(DEB_ROOT)/DEBIAN
 	version=$$(sed -n 's/^version = "\(.*\)"/\1/p' Cargo.toml) libc=$$(dpkg-query -W -f '$${source:Upstream-Version}' libc6) && \
-	sed "s/@VERSION@/$$version/; s/@ARCHITECTURE@/$$(dpkg --print-architecture)/; s/@LIBC@/$$libc/" vmm/debian/control \
+	sed "s/@VERSION@/$$version/; s/@ARCHITECTURE@/$$(dpkg --print-architecture)/; s/@LIBC@/$$libc/" walvisor/debian/control \
 	  >$(DEB_ROOT)/DEBIAN/control
 	dpkg-deb --root-owner-group --build $(DEB_ROOT) $(DEB)/
 
@@ -109,7 +109,7 @@ format:
 	$(CARGO) fmt --all --check
 	cd storage/fuzz && $(CARGO) fmt --check
 	cd devices/fuzz && $(CARGO) fmt --check
-	cd vmm/fuzz && $(CARGO) fmt --check
+	cd walvisor/fuzz && $(CARGO) fmt --check
 
 lint:
 	$(CARGO) clippy --workspace --all-targets --locked -- -D warnings
@@ -117,7 +117,7 @@ lint:
 	CARGO_PROFILE_DEV_PANIC=abort $(CARGO) clippy --package walvisor-guest --bin walvisor-guest --features freestanding --locked -- -D warnings
 
 # The crates for others are packed too: what that refuses would stay unseen until the day of a release.
-PACKED = --package walvisor-block --package walvisor-storage --package walvisor-devices --package walvisor-guest --package walvisor
+PACKED = --package walvisor-block --package walvisor-storage --package walvisor-devices --package walvisor-guest --package walvisor-vmm --package walvisor
 
 doc:
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --workspace --no-deps --locked --quiet
@@ -149,7 +149,7 @@ EMULATED = linux linux_disks kill linux_boot vhost_user jobs own_guest
 LONG = power_cut database nbd_kernel drbd tcmu_kernel scsi_conformance
 NATIVE = $(LONG) $(sort $(filter-out $(EMULATED) $(LONG),$(GUESTS)))
 COMPUTING = $(filter-out $(GUESTS),$(call names,block storage guest-images))
-WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,vmm devices))
+WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,vmm walvisor devices))
 
 # Examples with tests.
 EXAMPLES = backup embed kv
@@ -214,7 +214,7 @@ FUZZ = fuzz-recover fuzz-control fuzz-requests fuzz-mmio fuzz-pci fuzz-cdb fuzz-
 fuzz-recover: fuzz-build
 	$(call run_fuzz,storage/fuzz,recover,$(FUZZ_TIME),8192)
 fuzz-control: fuzz-build
-	$(call run_fuzz,vmm/fuzz,control,$(FUZZ_SHORT_TIME),320)
+	$(call run_fuzz,walvisor/fuzz,control,$(FUZZ_SHORT_TIME),320)
 fuzz-requests: fuzz-build
 	$(call run_fuzz,devices/fuzz,requests,$(FUZZ_SHORT_TIME),8192)
 fuzz-mmio: fuzz-build
@@ -227,7 +227,7 @@ fuzz-tcmu_ring: fuzz-build
 	$(call run_fuzz,devices/fuzz,tcmu_ring,$(FUZZ_SHORT_TIME),512)
 
 fuzz-build:
-	@cd vmm/fuzz && host=$$(rustc -vV | sed -n 's/^host: //p') && \
+	@cd walvisor/fuzz && host=$$(rustc -vV | sed -n 's/^host: //p') && \
 	export RUSTFLAGS='$(COVERAGE) -D warnings' RUSTC_WORKSPACE_WRAPPER=clippy-driver CARGO_TARGET_DIR=$(FUZZ_DIR) && \
 	$(CARGO) build --workspace --release --locked --target $$host
 

@@ -32,7 +32,7 @@ fn figure(row: &Value, key: &str) -> f64 {
 
 #[test]
 fn every_path_counts_what_it_must_and_no_more() {
-    let kvm = match walvisor::probe::open() {
+    let kvm = match walvisor_vmm::probe::open() {
         Ok(_) => true,
         Err(error) => {
             println!("skipped: the paths of a virtual machine: {error}");

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::process::Command;
 
 use serde_json::Value;
-use walvisor::probe;
+use walvisor_vmm::probe;
 
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};

@@ -1,7 +1,7 @@
 //! The machine that runs Linux guests: this one, if its KVM runs a kernel's ring 0 on the processor, or else one with AMD's
 //! SVM that QEMU emulates.
 
-use walvisor::probe::{self, Ring0};
+use walvisor_vmm::probe::{self, Ring0};
 
 /// The machine a job runs on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -7,7 +7,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use walvisor::vm::TerminationSignals;
+use walvisor_vmm::vm::TerminationSignals;
 
 use crate::error::{Error, Result};
 

@@ -130,7 +130,7 @@ fn what_is_installed_can_be_used_and_goes_again() {
     }
 
     let units = files(&usr.join("lib/systemd/system"));
-    assert_eq!(units.len(), 4, "{units:?}");
+    assert_eq!(units.len(), 5, "{units:?}");
     for unit in &units {
         let text = fs::read_to_string(unit).unwrap();
         let service = unit.extension().is_some_and(|kind| kind == "service");

@@ -67,7 +67,7 @@ fn instructions(profile: &str) -> BTreeMap<String, u64> {
             }
         }
     }
-    let crates = ["block", "devices", "storage", "vmm"];
+    let crates = ["block", "devices", "storage", "vmm", "walvisor"];
     let of_product = |(path, count): (String, u64)| {
         let inside = crates.iter().find_map(|name| {
             let source = format!("{name}/src/");

@@ -1,6 +1,5 @@
 //! A disk that is open, and a disk that a guest or clients use.
 
-use std::any::Any;
 use std::sync::Arc;
 
 use walvisor_devices::backend::Backend;
@@ -37,22 +36,34 @@ pub struct DiskInUse {
     pub device: Arc<dyn DeviceControl>,
 }
 
-/// The cache mode in force: what the driver's features, its `writeback` register and the disk's owner have led to.
-pub fn cache_in_force(backend: &dyn Backend) -> &'static str {
-    match (backend.is_unsafe(), backend.write_cache()) {
-        (true, _) => "unsafe",
-        (false, true) => "writeback",
-        (false, false) => "writethrough",
+/// The virtio transport through which the guest reaches the disk.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TransportKind {
+    /// virtio-mmio, version 2.
+    #[default]
+    Mmio,
+    /// virtio-pci, modern, with MSI-X.
+    Pci,
+}
+
+impl TransportKind {
+    /// The transport's name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Mmio => "mmio",
+            Self::Pci => "pci",
+        }
     }
 }
 
-/// The disk, as one that has a log; `None`: it has none, or is a look at the past.
-pub fn logged(backend: &dyn Backend) -> Option<&walvisor_storage::Disk> {
-    let backend: &dyn Any = backend;
-    backend.downcast_ref()
-}
-
-/// The directory of the disk's log, in messages and metrics.
-pub fn log_name(backend: &dyn Backend) -> Option<String> {
-    backend.log_dir().map(|dir| dir.display().to_string())
+/// How doorbells and interrupts pass between a guest and the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Notifications {
+    /// KVM signals an eventfd for a doorbell (ioeventfd), and raises an interrupt when another is signalled
+    /// (irqfd): no vCPU exits to user space.
+    #[default]
+    Eventfds,
+    /// A doorbell makes its vCPU exit to user space, and an interrupt takes an ioctl (KVM_IRQ_LINE,
+    /// KVM_SIGNAL_MSI).
+    Exits,
 }

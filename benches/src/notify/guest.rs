@@ -6,15 +6,15 @@ use std::time::Duration;
 
 use walvisor::commands::CommandError;
 use walvisor::demo::{self, DemoError};
-use walvisor::disk::OpenDisk;
 use walvisor::disk_spec::{Notifications, TransportKind};
-use walvisor::vm::DiskConfig;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
 use walvisor_devices::throttle::Limits;
 use walvisor_guest::contract::Load;
 use walvisor_storage::Store;
+use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::vm::DiskConfig;
 
 use super::place::Directories;
 use crate::load::measured::Measurement;

@@ -20,7 +20,7 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 
 use walvisor::commands::CommandError;
-use walvisor::probe::{self, Ring0};
+use walvisor_vmm::probe::{self, Ring0};
 
 use crate::linux::Kernels;
 use crate::load::measured::Measurement;

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use serde::Serialize;
 
-use walvisor::probe::{self, Ring0};
+use walvisor_vmm::probe::{self, Ring0};
 
 /// The properties of the machine.
 #[derive(Clone, Debug, Serialize)]

@@ -306,7 +306,7 @@ impl History {
             Ok(look) => {
                 self.totals.live_looks += 1;
                 self.totals.looks_at_times += u64::from(matches!(point, Point::Time(_)));
-                let snapshot = self.pins.iter().any(|pin| pin.lsn == lsn);
+                let snapshot = self.has_snapshot(&control, disk, lsn);
                 let replaced = self.is_replaced(disk, lsn) && !snapshot;
                 if replaced || self.is_unknown(disk, lsn) {
                     return Ok(());
@@ -676,6 +676,15 @@ impl History {
         if control.header.checkpoint_lsn.get() < at {
             self.oracle.settle(control.is_rewind(at), certain);
         }
+    }
+
+    /// Whether the log has a snapshot of a disk at an LSN, of those that it must have.
+    pub(super) fn has_snapshot(&self, control: &Control, disk: usize, lsn: u64) -> bool {
+        let entry = self.fixture.entry(control, disk);
+        let id = entry.map(|entry| entry.id.get());
+        let of_disk = |pin: &Snapshot| pin.disk_id.is_none() || pin.disk_id == id;
+        let mut pins = self.pins.iter().filter(|pin| pin.lsn == lsn);
+        pins.any(|pin| of_disk(pin) && Snapshot::find(pin.name, control).is_ok())
     }
 
     /// The snapshots that the log has, of those that it must have.

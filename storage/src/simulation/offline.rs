@@ -249,7 +249,8 @@ impl History {
                 |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control);
             // The second attempt is not cut.
             let ran = self.run_command(kept || cuts > 0, "leaving the log", run, refused)?;
-            let known = self.fixture.entry(&self.control()?, disk).is_some();
+            let control = self.control()?;
+            let known = self.fixture.entry(&control, disk).is_some();
             match ran {
                 Ran::Done(()) if known => {
                     return Err(format!("disk {disk} has left the log, which has it still"));
@@ -259,7 +260,7 @@ impl History {
                         "disk {disk} was refused to leave the log, and has left"
                     ));
                 }
-                Ran::Cut if known && self.acts.one_in(2) => {
+                Ran::Cut if known && self.knows_paths(&control) && self.acts.one_in(2) => {
                     cuts += 1;
                     continue;
                 }
@@ -324,7 +325,15 @@ impl History {
         let refused = |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control);
         let mut ran = self.run_command(kept, "moving to another log", there, refused)?;
         if let Ran::Cut = ran {
-            ran = self.run_command(true, "moving on to another log", there, refused)?;
+            // The cut may have taken the newest paths of other images from the log. Only an open with all disks has them.
+            // A disk that has moved already is in it no more.
+            let now = self.control()?;
+            let moved = self.fixture.entry(&now, disk).is_none();
+            if moved || self.knows_paths(&now) {
+                ran = self.run_command(true, "moving on to another log", there, refused)?;
+            } else {
+                ran = Ran::Refused;
+            }
         }
         match ran {
             Ran::Done(()) => {}
@@ -383,7 +392,7 @@ impl History {
         let _files = self.fixture.medium.enter();
         let view = View::open_at(&options, Path::new(LOG), Point::Lsn(lsn), None);
         let shown = view.and_then(|view| values(view.layers()));
-        let snapshot = self.pins.iter().any(|pin| pin.lsn == lsn);
+        let snapshot = self.has_snapshot(&control, disk, lsn);
         match shown {
             Ok(shown) if shown == then[disk] => {
                 self.totals.looks_at_the_past += 1;

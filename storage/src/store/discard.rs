@@ -18,7 +18,7 @@ use crate::medium::engine::EngineKind;
 use crate::medium::lock::Use;
 use crate::medium::mark::{Mark, hex};
 use crate::mutant::{Mutant, planted};
-use crate::recovery::replay::{Waiting, read_log_until};
+use crate::recovery::replay::{Waiting, read_for_recovery};
 use crate::store::attach::{OpenBase, tell_past};
 
 /// The result of [`discard_log`].
@@ -56,7 +56,8 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     };
     let place = find(path, base.as_ref(), &control, log_dir)?;
     let medium = directory(log_dir, EngineKind::Blocking);
-    let (scan, mut waiting) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+    // Records that only the page cache has could be lost after this, and the LSN that is taken here would follow none.
+    let (scan, mut waiting) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
     let entry = control.control.disks[place];
     let given_up = waiting.remove(&entry.id.get());
     let given_up = given_up.unwrap_or_else(Waiting::default);

@@ -26,7 +26,7 @@ use walvisor_devices::transport::{Bar, PciDoorbell};
 
 use crate::arch::x86_64::layout;
 use crate::bus::BusDevice;
-use crate::disk_spec::Notifications;
+use crate::disk::Notifications;
 
 /// Devices on a bus.
 pub const DEVICES: usize = 32;

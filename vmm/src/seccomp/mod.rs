@@ -2,7 +2,7 @@
 //! make only the system calls that its process needs.
 //!
 //! ```text
-//!   restrict(mode, duty) ─▶ RUNTIME + STORE + CONTROL + the duty's own ─▶ BPF ─▶ every thread there is, and those they start
+//!   restrict(mode, profile) ─▶ RUNTIME + STORE + CONTROL + the profile's own ─▶ BPF ─▶ every thread there is, and those they start
 //! ```
 //! A daemon has one filter for all threads: a thread that serves a client also leads commit groups and opens
 //! ports of the store, so separate filters would hardly differ. The filter is installed when disks and sockets
@@ -20,7 +20,7 @@
 //! **io_uring.** Seccomp does not see the requests in a ring, and a thread that may make a ring can open files
 //! and sockets through it. IORING_REGISTER_RESTRICTIONS restricts one ring and not the thread. Code that runs
 //! in a worker can make another ring without restrictions, so restricting a ring would only look like a fence.
-//! Landlock (see [`crate::landlock`]) limits the files that a ring can open, because the kernel checks it for
+//! Landlock  limits the files that a ring can open, because the kernel checks it for
 //! rings as for calls. Where Landlock is missing too, a ring is a way around the filter to every file that the
 //! process's user may open.
 //!
@@ -31,8 +31,8 @@
 mod calls;
 
 use std::collections::BTreeMap;
+use std::str::FromStr;
 
-use clap::ValueEnum;
 use libc::{c_long, c_ulong};
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen as Len, SeccompCmpOp as Is, SeccompCondition,
@@ -45,7 +45,7 @@ use calls::{
 };
 
 /// The treatment of a system call that the filter does not allow.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Seccomp {
     /// Kill the process
     #[default]
@@ -58,13 +58,14 @@ pub enum Seccomp {
 
 /// The purpose of a process, which decides the calls that it may make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Duty {
-    /// Serve disks to NBD clients.
-    Nbd,
-    /// Serve disks to vhost-user front-ends.
-    VhostUser,
-    /// Serve disks to the kernel's SCSI target.
-    Tcmu,
+pub enum SyscallProfile {
+    /// Serve disks. NBD clients take no calls of their own.
+    Daemon {
+        /// Some of them to vhost-user front-ends.
+        vhost_user: bool,
+        /// Some of them to the kernel's SCSI target.
+        tcmu: bool,
+    },
     /// Run a VM.
     Vm,
 }
@@ -83,6 +84,20 @@ pub enum ThreadKind {
 #[error("seccomp: {0}: '--seccomp off' sets no filter")]
 pub struct SeccompError(#[from] seccompiler::Error);
 
+impl FromStr for Seccomp {
+    type Err = String;
+
+    /// Parses `on`, `off` or `log`.
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "on" => Ok(Self::On),
+            "off" => Ok(Self::Off),
+            "log" => Ok(Self::Log),
+            _ => Err("give on, off or log".to_owned()),
+        }
+    }
+}
+
 impl Seccomp {
     /// The action for a call that is not allowed; `None` means no filter.
     fn action(self) -> Option<SeccompAction> {
@@ -99,14 +114,14 @@ impl Seccomp {
 ///
 /// # Errors
 /// If the kernel has no seccomp, or refuses the filter.
-pub fn restrict(mode: Seccomp, duty: Duty, opens: bool) -> Result<(), SeccompError> {
+pub fn restrict(mode: Seccomp, profile: SyscallProfile, opens: bool) -> Result<(), SeccompError> {
     let Some(forbidden) = mode.action() else {
         return Ok(());
     };
     // The first use of this clock looks up the kernel's own implementation, on kernels before 6.4 with open(2),
     // so it comes before the filter.
     let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    let allowed = of_process(duty, opens).map_err(seccompiler::Error::from)?;
+    let allowed = of_process(profile, opens).map_err(seccompiler::Error::from)?;
     // The arguments of clone3 are in memory, where a filter cannot see them. A C library that gets ENOSYS for
     // clone3 uses clone instead. Of two filters the stricter one decides.
     let no_clone3 = BTreeMap::from([(libc::SYS_clone3, vec![])]);
@@ -117,7 +132,7 @@ pub fn restrict(mode: Seccomp, duty: Duty, opens: bool) -> Result<(), SeccompErr
 }
 
 /// Restricts the calling thread, and the threads that it will start, further than [`restrict`] has done with
-/// [`Duty::Vm`].
+/// [`SyscallProfile::Vm`].
 ///
 /// # Errors
 /// If the kernel refuses the filter.
@@ -152,15 +167,17 @@ fn program(
     Ok(filter.try_into()?)
 }
 
-fn of_process(duty: Duty, opens: bool) -> Result<Rules, seccompiler::BackendError> {
+fn of_process(profile: SyscallProfile, opens: bool) -> Result<Rules, seccompiler::BackendError> {
     let more = if opens { OPENING } else { &[] };
     let common = [RUNTIME, OPEN_FILES, STORE, CONTROL, EPOLL, more];
     let no_new_privileges = libc::PR_SET_NO_NEW_PRIVS;
-    let mut rules = match duty {
-        Duty::Nbd => allowed(&common, &[], &[], &[]),
-        Duty::VhostUser => allowed(&common, VHOST_USER, &[], &[]),
-        Duty::Tcmu => allowed(&common, TCMU, &[], &[]),
-        Duty::Vm => {
+    let mut rules = match profile {
+        SyscallProfile::Daemon { vhost_user, tcmu } => {
+            let of = |door: bool, calls: &'static [c_long]| if door { calls } else { &[] };
+            let own = [of(vhost_user, VHOST_USER), of(tcmu, TCMU)].concat();
+            allowed(&common, &own, &[], &[])
+        }
+        SyscallProfile::Vm => {
             let ioctl = [TERMINAL_IOCTL, KVM_IOCTL].concat();
             allowed(&common, VM, &ioctl, &[no_new_privileges])
         }
@@ -177,7 +194,15 @@ fn of_process(duty: Duty, opens: bool) -> Result<Rules, seccompiler::BackendErro
         let fcntl = rules.entry(libc::SYS_fcntl).or_default();
         fcntl.extend(one_of(1, &locks)?);
     }
-    if opens && duty == Duty::VhostUser {
+    if opens
+        && matches!(
+            profile,
+            SyscallProfile::Daemon {
+                vhost_user: true,
+                ..
+            }
+        )
+    {
         let calls = VHOST_USER_OPENING.iter().map(|call| (*call, vec![]));
         rules.extend(calls);
         rules.insert(libc::SYS_socket, one_of(0, &[libc::AF_UNIX as u64])?);
@@ -395,7 +420,7 @@ mod tests {
         };
         let (mode, name) = text.split_once(' ').unwrap();
         let (kind, name) = name.split_once(':').unwrap_or(("", name));
-        let mode = Seccomp::from_str(mode, false).unwrap();
+        let mode: Seccomp = mode.parse().unwrap();
         let name = name.to_owned();
         let kind = match kind {
             "vcpu" => Some(ThreadKind::Vcpu),
@@ -404,7 +429,7 @@ mod tests {
         };
         if let Some(kind) = kind {
             RAW_DISKS.set(open_raw_disks()).unwrap();
-            restrict(mode, Duty::Vm, false).unwrap();
+            restrict(mode, SyscallProfile::Vm, false).unwrap();
             let thread = thread::spawn(move || {
                 restrict_thread(mode, kind).unwrap();
                 deed(&name);
@@ -418,7 +443,11 @@ mod tests {
             wait.recv().unwrap();
             deed(&name);
         });
-        restrict(mode, Duty::Nbd, false).unwrap();
+        let nbd = SyscallProfile::Daemon {
+            vhost_user: false,
+            tcmu: false,
+        };
+        restrict(mode, nbd, false).unwrap();
         go.send(()).unwrap();
         earlier.join().unwrap();
         std::process::exit(0);

@@ -22,7 +22,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::interrupt::{EdgeLine, MsiMessage, MsiRouter};
 
 use crate::arch::x86_64::layout;
-use crate::disk_spec::Notifications;
+use crate::disk::Notifications;
 
 /// The GSI routing table of a VM.
 pub struct GsiRouter {

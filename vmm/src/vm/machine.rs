@@ -28,7 +28,7 @@ use crate::disk::DiskInUse;
 use crate::pci::PciError;
 use crate::probe::ProbeError;
 use crate::readiness;
-use crate::seccomp::{self, Duty, Seccomp, SeccompError};
+use crate::seccomp::{self, Seccomp, SeccompError, SyscallProfile};
 
 /// Why a VM could not be built or run. Its text is one line: what, where, what to do.
 #[derive(Debug, thiserror::Error)]
@@ -155,7 +155,7 @@ impl Vm {
     /// If the system refuses a thread, a descriptor or a terminal mode. A crash of the guest is not an error:
     /// see [`RunOutcome::ended`].
     pub fn run(mut self) -> Result<RunOutcome, VmError> {
-        seccomp::restrict(self.seccomp, Duty::Vm, false)?;
+        seccomp::restrict(self.seccomp, SyscallProfile::Vm, false)?;
         let jobs = self.jobs.take().expect("a VM runs once");
         let starter = jobs.start(self.seccomp);
         let starter = starter.map_err(|error| VmError::System("start the disks", error))?;

@@ -1,7 +1,7 @@
 //! The commit protocol under a scheduler that decides every switch between threads.
 //!
 //! Each *run* follows from one seed: a plan (who submits what on which disk, whether and where power is lost, a
-//! sync fails, a port leaves with requests in flight, the store closes early) and a schedule. Threads, locks and
+//! sync or write-back fails, a port leaves with requests in flight, the store closes early) and a schedule. Threads, locks and
 //! events are those of `shuttle` ([`crate::sync`]), which reports a run in which every thread waits. It assumes
 //! sequential consistency. The judge sees only requests and their ends, so it can judge any protocol:
 //!
@@ -181,7 +181,9 @@ fn run(seed: u64) -> Result<Totals, Broken> {
         max_segments: 4,
     };
     let mut world = plan.world.clone();
+    // Opening a new log fails in other tests.
     let (ticks, fail_sync) = (world.ticks.take(), world.fail_sync.take());
+    let fail_write_back = world.fail_write_back.take();
     let fixture = Arc::new(Fixture::new(world, shape));
     let running = fixture
         .open(plan.through, plan.commit_wait)
@@ -189,6 +191,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
     {
         let mut world = fixture.medium.lock();
         (world.ticks, world.fail_sync) = (ticks, fail_sync);
+        world.fail_write_back = fail_write_back;
     }
     let log = running.disks[0].log.clone();
     let store = Store::start(log.clone(), running.disks, running.keeper).expect("a thread");
@@ -381,6 +384,7 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
         Mutant::SyncLost,
         Mutant::AnsweredUnwritten,
         Mutant::FailedSyncRetried,
+        Mutant::WriteBackTakesError,
         Mutant::WaiterLostOnError,
         Mutant::LeaderLeavesSilently,
         Mutant::SignalClearedLate,

@@ -87,9 +87,10 @@ impl Plan {
         let clients = clients.collect();
         let mut world = World::new(random.next());
         world.blocking = random.one_in(2);
-        match random.below(4) {
+        match random.below(5) {
             0 => world.ticks = Some(random.below(30)),
             1 => world.fail_sync = Some(random.below(6)),
+            2 => world.fail_write_back = Some(random.below(3)),
             _ => {}
         }
         world.forgetful = random.one_in(2);

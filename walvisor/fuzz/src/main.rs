@@ -1,0 +1,87 @@
+//! Sends any bytes, in any pieces, to the control socket of a process with two disks in use. The server answers
+//! each line once and in order, the disks and the process do what the answers say, and afterwards both the
+//! socket and the disks still work.
+//!
+//! ```text
+//!   input ──▶ words.rs: text ──▶ client.rs ──socket──▶ walvisor's Server ──▶ Controlled ──▶ RAM disk, raw image
+//!                                    └─ lines and answers ──▶ judge.rs            guest.rs: its requests meanwhile ─┘
+//! ```
+//!
+//! An *input* starts with a byte of options (mask 1: a VM instead of a daemon, mask 6: the length of the
+//! pieces); the rest is text, see `words.rs`.
+#![no_main]
+
+mod client;
+mod guest;
+mod judge;
+mod words;
+
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
+
+use libfuzzer_sys::fuzz_target;
+use walvisor::control_socket::{Controlled, Power, Server};
+use walvisor::disk_spec::DiskCommand;
+use walvisor_devices_fuzz::bounded::Bounded;
+use walvisor_vmm::control::RunControl;
+
+use guest::Guest;
+use judge::Judge;
+
+/// A line has at most 64 KiB, and its decoded form is at most three times as long (`\u0000`); a client's stack
+/// is not counted. The two disks, their queues and the harness's own data take less than 4 MiB.
+#[global_allocator]
+static ALLOCATOR: Bounded<{ 512 << 10 }, { 8 << 20 }> = Bounded {};
+
+fn run(input: &[u8]) {
+    let Some((&options, input)) = input.split_first() else {
+        return;
+    };
+    let mut guest = Guest::start();
+    let ended = Arc::new(AtomicBool::new(false));
+    let control = Arc::new(RunControl::new().expect("descriptors"));
+    let (kind, power) = if options & 1 == 0 {
+        let end = Arc::clone(&ended);
+        let end = move || end.store(true, Ordering::SeqCst);
+        (
+            DiskCommand::Nbd,
+            Power::Daemon {
+                end: Box::new(end),
+                members: None,
+            },
+        )
+    } else {
+        let power = Power::Guest {
+            control: Arc::clone(&control),
+            exits: vec![Arc::default()],
+            first_run: Arc::default(),
+        };
+        (DiskCommand::Run, power)
+    };
+    let controlled = Controlled::new(kind, Instant::now(), guest.controlled(), power);
+    let address = SocketAddr::from_abstract_name(format!("walvisor-fuzz-{}", std::process::id()));
+    let address = address.expect("a short name");
+    let listener = UnixListener::bind_addr(&address).expect("a socket");
+    let server = Server::start(listener, Arc::new(controlled)).expect("a thread");
+    let connect = || UnixStream::connect_addr(&address).expect("somebody listens");
+
+    let pieces = words::pieces(input, 1 << (options & 6));
+    let mut judge = Judge::new(guest.sizes(), kind == DiskCommand::Run);
+    let answers = client::converse(&connect(), &pieces, &mut guest);
+    judge.check(&pieces, answers);
+    // The server asks the process to end only after it has sent the answer.
+    let mut after = words::AFTERWARDS.concat();
+    after.push(b'\n');
+    let after = [words::Piece::Text(after)];
+    let answers = client::converse(&connect(), &after, &mut guest);
+    judge.check(&after, answers);
+    let is_ended = ended.load(Ordering::SeqCst) || control.ended().is_some();
+    judge.check_end(is_ended);
+    guest.finish(judge.sizes());
+    drop(server);
+}
+
+fuzz_target!(|input: &[u8]| run(input));

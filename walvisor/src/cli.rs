@@ -1,0 +1,234 @@
+//! The command line: its grammar (clap), exit statuses, and errors as one line on stderr.
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+use std::time::Instant;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{CommandFactory, Parser, Subcommand};
+use tracing_subscriber::filter::Targets;
+use tracing_subscriber::prelude::*;
+
+use crate::commands::{self, CommandError};
+use crate::disk_spec::{DiskCommand, disk_help};
+
+/// The whole command line.
+#[derive(Debug, Parser)]
+#[command(
+    name = "walvisor",
+    version,
+    about = "A small KVM VMM whose disks keep their promise"
+)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The subcommands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Boot a Linux guest.
+    #[command(after_long_help = disk_help(DiskCommand::Run))]
+    Run(commands::run::RunArguments),
+    /// Run the embedded guest on new disks, and show what a request costs over MMIO and PCI
+    Demo(commands::demo::DemoArguments),
+    /// Create, inspect, copy and resize disks.
+    Disk(commands::disk::DiskArguments),
+    /// Serve disks to other programs.
+    Serve(commands::serve::ServeArguments),
+    /// Check the file of 'walvisor serve --config'.
+    Config(commands::config::ConfigArguments),
+    /// Control a running VM or daemon.
+    Ctl(commands::ctl::CtlArguments),
+    /// Inspect logs.
+    Log(commands::log::LogArguments),
+}
+
+/// Parses the command line, carries it out and returns the exit status: 0 done, 1 failed, 2 wrong usage.
+/// `started` is when the process began.
+pub fn main(started: Instant) -> ExitCode {
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            return match moved(&error) {
+                Some(told) => end("walvisor", Err(CommandError::Usage(told))),
+                None => report_usage::<Cli>(&error),
+            };
+        }
+    };
+    // With SIGXFSZ ignored, a write beyond the shell's file size limit ('ulimit -f') is an error like any
+    // other, and does not kill the process.
+    // SAFETY: the signal is ignored: no handler is installed.
+    unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
+    // The conformance driver breaks every rule on purpose, so a device's warnings about it are expected.
+    let provoked = matches!(&cli.command, Command::Demo(demo) if demo.conformance);
+    show_warnings(if provoked { "off" } else { WARNINGS });
+    let result = match cli.command {
+        Command::Run(arguments) => commands::run::run(&arguments, started),
+        Command::Ctl(arguments) => commands::ctl::run(&arguments),
+        Command::Demo(arguments) => commands::demo::run(&arguments),
+        Command::Disk(arguments) => commands::disk::run(&arguments),
+        Command::Serve(arguments) => commands::serve::run(&arguments, started),
+        Command::Config(arguments) => commands::config::run(&arguments),
+        Command::Log(arguments) => commands::log::run(&arguments),
+    };
+    end("walvisor", result)
+}
+
+/// The exit status of `program` for the result of its command: 0 done, 1 failed, 2 wrong usage. Prints an error
+/// on stderr, in one line.
+pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{program}: {error}");
+            ExitCode::from(match error {
+                CommandError::Usage(_) => 2,
+                CommandError::Failed(_) => 1,
+            })
+        }
+    }
+}
+
+/// The warnings that are shown unless `RUST_LOG` says otherwise. `virtio-queue` is silent, because the device
+/// reports the same faults of a guest's rings, at a bounded rate.
+pub const WARNINGS: &str = "warn,virtio_queue=off";
+
+/// Shows warnings on stderr, a line each: failures that do not end the command (a failed log, a checkpoint to
+/// be tried again, a device that a guest broke). `RUST_LOG` asks for more or less than `otherwise`.
+///
+/// # Panics
+/// If this process shows warnings already.
+pub fn show_warnings(otherwise: &str) {
+    let asked = std::env::var("RUST_LOG").ok();
+    let lines = tracing_subscriber::fmt::layer()
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        .with_target(false)
+        .without_time();
+    tracing_subscriber::registry()
+        .with(filter(asked.as_deref(), otherwise))
+        .with(lines)
+        .init();
+}
+
+/// The filter in `asked`, or `otherwise` if there is none or it cannot be parsed.
+fn filter(asked: Option<&str>, otherwise: &str) -> Targets {
+    let asked = asked.and_then(|asked| asked.parse().ok());
+    asked.unwrap_or_else(|| otherwise.parse().expect("levels of targets"))
+}
+
+/// Prints help and version of the program `P` as clap does, and every other error as one line on stderr, which names the
+/// command whose help explains more. Returns the exit status.
+pub fn report_usage<P: CommandFactory>(error: &clap::Error) -> ExitCode {
+    let command = P::command();
+    let program = command.get_name();
+    let asked = asked(&command, std::env::args().skip(1));
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
+            // A failed write is ignored: the reader closed the pipe. Clap reports '--disk help' as an error, so
+            // its prefix is removed.
+            let text = error.to_string();
+            let _ = match text.strip_prefix("error: ") {
+                Some(help) => io::stdout().write_all(help.as_bytes()),
+                None => error.print(),
+            };
+            ExitCode::SUCCESS
+        }
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            eprintln!("{program}: a command is missing: see '{asked} --help'");
+            ExitCode::from(2)
+        }
+        _ => {
+            let told = one_line(&error.to_string());
+            eprintln!("{program}: {told}; see '{asked} --help'");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// The program and the subcommands that `arguments` begin with.
+fn asked(program: &clap::Command, arguments: impl Iterator<Item = String>) -> String {
+    let (mut command, mut asked) = (program, program.get_name().to_owned());
+    for argument in arguments {
+        let Some(subcommand) = command.find_subcommand(&argument) else {
+            break;
+        };
+        command = subcommand;
+        asked = format!("{asked} {argument}");
+    }
+    asked
+}
+
+/// The message for a command that has moved to another program.
+fn moved(error: &clap::Error) -> Option<String> {
+    let Some(ContextValue::String(command)) = error.get(ContextKind::InvalidSubcommand) else {
+        return None;
+    };
+    let now = match command.as_str() {
+        "bench" => "walvisor-bench store",
+        "compare" => "walvisor-bench",
+        _ => return None,
+    };
+    Some(format!(
+        "'walvisor {command}' is '{now}' now: build it with: cargo build --release -p walvisor-benches"
+    ))
+}
+
+/// Clap's message without its usage block, joined into one line.
+fn one_line(message: &str) -> String {
+    let lines: Vec<&str> = message
+        .lines()
+        .map(str::trim)
+        .take_while(|line| !line.starts_with("Usage:") && !line.starts_with("For more information"))
+        .filter(|line| !line.is_empty())
+        .collect();
+    let text = lines.join(" ").replace(" tip: ", "; ");
+    text.strip_prefix("error: ").unwrap_or(&text).to_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_grammar_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn usage_errors_fit_one_line() {
+        let error = Cli::try_parse_from(["walvisor", "run"]).unwrap_err();
+        let line = one_line(&error.to_string());
+        assert!(!line.contains('\n') && line.contains("--kernel"), "{line}");
+    }
+
+    #[test]
+    fn what_is_shown_is_what_was_asked_for() {
+        use tracing::Level;
+        let shown = filter(None, WARNINGS);
+        assert!(shown.would_enable("walvisor", &Level::WARN));
+        assert!(!shown.would_enable("walvisor", &Level::INFO));
+        assert!(!shown.would_enable("virtio_queue::queue", &Level::ERROR));
+        assert!(!filter(None, "off").would_enable("walvisor", &Level::ERROR));
+        let asked = filter(Some("info,walvisor_storage=debug"), WARNINGS);
+        assert!(asked.would_enable("walvisor_storage::log", &Level::DEBUG));
+        assert!(!asked.would_enable("walvisor_devices", &Level::DEBUG));
+        let nonsense = filter(Some("walvisor=loud"), WARNINGS);
+        assert!(!nonsense.would_enable("walvisor", &Level::INFO));
+    }
+
+    #[test]
+    fn who_asks_for_a_measurement_is_told_of_the_program_that_does_it() {
+        let told = |arguments: &[&str]| {
+            let error = Cli::try_parse_from([&["walvisor"], arguments].concat()).unwrap_err();
+            moved(&error)
+        };
+        let bench = told(&["bench", "commit", "--clients", "8"]).unwrap();
+        assert!(bench.contains("'walvisor-bench store' now"), "{bench}");
+        let compare = told(&["compare", "notify", "--quick"]).unwrap();
+        assert!(compare.contains("'walvisor-bench' now"), "{compare}");
+        assert_eq!(told(&["banana"]), None);
+    }
+}

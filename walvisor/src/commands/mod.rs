@@ -1,0 +1,41 @@
+//! The subcommands, a module each. A subcommand is a clap argument struct and a function that carries it out.
+
+mod activation;
+pub mod config;
+pub mod ctl;
+pub mod demo;
+pub mod disk;
+mod in_use;
+pub mod log;
+mod metrics_file;
+mod process;
+pub mod run;
+pub mod serve;
+mod socket;
+mod socket_file;
+mod socket_names;
+pub mod threads;
+
+/// Why a command did not succeed. Its text is one line: what, where, what to do.
+#[derive(Debug, thiserror::Error)]
+pub enum CommandError {
+    /// The command line asks for something that makes no sense: exit status 2.
+    #[error("{0}")]
+    Usage(String),
+    /// Carrying it out failed: exit status 1.
+    #[error("{0}")]
+    Failed(String),
+}
+
+impl CommandError {
+    /// A failure (exit status 1) with the text of `error`.
+    pub fn failed(error: impl std::fmt::Display) -> Self {
+        Self::Failed(error.to_string())
+    }
+}
+
+impl From<walvisor_storage::Error> for CommandError {
+    fn from(error: walvisor_storage::Error) -> Self {
+        Self::failed(error)
+    }
+}

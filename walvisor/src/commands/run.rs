@@ -1,0 +1,235 @@
+//! `walvisor run`: boots a Linux kernel and stays until the guest powers off.
+
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use clap::Args;
+
+use super::CommandError;
+use super::metrics_file::MetricsFile;
+use super::process::ProcessArguments;
+use super::socket_names::SocketNames;
+use crate::control_socket::{Controlled, Server};
+use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
+use crate::disks;
+use crate::landlock::AllowedPaths;
+use crate::metrics::{DiskMetrics, RunMetrics, render};
+use crate::size::parse_size;
+use walvisor_vmm::arch::x86_64::linux::{self, LinuxImage};
+use walvisor_vmm::arch::x86_64::{crash, layout, start_state};
+use walvisor_vmm::control::RunEnd;
+use walvisor_vmm::devices::console::Console;
+use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::vm::{DiskConfig, VmBuilder, block_termination_signals};
+
+/// The destination of the guest's serial console.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ConsoleTarget {
+    /// Stdin and stdout, which are usually the terminal.
+    Stdio,
+    /// Output is dropped, and there is no input.
+    Off,
+    /// Output is appended to a file, and there is no input.
+    File(PathBuf),
+}
+
+/// Parses the argument of `--console`.
+fn parse_console(text: &str) -> Result<ConsoleTarget, String> {
+    match text {
+        "stdio" => Ok(ConsoleTarget::Stdio),
+        "off" => Ok(ConsoleTarget::Off),
+        _ => match text.strip_prefix("file:") {
+            Some(path) if !path.is_empty() => Ok(ConsoleTarget::File(PathBuf::from(path))),
+            _ => Err("give stdio, off or file:PATH".to_owned()),
+        },
+    }
+}
+
+/// The arguments of `walvisor run`.
+#[derive(Args, Debug)]
+pub struct RunArguments {
+    /// Kernel: a bzImage, or an ELF vmlinux with a PVH entry
+    #[arg(long, value_name = "FILE")]
+    pub kernel: PathBuf,
+    /// Initial RAM disk
+    #[arg(long, value_name = "FILE")]
+    pub initrd: Option<PathBuf>,
+    /// Kernel command line
+    #[arg(
+        long,
+        value_name = "TEXT",
+        default_value = "console=ttyS0 reboot=t panic=-1"
+    )]
+    pub cmdline: String,
+    /// Virtual CPUs
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=64))]
+    pub cpus: u8,
+    /// Guest memory, with K, M or G
+    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size)]
+    pub memory: u64,
+    /// Allow more guest memory than this machine has memory and swap
+    #[arg(long)]
+    pub overcommit: bool,
+    /// A disk: path=FILE[,key=value ...]; may be given several times; 'help' lists the keys
+    #[arg(long = "disk", value_name = "SPEC", value_parser = DiskArgument(DiskCommand::Run))]
+    pub disks: Vec<DiskSpec>,
+    /// Serial console: stdio, off or file:PATH
+    #[arg(long, value_name = "WHERE", default_value = "stdio", value_parser = parse_console)]
+    pub console: ConsoleTarget,
+    /// Metrics, control, and what the process gives up.
+    #[command(flatten)]
+    pub process: ProcessArguments,
+    /// Seconds that the guest may take to power off after a signal or 'walvisor ctl shutdown'; 0: stop it at once
+    #[arg(long, value_name = "SECONDS", default_value_t = 30)]
+    pub power_down_seconds: u32,
+}
+
+/// Boots the guest and returns when the guest has powered off or reset itself, or when a signal has stopped it.
+/// A reset does not boot the guest again; that is left to the caller.
+///
+/// # Errors
+/// If the guest cannot be started, cannot run on this machine, or reports that its kernel panicked.
+pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandError> {
+    check(arguments)?;
+    let image = LinuxImage {
+        kernel: arguments.kernel.clone(),
+        initrd: arguments.initrd.clone(),
+        command_line: arguments.cmdline.clone(),
+    };
+    // The check comes before any disk is opened, because opening a disk may give it a log: bad input changes
+    // nothing.
+    linux::check(&image).map_err(CommandError::failed)?;
+    let console = console(&arguments.console)?;
+    let metrics = arguments.process.metrics()?;
+    // The socket is made while there is one thread, and before the disks are opened: recovery may take long
+    // after a crash.
+    let mut names = SocketNames::default();
+    let control = arguments.process.control(&mut names)?;
+    names.hand_over().map_err(CommandError::failed)?;
+    let scratch = disks::make_files(&arguments.disks).map_err(CommandError::failed)?;
+    places(arguments).restrict(arguments.process.landlock);
+    // The logs' threads start with the disks, before the VM is built, and inherit the blocked signals.
+    block_termination_signals().map_err(CommandError::failed)?;
+    let (disks, logs) =
+        disks::open(&arguments.disks, arguments.cpus, scratch).map_err(CommandError::failed)?;
+    let ran = run_on(arguments, started, &image, disks, console, metrics, control);
+    drop(names);
+    // The logs are closed however the run ended. The first error is reported.
+    let closed = logs.close().map_err(CommandError::failed);
+    ran.and(closed)
+}
+
+/// The parts of the file system that the run still needs after its start.
+fn places(arguments: &RunArguments) -> AllowedPaths {
+    let mut places = AllowedPaths::of(&arguments.disks);
+    places.device(Path::new("/dev/kvm"));
+    places.read(&arguments.kernel);
+    places.read(Path::new("/proc/cpuinfo"));
+    arguments.initrd.iter().for_each(|file| places.read(file));
+    places
+}
+
+/// Refuses arguments that no VM can have.
+fn check(arguments: &RunArguments) -> Result<(), CommandError> {
+    disks::check(&arguments.disks).map_err(CommandError::Usage)?;
+    let memory = arguments.memory;
+    if !(layout::LEAST_MEMORY..=layout::MOST_MEMORY).contains(&memory)
+        || !memory.is_multiple_of(4096)
+    {
+        return Err(CommandError::Usage(format!(
+            "--memory {memory}: give a multiple of 4K from 1M to 1T, such as 512M"
+        )));
+    }
+    let machine = disks::machine_memory();
+    if memory > machine && !arguments.overcommit {
+        return Err(CommandError::Usage(format!(
+            "--memory {memory}: this machine has {machine} bytes of memory and swap: give less, or give --overcommit if \
+             the guest will not use all of it"
+        )));
+    }
+    Ok(())
+}
+
+/// Runs the guest on open disks.
+fn run_on(
+    arguments: &RunArguments,
+    started: Instant,
+    image: &LinuxImage,
+    disks: Vec<OpenDisk>,
+    console: Console,
+    metrics: Option<MetricsFile>,
+    control: Option<UnixListener>,
+) -> Result<(), CommandError> {
+    let mut builder = VmBuilder::new()
+        .cpus(arguments.cpus)
+        .memory(arguments.memory)
+        .console(console)
+        .measure_memory(metrics.is_some())
+        .seccomp(arguments.process.seccomp)
+        .power_down(Duration::from_secs(arguments.power_down_seconds.into()));
+    for (disk, spec) in disks.into_iter().zip(&arguments.disks) {
+        builder = builder.disk(DiskConfig {
+            disk,
+            transport: spec.transport,
+            notifications: spec.notifications,
+        });
+    }
+    let mut vm = builder.build().map_err(CommandError::failed)?;
+    let entry = linux::load(vm.memory(), image).map_err(CommandError::failed)?;
+    let boot_cpu = vm.vcpu(0).expect("a VM has at least one vCPU");
+    start_state::set(boot_cpu, vm.memory(), entry).map_err(CommandError::failed)?;
+
+    if !crash::hardware_virtualisation() {
+        eprintln!(
+            "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not completely; a stock \
+             Linux kernel will hardly boot here; 'walvisor-guest-images boot IMAGE' boots a root image nested"
+        );
+    }
+    if let Some(listener) = control {
+        let server = Server::start(listener, Arc::new(Controlled::vm(&vm, started)));
+        vm.accompany(server.map_err(CommandError::failed)?);
+    }
+    let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
+    let outcome = vm.run().map_err(CommandError::failed)?;
+    if let Some(metrics) = metrics {
+        metrics.write(&render(&RunMetrics {
+            started,
+            first_run: outcome.first_run,
+            exits: &exits,
+            disks: attached.iter().map(DiskMetrics::from).collect(),
+            memory: outcome.memory,
+        }))?;
+    }
+    match &outcome.ended {
+        RunEnd::Crashed(crash) => return Err(CommandError::failed(crash)),
+        RunEnd::Panicked => {
+            return Err(CommandError::Failed(
+                "the guest's kernel panicked: its console tells why; the disks are closed and need no repair"
+                    .to_owned(),
+            ));
+        }
+        _ => {}
+    }
+    match outcome.flush_failures.first() {
+        Some((disk, error)) => Err(CommandError::Failed(format!(
+            "disk '{disk}': the last flush failed: {error}; check the disk with 'walvisor disk check'"
+        ))),
+        None => Ok(()),
+    }
+}
+
+/// Opens the console that `--console` names.
+fn console(target: &ConsoleTarget) -> Result<Console, CommandError> {
+    match target {
+        ConsoleTarget::Stdio => Ok(Console::stdio()),
+        ConsoleTarget::Off => Ok(Console::off()),
+        ConsoleTarget::File(path) => Console::file(path).map_err(|error| {
+            let path = path.display();
+            CommandError::Failed(format!(
+                "console '{path}': {error}: give a path that can be written"
+            ))
+        }),
+    }
+}

@@ -1,0 +1,266 @@
+//! `--config FILE`: the disks of a daemon as a TOML file, one table for each, with the keys of `--disk`.
+//!
+//! ```toml
+//! [defaults]                    # for the disks whose door and backend have these keys
+//! door = "nbd"
+//! socket = "/run/walvisor/pool.sock"
+//! log = "/var/lib/walvisor/pool.wal"
+//!
+//! [[disk]]
+//! path = "/var/lib/walvisor/a.img"
+//!
+//! [[disk]]
+//! path = "/var/lib/walvisor/b.img"
+//! readonly = true
+//! ```
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use toml::{Table, Value};
+use walvisor_devices::nbd::Tls;
+
+use super::daemon::announce;
+use super::door::Doors;
+use super::hotplug::Hotplug;
+use crate::commands::CommandError;
+use crate::control_socket::Controlled;
+use crate::disk_spec::{DiskCommand, DiskSpec};
+use crate::disks;
+use crate::landlock::AllowedPaths;
+
+/// The file that describes the disks of a daemon, and what it said when it was last read.
+pub(super) struct PoolFile {
+    path: PathBuf,
+    /// The door of a disk that names none.
+    kind: DiskCommand,
+    disks: Vec<PoolDisk>,
+}
+
+/// A disk of the file.
+#[derive(Clone)]
+struct PoolDisk {
+    /// As the file says, defaults included. A point such as `-15m` parses differently each time.
+    keys: Vec<(String, String)>,
+    spec: DiskSpec,
+}
+
+impl PoolFile {
+    /// Reads the file.
+    ///
+    /// # Errors
+    /// If it can't be read, is no TOML, or describes no disks that could be served.
+    pub(super) fn open(path: &Path, kind: DiskCommand) -> Result<Self, CommandError> {
+        let disks = read(path, kind)?;
+        let path = std::path::absolute(path).map_err(CommandError::failed)?;
+        Ok(Self { path, kind, disks })
+    }
+
+    /// The disks.
+    pub(super) fn disks(&self) -> impl Iterator<Item = &DiskSpec> {
+        self.disks.iter().map(|disk| &disk.spec)
+    }
+
+    /// Allows reading the file again. Editors put a new file in its place, so its directory is what can be read.
+    pub(super) fn allow(&self, paths: &mut AllowedPaths) {
+        paths.read(self.path.parent().unwrap_or(&self.path));
+    }
+
+    /// Reads the file again, and adds and removes disks as it says. A file that is wrong changes nothing. A disk that can't be
+    /// added or removed is tried again with the next call.
+    pub(super) fn reload(&mut self, controlled: &Controlled, hotplug: &Hotplug) {
+        let wanted = match read(&self.path, self.kind) {
+            Ok(wanted) => wanted,
+            Err(error) => {
+                tracing::error!("{error}; the disks stay as they are");
+                return;
+            }
+        };
+        let name = |disk: &PoolDisk| hotplug.lock().doors.name(&disk.spec);
+        let names: Vec<_> = wanted.iter().map(name).collect();
+        let mut failed = 0;
+        let mut kept = Vec::new();
+        for disk in std::mem::take(&mut self.disks) {
+            let name = name(&disk);
+            if let Some(place) = names.iter().position(|other| *other == name) {
+                if wanted[place].keys != disk.keys {
+                    tracing::warn!(
+                        "{}: disk '{name}' has other keys now, which count from the next start: it is served as before",
+                        self.path.display()
+                    );
+                }
+                kept.push(disk);
+            } else if let Err(error) = controlled.remove_disk(&name) {
+                tracing::error!("{error}");
+                failed += 1;
+                kept.push(disk);
+            }
+        }
+        let served: Vec<_> = kept.iter().map(name).collect();
+        let before = kept.len();
+        for (disk, name) in wanted.into_iter().zip(names) {
+            if served.contains(&name) {
+                continue;
+            }
+            match controlled.add_disk(&disk.spec) {
+                Ok(added) => {
+                    let place = added["place"].as_str().unwrap_or_default();
+                    let bytes = &added["size_bytes"];
+                    announce(&format!("serving {name}: {bytes} bytes at {place}\n"));
+                    kept.push(disk);
+                }
+                Err(error) => {
+                    tracing::error!("{error}");
+                    failed += 1;
+                }
+            }
+        }
+        tracing::info!(
+            "{}: read again: {} disks added, {failed} failed",
+            self.path.display(),
+            kept.len() - before
+        );
+        self.disks = kept;
+    }
+}
+
+/// Carries out `walvisor config check`: the number of disks that the file describes, if a daemon could serve them.
+pub(in crate::commands) fn check(path: &Path) -> Result<usize, CommandError> {
+    let pool = PoolFile::open(path, DiskCommand::Serve)?;
+    let specs: Vec<_> = pool.disks().cloned().collect();
+    let told = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
+    let doors = Doors::new(&specs, 0o600, false, &Tls::Off);
+    doors.check(&specs).map_err(told)?;
+    disks::check(&specs).map_err(told)?;
+    Ok(specs.len())
+}
+
+/// The disks that the file describes.
+fn read(path: &Path, kind: DiskCommand) -> Result<Vec<PoolDisk>, CommandError> {
+    let told = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
+    let text = fs::read_to_string(path).map_err(|error| told(error.to_string()))?;
+    parse(&text, kind).map_err(told)
+}
+
+fn parse(text: &str, kind: DiskCommand) -> Result<Vec<PoolDisk>, String> {
+    let file: Table = text.parse().map_err(|error: toml::de::Error| {
+        let before = &text[..error.span().map_or(0, |span| span.start)];
+        let line = before.matches('\n').count() + 1;
+        format!("line {line}: {}", error.message().replace('\n', ", "))
+    })?;
+    let known = ["defaults", "disk"];
+    if let Some(key) = file.keys().find(|key| !known.contains(&key.as_str())) {
+        return Err(format!(
+            "'{key}' is no part of this file: give a table [defaults], and a table [[disk]] for each disk"
+        ));
+    }
+    let defaults = match file.get("defaults") {
+        None => Vec::new(),
+        Some(Value::Table(table)) => keys(table).map_err(|error| format!("[defaults]: {error}"))?,
+        Some(_) => return Err("'defaults' is no table: write [defaults]".to_owned()),
+    };
+    let tables = match file.get("disk") {
+        Some(Value::Array(tables)) if !tables.is_empty() => tables,
+        Some(Value::Table(_)) => {
+            return Err("a disk is a table of a list: write [[disk]]".to_owned());
+        }
+        _ => return Err("it describes no disk: give a table [[disk]] for each".to_owned()),
+    };
+    let disk = |(index, table): (usize, &Value)| {
+        let own = match table {
+            Value::Table(table) => keys(table),
+            _ => Err("it is no table: write [[disk]]".to_owned()),
+        };
+        let number = index + 1;
+        let own = own.map_err(|error| format!("[[disk]] number {number}: {error}"))?;
+        let keys = DiskSpec::with_defaults(&own, &defaults, kind);
+        let named = |error| match table.get("path").and_then(Value::as_str) {
+            Some(path) => format!("[[disk]] number {number} ('{path}'): {error}"),
+            None => format!("[[disk]] number {number}: {error}"),
+        };
+        let spec = DiskSpec::from_keys(&keys, kind).map_err(named)?;
+        Ok(PoolDisk { keys, spec })
+    };
+    tables.iter().enumerate().map(disk).collect()
+}
+
+/// The keys of a table, with their values as `--disk` has them.
+fn keys(table: &Table) -> Result<Vec<(String, String)>, String> {
+    let text = |(key, value): (&String, &Value)| {
+        let text = match value {
+            Value::String(text) => text.clone(),
+            Value::Integer(number) => number.to_string(),
+            Value::Boolean(true) => "on".to_owned(),
+            Value::Boolean(false) => "off".to_owned(),
+            _ => return Err(format!("{key}: give text, a whole number, true or false")),
+        };
+        Ok((key.clone(), text))
+    };
+    table.iter().map(text).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn defaults_are_for_the_disks_that_have_the_key() {
+        let disks = parse(
+            "[defaults]\ndoor = 'nbd'\nsocket = 's'\nlog = 'pool.wal'\nclose-seconds = 5\n\
+             [[disk]]\npath = 'a.img'\nreadonly = true\n\
+             [[disk]]\npath = 'b.img'\nport = 10809\n\
+             [[disk]]\npath = 'c.img'\ndoor = 'tcmu'\n\
+             [[disk]]\nbackend = 'ram'\nsize = '1M'\n",
+            DiskCommand::Serve,
+        )
+        .unwrap();
+        let specs = [
+            "path=a.img,readonly=on,door=nbd,socket=s,log=pool.wal,close-seconds=5",
+            "path=b.img,port=10809,door=nbd,log=pool.wal,close-seconds=5",
+            "path=c.img,door=tcmu,log=pool.wal,close-seconds=5",
+            "backend=ram,size=1M,door=nbd,socket=s",
+        ]
+        .map(|text| DiskSpec::parse(text, DiskCommand::Serve).unwrap());
+        assert_eq!(disks.len(), specs.len());
+        for (disk, spec) in disks.iter().zip(specs) {
+            assert_eq!(disk.spec, spec);
+        }
+    }
+
+    #[test]
+    fn an_error_says_which_disk_or_line() {
+        for (text, kind, part) in [
+            ("[[disk]]\npath = ", DiskCommand::Nbd, "line 2: "),
+            ("[pool]\n", DiskCommand::Nbd, "'pool' is no part"),
+            ("", DiskCommand::Nbd, "describes no disk"),
+            ("[disk]\npath = 'a'\n", DiskCommand::Nbd, "write [[disk]]"),
+            ("defaults = 1\n", DiskCommand::Nbd, "write [defaults]"),
+            (
+                "[defaults]\ncashe = 'unsafe'\n[[disk]]\npath = 'a'\nsocket = 's'\n",
+                DiskCommand::Nbd,
+                "unknown key 'cashe'",
+            ),
+            (
+                "[[disk]]\npath = 'a'\nsocket = 's'\n[[disk]]\npath = 'b'\nqueues = 2\n",
+                DiskCommand::Nbd,
+                "[[disk]] number 2 ('b'): queues= is for ",
+            ),
+            (
+                "[[disk]]\npath = 'a'\n",
+                DiskCommand::Serve,
+                "number 1 ('a'): a disk needs a door",
+            ),
+            (
+                "[[disk]]\npath = ['a']\n",
+                DiskCommand::Nbd,
+                "number 1: path: give text",
+            ),
+        ] {
+            let error = parse(text, kind).err().unwrap();
+            assert!(
+                error.contains(part) && !error.contains('\n'),
+                "{text}: {error}"
+            );
+        }
+    }
+}

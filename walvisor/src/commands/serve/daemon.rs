@@ -1,0 +1,256 @@
+//! A daemon: one process that serves disks behind any doors, and what it does from its start to its end.
+//!
+//! ```text
+//!   sockets of a service manager ─▶ Doors::check ─▶ Shutdown::prepare ─▶ Doors::bind ─▶ Landlock ─▶ disks::open ─▶ seccomp
+//!     ─▶ Doors::start ─▶ Shutdown::wait ─▶ Doors::stop ─▶ names of sockets are removed ─▶ logs are closed ─▶ Doors::logs_closed
+//! ```
+
+use std::io::Write;
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Instant;
+
+use clap::Args;
+use walvisor_devices::backend::SECTOR_SIZE;
+use walvisor_devices::event_loop::EventSet;
+use walvisor_devices::listen::{Stop, Waiter, WakeReason};
+
+use super::config::PoolFile;
+use super::door::Doors;
+use super::hotplug::{Hotplug, ServedDisks, SharedLogs};
+use super::nbd::TlsArguments;
+use crate::commands::CommandError;
+use crate::commands::metrics_file::MetricsFile;
+use crate::commands::process::ProcessArguments;
+use crate::commands::socket::Sockets;
+use crate::commands::socket_names::SocketNames;
+use crate::control_socket::{Controlled, Power, Server as ControlServer};
+use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
+use crate::disks::{self, ScratchFiles};
+use crate::landlock::AllowedPaths;
+use crate::metrics::{DiskMetrics, render_served};
+use walvisor_vmm::disk::{DiskInUse, OpenDisk};
+use walvisor_vmm::seccomp;
+use walvisor_vmm::vm::TerminationSignals;
+
+/// What every daemon takes.
+#[derive(Args, Debug)]
+pub struct DaemonArguments {
+    /// A disk and how clients reach it: path=FILE,door=nbd,socket=PATH ...; may be given several times; 'help' lists the keys
+    #[arg(long = "disk", value_name = "SPEC", required_unless_present = "config", value_parser = DiskArgument(DiskCommand::Serve))]
+    pub disks: Vec<DiskSpec>,
+    /// Serve the disks of this TOML file too; SIGHUP reads it again
+    #[arg(long, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Permissions of the sockets, octal
+    #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
+    pub mode: u32,
+    /// Let disks be added beneath this directory, by 'walvisor ctl SOCKET add-disk' or --config; may be given several times
+    #[arg(long = "disk-dir", value_name = "DIR", value_parser = parse_directory)]
+    pub disk_dirs: Vec<PathBuf>,
+    /// TLS of disks with door=nbd.
+    #[command(flatten)]
+    pub tls: TlsArguments,
+    /// Metrics, control, and what the process gives up.
+    #[command(flatten)]
+    pub process: ProcessArguments,
+}
+
+/// Parses the argument of `--disk-dir`.
+fn parse_directory(text: &str) -> Result<PathBuf, String> {
+    let found = Path::new(text).canonicalize();
+    let found = found.map_err(|error| format!("{error}: give a directory that exists"))?;
+    match found.is_dir() {
+        true => Ok(found),
+        false => Err("it is no directory: give one".to_owned()),
+    }
+}
+
+/// Parses the argument of `--mode`.
+fn parse_mode(text: &str) -> Result<u32, String> {
+    let mode = u32::from_str_radix(text, 8).ok();
+    mode.filter(|mode| *mode <= 0o777)
+        .ok_or_else(|| "give permissions as three octal digits, such as 660".to_owned())
+}
+
+impl DaemonArguments {
+    /// Serves until a signal or a control client asks for the end. `kind`: the command, and the door of a disk that names none.
+    ///
+    /// # Errors
+    /// If the disks cannot be served or closed.
+    pub(super) fn run(&self, kind: DiskCommand, started: Instant) -> Result<(), CommandError> {
+        if !self.disk_dirs.is_empty() && self.process.control.is_none() && self.config.is_none() {
+            return Err(CommandError::Usage(
+                "--disk-dir is for disks that are added later: give --control SOCKET or --config FILE too".to_owned(),
+            ));
+        }
+        let mut sockets = Sockets::take(self.mode)?;
+        let pool = self
+            .config
+            .as_deref()
+            .map(|path| PoolFile::open(path, kind));
+        let pool = pool.transpose()?;
+        let configured = pool.iter().flat_map(PoolFile::disks);
+        let specs: Vec<_> = self.disks.iter().chain(configured).cloned().collect();
+        let opens = !self.disk_dirs.is_empty();
+        if self.tls.is_given() && specs.iter().all(|spec| spec.door != DiskCommand::Nbd) {
+            return Err(CommandError::Usage(
+                "--tls and --tls-certificates are for door=nbd, which no disk has: leave them out"
+                    .to_owned(),
+            ));
+        }
+        let tls = self.tls.read()?;
+        // The names are declared first, so that they are removed after everything that listens at them is dropped.
+        let mut names = SocketNames::default();
+        let mut doors = Doors::new(&specs, self.mode, opens, &tls);
+        doors.check(&specs).map_err(CommandError::Usage)?;
+        disks::check(&specs).map_err(CommandError::Usage)?;
+        let metrics = self.process.metrics()?;
+        let shutdown = Shutdown::prepare(self, &mut names, kind, started)?;
+        doors.bind(&specs, &mut sockets, &mut names)?;
+        sockets.finish()?;
+        let scratch = self.give_up_paths(&specs, &mut names, |paths| {
+            doors.allow(paths);
+            pool.iter().for_each(|pool| pool.allow(paths));
+        })?;
+        let (open, logs) = disks::open(&specs, 1, scratch).map_err(CommandError::failed)?;
+        let logs = SharedLogs::new(logs);
+        let profile = doors.profile();
+        let hotplug = Hotplug::new(ServedDisks { doors, specs }, &self.disk_dirs, &logs);
+        let served = seccomp::restrict(self.process.seccomp, profile, opens)
+            .map_err(CommandError::failed)
+            .and_then(|()| serve(&hotplug, open))
+            .and_then(|disks| shutdown.wait(disks, &hotplug, pool));
+        let stopped = hotplug.lock().doors.stop();
+        let served = served.map(|disks| disks.iter().map(DiskMetrics::from).collect());
+        drop(names);
+        finish(served, metrics, &logs).and(stopped)?;
+        hotplug.lock().doors.logs_closed()
+    }
+
+    /// Gives up every file and port that a daemon does not need, except those that `more` adds. To be called while
+    /// there is one thread, after its sockets are bound and before the disks are opened. Returns the files that were made
+    /// for the disks before.
+    fn give_up_paths(
+        &self,
+        specs: &[DiskSpec],
+        names: &mut SocketNames,
+        more: impl FnOnce(&mut AllowedPaths),
+    ) -> Result<ScratchFiles, CommandError> {
+        names.hand_over().map_err(CommandError::failed)?;
+        let scratch = disks::make_files(specs).map_err(CommandError::failed)?;
+        let mut paths = AllowedPaths::of(specs);
+        self.disk_dirs.iter().for_each(|dir| paths.disks_in(dir));
+        more(&mut paths);
+        paths.restrict(self.process.landlock);
+        Ok(scratch)
+    }
+}
+
+/// Serves open disks, and prints where clients find them.
+fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, CommandError> {
+    let mut served = hotplug.lock();
+    let ServedDisks { doors, specs } = &mut *served;
+    let (mut lines, mut in_use) = (String::new(), Vec::new());
+    for (spec, disk) in specs.iter().zip(&disks) {
+        let door = doors.of(spec).map_err(CommandError::Failed)?;
+        let added = door.add(spec, disk).map_err(CommandError::Failed)?;
+        let (name, bytes) = (&added.disk.name, disk.backend.sectors() * SECTOR_SIZE);
+        lines.push_str(&format!(
+            "serving {name}: {bytes} bytes at {}\n",
+            added.place
+        ));
+        in_use.push(added.disk);
+    }
+    doors.start()?;
+    announce(&lines);
+    Ok(in_use)
+}
+
+/// Ends a daemon however serving has ended: writes the metrics, and closes the disks, which must no longer be
+/// in use. The first error is returned.
+fn finish(
+    served: Result<Vec<DiskMetrics>, CommandError>,
+    metrics: Option<MetricsFile>,
+    logs: &SharedLogs,
+) -> Result<(), CommandError> {
+    let told = match (&served, metrics) {
+        (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
+        _ => Ok(()),
+    };
+    let closed = logs.take().close().map_err(CommandError::failed);
+    served.map(|_| ()).and(told).and(closed)
+}
+
+/// Prints text on stdout.
+pub(super) fn announce(lines: &str) {
+    let mut stdout = std::io::stdout();
+    // A failed write is ignored: the output need not be read.
+    let _ = stdout
+        .write_all(lines.as_bytes())
+        .and_then(|()| stdout.flush());
+}
+
+/// The two things that end a daemon: a signal, or a request on its control socket.
+struct Shutdown {
+    signals: TerminationSignals,
+    /// The socket that listens for `walvisor ctl`.
+    socket: Option<UnixListener>,
+    kind: DiskCommand,
+    started: Instant,
+}
+
+impl Shutdown {
+    /// Blocks the signals, and makes the control socket. To be called while there is one thread, so that every
+    /// later thread inherits the blocked signals.
+    fn prepare(
+        arguments: &DaemonArguments,
+        names: &mut SocketNames,
+        kind: DiskCommand,
+        started: Instant,
+    ) -> Result<Self, CommandError> {
+        let signals = TerminationSignals::block().map_err(CommandError::failed)?;
+        let socket = arguments.process.control(names)?;
+        Ok(Self {
+            signals,
+            socket,
+            kind,
+            started,
+        })
+    }
+
+    /// Lets `disks` be controlled, and waits until a signal or a control client asks for the end. SIGHUP reads the `pool`'s
+    /// file again instead, if there is one. Returns the disks that there are at the end.
+    fn wait(
+        mut self,
+        disks: Vec<DiskInUse>,
+        hotplug: &Hotplug,
+        mut pool: Option<PoolFile>,
+    ) -> Result<Vec<DiskInUse>, CommandError> {
+        let stop = Stop::new().map_err(CommandError::failed)?;
+        let mut waiter = Waiter::new(&self.signals, &stop).map_err(CommandError::failed)?;
+        let power = Power::Daemon {
+            end: Box::new(move || stop.tell()),
+            members: Some(Box::new(hotplug.clone())),
+        };
+        let controlled = Arc::new(Controlled::new(self.kind, self.started, disks, power));
+        let server = self.socket.take();
+        let server = server.map(|listener| ControlServer::start(listener, Arc::clone(&controlled)));
+        let server = server.transpose().map_err(CommandError::failed)?;
+        let ended = loop {
+            match (waiter.wait(&self.signals, EventSet::IN, None), &mut pool) {
+                (Ok(WakeReason::Ready), Some(pool)) => match self.signals.take() {
+                    Ok(libc::SIGHUP) => pool.reload(&controlled, hotplug),
+                    taken => break taken.map(|_| ()),
+                },
+                (ended, _) => break ended.map(|_| ()),
+            }
+        };
+        controlled.lift_limits();
+        drop(server);
+        let disks = Arc::into_inner(controlled).map(Controlled::into_disks);
+        ended.map_err(CommandError::failed)?;
+        Ok(disks.into_iter().flatten().collect())
+    }
+}

@@ -1,0 +1,176 @@
+//! The doors of a daemon: the protocols by which clients reach its disks.
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+
+use walvisor_devices::nbd::Tls;
+
+use super::nbd::NbdDoor;
+use super::tcmu::TcmuDoor;
+use super::vhost_user::VhostUserDoor;
+use crate::commands::CommandError;
+use crate::commands::socket::Sockets;
+use crate::commands::socket_names::SocketNames;
+use crate::control_socket::{Added, NotRemoved};
+use crate::disk_spec::{DiskCommand, DiskSpec};
+use crate::disks::disk_name;
+use crate::landlock::AllowedPaths;
+use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::seccomp::SyscallProfile;
+
+/// A protocol, and what this process has open for it.
+///
+/// ```text
+///   check ─▶ bind ─▶ allow ─▶ the process gives up its rights, disks are opened ─▶ add ... ─▶ start ─▶ stop ─▶ logs_closed
+///                                                                                   add, remove, forget: while it serves
+/// ```
+pub(super) trait Door: Send {
+    /// The key of `--disk` that gives a disk its name.
+    fn name_key(&self) -> &'static str {
+        "serial"
+    }
+
+    /// The name of a disk in control requests.
+    fn name(&self, spec: &DiskSpec) -> String {
+        disk_name(spec)
+    }
+
+    /// Refuses disks that can't be served beside each other. `specs`: all disks of this door.
+    fn check(&self, specs: &[DiskSpec]) -> Result<(), String>;
+
+    /// Makes what clients connect to. Disks may take long to open after a crash: clients that come early wait, and are not
+    /// refused. To be called while there is one thread.
+    fn bind(
+        &mut self,
+        specs: &[DiskSpec],
+        sockets: &mut Sockets,
+        names: &mut SocketNames,
+    ) -> Result<(), CommandError>;
+
+    /// Allows what the door needs of the file system besides images and logs.
+    fn allow(&self, _paths: &mut AllowedPaths) {}
+
+    /// Refuses a disk that can't be added to `others`, before it is opened. Returns the socket that serving it makes.
+    fn check_added(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String>;
+
+    /// Serves a disk: from [`start`](Self::start) on, if that has not been called yet.
+    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String>;
+
+    /// Lets clients in. To be called once.
+    fn start(&mut self) -> Result<(), CommandError>;
+
+    /// Stops serving a disk, and returns when nothing of the daemon uses it any more.
+    ///
+    /// # Errors
+    /// If something outside this process must let go of the disk first. Then it is served as before.
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved>;
+
+    /// Gives up what was kept to serve a removed disk again.
+    fn forget(&mut self, _spec: &DiskSpec) {}
+
+    /// Stops serving all disks, and returns when nothing of the door uses one any more.
+    fn stop(&mut self) -> Result<(), CommandError>;
+
+    /// Ends the door, now that the logs of its disks are closed.
+    fn logs_closed(&mut self) -> Result<(), CommandError> {
+        Ok(())
+    }
+}
+
+/// The doors that the disks of a daemon have.
+pub(super) struct Doors(BTreeMap<DiskCommand, Box<dyn Door>>);
+
+impl Doors {
+    /// The doors that `specs` name. Nothing is open yet. `mode`: the permissions of sockets; `grows`: disks may be added later.
+    pub(super) fn new(specs: &[DiskSpec], mode: u32, grows: bool, tls: &Tls) -> Self {
+        let mut doors: BTreeMap<DiskCommand, Box<dyn Door>> = BTreeMap::new();
+        for spec in specs {
+            doors.entry(spec.door).or_insert_with(|| match spec.door {
+                DiskCommand::VhostUser => Box::new(VhostUserDoor::new(mode)),
+                DiskCommand::Tcmu => Box::new(TcmuDoor::new(grows)),
+                _ => Box::new(NbdDoor::new(tls.clone())),
+            });
+        }
+        Self(doors)
+    }
+
+    /// Whether a disk has this door.
+    pub(super) fn has(&self, door: DiskCommand) -> bool {
+        self.0.contains_key(&door)
+    }
+
+    /// The system calls that they need.
+    pub(super) fn profile(&self) -> SyscallProfile {
+        SyscallProfile::Daemon {
+            vhost_user: self.has(DiskCommand::VhostUser),
+            tcmu: self.has(DiskCommand::Tcmu),
+        }
+    }
+
+    /// As [`Door::check`].
+    pub(super) fn check(&self, specs: &[DiskSpec]) -> Result<(), String> {
+        let mut doors = self.0.iter();
+        doors.try_for_each(|(kind, door)| door.check(&behind(*kind, specs)))
+    }
+
+    /// As [`Door::bind`].
+    pub(super) fn bind(
+        &mut self,
+        specs: &[DiskSpec],
+        sockets: &mut Sockets,
+        names: &mut SocketNames,
+    ) -> Result<(), CommandError> {
+        for (kind, door) in &mut self.0 {
+            door.bind(&behind(*kind, specs), sockets, names)?;
+        }
+        Ok(())
+    }
+
+    /// As [`Door::allow`].
+    pub(super) fn allow(&self, paths: &mut AllowedPaths) {
+        self.0.values().for_each(|door| door.allow(paths));
+    }
+
+    /// As [`Door::start`].
+    pub(super) fn start(&mut self) -> Result<(), CommandError> {
+        self.0.values_mut().try_for_each(|door| door.start())
+    }
+
+    /// As [`Door::stop`]. All doors are stopped; the first error is returned.
+    pub(super) fn stop(&mut self) -> Result<(), CommandError> {
+        let stopped: Vec<_> = self.0.values_mut().map(|door| door.stop()).collect();
+        stopped.into_iter().collect()
+    }
+
+    /// As [`Door::logs_closed`].
+    pub(super) fn logs_closed(&mut self) -> Result<(), CommandError> {
+        self.0.values_mut().try_for_each(|door| door.logs_closed())
+    }
+
+    /// The door of a disk.
+    pub(super) fn of(&mut self, spec: &DiskSpec) -> Result<&mut dyn Door, String> {
+        match self.0.get_mut(&spec.door) {
+            Some(door) => Ok(&mut **door),
+            None => Err(format!(
+                "disk '{}': this daemon has no disk with door={door}, and gave up what that takes when it started: start it \
+                 with one",
+                spec.name(),
+                door = spec.door.name()
+            )),
+        }
+    }
+
+    /// The name of a disk in control requests.
+    pub(super) fn name(&self, spec: &DiskSpec) -> String {
+        match self.0.get(&spec.door) {
+            Some(door) => door.name(spec),
+            None => disk_name(spec),
+        }
+    }
+}
+
+/// Those of `specs` that have this door.
+pub(super) fn behind(door: DiskCommand, specs: &[DiskSpec]) -> Vec<DiskSpec> {
+    let mine = specs.iter().filter(|spec| spec.door == door);
+    mine.cloned().collect()
+}

@@ -1,0 +1,194 @@
+//! Disks of a daemon that come and go: `walvisor ctl SOCKET add-disk` and `remove-disk`.
+//!
+//! ```text
+//!   add-disk    ─▶ the disk and its log lie beneath a --disk-dir ─▶ OpenLogs opens it ─▶ its Door serves it
+//!   remove-disk ─▶ its Door answers what was taken, and lets go of it ─▶ OpenLogs closes it, and its log with its last disk
+//! ```
+//! The process has given up most of its rights by then. What it keeps for this is decided by `--disk-dir`, when it starts.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use super::door::{Doors, behind};
+use crate::control_socket::{Added, Members, NotRemoved};
+use crate::disk_spec::DiskSpec;
+use crate::disks::{self, OpenLogs, Removed, real_path};
+
+/// The logs of a daemon, which its thread closes at the end.
+#[derive(Clone)]
+pub(super) struct SharedLogs(Arc<Mutex<OpenLogs>>);
+
+impl SharedLogs {
+    pub(super) fn new(logs: OpenLogs) -> Self {
+        Self(Arc::new(Mutex::new(logs)))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, OpenLogs> {
+        // A panic between two steps leaves logs that can be closed.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The logs, of which none are left.
+    pub(super) fn take(&self) -> OpenLogs {
+        std::mem::take(&mut *self.lock())
+    }
+}
+
+/// What a daemon serves.
+pub(super) struct ServedDisks {
+    /// The doors, and what is open for each.
+    pub(super) doors: Doors,
+    /// The disks, in the order in which they came.
+    pub(super) specs: Vec<DiskSpec>,
+}
+
+/// Adds disks to a daemon, and removes them. Copies share the disks.
+#[derive(Clone)]
+pub(super) struct Hotplug {
+    served: Arc<Mutex<ServedDisks>>,
+    logs: SharedLogs,
+    /// Disks may be added beneath these directories, which have no links.
+    disk_dirs: Vec<PathBuf>,
+}
+
+impl Hotplug {
+    pub(super) fn new(served: ServedDisks, disk_dirs: &[PathBuf], logs: &SharedLogs) -> Self {
+        Self {
+            served: Arc::new(Mutex::new(served)),
+            logs: logs.clone(),
+            disk_dirs: disk_dirs.to_vec(),
+        }
+    }
+
+    pub(super) fn lock(&self) -> MutexGuard<'_, ServedDisks> {
+        // A disk whose addition or removal panicked is in the list, and can be removed.
+        self.served.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Refuses a path that lies beneath no directory that was given for disks that are added.
+    fn check_place(&self, name: &str, path: &Path) -> Result<(), String> {
+        let real = real_path(path);
+        let beneath = |dir: &PathBuf| real.starts_with(dir) && real != *dir;
+        if self.disk_dirs.iter().any(beneath) {
+            return Ok(());
+        }
+        let path = path.display();
+        let dirs = self.disk_dirs.iter().map(|dir| dir.display().to_string());
+        let dirs: Vec<_> = dirs.collect();
+        Err(format!(
+            "disk '{name}': {path} is not beneath a --disk-dir of this daemon ({}): name one there, or start the daemon with \
+             --disk-dir DIR, a directory above it",
+            dirs.join(", ")
+        ))
+    }
+
+    fn check(&self, served: &mut ServedDisks, spec: &DiskSpec) -> Result<(), String> {
+        let name = served.doors.name(spec);
+        if self.disk_dirs.is_empty() {
+            let above = spec.path.as_ref();
+            let above = above.map(|path| format!(", a directory above {}", path.display()));
+            return Err(format!(
+                "disk '{name}': this daemon gave up the right to open disks when it started: start it with --disk-dir DIR{}",
+                above.unwrap_or_default()
+            ));
+        }
+        let door = served.doors.of(spec)?;
+        let name_key = door.name_key();
+        let socket = door.check_added(spec, &behind(spec.door, &served.specs));
+        let name_of = |spec| served.doors.name(spec);
+        if served.specs.iter().any(|other| name_of(other) == name) {
+            return Err(format!(
+                "disk '{name}' is served already: remove it first, or give the new one its own {name_key}="
+            ));
+        }
+        let image =
+            |spec: &DiskSpec| Some(real_path(spec.path.as_ref()?)).filter(|_| spec.at.is_none());
+        let mut others = served.specs.iter();
+        if let Some(path) = image(spec)
+            && let Some(other) = others.find(|other| image(other).as_ref() == Some(&path))
+        {
+            return Err(format!(
+                "disk '{name}': its image is served already, as '{}': remove that disk first",
+                name_of(other)
+            ));
+        }
+        if spec.scratch {
+            return Err(format!(
+                "disk '{name}': scratch=on is for disks of the daemon's command line: leave it out"
+            ));
+        }
+        let socket = socket?;
+        let log = spec.log_directory();
+        let log = log.filter(|_| !self.logs.lock().has_log_of(spec));
+        let paths = [&spec.path, &log, &socket];
+        let mut paths = paths.into_iter().flatten();
+        paths.try_for_each(|path| self.check_place(&name, path))?;
+        let all: Vec<_> = served.specs.iter().chain([spec]).cloned().collect();
+        disks::check(&all)
+    }
+
+    /// Serves a disk again that could not be closed.
+    fn serve_again(
+        &self,
+        doors: &mut Doors,
+        spec: &DiskSpec,
+        error: &dyn std::fmt::Display,
+    ) -> NotRemoved {
+        let disk = self.logs.lock().again(spec, 1);
+        let added = disk.ok_or_else(|| "it is not open any more".to_owned());
+        match added.and_then(|disk| doors.of(spec)?.add(spec, &disk)) {
+            Ok(Added { disk, .. }) => NotRemoved {
+                why: format!("{error}; it is served again"),
+                disk: Some(disk),
+            },
+            Err(other) => NotRemoved {
+                why: format!("{error}; it is not served again: {other}"),
+                disk: None,
+            },
+        }
+    }
+}
+
+impl Members for Hotplug {
+    fn add(&self, spec: &DiskSpec) -> Result<Added, String> {
+        let mut served = self.lock();
+        self.check(&mut served, spec)?;
+        let disk = self.logs.lock().add(spec, 1)?;
+        match served.doors.of(spec)?.add(spec, &disk) {
+            Ok(added) => {
+                served.specs.push(spec.clone());
+                Ok(added)
+            }
+            Err(error) => {
+                drop(disk);
+                let closed = self.logs.lock().remove(spec);
+                if let Err(error) = closed {
+                    tracing::error!("{error}");
+                }
+                Err(error)
+            }
+        }
+    }
+
+    fn remove(&self, name: &str) -> Result<Removed, NotRemoved> {
+        let mut served = self.lock();
+        let ServedDisks { doors, specs } = &mut *served;
+        let refused = |why: String| NotRemoved { why, disk: None };
+        let Some(place) = specs.iter().position(|spec| doors.name(spec) == name) else {
+            return Err(refused("it is not served".to_owned()));
+        };
+        doors
+            .of(&specs[place])
+            .map_err(refused)?
+            .remove(&specs[place])?;
+        let closed = self.logs.lock().remove(&specs[place]);
+        match closed {
+            Ok(removed) => {
+                let spec = specs.remove(place);
+                doors.of(&spec).map_err(refused)?.forget(&spec);
+                Ok(removed)
+            }
+            Err(error) => Err(self.serve_again(doors, &specs[place], &error)),
+        }
+    }
+}

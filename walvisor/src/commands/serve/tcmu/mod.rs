@@ -1,0 +1,307 @@
+//! TCMU: disks of this machine's own kernel, through its SCSI target.
+
+mod disks;
+mod wanted;
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::thread;
+use std::time::Instant;
+
+use clap::Args;
+use serde_json::json;
+use walvisor_devices::listen::{Stop, Threads};
+
+use self::disks::TargetDisks;
+use self::wanted::{backstore_name, wanted, wwn};
+use super::daemon::{DaemonArguments, announce};
+use super::door::Door;
+use crate::commands::CommandError;
+use crate::commands::socket::Sockets;
+use crate::commands::socket_names::SocketNames;
+use crate::control_socket::{Added, NotRemoved};
+use crate::disk_spec::{DiskCommand, DiskSpec};
+use crate::landlock::AllowedPaths;
+use crate::lio::{Backstore, Events, LioDisk, Target, TargetExport, Uio};
+use walvisor_vmm::disk::OpenDisk;
+
+/// The arguments of `walvisor serve tcmu`.
+#[derive(Args, Debug)]
+pub struct TcmuArguments {
+    /// What every daemon takes.
+    #[command(flatten)]
+    pub daemon: DaemonArguments,
+    /// List walvisor's disks in the kernel's target, served or not, and exit
+    #[arg(long, conflicts_with_all = ["disks", "config"])]
+    pub list: bool,
+    /// With --list: print JSON
+    #[arg(long, requires = "list")]
+    pub json: bool,
+    /// Remove disks that a killed daemon has left in the kernel's target, with their LUNs, and exit
+    #[arg(long, value_name = "NAME", num_args = 0.., conflicts_with_all = ["disks", "config", "list"])]
+    pub remove: Option<Vec<String>>,
+    /// With --remove: remove all such disks
+    #[arg(long, requires = "remove")]
+    pub all: bool,
+}
+
+/// Carries out `walvisor serve tcmu`.
+pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), CommandError> {
+    if arguments.list {
+        return list(arguments.json);
+    }
+    if let Some(names) = &arguments.remove {
+        return remove(names, arguments.all);
+    }
+    arguments.daemon.run(DiskCommand::Tcmu, started)
+}
+
+/// The kernel's target, and the disks that it has from this process.
+pub(super) struct TcmuDoor {
+    /// Disks may be added later.
+    grows: bool,
+    target: Option<Target>,
+    /// Disks that are in the target and not served yet, by name.
+    raised: HashMap<String, LioDisk>,
+    disks: TargetDisks,
+    /// Tells of changes in configfs; `None`: nothing does, or the thread below listens.
+    events: Option<Events>,
+    listener: Option<Listener>,
+    /// What the next process may take over once the logs are closed.
+    stays: Vec<Backstore>,
+}
+
+/// A thread that listens for changes in configfs. Dropping it ends the thread.
+struct Listener {
+    stop: Stop,
+    _thread: Threads,
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.stop.tell();
+    }
+}
+
+impl TcmuDoor {
+    /// `grows`: disks may be added later.
+    pub(super) fn new(grows: bool) -> Self {
+        Self {
+            grows,
+            target: None,
+            raised: HashMap::new(),
+            disks: TargetDisks::default(),
+            events: None,
+            listener: None,
+            stays: Vec::new(),
+        }
+    }
+}
+
+impl Door for TcmuDoor {
+    fn name_key(&self) -> &'static str {
+        "name"
+    }
+
+    fn name(&self, spec: &DiskSpec) -> String {
+        backstore_name(spec).unwrap_or_else(|_| spec.name())
+    }
+
+    fn check(&self, specs: &[DiskSpec]) -> Result<(), String> {
+        wanted(specs).map(drop)
+    }
+
+    /// Raises the back stores: initiators of an earlier process wait, and get no errors.
+    fn bind(
+        &mut self,
+        specs: &[DiskSpec],
+        _sockets: &mut Sockets,
+        _names: &mut SocketNames,
+    ) -> Result<(), CommandError> {
+        let mut target = Target::open().map_err(CommandError::failed)?;
+        if self.grows {
+            target.hand_over().map_err(CommandError::failed)?;
+        }
+        let all = wanted(specs).map_err(CommandError::Usage)?;
+        for (spec, wanted) in specs.iter().zip(all) {
+            let disk = LioDisk::raise(&target, &wanted, spec.fabric, &wwn(spec, &wanted));
+            let disk = disk.map_err(CommandError::failed)?;
+            self.raised.insert(wanted.name, disk);
+        }
+        self.target = Some(target);
+        // After the back stores are raised, so that it does not hear of this process's own changes.
+        let events = Events::listen()
+            .inspect_err(|error| tracing::warn!("changes in configfs are not noticed: {error}"));
+        self.events = events.ok();
+        Ok(())
+    }
+
+    fn allow(&self, paths: &mut AllowedPaths) {
+        let Some(target) = &self.target else {
+            return;
+        };
+        for disk in self.raised.values() {
+            allow_disk(paths, target, disk);
+        }
+        if self.grows {
+            // The number of a back store, and so its directory, is known only when it is made.
+            let grounds = target.grounds();
+            grounds.iter().for_each(|ground| paths.build(ground));
+            paths.read(target.devices());
+        }
+    }
+
+    fn check_added(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String> {
+        let all: Vec<_> = others.iter().chain([spec]).cloned().collect();
+        wanted(&all).map(|_| None)
+    }
+
+    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {
+        let wanted = wanted(std::slice::from_ref(spec))?.remove(0);
+        let lio = match (self.raised.remove(&wanted.name), &self.target) {
+            (Some(raised), _) => raised,
+            (None, Some(target)) => {
+                let lio = LioDisk::raise(target, &wanted, spec.fabric, &wwn(spec, &wanted));
+                lio.map_err(|error| error.to_string())?
+            }
+            (None, None) => return Err("the kernel's target is not open".to_owned()),
+        };
+        let (disk, place) = self.disks.serve(spec, &wanted, disk, lio)?;
+        Ok(Added { disk, place })
+    }
+
+    fn start(&mut self) -> Result<(), CommandError> {
+        let Some(events) = self.events.take() else {
+            return Ok(());
+        };
+        let stop = Stop::new().map_err(CommandError::failed)?;
+        let (disks, stopped) = (self.disks.clone(), stop.clone());
+        let mut thread = Threads::new("TCMU");
+        let named = thread::Builder::new().name("tcmu-events".into());
+        let started = thread.start(named, move || disks.listen(&events, &stopped));
+        started.map_err(CommandError::failed)?;
+        let _thread = thread;
+        self.listener = Some(Listener { stop, _thread });
+        Ok(())
+    }
+
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
+        let removed = self.disks.remove(&self.name(spec));
+        removed.map(drop).map_err(|(other, disk)| NotRemoved {
+            why: format!("it is exported by {}: remove that LUN first", other.place()),
+            disk: Some(disk),
+        })
+    }
+
+    fn stop(&mut self) -> Result<(), CommandError> {
+        self.listener = None;
+        // A disk that was never served is taken down too.
+        self.raised.clear();
+        self.stays = self.disks.dismantle().map_err(CommandError::failed)?;
+        Ok(())
+    }
+
+    /// No completed write is in memory only, so the next process can take over the back stores that stay.
+    fn logs_closed(&mut self) -> Result<(), CommandError> {
+        let mut stays = std::mem::take(&mut self.stays).into_iter();
+        stays
+            .try_for_each(|store| store.set_durable(true))
+            .map_err(CommandError::failed)
+    }
+}
+
+/// Allows the directories of configfs that a disk needs, while it is served and when it is taken down.
+fn allow_disk(paths: &mut AllowedPaths, target: &Target, disk: &LioDisk) {
+    let directory = disk.store().directory();
+    let hba = directory.parent().unwrap_or(directory);
+    paths.configure(hba);
+    paths.dismantle(hba.parent().unwrap_or(hba));
+    for export in disk.exports() {
+        paths.configure(&export.fabric().join(export.wwn()));
+        paths.dismantle(export.fabric());
+    }
+    // The process also looks up other exports of the disk, and the kernel's name for the disk.
+    paths.read(&target.root());
+    paths.read(Path::new("/sys/bus/scsi"));
+    paths.read(Path::new("/sys/devices"));
+}
+
+/// Lists the back stores in the target.
+fn list(as_json: bool) -> Result<(), CommandError> {
+    let target = Target::open().map_err(CommandError::failed)?;
+    let stores = Backstore::ours(&target);
+    let rows = stores.iter().map(|store| {
+        let exports = TargetExport::of(store);
+        let places: Vec<_> = exports.iter().map(TargetExport::place).collect();
+        let disks: Vec<_> = exports.iter().filter_map(TargetExport::disk_now).collect();
+        (store, places, disks, Uio::server(store))
+    });
+    if as_json {
+        let rows: Vec<_> = rows
+            .map(|(store, places, disks, server)| {
+                json!({
+                    "name": store.name,
+                    "image": store.image(),
+                    "size_bytes": store.size(),
+                    "path": store.directory().display().to_string(),
+                    "exports": places,
+                    "disks": disks,
+                    "pid": server,
+                })
+            })
+            .collect();
+        announce(&format!("{}\n", serde_json::Value::from(rows)));
+        return Ok(());
+    }
+    for (store, places, disks, server) in rows {
+        let size = store.size().unwrap_or(0);
+        let image = store.image().unwrap_or_default();
+        let seen = [disks, places].concat();
+        let seen = if seen.is_empty() {
+            "exported by none".to_owned()
+        } else {
+            seen.join(", ")
+        };
+        let served = match server {
+            Some(process) => format!("served by process {process}"),
+            None => "served by none".to_owned(),
+        };
+        announce(&format!(
+            "{}: {size} bytes of {image}; {seen}; {served}\n",
+            store.name
+        ));
+    }
+    Ok(())
+}
+
+/// Removes back stores that no process serves.
+fn remove(names: &[String], all: bool) -> Result<(), CommandError> {
+    if names.is_empty() != all {
+        return Err(CommandError::Usage(
+            "--remove takes the names of disks ('--list' shows them), or --all".to_owned(),
+        ));
+    }
+    let target = Target::open().map_err(CommandError::failed)?;
+    let ours = Backstore::ours(&target);
+    let mut chosen = Vec::new();
+    for name in names {
+        let found = ours.iter().find(|store| store.name == *name);
+        chosen.push(found.ok_or_else(|| {
+            CommandError::Failed(format!(
+                "the kernel's target has no disk '{name}' of walvisor: '--list' shows its disks"
+            ))
+        })?);
+    }
+    if all {
+        chosen.extend(&ours);
+    }
+    let mut outcome = Ok(());
+    for store in chosen {
+        match LioDisk::clear(store) {
+            Ok(()) => announce(&format!("removed {}\n", store.name)),
+            Err(error) if outcome.is_ok() => outcome = Err(CommandError::failed(error)),
+            Err(error) => tracing::error!("{error}"),
+        }
+    }
+    outcome
+}

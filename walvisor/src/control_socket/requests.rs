@@ -1,0 +1,550 @@
+//! Carries out requests.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use rustix::net::sockopt;
+use serde_json::{Value, json};
+use walvisor_devices::backend::{SECTOR_SIZE, flush};
+use walvisor_devices::throttle::{self};
+
+use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
+use super::controlled::{Added, Controlled, Listed, Members, NotRemoved, Power};
+use super::stats;
+use crate::disk::{cache_in_force, log_name, logged};
+use crate::disk_spec::DiskSpec;
+use crate::disks::Removed;
+use crate::point::{
+    mark_json, parse_point, parse_retain, rewound_json, show_retain, snapshot_json,
+};
+use walvisor_vmm::disk::DiskInUse;
+
+impl Controlled {
+    fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
+        disk.throttle.set(limits);
+        self.apply_end(disk);
+    }
+
+    /// Carries out a request.
+    pub(super) fn execute(&self, command: &ControlCommand) -> Result<Value, ControlError> {
+        match command {
+            ControlCommand::Stats(Format::Json) => Ok(stats::json(self)),
+            ControlCommand::Stats(Format::Prometheus) => {
+                Ok(json!({ "text": stats::prometheus(self) }))
+            }
+            ControlCommand::Pause => self.pause(),
+            ControlCommand::Resume => {
+                self.resume();
+                Ok(json!({ "state": "running" }))
+            }
+            ControlCommand::Resize { disk, size_bytes } => {
+                self.resize(disk.as_deref(), *size_bytes)
+            }
+            ControlCommand::SetCache { disk, cache } => self.set_cache(disk.as_deref(), *cache),
+            ControlCommand::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
+            ControlCommand::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
+            ControlCommand::Export { .. } => Err(ControlError::new(
+                "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as 'walvisor ctl' does",
+            )),
+            ControlCommand::AddDisk { spec } => {
+                self.members()?;
+                let spec = DiskSpec::parse(spec, self.kind).map_err(ControlError::new)?;
+                self.add_disk(&spec)
+            }
+            ControlCommand::RemoveDisk { disk } => self.remove_disk(disk),
+            ControlCommand::Snapshot { disk, name, alone } => {
+                let made = self.in_log(disk.as_deref(), |disk| match alone {
+                    true => disk.snapshot_alone(name.parse()?),
+                    false => disk.snapshot(name.parse()?),
+                })?;
+                Ok(snapshot_json(&made))
+            }
+            ControlCommand::Snapshots { disk } => self.in_log(disk.as_deref(), |disk| {
+                let snapshots: Vec<_> = disk.snapshots().iter().map(snapshot_json).collect();
+                Ok(json!({ "retain": show_retain(disk.retain()), "snapshots": snapshots }))
+            }),
+            ControlCommand::SnapshotDelete { disk, name } => {
+                self.in_log(disk.as_deref(), |disk| disk.delete_snapshot(name.parse()?))?;
+                Ok(json!({ "deleted": name }))
+            }
+            ControlCommand::Restore { disk, at } => self.restore(disk.as_deref(), at),
+            ControlCommand::Mark { disk, text } => {
+                let text = text.parse().map_err(ControlError::new)?;
+                let made = self.in_log(disk.as_deref(), |disk| disk.mark(&text))?;
+                Ok(mark_json(&text, &made))
+            }
+            ControlCommand::SetRetain { disk, retain } => {
+                let kept = parse_retain(retain).map_err(ControlError::new)?;
+                self.in_log(disk.as_deref(), |disk| disk.set_retain(kept))?;
+                Ok(json!({ "retain": show_retain(kept) }))
+            }
+            ControlCommand::Look(_) => Err(ControlError::new(
+                "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), as 'walvisor ctl' does",
+            )),
+            ControlCommand::Unlook { look } => self.looks.end(look),
+            ControlCommand::Looks => Ok(self.looks.told()),
+            ControlCommand::Shutdown { now: false } => {
+                // A paused guest or disk cannot end in order.
+                self.resume();
+                Ok(json!({}))
+            }
+            ControlCommand::Shutdown { now: true } => Ok(json!({})),
+        }
+    }
+
+    /// Carries out the part of a request that comes after its answer.
+    pub(super) fn answered(&self, command: &ControlCommand) {
+        let ControlCommand::Shutdown { now } = command else {
+            return;
+        };
+        match &self.power {
+            Power::Guest { control, .. } if *now => {
+                control.end(walvisor_vmm::control::RunEnd::Quit)
+            }
+            Power::Guest { control, .. } => control.ask_for_power_down(),
+            Power::Daemon { end, .. } => end(),
+        }
+    }
+
+    /// The disk of that name, or the only one.
+    fn disk(&self, name: Option<&str>) -> Result<Listed, ControlError> {
+        let disks = self.disks();
+        let names = || {
+            let names: Vec<_> = disks.iter().map(|disk| disk.name.as_str()).collect();
+            names.join(", ")
+        };
+        let wanted = |disk: &&Listed| name.is_none_or(|name| disk.name == name);
+        let found: Vec<_> = disks.iter().filter(wanted).collect();
+        match (&found[..], name) {
+            ([disk], _) => Ok(Listed::clone(disk)),
+            ([], Some(name)) if disks.is_empty() => Err(ControlError::no_such_disk(format_args!(
+                "no disk '{name}': there is no disk"
+            ))),
+            ([], Some(name)) => Err(ControlError::no_such_disk(format_args!(
+                "no disk '{name}': there are {}",
+                names()
+            ))),
+            ([], None) => Err(ControlError::no_such_disk("there is no disk")),
+            (_, Some(name)) => Err(ControlError::no_such_disk(format_args!(
+                "several disks are called '{name}': give each its own serial="
+            ))),
+            (_, None) => Err(ControlError::no_such_disk(format_args!(
+                "say which disk: {}",
+                names()
+            ))),
+        }
+    }
+
+    fn pause(&self) -> Result<Value, ControlError> {
+        let _change = self.change();
+        if !self.is_paused() {
+            if let Power::Guest { control, .. } = &self.power {
+                control.pause();
+            }
+            for disk in &self.disks() {
+                // Requests that a limit holds back would delay the pause, and no client can lift the limit
+                // during it.
+                let limits = disk.throttle.limits();
+                disk.throttle.set(throttle::Limits::default());
+                let rests = disk.device.pause();
+                self.limit(disk, limits);
+                if let Err(error) = rests {
+                    self.let_go_on();
+                    let name = &disk.name;
+                    return Err(ControlError::new(format_args!("disk '{name}': {error}")));
+                }
+            }
+            self.paused.store(true, Ordering::SeqCst);
+        }
+        Ok(json!({ "state": "paused" }))
+    }
+
+    fn resume(&self) {
+        let _change = self.change();
+        if self.paused.swap(false, Ordering::SeqCst) {
+            self.let_go_on();
+        }
+    }
+
+    fn let_go_on(&self) {
+        self.disks().iter().for_each(|disk| disk.device.resume());
+        if let Power::Guest { control, .. } = &self.power {
+            control.resume();
+        }
+    }
+
+    fn resize(&self, name: Option<&str>, size: u64) -> Result<Value, ControlError> {
+        let disk = self.disk(name)?;
+        let _change = self.change();
+        let old_size = disk.backend.sectors() * SECTOR_SIZE;
+        disk.backend
+            .grow(size)
+            .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))?;
+        disk.device.capacity_changed();
+        let size = disk.backend.sectors() * SECTOR_SIZE;
+        Ok(json!({ "disk": disk.name, "old_size_bytes": old_size, "size_bytes": size }))
+    }
+
+    fn set_cache(&self, name: Option<&str>, cache: CacheChoice) -> Result<Value, ControlError> {
+        let disk = self.disk(name)?;
+        let failed = |error: &dyn std::fmt::Display| {
+            ControlError::new(format_args!("disk '{}': {error}", disk.name))
+        };
+        if !disk.backend.capabilities().write_cache_toggle {
+            return Err(failed(&"its cache mode cannot be changed"));
+        }
+        let _change = self.change();
+        let on = disk.device.set_write_cache(cache == CacheChoice::Writeback);
+        if !on {
+            // Writes completed before the change must become as durable as the later ones.
+            flush(&*disk.backend).map_err(|error| failed(&error))?;
+        }
+        Ok(
+            json!({ "disk": disk.name, "requested": cache, "cache": cache_in_force(&*disk.backend) }),
+        )
+    }
+
+    fn set_limit(&self, name: Option<&str>, wanted: &LimitChange) -> Result<Value, ControlError> {
+        let disk = self.disk(name)?;
+        let _change = self.change();
+        let mut limits = disk.throttle.limits();
+        // A burst belongs to its rate, so a new rate resets the burst.
+        for (rate, burst, new_rate, new_burst) in [
+            (
+                &mut limits.ops_per_second,
+                &mut limits.ops_burst,
+                wanted.ops_per_second,
+                wanted.ops_burst,
+            ),
+            (
+                &mut limits.bytes_per_second,
+                &mut limits.bytes_burst,
+                wanted.bytes_per_second,
+                wanted.bytes_burst,
+            ),
+        ] {
+            if let Some(new_rate) = new_rate {
+                (*rate, *burst) = (new_rate, 0);
+            }
+            *burst = new_burst.unwrap_or(*burst);
+            if *rate == 0 && *burst > 0 {
+                return Err(ControlError::new(
+                    "a burst needs a limit: give the operations or bytes per second too",
+                ));
+            }
+        }
+        self.limit(&disk, limits);
+        let mut answer = stats::limits(&disk.throttle);
+        answer["disk"] = disk.name.clone().into();
+        Ok(answer)
+    }
+
+    /// What lets disks come and go.
+    fn members(&self) -> Result<&dyn Members, ControlError> {
+        match &self.power {
+            Power::Daemon {
+                members: Some(members),
+                ..
+            } => Ok(&**members),
+            Power::Daemon { members: None, .. } => Err(ControlError::new(format_args!(
+                "the disks of 'walvisor {}' are fixed: stop it and start it with other disks",
+                self.kind.words()
+            ))),
+            Power::Guest { .. } => Err(ControlError::new(
+                "the disks of a guest are fixed: this monitor has no hot-plug; stop the guest and start it with other disks, \
+                 or use 'walvisor serve vhost-user' with a monitor that has hot-plug",
+            )),
+        }
+    }
+
+    /// Opens a disk and serves it. Returns the answer for clients.
+    pub(crate) fn add_disk(&self, spec: &DiskSpec) -> Result<Value, ControlError> {
+        let members = self.members()?;
+        if self.is_paused() {
+            return Err(ControlError::new(
+                "the disks are paused: add the disk after 'walvisor ctl SOCKET resume'",
+            ));
+        }
+        let Added { disk, place } = members.add(spec).map_err(ControlError::new)?;
+        let answer = json!({
+            "disk": disk.name,
+            "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
+            "place": place,
+            "log": log_name(&*disk.backend),
+        });
+        self.publish(disk);
+        Ok(answer)
+    }
+
+    /// Lets requests reach a disk that is served.
+    fn publish(&self, disk: DiskInUse) {
+        let _change = self.change();
+        if self.is_paused()
+            && let Err(error) = disk.device.pause()
+        {
+            tracing::warn!("disk '{}' is not paused: {error}", disk.name);
+        }
+        self.list(disk.clone());
+        self.apply_end(&disk);
+    }
+
+    /// Stops serving a disk, and closes it. Returns the answer for clients.
+    pub(crate) fn remove_disk(&self, name: &str) -> Result<Value, ControlError> {
+        let members = self.members()?;
+        let disk = self.disk(Some(name))?;
+        let log = log_name(&*disk.backend);
+        // Requests that a limit holds back would delay the removal.
+        let limits = disk.throttle.limits();
+        disk.throttle.set(throttle::Limits::default());
+        drop(disk);
+        if !self.take_off(name) {
+            return Err(ControlError::no_such_disk(format_args!(
+                "no disk '{name}': another client has removed it"
+            )));
+        }
+        match members.remove(name) {
+            Ok(Removed::Complete) => Ok(json!({ "disk": name, "image": "complete", "log": log })),
+            Ok(Removed::InLog) => Ok(json!({
+                "disk": name,
+                "image": "incomplete",
+                "log": log,
+                "note": "the log keeps history, and with it the newest records of this disk: open the disk with its log",
+            })),
+            Err(NotRemoved { why, disk }) => {
+                if let Some(disk) = disk {
+                    disk.throttle.set(limits);
+                    self.publish(disk);
+                }
+                Err(ControlError::new(format_args!("disk '{name}': {why}")))
+            }
+        }
+    }
+
+    fn checkpoint(&self, name: Option<&str>) -> Result<Value, ControlError> {
+        let disks = match name {
+            Some(name) => vec![self.disk(Some(name))?],
+            None => self.disks(),
+        };
+        let mut done = Vec::new();
+        for disk in disks {
+            let failed = |error| ControlError::new(format_args!("disk '{}': {error}", disk.name));
+            disk.backend.checkpoint().map_err(failed)?;
+            done.push(disk.name.clone());
+        }
+        Ok(json!({ "disks": done }))
+    }
+
+    /// Does something with the log of a disk.
+    fn in_log<T>(
+        &self,
+        name: Option<&str>,
+        action: impl FnOnce(&walvisor_storage::Disk) -> walvisor_storage::Result<T>,
+    ) -> Result<T, ControlError> {
+        let disk = self.disk(name)?;
+        let Some(logged) = logged(&*disk.backend) else {
+            return Err(ControlError::new(format_args!(
+                "disk '{}': it has no log, and so no history",
+                disk.name
+            )));
+        };
+        action(logged)
+            .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
+    }
+
+    /// Makes a disk what it was at a point. No request of a paused disk is under way.
+    fn restore(&self, name: Option<&str>, at: &str) -> Result<Value, ControlError> {
+        let at = parse_point(at).map_err(ControlError::new)?;
+        let _change = self.change();
+        if !self.is_paused() {
+            return Err(ControlError::new(
+                "restore: the disks are in use: unmount this one in its guest, or end what uses it, then 'walvisor ctl SOCKET \
+                 pause', restore, and 'resume'",
+            ));
+        }
+        let disk = self.disk(name)?.name.clone();
+        let done = self.in_log(Some(&disk), |disk| disk.rewind(at))?;
+        let mut answer = rewound_json(&done);
+        answer["disk"] = disk.into();
+        Ok(answer)
+    }
+
+    /// Serves a disk as it was at a point. `files`: the listening socket, for a look that takes writes an empty file, and
+    /// descriptors that are closed when the look ends.
+    pub(super) fn look(
+        &self,
+        request: &LookRequest,
+        files: Vec<OwnedFd>,
+    ) -> Result<Value, ControlError> {
+        let at = parse_point(&request.at).map_err(ControlError::new)?;
+        let mut files = files.into_iter();
+        let listener = files
+            .next()
+            .ok_or_else(|| missing("a socket that listens"))?;
+        if !matches!(sockopt::socket_acceptconn(&listener), Ok(true)) {
+            return Err(missing("a socket that listens"));
+        }
+        let scratch = match request.scratch {
+            true => Some(files.next().ok_or_else(|| missing("an empty file"))?.into()),
+            false => None,
+        };
+        let name = &self.disk(request.disk.as_deref())?.name;
+        let look = self.in_log(Some(name), |disk| disk.look(at, scratch))?;
+        let served = self
+            .looks
+            .serve(name, look, request, listener.into(), files.collect());
+        served.map_err(|error| ControlError::new(format_args!("disk '{name}': {error}")))
+    }
+
+    /// Copies a disk, as it is or as it was at a point, to an empty file. `progress`: see [`Backend::export`](walvisor_devices::backend::Backend::export).
+    pub(super) fn export(
+        &self,
+        name: Option<&str>,
+        at: Option<&str>,
+        file: File,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> Result<Value, ControlError> {
+        let disk = self.disk(name)?;
+        let at = at.map(parse_point).transpose().map_err(ControlError::new)?;
+        let done = match at {
+            Some(at) => self.in_log(name, |disk| disk.export_at(at, file, progress))?,
+            None => disk.backend.export(file, progress).map_err(|error| {
+                ControlError::new(format_args!("disk '{}': {error}", disk.name))
+            })?,
+        };
+        Ok(json!({ "disk": disk.name, "size_bytes": done.size, "copied_bytes": done.copied }))
+    }
+}
+
+/// The error for a look without a descriptor that it needs.
+fn missing(what: &str) -> ControlError {
+    ControlError::new(format_args!(
+        "look: the descriptor of {what} is missing: send it with the request (SCM_RIGHTS), as 'walvisor ctl' does"
+    ))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::sync::{Arc, Mutex};
+    use std::thread;
+    use std::time::Instant;
+
+    use walvisor_devices::backend::ram::RamDisk;
+    use walvisor_devices::control::DeviceControl;
+
+    use super::*;
+    use crate::disk_spec::DiskCommand;
+
+    /// A device that takes as long to change its cache mode, or to pause, as the test wants.
+    struct Slow {
+        came: Mutex<Sender<()>>,
+        go: Mutex<Receiver<()>>,
+    }
+
+    impl Slow {
+        fn wait(&self) {
+            self.came.lock().unwrap().send(()).unwrap();
+            self.go.lock().unwrap().recv().unwrap();
+        }
+    }
+
+    impl DeviceControl for Slow {
+        fn capacity_changed(&self) {}
+
+        fn set_write_cache(&self, on: bool) -> bool {
+            self.wait();
+            on
+        }
+
+        fn pause(&self) -> io::Result<()> {
+            self.wait();
+            Ok(())
+        }
+
+        fn resume(&self) {}
+    }
+
+    /// A daemon with one slow disk, a receiver that reports each call to its device, and a sender that lets the
+    /// call return.
+    fn daemon() -> (Controlled, Receiver<()>, Sender<()>) {
+        let ((came, comes), (go, goes)) = (channel(), channel());
+        let disk = DiskInUse {
+            name: "disk".into(),
+            transport: "nbd",
+            backend: Arc::new(RamDisk::new(8)),
+            metrics: Arc::default(),
+            throttle: Arc::default(),
+            device: Arc::new(Slow {
+                came: Mutex::new(came),
+                go: Mutex::new(goes),
+            }),
+        };
+        let power = Power::Daemon {
+            end: Box::new(|| ()),
+            members: None,
+        };
+        let controlled = Controlled::new(DiskCommand::Nbd, Instant::now(), vec![disk], power);
+        (controlled, comes, go)
+    }
+
+    fn state(controlled: &Controlled) -> Value {
+        let stats = controlled
+            .execute(&ControlCommand::Stats(Format::Json))
+            .unwrap();
+        stats["state"].clone()
+    }
+
+    #[test]
+    fn the_state_is_told_while_another_client_changes_something() {
+        let (controlled, comes, go) = daemon();
+        let during = |command: &ControlCommand, expected: &str| {
+            thread::scope(|scope| {
+                let other = scope.spawn(|| controlled.execute(command));
+                comes.recv().unwrap();
+                assert_eq!(state(&controlled), expected, "during {command:?}");
+                go.send(()).unwrap();
+                other.join().unwrap().unwrap();
+            });
+        };
+        let set_cache = ControlCommand::SetCache {
+            disk: None,
+            cache: CacheChoice::Writeback,
+        };
+        during(&set_cache, "running");
+        // The pause has not ended, so the state is still "running".
+        during(&ControlCommand::Pause, "running");
+        assert_eq!(state(&controlled), "paused");
+        during(&set_cache, "paused");
+        assert_eq!(state(&controlled), "paused");
+        controlled.execute(&ControlCommand::Resume).unwrap();
+        assert_eq!(state(&controlled), "running");
+    }
+
+    #[test]
+    fn no_limit_is_left_once_the_end_has_come() {
+        let (controlled, comes, go) = daemon();
+        let limits = |controlled: &Controlled| controlled.disks()[0].throttle.limits();
+        let one = ControlCommand::SetLimit {
+            disk: None,
+            limits: LimitChange {
+                ops_per_second: Some(1),
+                ..LimitChange::default()
+            },
+        };
+        controlled.execute(&one).unwrap();
+        assert_eq!(limits(&controlled).ops_per_second, 1);
+        thread::scope(|scope| {
+            let pause = scope.spawn(|| controlled.execute(&ControlCommand::Pause));
+            comes.recv().unwrap();
+            controlled.lift_limits();
+            // The pause restores the limit after this, unless it sees the end.
+            go.send(()).unwrap();
+            pause.join().unwrap().unwrap();
+        });
+        assert_eq!(limits(&controlled).ops_per_second, 0);
+        controlled.execute(&one).unwrap();
+        assert_eq!(limits(&controlled).ops_per_second, 0);
+    }
+}

@@ -1,0 +1,182 @@
+//! Statistics: as JSON with stable keys, and as Prometheus text.
+
+use serde_json::{Map, Value, json};
+use walvisor_devices::backend::{Backend, Condition, SECTOR_SIZE};
+
+use super::controlled::{Controlled, Listed, Power};
+use crate::disk::{cache_in_force, log_name, logged};
+use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
+use walvisor_devices::throttle::Throttle;
+use walvisor_vmm::disk::DiskInUse;
+
+use crate::metrics::{DiskMetrics, RunMetrics, render, render_served, unix_us};
+use crate::point::history_json;
+use walvisor_vmm::vm::exits::ExitReason;
+
+/// All statistics, as JSON.
+pub(super) fn json(controlled: &Controlled) -> Value {
+    let state = match controlled.is_paused() {
+        true => "paused",
+        false => "running",
+    };
+    let disks = controlled.disks();
+    let mut all = json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "kind": controlled.kind.name(),
+        "pid": std::process::id(),
+        "state": state,
+        "uptime_us": controlled.started.elapsed().as_micros() as u64,
+        "logs": logs(&disks),
+        "disks": disks.iter().map(|listed| disk(listed)).collect::<Vec<_>>(),
+    });
+    if let Power::Guest { exits, .. } = &controlled.power {
+        let of = |reason: ExitReason| exits.iter().map(move |counters| counters.get(reason));
+        let by_reason: Map<String, Value> = ExitReason::ALL
+            .into_iter()
+            .map(|reason| {
+                (
+                    reason.name().to_owned(),
+                    of(reason).collect::<Vec<_>>().into(),
+                )
+            })
+            .collect();
+        all["vcpus"] = exits.len().into();
+        // An array with one element per vCPU.
+        all["exits"] = by_reason.into();
+    }
+    all
+}
+
+fn disk(disk: &DiskInUse) -> Value {
+    let counts = disk.metrics.counts();
+    json!({
+        "name": disk.name,
+        "transport": disk.transport,
+        "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
+        "read_only": disk.backend.capabilities().read_only,
+        "cache": cache_in_force(&*disk.backend),
+        "condition": condition(&disk.backend.condition()),
+        "requests": counts.requests,
+        "reads": counts.reads,
+        "writes": counts.writes,
+        "flushes": counts.flushes,
+        "discards": counts.discards,
+        "write_zeroes": counts.write_zeroes,
+        "read_bytes": counts.bytes_read,
+        "written_bytes": counts.bytes_written,
+        "errors": counts.errors,
+        "doorbells": counts.doorbells,
+        "interrupts": counts.interrupts,
+        "secure_erases": counts.secure_erases,
+        "poll_ns": counts.poll_ns,
+        "latency": latency(&disk.metrics.latencies),
+        "limits": limits(&disk.throttle),
+        "log": log(&*disk.backend),
+    })
+}
+
+/// How a disk is. Its trouble, if there is any, tells since when, the error, and whether writes fail.
+fn condition(condition: &Condition) -> Value {
+    let mut told = json!({ "name": condition.name() });
+    if let Some(trouble) = condition.trouble() {
+        told["since_unix_us"] = unix_us(trouble.since).into();
+        told["error"] = trouble.error.as_str().into();
+        told["refuses_writes"] = trouble.refuses_writes.into();
+        told["pauses_writes"] = trouble.pauses_writes.into();
+    }
+    told
+}
+
+/// Each log once, with the names of its disks.
+fn logs(disks: &[Listed]) -> Vec<Value> {
+    let mut logs: Vec<Value> = Vec::new();
+    for disk in disks {
+        let Some(mut log) = log(&*disk.backend) else {
+            continue;
+        };
+        let known = logs.iter_mut().find(|known| known["path"] == log["path"]);
+        match known.and_then(|known| known["disks"].as_array_mut()) {
+            Some(names) => names.push(disk.name.as_str().into()),
+            None => {
+                log["disks"] = json!([disk.name]);
+                logs.push(log);
+            }
+        }
+    }
+    logs
+}
+
+/// The latency of requests by operation, over all queues. A percentile is the upper end of a class, a power of
+/// two; null means more than 8.4 s.
+fn latency(latencies: &Latencies) -> Value {
+    let mut by_operation = Map::new();
+    for kind in OperationKind::ALL {
+        let mut all = LatencyCounts::default();
+        for queue in 0..latencies.queues() {
+            all.add(&latencies.get(queue, kind));
+        }
+        let count = all.count();
+        if count > 0 {
+            let one = json!({
+                "count": count,
+                "mean_us": all.sum_ns / 1000 / count,
+                "p50_us": all.all_but_one_in_us(2),
+                "p99_us": all.all_but_one_in_us(100),
+                "p999_us": all.all_but_one_in_us(1000),
+            });
+            by_operation.insert(kind.name().to_owned(), one);
+        }
+    }
+    by_operation.into()
+}
+
+/// The limits of a disk; 0 is no limit.
+pub(super) fn limits(throttle: &Throttle) -> Value {
+    let limits = throttle.limits();
+    json!({
+        "ops_per_second": limits.ops_per_second,
+        "ops_burst": limits.ops_burst,
+        "bytes_per_second": limits.bytes_per_second,
+        "bytes_burst": limits.bytes_burst,
+    })
+}
+
+/// The log of a disk, if it has one.
+fn log(backend: &dyn Backend) -> Option<Value> {
+    let (path, log) = (log_name(backend)?, backend.log_counters()?);
+    Some(json!({
+        "path": path,
+        "flushes": log.flushes,
+        "flushes_grouped": log.flushes_grouped,
+        "groups": log.groups,
+        "group_sizes": log.group_sizes,
+        "syncs": log.syncs,
+        "log_bytes": log.log_bytes,
+        "checkpoints": log.checkpoints,
+        "base_bytes": log.base_bytes,
+        "base_writes": log.base_writes,
+        "index_bytes": log.index_bytes,
+        "history": logged(backend).map(|disk| history_json(&disk.history())),
+    }))
+}
+
+/// All statistics as Prometheus text, with the same content that `--metrics` writes at the end.
+pub(super) fn prometheus(controlled: &Controlled) -> String {
+    let disks = controlled.disks();
+    let disks: Vec<_> = disks
+        .iter()
+        .map(|disk| DiskMetrics::from(&**disk))
+        .collect();
+    match &controlled.power {
+        Power::Guest {
+            exits, first_run, ..
+        } => render(&RunMetrics {
+            started: controlled.started,
+            first_run: first_run.get().copied(),
+            exits,
+            disks,
+            memory: None,
+        }),
+        Power::Daemon { .. } => render_served(&disks),
+    }
+}

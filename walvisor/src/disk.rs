@@ -1,0 +1,25 @@
+//! What a disk in use says of itself.
+
+use std::any::Any;
+
+use walvisor_devices::backend::Backend;
+
+/// The cache mode in force: what the driver's features, its `writeback` register and the disk's owner have led to.
+pub fn cache_in_force(backend: &dyn Backend) -> &'static str {
+    match (backend.is_unsafe(), backend.write_cache()) {
+        (true, _) => "unsafe",
+        (false, true) => "writeback",
+        (false, false) => "writethrough",
+    }
+}
+
+/// The disk, as one that has a log; `None`: it has none, or is a look at the past.
+pub fn logged(backend: &dyn Backend) -> Option<&walvisor_storage::Disk> {
+    let backend: &dyn Any = backend;
+    backend.downcast_ref()
+}
+
+/// The directory of the disk's log, in messages and metrics.
+pub fn log_name(backend: &dyn Backend) -> Option<String> {
+    backend.log_dir().map(|dir| dir.display().to_string())
+}

@@ -1,0 +1,23 @@
+//! SPEC: the description of a disk on the command line, `path=disk.img,transport=pci,queues=4`.
+//!
+//! ```text
+//!   --disk SPEC ──▶ argument (clap) ──▶ parse ──▶ spec: DiskSpec
+//!                       │ help            │
+//!                       └───────▶ table ◀─┘  one row a key: its values, default, commands, backends, help
+//!                                   │
+//!                                  key       what a row is, and how it is read and shown
+//! ```
+
+mod argument;
+mod key;
+mod parse;
+mod spec;
+mod table;
+#[cfg(test)]
+mod tests;
+
+pub use argument::{DiskArgument, disk_help};
+pub use parse::DiskSpecError;
+pub use spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
+pub use table::{MAX_QUEUES, MAX_SERIAL_BYTES, is_backstore_name};
+pub use walvisor_vmm::disk::{Notifications, TransportKind};

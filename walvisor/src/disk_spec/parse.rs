@@ -1,0 +1,297 @@
+//! Parses a SPEC, and refuses keys that its command or its backend does not take.
+
+use walvisor_devices::backend::Answer;
+
+use super::key::{Key, listed};
+use super::spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
+use super::table::KEYS;
+
+/// Why a SPEC was refused. Its text is one line and names the key.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DiskSpecError {
+    /// A part has no `=`.
+    #[error(
+        "'{0}' has no '=': a disk is path=FILE[,key=value ...], with a comma in FILE written twice ('--disk help' lists the keys)"
+    )]
+    NoValue(String),
+    /// A key that does not exist.
+    #[error(
+        "unknown key '{key}': {}'walvisor {}' takes {} ('--disk help' explains them)",
+        hint(key, *command), command.words(), names(*command)
+    )]
+    UnknownKey {
+        /// The key.
+        key: String,
+        /// The command that was given the key.
+        command: DiskCommand,
+    },
+    /// A key given twice.
+    #[error("key '{0}' is given twice: give it once")]
+    Twice(&'static str),
+    /// A key of other commands.
+    #[error("{key}= is for {commands}, and this is 'walvisor {}': leave {key}= out", command.words())]
+    Command {
+        /// The key.
+        key: &'static str,
+        /// The commands that take it.
+        commands: String,
+        /// The command that was given the key.
+        command: DiskCommand,
+    },
+    /// A key of other backends.
+    #[error("{key}= is for {backends}, and this disk has backend={}: leave {key}= out", backend.name())]
+    Backend {
+        /// The key.
+        key: &'static str,
+        /// The backends that take it.
+        backends: String,
+        /// The disk's own backend.
+        backend: BackendKind,
+    },
+    /// A value that its key does not take.
+    #[error("{key}={value}: give {expected}")]
+    Value {
+        /// The key.
+        key: &'static str,
+        /// The value as given.
+        value: String,
+        /// The values that the key takes.
+        expected: String,
+    },
+    /// A disk with no `path`.
+    #[error("a disk needs path=FILE (or backend=ram,size=N)")]
+    NoPath,
+    /// Keys that contradict each other, or that need another.
+    #[error("{0}")]
+    Conflict(&'static str),
+}
+
+/// The keys that `command` takes: with some door, if the disk is to say which.
+pub(super) fn keys_of(command: DiskCommand) -> impl Iterator<Item = &'static Key> {
+    KEYS.iter().filter(move |key| match command {
+        DiskCommand::Serve => DiskCommand::DOORS
+            .iter()
+            .any(|door| key.commands.contains(door)),
+        command => key.commands.contains(&command),
+    })
+}
+
+/// The door that these keys name.
+fn door_of(keys: &[(String, String)]) -> Option<DiskCommand> {
+    let (_, named) = keys.iter().find(|(name, _)| name == "door")?;
+    DiskCommand::DOORS
+        .into_iter()
+        .find(|door| door.name() == named)
+}
+
+/// The key that was probably meant, as a question. The measure and its limit are those of clap for its own arguments.
+fn hint(mistyped: &str, command: DiskCommand) -> String {
+    let likeness = |key: &Key| strsim::jaro(mistyped, key.name);
+    let alike = keys_of(command).filter(|key| likeness(key) > 0.7);
+    match alike.max_by(|a, b| likeness(a).total_cmp(&likeness(b))) {
+        Some(key) => format!("did you mean '{}'? ", key.name),
+        None => String::new(),
+    }
+}
+
+/// The `key=value` parts of a SPEC. Commas separate them; a doubled comma is one of a value.
+fn parts(text: &str) -> Vec<String> {
+    let mut parts = vec![String::new()];
+    let mut rest = text.chars().peekable();
+    while let Some(character) = rest.next() {
+        if character == ',' && rest.next_if_eq(&',').is_none() {
+            parts.push(String::new());
+        } else if let Some(part) = parts.last_mut() {
+            part.push(character);
+        }
+    }
+    parts
+}
+
+fn names(command: DiskCommand) -> String {
+    let names: Vec<_> = keys_of(command).map(|key| key.name).collect();
+    names.join(", ")
+}
+
+impl DiskSpec {
+    /// Parses a SPEC that was given to `command`.
+    ///
+    /// # Errors
+    /// As [`from_keys`](Self::from_keys); if a part has no `=`.
+    pub fn parse(text: &str, command: DiskCommand) -> Result<Self, DiskSpecError> {
+        let mut keys = Vec::new();
+        for part in parts(text) {
+            match part.split_once('=') {
+                Some((name, value)) => keys.push((name.to_owned(), value.to_owned())),
+                None => return Err(DiskSpecError::NoValue(part)),
+            }
+        }
+        Self::from_keys(&keys, command)
+    }
+
+    /// The disk that these keys and values describe, for `command`.
+    ///
+    /// # Errors
+    /// If a key is unknown, or does not belong to the disk's door or backend, whatever its value; if a value is wrong;
+    /// if keys contradict each other, or one is missing.
+    pub fn from_keys(
+        keys: &[(String, String)],
+        command: DiskCommand,
+    ) -> Result<Self, DiskSpecError> {
+        let command = match door_of(keys) {
+            Some(door) if command != DiskCommand::Run => door,
+            _ => command,
+        };
+        let mut spec = Self {
+            door: command,
+            ..Self::default()
+        };
+        let mut given: Vec<&'static Key> = Vec::new();
+        for (name, value) in keys {
+            let Some(key) = KEYS.iter().find(|key| key.name == name) else {
+                let key = name.to_owned();
+                return Err(DiskSpecError::UnknownKey { key, command });
+            };
+            if given.iter().any(|other| other.name == name) {
+                return Err(DiskSpecError::Twice(key.name));
+            }
+            if !keys_of(command).any(|taken| taken.name == name) {
+                let commands = key.commands.iter().map(|command| command.words());
+                let commands: Vec<_> = commands
+                    .map(|words| format!("'walvisor {words}'"))
+                    .collect();
+                let commands: Vec<_> = commands.iter().map(String::as_str).collect();
+                return Err(DiskSpecError::Command {
+                    key: key.name,
+                    commands: listed(&commands, "and"),
+                    command,
+                });
+            }
+            if key.value.set(&mut spec, value).is_none() {
+                return Err(DiskSpecError::Value {
+                    key: key.name,
+                    value: value.to_owned(),
+                    expected: key.value.expected(),
+                });
+            }
+            given.push(key);
+        }
+        if spec.door == DiskCommand::Serve {
+            return Err(DiskSpecError::Conflict(
+                "a disk needs a door, by which clients reach it: give door=vhost-user, door=nbd or door=tcmu",
+            ));
+        }
+        check(&spec, &given)?;
+        Ok(spec)
+    }
+
+    /// The keys of a disk of `command` that has some of its own, and takes from `defaults` what its door and its backend have.
+    pub(crate) fn with_defaults(
+        own: &[(String, String)],
+        defaults: &[(String, String)],
+        command: DiskCommand,
+    ) -> Vec<(String, String)> {
+        let has = |name: &str| own.iter().any(|(key, _)| key == name);
+        let door = door_of(own).or(door_of(defaults)).unwrap_or(command);
+        let of_backend = |keys: &[(String, String)]| {
+            let (_, named) = keys.iter().find(|(name, _)| name == "backend")?;
+            BackendKind::ALL
+                .into_iter()
+                .find(|kind| kind.name() == named)
+        };
+        let backend = of_backend(own).or(of_backend(defaults)).unwrap_or_default();
+        let fits = |key: &Key| key.commands.contains(&door) && key.backends.contains(&backend);
+        let taken = |(name, _): &&(String, String)| {
+            let key = KEYS.iter().find(|key| key.name == name);
+            // An unknown key is refused later.
+            let fits = door == DiskCommand::Serve || key.is_none_or(fits);
+            let instead = match name.as_str() {
+                "socket" => has("port"),
+                "port" | "address" => has("socket"),
+                _ => false,
+            };
+            fits && !instead && !has(name)
+        };
+        own.iter()
+            .chain(defaults.iter().filter(taken))
+            .cloned()
+            .collect()
+    }
+}
+
+/// Keys about writing to a log.
+const COMMITS: [&str; 6] = [
+    "cache",
+    "answer",
+    "commit-wait-usec",
+    "commit-wait-count",
+    "close-seconds",
+    "index-memory",
+];
+
+/// Refuses keys of another backend, keys that contradict each other, and a disk that lacks a required key.
+fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
+    let foreign = given
+        .iter()
+        .find(|key| !key.backends.contains(&spec.backend));
+    if let Some(key) = foreign {
+        let backends: Vec<_> = key.backends.iter().map(|backend| backend.name()).collect();
+        return Err(DiskSpecError::Backend {
+            key: key.name,
+            backends: format!("backend={}", listed(&backends, "or")),
+            backend: spec.backend,
+        });
+    }
+    match spec.backend {
+        BackendKind::Wal | BackendKind::Raw if spec.path.is_none() => {
+            return Err(DiskSpecError::NoPath);
+        }
+        BackendKind::Ram if spec.size.is_none() => {
+            return Err(DiskSpecError::Conflict(
+                "backend=ram needs size=N, such as size=64M",
+            ));
+        }
+        _ => {}
+    }
+    let has = |name: &str| given.iter().any(|key| key.name == name);
+    let conflicts = [
+        (
+            has("socket") && has("port"),
+            "socket= and port= exclude each other: give one of them",
+        ),
+        (
+            has("address") && !has("port"),
+            "address= needs a port: give port=N too",
+        ),
+        (
+            (has("ops-burst") && !has("ops-per-second"))
+                || (has("bytes-burst") && !has("bytes-per-second")),
+            "a burst needs a limit: give ops-per-second=N or bytes-per-second=SIZE too",
+        ),
+        (
+            spec.answer == Answer::Memory && spec.cache == DiskCache::Writethrough,
+            "answer=memory contradicts cache=writethrough, which answers a write when it is durable: give one of them",
+        ),
+        (
+            spec.at.is_some() && has("readonly") && spec.read_only == spec.scratch,
+            "at= is read-only without scratch=on, and written with it: leave readonly= out",
+        ),
+        (
+            spec.scratch && spec.at.is_none(),
+            "scratch=on is for a disk as it was: give at=AT too",
+        ),
+        (
+            spec.at.is_some() && COMMITS.iter().any(|name| has(name)),
+            "at= shows a log that nobody writes: leave cache=, answer=, commit-wait-usec=, commit-wait-count=, \
+             close-seconds= and index-memory= out",
+        ),
+        (
+            has("wwn") && spec.fabric == Fabric::None,
+            "wwn= names a target in a fabric, and fabric=none has no target: leave one of them out",
+        ),
+    ];
+    match conflicts.into_iter().find(|(found, _)| *found) {
+        Some((_, text)) => Err(DiskSpecError::Conflict(text)),
+        None => Ok(()),
+    }
+}

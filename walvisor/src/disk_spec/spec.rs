@@ -1,0 +1,243 @@
+//! The description of a disk on the command line.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::PathBuf;
+use std::time::Duration;
+
+use walvisor_devices::backend::{Answer, SECTOR_SIZE};
+use walvisor_devices::throttle::Limits;
+use walvisor_storage::{CommitWait, ImageFormat, OnFull, Point, Retain};
+use walvisor_vmm::disk::{Notifications, TransportKind};
+
+/// Queue size if none is given.
+const DEFAULT_QUEUE_SIZE: u16 = 256;
+
+/// The commands that use disks. Each form of `walvisor serve` but the first stands for a door too: a disk's `door=` overrides it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum DiskCommand {
+    /// `walvisor run`
+    Run,
+    /// `walvisor serve`, whose disks say their doors.
+    Serve,
+    /// `walvisor serve vhost-user`, `door=vhost-user`
+    VhostUser,
+    /// `walvisor serve nbd`, `door=nbd`
+    Nbd,
+    /// `walvisor serve tcmu`, `door=tcmu`
+    Tcmu,
+}
+
+impl DiskCommand {
+    /// The commands that say how a disk is reached, in the order of the manual.
+    pub const ALL: [Self; 4] = [Self::Run, Self::VhostUser, Self::Nbd, Self::Tcmu];
+    /// The doors of a daemon.
+    pub const DOORS: [Self; 3] = [Self::VhostUser, Self::Nbd, Self::Tcmu];
+
+    /// The last word of the command.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Run => "run",
+            Self::Serve => "serve",
+            Self::VhostUser => "vhost-user",
+            Self::Nbd => "nbd",
+            Self::Tcmu => "tcmu",
+        }
+    }
+
+    /// The command without the program's name.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::Run => "run",
+            Self::Serve => "serve",
+            Self::VhostUser => "serve vhost-user",
+            Self::Nbd => "serve nbd",
+            Self::Tcmu => "serve tcmu",
+        }
+    }
+}
+
+/// The kind of storage that keeps a disk's data.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum BackendKind {
+    /// A base image and a write-ahead log.
+    #[default]
+    Wal,
+    /// A base image alone: FLUSH is an fdatasync.
+    Raw,
+    /// Memory: the data is gone when the guest ends.
+    Ram,
+}
+
+impl BackendKind {
+    /// All backends.
+    pub const ALL: [Self; 3] = [Self::Wal, Self::Raw, Self::Ram];
+
+    /// The backend's name on the command line.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Wal => "wal",
+            Self::Raw => "raw",
+            Self::Ram => "ram",
+        }
+    }
+}
+
+/// The fabric through which initiators reach a disk of the kernel's SCSI target.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Fabric {
+    /// tcm_loop: this machine itself sees the disk, as /dev/sdX.
+    #[default]
+    Loop,
+    /// vhost-scsi: a guest of QEMU sees the disk.
+    Vhost,
+    /// None: the administrator exports the disk, by iSCSI for example.
+    None,
+}
+
+/// When a write completes, and the effect of a FLUSH.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum DiskCache {
+    /// Writes complete before they are durable; FLUSH makes them durable.
+    #[default]
+    Writeback,
+    /// A write is durable before it completes.
+    Writethrough,
+    /// FLUSH completes at once and makes nothing durable: for throw-away guests.
+    Unsafe,
+}
+
+/// The description of a disk on the command line.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskSpec {
+    /// The base image; `None` for a RAM disk that starts empty.
+    pub path: Option<PathBuf>,
+    /// The log's directory; `None` is `<path>.wal`.
+    pub log: Option<PathBuf>,
+    /// The backend that keeps the data.
+    pub backend: BackendKind,
+    /// What is known of the image's format.
+    pub format: ImageFormat,
+    /// How the disk is reached: a guest of `walvisor run`, or a door of a daemon.
+    pub door: DiskCommand,
+    /// The transport through which the guest reaches the disk.
+    pub transport: TransportKind,
+    /// Request queues; `None` is one per vCPU.
+    pub queues: Option<u16>,
+    /// Descriptors in each queue, a power of two.
+    pub queue_size: u16,
+    /// Logical block in bytes, 512 or 4096.
+    pub block_size: u32,
+    /// Whether the device offers to answer requests in the order in which they were made; the guest decides.
+    pub in_order: bool,
+    /// Processors for the queues' workers, by queue, starting over when there are more queues than processors.
+    /// Empty means any processor.
+    pub worker_cpus: Vec<u16>,
+    /// How long an idle worker polls its ring before it sleeps.
+    pub poll: Duration,
+    /// How doorbells and interrupts pass between the guest and the device.
+    pub notifications: Notifications,
+    /// When a write completes.
+    pub cache: DiskCache,
+    /// When a server answers a write that is not durable yet.
+    pub answer: Answer,
+    /// Whether the guest may only read.
+    pub read_only: bool,
+    /// The point in its history at which the disk is looked at; `None`: the disk as it is.
+    pub at: Option<Point>,
+    /// Whether such a disk can be written; what is written is thrown away.
+    pub scratch: bool,
+    /// The serial a GET_ID request returns; `None` is the name of the image file.
+    pub serial: Option<String>,
+    /// Size of a RAM disk in bytes.
+    pub size: Option<u64>,
+    /// The limits on the use of the disk.
+    pub limits: Limits,
+    /// How long the log's commit groups wait for more FLUSHes to join them.
+    pub commit_wait: CommitWait,
+    /// How long closing the log may copy it to the images; `None`: as another disk of the log says, or 10 seconds.
+    pub close_time: Option<Duration>,
+    /// How much of its history the log keeps; `None`: as another disk of the log says, or as the log was last told.
+    pub retain: Option<Retain>,
+    /// Most bytes of memory that the log's index takes; `None`: as another disk of the log says, or 64 MiB.
+    pub index_memory: Option<u64>,
+    /// What requests do that need room in a log that is full for want of space; `None`: as another disk of the log says, or
+    /// they fail.
+    pub on_full: Option<OnFull>,
+    /// The Unix socket at which a server offers the disk.
+    pub socket: Option<PathBuf>,
+    /// The TCP port at which a server offers the disk; 0 means any free port.
+    pub port: Option<u16>,
+    /// The address of that port.
+    pub address: IpAddr,
+    /// The disk's name in the kernel's SCSI target; `None` is the name of the image file.
+    pub backstore: Option<String>,
+    /// The fabric through which initiators reach the disk in the target.
+    pub fabric: Fabric,
+    /// The target's name in that fabric, `naa.` and 16 hexadecimal digits; `None` is made from the disk's name and path.
+    pub wwn: Option<String>,
+    /// Seconds after which the kernel times a command out; 0 means never. `None` keeps the kernel's default.
+    pub command_timeout: Option<u32>,
+}
+
+impl Default for DiskSpec {
+    /// The values of keys that are not given. There is no `path`, so the default alone describes no disk.
+    fn default() -> Self {
+        Self {
+            path: None,
+            log: None,
+            backend: BackendKind::default(),
+            format: ImageFormat::Unknown,
+            door: DiskCommand::Run,
+            transport: TransportKind::default(),
+            queues: None,
+            queue_size: DEFAULT_QUEUE_SIZE,
+            block_size: SECTOR_SIZE as u32,
+            in_order: false,
+            worker_cpus: Vec::new(),
+            poll: Duration::ZERO,
+            notifications: Notifications::default(),
+            cache: DiskCache::default(),
+            answer: Answer::default(),
+            read_only: false,
+            at: None,
+            scratch: false,
+            serial: None,
+            size: None,
+            limits: Limits::default(),
+            commit_wait: CommitWait::default(),
+            close_time: None,
+            retain: None,
+            index_memory: None,
+            on_full: None,
+            socket: None,
+            port: None,
+            address: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            backstore: None,
+            fabric: Fabric::default(),
+            wwn: None,
+            command_timeout: None,
+        }
+    }
+}
+
+impl DiskSpec {
+    /// The log's directory: as given, or `<path>.wal`. `None` if the disk's backend has no log.
+    pub fn log_directory(&self) -> Option<PathBuf> {
+        if self.backend != BackendKind::Wal {
+            return None;
+        }
+        self.log.clone().or_else(|| {
+            let mut name = self.path.clone()?.into_os_string();
+            name.push(".wal");
+            Some(PathBuf::from(name))
+        })
+    }
+
+    /// The disk's name in messages.
+    pub fn name(&self) -> String {
+        match &self.path {
+            Some(path) => path.display().to_string(),
+            None => "ram disk".to_owned(),
+        }
+    }
+}

@@ -1,0 +1,499 @@
+//! Every key of `--disk`. The parser, the refusals, `--disk help` and the manual's page read this table.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use walvisor_devices::backend::{Answer, SECTOR_SIZE};
+use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
+use walvisor_storage::{ImageFormat, OnFull};
+
+use super::key::{Key, Value};
+use super::spec::{BackendKind, DiskCache, DiskCommand, Fabric};
+use crate::point::{POINT, RETAIN, parse_point, parse_retain};
+use walvisor_vmm::disk::{Notifications, TransportKind};
+
+/// Longest serial in bytes: the size of a GET_ID answer (virtio 1.2, 5.2.6).
+pub const MAX_SERIAL_BYTES: usize = 20;
+/// Most queues of one disk.
+pub const MAX_QUEUES: u16 = 64;
+/// Longest wait for more FLUSHes to join a commit group, in microseconds.
+const MAX_COMMIT_WAIT_US: u64 = 1_000_000;
+/// Largest number of FLUSHes that a commit group can be configured to wait for.
+const MAX_COMMIT_WAIT_COUNT: u64 = 65_536;
+/// Longest time that closing can be given to fold the log, in seconds: a day.
+const MAX_CLOSE_SECONDS: u64 = 86_400;
+/// Largest number of a processor, beyond those that the kernel supports.
+const MAX_CPU: u16 = 1023;
+/// Longest name of a disk in the kernel's SCSI target, in bytes.
+const MAX_BACKSTORE_BYTES: usize = 32;
+/// Longest command timeout that the kernel can be given, in seconds.
+const MAX_COMMAND_TIMEOUT: u64 = 86_400;
+
+const EVERYWHERE: &[DiskCommand] = &DiskCommand::ALL;
+const GUEST: &[DiskCommand] = &[DiskCommand::Run];
+const VIRTIO: &[DiskCommand] = &[DiskCommand::Run, DiskCommand::VhostUser];
+const SOCKETS: &[DiskCommand] = &[DiskCommand::VhostUser, DiskCommand::Nbd];
+const NBD: &[DiskCommand] = &[DiskCommand::Nbd];
+const TCMU: &[DiskCommand] = &[DiskCommand::Tcmu];
+const DOORS: &[DiskCommand] = &DiskCommand::DOORS;
+
+const ANY: &[BackendKind] = &BackendKind::ALL;
+const LOGGED: &[BackendKind] = &[BackendKind::Wal];
+const IMAGE: &[BackendKind] = &[BackendKind::Wal, BackendKind::Raw];
+const MEMORY: &[BackendKind] = &[BackendKind::Ram];
+
+/// The keys, in the order of the manual. A default of one word is a value that the key takes.
+pub const KEYS: &[Key] = &[
+    Key {
+        name: "path",
+        value: Value::Text {
+            expected: "a path",
+            set: |spec, text| path(text).map(|path| spec.path = Some(path)),
+        },
+        default: "none, it is required",
+        commands: EVERYWHERE,
+        backends: IMAGE,
+        help: "The base image, a raw file or a block device",
+    },
+    Key {
+        name: "log",
+        value: Value::Text {
+            expected: "a path",
+            set: |spec, text| path(text).map(|path| spec.log = Some(path)),
+        },
+        default: "the image's path and .wal",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "The log's directory; disks that name the same one share the log and its syncs",
+    },
+    Key {
+        name: "backend",
+        value: Value::Choice(&[
+            ("wal", |spec| spec.backend = BackendKind::Wal),
+            ("raw", |spec| spec.backend = BackendKind::Raw),
+            ("ram", |spec| spec.backend = BackendKind::Ram),
+        ]),
+        default: "wal",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "Where data is stored: in an image with a log, in an image alone, or in memory, which is lost at the end",
+    },
+    Key {
+        name: "format",
+        value: Value::Choice(&[("raw", |spec| spec.format = ImageFormat::Raw)]),
+        default: "raw, but a new image that begins as another format does is refused",
+        commands: EVERYWHERE,
+        backends: IMAGE,
+        help: "The image is raw, whatever its first bytes are",
+    },
+    Key {
+        name: "size",
+        value: Value::Size {
+            multiple: SECTOR_SIZE,
+            set: |spec, bytes| spec.size = Some(bytes),
+        },
+        default: "none, it is required",
+        commands: EVERYWHERE,
+        backends: MEMORY,
+        help: "The size of a disk in memory; an image has the size that 'walvisor disk create' gave it",
+    },
+    Key {
+        name: "cache",
+        value: Value::Choice(&[
+            ("writeback", |spec| spec.cache = DiskCache::Writeback),
+            ("writethrough", |spec| spec.cache = DiskCache::Writethrough),
+            ("unsafe", |spec| spec.cache = DiskCache::Unsafe),
+        ]),
+        default: "writeback",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "writeback: FLUSH makes writes durable; writethrough: a write is durable before it completes; unsafe: FLUSH does nothing, for throw-away guests",
+    },
+    Key {
+        name: "readonly",
+        value: Value::Switch(|spec, on| spec.read_only = on),
+        default: "off",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "The disk can only be read",
+    },
+    Key {
+        name: "serial",
+        value: Value::Text {
+            expected: "1 to 20 printable ASCII characters",
+            set: |spec, text| {
+                let printable = text.bytes().all(|byte| byte.is_ascii_graphic());
+                let fits = (1..=MAX_SERIAL_BYTES).contains(&text.len()) && printable;
+                fits.then(|| spec.serial = Some(text.to_owned()))
+            },
+        },
+        default: "the image's file name (serve tcmu: made from name and path)",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "The serial number that a guest reads; for serve nbd the name of the export",
+    },
+    Key {
+        name: "at",
+        value: Value::Text {
+            expected: POINT,
+            set: |spec, text| parse_point(text).ok().map(|point| spec.at = Some(point)),
+        },
+        default: "the disk as it is",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "The disk as it was at this point of its history, read-only without scratch=on; nobody else may write to it meanwhile",
+    },
+    Key {
+        name: "scratch",
+        value: Value::Switch(|spec, on| spec.scratch = on),
+        default: "off",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "With at=: writes are taken, into a file in TMPDIR (/var/tmp) that is gone when the disk is closed",
+    },
+    Key {
+        name: "transport",
+        value: Value::Choice(&[
+            ("mmio", |spec| spec.transport = TransportKind::Mmio),
+            ("pci", |spec| spec.transport = TransportKind::Pci),
+        ]),
+        default: "mmio",
+        commands: GUEST,
+        backends: ANY,
+        help: "How the guest reaches the disk: virtio-mmio or virtio-pci",
+    },
+    Key {
+        name: "ioeventfd",
+        value: Value::Switch(|spec, on| {
+            spec.notifications = match on {
+                true => Notifications::Eventfds,
+                false => Notifications::Exits,
+            };
+        }),
+        default: "on",
+        commands: GUEST,
+        backends: ANY,
+        help: "KVM turns doorbells and interrupts into eventfds; off: a doorbell is an exit to user space, an interrupt an ioctl",
+    },
+    Key {
+        name: "queues",
+        value: Value::Number {
+            least: 1,
+            most: MAX_QUEUES as u64,
+            set: |spec, number| spec.queues = Some(number as u16),
+        },
+        default: "one for each vCPU (serve vhost-user: for each CPU of the host)",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "Request queues",
+    },
+    Key {
+        name: "queue-size",
+        value: Value::PowerOfTwo {
+            least: MIN_QUEUE_SIZE as u64,
+            most: MAX_QUEUE_SIZE as u64,
+            set: |spec, number| spec.queue_size = number as u16,
+        },
+        default: "256",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "Descriptors in each queue",
+    },
+    Key {
+        name: "in-order",
+        value: Value::Switch(|spec, on| spec.in_order = on),
+        default: "off",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "Offers IN_ORDER; a READ then waits for the FLUSH before it",
+    },
+    Key {
+        name: "worker-cpus",
+        value: Value::Text {
+            expected: "CPU numbers and ranges joined by '+', such as 0-3+8",
+            set: |spec, text| cpus(text).map(|cpus| spec.worker_cpus = cpus),
+        },
+        default: "any CPU",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "CPUs to which the queues' workers are pinned, one for each queue, starting again after the last",
+    },
+    Key {
+        name: "poll-usec",
+        value: Value::Number {
+            least: 0,
+            most: MAX_POLL.as_micros() as u64,
+            set: |spec, number| spec.poll = Duration::from_micros(number),
+        },
+        default: "0",
+        commands: VIRTIO,
+        backends: ANY,
+        help: "Microseconds that an idle worker polls its ring before it sleeps",
+    },
+    Key {
+        name: "block-size",
+        value: Value::Choice(&[
+            ("512", |spec| spec.block_size = 512),
+            ("4096", |spec| spec.block_size = 4096),
+        ]),
+        default: "512",
+        commands: &[DiskCommand::Run, DiskCommand::VhostUser, DiskCommand::Tcmu],
+        backends: ANY,
+        help: "The logical block size that the guest sees, in bytes",
+    },
+    Key {
+        name: "answer",
+        value: Value::Choice(&[
+            ("written", |spec| spec.answer = Answer::Written),
+            ("memory", |spec| spec.answer = Answer::Memory),
+        ]),
+        default: "written",
+        commands: SOCKETS,
+        backends: LOGGED,
+        help: "written: a write is answered when it survives a kill of the server; memory: at once, and a kill may lose it",
+    },
+    Key {
+        name: "ops-per-second",
+        value: Value::Number {
+            least: 1,
+            most: u64::MAX,
+            set: |spec, number| spec.limits.ops_per_second = number,
+        },
+        default: "no limit",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "Requests per second",
+    },
+    Key {
+        name: "ops-burst",
+        value: Value::Number {
+            least: 1,
+            most: u64::MAX,
+            set: |spec, number| spec.limits.ops_burst = number,
+        },
+        default: "those of one second",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "Requests that may pass at once after an idle time",
+    },
+    Key {
+        name: "bytes-per-second",
+        value: Value::Size {
+            multiple: 1,
+            set: |spec, bytes| spec.limits.bytes_per_second = bytes,
+        },
+        default: "no limit",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "Bytes read and written per second",
+    },
+    Key {
+        name: "bytes-burst",
+        value: Value::Size {
+            multiple: 1,
+            set: |spec, bytes| spec.limits.bytes_burst = bytes,
+        },
+        default: "those of one second",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "Bytes that may pass at once after an idle time",
+    },
+    Key {
+        name: "commit-wait-usec",
+        value: Value::Number {
+            least: 0,
+            most: MAX_COMMIT_WAIT_US,
+            set: |spec, number| spec.commit_wait.longest = Some(Duration::from_micros(number)),
+        },
+        default: "adaptive, from the size of recent groups",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "Longest wait of a commit group for more FLUSHes, in microseconds; 0 turns the wait off",
+    },
+    Key {
+        name: "commit-wait-count",
+        value: Value::Number {
+            least: 1,
+            most: MAX_COMMIT_WAIT_COUNT,
+            set: |spec, number| spec.commit_wait.count = Some(number as u32),
+        },
+        default: "adaptive, from the size of recent groups",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "Number of FLUSHes at which a commit group stops waiting",
+    },
+    Key {
+        name: "close-seconds",
+        value: Value::Number {
+            least: 0,
+            most: MAX_CLOSE_SECONDS,
+            set: |spec, number| spec.close_time = Some(Duration::from_secs(number)),
+        },
+        default: "10 seconds",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "Longest time that closing copies the log to the images, in seconds; the rest stays in the log for the next open; 0: all of it stays",
+    },
+    Key {
+        name: "retain",
+        value: Value::Text {
+            expected: RETAIN,
+            set: |spec, text| {
+                parse_retain(text)
+                    .ok()
+                    .map(|retain| spec.retain = Some(retain))
+            },
+        },
+        default: "as the log was last told; off for a new one",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "How much of its history the log keeps: any state in it can be looked at and brought back; the image is behind by as much",
+    },
+    Key {
+        name: "index-memory",
+        value: Value::Size {
+            multiple: 1 << 20,
+            set: |spec, bytes| spec.index_memory = Some(bytes),
+        },
+        default: "64 MiB",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "Most memory of the log's index; at half of it the log is copied to the images, and at all of it writes wait for that; looks and snapshots may take as much again",
+    },
+    Key {
+        name: "on-full",
+        value: Value::Choice(&[
+            ("fail", |spec| spec.on_full = Some(OnFull::Fail)),
+            ("pause", |spec| spec.on_full = Some(OnFull::Pause)),
+        ]),
+        default: "fail, unless another disk of the log says pause",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "What writes and FLUSHes do when the log is full and there is no space to empty it: fail, or wait until there is space",
+    },
+    Key {
+        name: "door",
+        value: Value::Choice(&[
+            ("vhost-user", |spec| spec.door = DiskCommand::VhostUser),
+            ("nbd", |spec| spec.door = DiskCommand::Nbd),
+            ("tcmu", |spec| spec.door = DiskCommand::Tcmu),
+        ]),
+        default: "that of the command, such as nbd for serve nbd; required for serve",
+        commands: DOORS,
+        backends: ANY,
+        help: "How clients reach the disk; disks of one daemon may have different doors, and share a log all the same",
+    },
+    Key {
+        name: "socket",
+        value: Value::Text {
+            expected: "a path",
+            set: |spec, text| path(text).map(|path| spec.socket = Some(path)),
+        },
+        default: "none, it is required (serve nbd: or port)",
+        commands: SOCKETS,
+        backends: ANY,
+        help: "The Unix socket where the disk is served",
+    },
+    Key {
+        name: "port",
+        value: Value::Number {
+            least: 0,
+            most: u16::MAX as u64,
+            set: |spec, number| spec.port = Some(number as u16),
+        },
+        default: "none, it is required (or socket)",
+        commands: NBD,
+        backends: ANY,
+        help: "The TCP port where the disk is served, by convention 10809; 0: any free port",
+    },
+    Key {
+        name: "address",
+        value: Value::Text {
+            expected: "an IP address, such as 127.0.0.1 or ::",
+            set: |spec, text| text.parse().ok().map(|address| spec.address = address),
+        },
+        default: "127.0.0.1",
+        commands: NBD,
+        backends: ANY,
+        help: "The address of that port",
+    },
+    Key {
+        name: "name",
+        value: Value::Text {
+            expected: "1 to 32 of the characters A-Z, a-z, 0-9, '.', '_' and '-'",
+            set: |spec, text| {
+                is_backstore_name(text).then(|| spec.backstore = Some(text.to_owned()))
+            },
+        },
+        default: "the image's file name without .img",
+        commands: TCMU,
+        backends: ANY,
+        help: "The disk's name in the kernel's SCSI target",
+    },
+    Key {
+        name: "fabric",
+        value: Value::Choice(&[
+            ("loop", |spec| spec.fabric = Fabric::Loop),
+            ("vhost", |spec| spec.fabric = Fabric::Vhost),
+            ("none", |spec| spec.fabric = Fabric::None),
+        ]),
+        default: "loop",
+        commands: TCMU,
+        backends: ANY,
+        help: "loop: this host gets /dev/sdX; vhost: a guest of QEMU uses vhost-scsi; none: nothing is exported",
+    },
+    Key {
+        name: "wwn",
+        value: Value::Text {
+            expected: "naa. and 16 hexadecimal digits in lower case",
+            set: |spec, text| is_wwn(text).then(|| spec.wwn = Some(text.to_owned())),
+        },
+        default: "made from name and path",
+        commands: TCMU,
+        backends: ANY,
+        help: "The target's name in its fabric",
+    },
+    Key {
+        name: "command-timeout",
+        value: Value::Number {
+            least: 0,
+            most: MAX_COMMAND_TIMEOUT,
+            set: |spec, number| spec.command_timeout = Some(number as u32),
+        },
+        default: "the kernel's own",
+        commands: TCMU,
+        backends: ANY,
+        help: "Seconds after which the kernel fails a command; 0: never",
+    },
+];
+
+/// Whether `name` is allowed in configfs and in the name of a UIO device.
+pub fn is_backstore_name(name: &str) -> bool {
+    let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
+    let dots = name.bytes().all(|byte| byte == b'.');
+    name.len() <= MAX_BACKSTORE_BYTES && !dots && name.bytes().all(allowed)
+}
+
+fn is_wwn(text: &str) -> bool {
+    let digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+    text.strip_prefix("naa.")
+        .is_some_and(|digits| digits.len() == 16 && digits.bytes().all(digit))
+}
+
+fn path(text: &str) -> Option<PathBuf> {
+    (!text.is_empty()).then(|| PathBuf::from(text))
+}
+
+/// A list of processors: numbers and ranges joined by `+`, because a comma would end the value.
+fn cpus(text: &str) -> Option<Vec<u16>> {
+    let mut list = Vec::new();
+    for part in text.split('+') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        let (first, last): (u16, u16) = (first.parse().ok()?, last.parse().ok()?);
+        if first > last || last > MAX_CPU {
+            return None;
+        }
+        list.extend(first..=last);
+    }
+    Some(list)
+}

@@ -1,0 +1,430 @@
+//! Which SPECs are accepted, and their meaning.
+
+use std::fmt::Write as _;
+use std::fs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::builder::TypedValueParser;
+use clap::error::ErrorKind;
+use walvisor_devices::backend::Answer;
+use walvisor_storage::{CommitWait, Point};
+
+use super::key::Key;
+use super::table::KEYS;
+use super::*;
+
+/// A command that takes every existing key of `text`, or else the last command.
+fn command(text: &str) -> DiskCommand {
+    let keys = text.split(',').filter_map(|part| part.split_once('='));
+    let keys: Vec<_> = keys
+        .filter_map(|(name, _)| KEYS.iter().find(|key| key.name == name))
+        .collect();
+    let takes = |command: &DiskCommand| keys.iter().all(|key| key.commands.contains(command));
+    let found = DiskCommand::ALL.into_iter().find(takes);
+    found.unwrap_or(DiskCommand::Tcmu)
+}
+
+fn parse(text: &str) -> Result<DiskSpec, String> {
+    DiskSpec::parse(text, command(text)).map_err(|error| error.to_string())
+}
+
+#[test]
+fn a_path_alone_has_the_defaults() {
+    let spec = parse("path=disk.img").unwrap();
+    assert_eq!(spec.path, Some(PathBuf::from("disk.img")));
+    assert_eq!(spec.log_directory(), Some(PathBuf::from("disk.img.wal")));
+    assert_eq!(spec.backend, BackendKind::Wal);
+    assert_eq!(spec.transport, TransportKind::Mmio);
+    assert_eq!(spec.cache, DiskCache::Writeback);
+    assert!(!spec.read_only);
+    assert_eq!((spec.queues, spec.queue_size), (None, 256));
+}
+
+#[test]
+fn every_key_is_carried_out() {
+    let spec = parse(
+        "path=a.img,log=l,backend=wal,transport=pci,queues=4,queue-size=128,cache=writethrough,readonly=on,serial=S1",
+    )
+    .unwrap();
+    assert_eq!(spec.log_directory(), Some(PathBuf::from("l")));
+    assert_eq!(spec.transport, TransportKind::Pci);
+    assert_eq!((spec.queues, spec.queue_size), (Some(4), 128));
+    assert_eq!(spec.cache, DiskCache::Writethrough);
+    assert!(spec.read_only);
+    assert_eq!(spec.serial.as_deref(), Some("S1"));
+    assert_eq!(spec.commit_wait, CommitWait::default());
+    assert_eq!((spec.block_size, spec.in_order), (512, false));
+    let blocks = parse("path=a,block-size=4096,in-order=on").unwrap();
+    assert_eq!((blocks.block_size, blocks.in_order), (4096, true));
+    let exits = parse("path=a,ioeventfd=off").unwrap();
+    assert_eq!(exits.notifications, Notifications::Exits);
+    for default in ["path=a", "path=a,ioeventfd=on"] {
+        let notifications = parse(default).unwrap().notifications;
+        assert_eq!(notifications, Notifications::Eventfds, "{default}");
+    }
+    let pinned = parse("path=a,worker-cpus=2-4+0,poll-usec=50").unwrap();
+    assert_eq!(pinned.worker_cpus, [2, 3, 4, 0]);
+    assert_eq!(pinned.poll, Duration::from_micros(50));
+    let waiting = parse("path=a,commit-wait-usec=500,commit-wait-count=8").unwrap();
+    let wait = CommitWait {
+        longest: Some(Duration::from_micros(500)),
+        count: Some(8),
+    };
+    assert_eq!(waiting.commit_wait, wait);
+    for (text, close_time) in [
+        ("path=a", None),
+        ("path=a,close-seconds=0", Some(Duration::ZERO)),
+        (
+            "path=a,close-seconds=86400",
+            Some(Duration::from_secs(86_400)),
+        ),
+    ] {
+        assert_eq!(parse(text).unwrap().close_time, close_time, "{text}");
+    }
+    for (text, answer) in [
+        ("path=a", Answer::Written),
+        ("path=a,answer=written", Answer::Written),
+        ("path=a,answer=memory", Answer::Memory),
+    ] {
+        assert_eq!(parse(text).unwrap().answer, answer, "{text}");
+    }
+    let ram = parse("backend=ram,size=64M,cache=unsafe").unwrap();
+    assert_eq!(
+        (ram.backend, ram.size, ram.cache),
+        (BackendKind::Ram, Some(64 << 20), DiskCache::Unsafe)
+    );
+    assert_eq!(ram.log_directory(), None);
+}
+
+/// A SPEC with `key=value` and every other key that it requires.
+fn with(key: &Key, value: &str, backend: BackendKind) -> String {
+    let mut text = match backend {
+        BackendKind::Ram => "size=1M".to_owned(),
+        _ => "path=a".to_owned(),
+    };
+    if backend != BackendKind::Wal {
+        let _ = write!(text, ",backend={}", backend.name());
+    }
+    text.push_str(match key.name {
+        "ops-burst" => ",ops-per-second=9",
+        "bytes-burst" => ",bytes-per-second=9",
+        "address" => ",port=1",
+        _ => "",
+    });
+    let name = key.name;
+    match text
+        .split(',')
+        .any(|part| part.starts_with(&format!("{name}=")))
+    {
+        true => text,
+        false => format!("{text},{name}={value}"),
+    }
+}
+
+/// A value that `key` takes.
+fn example(key: &Key) -> &'static str {
+    match key.name {
+        "door" => "nbd",
+        "path" | "log" | "socket" | "name" | "serial" => "a",
+        "wwn" => "naa.0123456789abcdef",
+        "worker-cpus" => "0",
+        "ops-per-second" | "ops-burst" | "bytes-per-second" | "bytes-burst" => "1",
+        "commit-wait-usec" | "commit-wait-count" | "close-seconds" => "1",
+        "command-timeout" | "queues" | "port" => "1",
+        "size" | "index-memory" => "1M",
+        "format" => "raw",
+        "at" => "cid:1",
+        "retain" => "24h",
+        "on-full" => "pause",
+        _ => key.default,
+    }
+}
+
+#[test]
+fn a_key_is_taken_by_its_commands_and_backends_alone() {
+    let mut tried = [0, 0];
+    for key in KEYS {
+        for command in DiskCommand::ALL {
+            for backend in BackendKind::ALL {
+                // The examples are the defaults where a default is a value.
+                let text = with(key, example(key), backend);
+                let text = match key.name {
+                    "backend" => "backend=wal,path=a".to_owned(),
+                    _ => text,
+                };
+                let parsed = DiskSpec::parse(&text, command);
+                let (ours, fits) = (
+                    key.commands.contains(&command),
+                    key.backends.contains(&backend),
+                );
+                match parsed {
+                    Ok(_) => assert!(ours && fits, "{text} was taken by {command:?}"),
+                    Err(error) => {
+                        let error = error.to_string();
+                        assert!(!ours || !fits, "{text}, {command:?}: {error}");
+                        let told = format!("{}= is for ", key.name);
+                        let remedy = format!("leave {}= out", key.name);
+                        let told = error.contains(&told) && error.contains(&remedy);
+                        assert!(
+                            told || key.name == "path"
+                                || key.name == "size"
+                                || key.name == "address",
+                            "{text}: {error}"
+                        );
+                    }
+                }
+                tried[usize::from(ours && fits)] += 1;
+            }
+        }
+    }
+    assert!(tried[0] > 100 && tried[1] > 100, "{tried:?}");
+}
+
+#[test]
+fn a_default_that_is_a_value_changes_nothing() {
+    let mut values = 0;
+    for key in KEYS.iter().filter(|key| !key.default.contains(' ')) {
+        values += 1;
+        let command = key.commands[0];
+        let parse = |text: &str| DiskSpec::parse(text, key.commands[0]).unwrap();
+        let port = if key.name == "address" { ",port=1" } else { "" };
+        let without = parse(&format!("path=a{port}"));
+        let given = parse(&format!("path=a{port},{}={}", key.name, key.default));
+        assert_eq!(given, without, "{} of {command:?}", key.name);
+    }
+    assert!(values > 10, "{values}");
+}
+
+#[test]
+fn names_are_unique_and_help_is_a_phrase() {
+    for (index, key) in KEYS.iter().enumerate() {
+        assert!(KEYS[..index].iter().all(|other| other.name != key.name));
+        assert!(!key.help.ends_with('.') && !key.commands.is_empty() && !key.backends.is_empty());
+        assert!(!format!("{}{}{}", key.help, key.default, key.value.expected()).contains('|'));
+    }
+}
+
+#[test]
+fn help_shows_the_keys_of_a_command() {
+    for command in DiskCommand::ALL {
+        let mut clap = clap::Command::new("x");
+        clap.build();
+        let shown = DiskArgument(command).parse_ref(&clap, None, "help".as_ref());
+        let shown = shown.unwrap_err();
+        assert_eq!(shown.kind(), ErrorKind::DisplayHelp);
+        let shown = shown.to_string();
+        for key in KEYS {
+            let there = shown.contains(&format!("  {}=\n      {}", key.name, key.help));
+            assert_eq!(there, key.commands.contains(&command), "{}", key.name);
+        }
+    }
+}
+
+/// The table of all keys for the manual, in Markdown.
+fn page() -> String {
+    let mut text =
+        "| key | value | default | commands | backends | what |\n|---|---|---|---|---|---|\n"
+            .to_owned();
+    let some = |names: Vec<&str>, all: usize| match names.len() == all {
+        true => "all".to_owned(),
+        false => names.join(", "),
+    };
+    for key in KEYS {
+        let commands = key.commands.iter().map(|command| command.name());
+        let commands = some(commands.collect(), DiskCommand::ALL.len());
+        let backends = key.backends.iter().map(|backend| backend.name());
+        let backends = some(backends.collect(), BackendKind::ALL.len());
+        let (name, help, default) = (key.name, key.help, key.default);
+        let expected = key.value.expected();
+        let _ = writeln!(
+            text,
+            "| `{name}` | {expected} | {default} | {commands} | {backends} | {help} |"
+        );
+    }
+    text
+}
+
+#[test]
+fn the_manual_has_the_table() {
+    let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/disk-options.md");
+    let manual = fs::read_to_string(path).unwrap();
+    let page = page();
+    assert!(
+        manual.contains(&page),
+        "docs/disk-options.md has another table; this is the one of the program:\n{page}"
+    );
+}
+
+#[test]
+fn a_wrong_key_is_named_with_the_valid_ones() {
+    let error = parse("path=a,cashe=unsafe").unwrap_err();
+    assert!(
+        error.contains("'cashe'") && error.contains("cache, readonly, serial"),
+        "{error}"
+    );
+    assert!(!error.contains('\n'));
+}
+
+#[test]
+fn a_mistyped_key_is_recognized_among_those_of_the_command() {
+    let told = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
+    for (wrong, command, right) in [
+        ("read-only", DiskCommand::Run, Some("readonly")),
+        ("cached", DiskCommand::Nbd, Some("cache")),
+        ("sockets", DiskCommand::VhostUser, Some("socket")),
+        // No key of this command.
+        ("sockets", DiskCommand::Run, None),
+        ("x", DiskCommand::Run, None),
+    ] {
+        let error = told(&format!("path=a,{wrong}=1"), command);
+        let hint = right.map(|right| format!("did you mean '{right}'?"));
+        match hint {
+            Some(hint) => assert!(error.contains(&hint), "{error}"),
+            None => assert!(!error.contains("did you mean"), "{error}"),
+        }
+    }
+}
+
+#[test]
+fn a_comma_in_a_value_is_doubled() {
+    let spec = parse("path=a,,b,,,,c.img,log=,,l,serial=x,,").unwrap();
+    assert_eq!(spec.path, Some(PathBuf::from("a,b,,c.img")));
+    assert_eq!(spec.log, Some(PathBuf::from(",l")));
+    assert_eq!(spec.serial.as_deref(), Some("x,"));
+    let spec = parse("path=a,,,queues=2").unwrap();
+    assert_eq!(
+        (spec.path, spec.queues),
+        (Some(PathBuf::from("a,")), Some(2))
+    );
+}
+
+#[test]
+fn a_raw_disk_has_an_image_and_no_log() {
+    let raw = parse("path=a.img,backend=raw,cache=writethrough,readonly=on").unwrap();
+    assert_eq!(raw.backend, BackendKind::Raw);
+    assert_eq!(raw.log_directory(), None);
+    for (wrong, part) in [
+        ("backend=raw", "path=FILE"),
+        ("backend=raw,path=a,log=l", "leave log= out"),
+        ("backend=raw,path=a,size=1M", "size="),
+        ("backend=raw,path=a,commit-wait-usec=0", "commit-wait-usec="),
+        ("path=a,backend=qcow2", "wal, raw or ram"),
+    ] {
+        let error = parse(wrong).unwrap_err();
+        assert!(error.contains(part), "{wrong}: {error}");
+    }
+}
+
+#[test]
+fn a_look_is_at_a_point_and_written_with_scratch_alone() {
+    let spec = parse("path=a.img,at=cid:7,readonly=on,log=l").unwrap();
+    assert_eq!(spec.at, Some(Point::Cid(7)));
+    let spec = parse("path=a,at=cid:7,scratch=on,readonly=off").unwrap();
+    assert!(spec.scratch && !spec.read_only);
+    assert!(matches!(
+        parse("path=a,at=-15m").unwrap().at,
+        Some(Point::Time(_))
+    ));
+    for (wrong, part) in [
+        ("path=a,at=noon", "at=noon: give cid:N, lsn:N"),
+        ("path=a,at=cid:7,readonly=off", "leave readonly= out"),
+        (
+            "path=a,at=cid:7,scratch=on,readonly=on",
+            "leave readonly= out",
+        ),
+        ("path=a,scratch=on", "give at=AT too"),
+        ("path=a,at=cid:7,cache=unsafe", "leave cache="),
+        ("path=a,at=cid:7,close-seconds=0", "leave cache="),
+        ("path=a,at=cid:7,backend=raw", "at= is for backend=wal"),
+        ("backend=ram,size=1M,at=cid:7", "at= is for backend=wal"),
+    ] {
+        let error = parse(wrong).unwrap_err();
+        assert!(error.contains(part), "{wrong}: {error}");
+    }
+}
+
+#[test]
+fn a_refusal_names_the_commands_that_take_the_key() {
+    let refused = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
+    assert_eq!(
+        refused("path=a,answer=written", DiskCommand::Run),
+        "answer= is for 'walvisor serve vhost-user' and 'walvisor serve nbd', and this is 'walvisor run': leave answer= out"
+    );
+    assert_eq!(
+        refused("path=a,transport=mmio", DiskCommand::Nbd),
+        "transport= is for 'walvisor run', and this is 'walvisor serve nbd': leave transport= out"
+    );
+    assert_eq!(
+        refused("path=a,backend=raw,log=l", DiskCommand::Tcmu),
+        "log= is for backend=wal, and this disk has backend=raw: leave log= out"
+    );
+}
+
+#[test]
+fn wrong_values_are_refused() {
+    for text in [
+        "",
+        "path",
+        "path=",
+        "path=a,path=b",
+        "path=a,queues=0",
+        "path=a,queues=65",
+        "path=a,queue-size=100",
+        "path=a,queue-size=65536",
+        "path=a,block-size=1024",
+        "path=a,block-size=0x200",
+        "path=a,in-order=yes",
+        "path=a,worker-cpus=",
+        "path=a,worker-cpus=1-",
+        "path=a,worker-cpus=3-1",
+        "path=a,worker-cpus=0+",
+        "path=a,worker-cpus=70000",
+        "path=a,worker-cpus=0-1024",
+        "path=a,poll-usec=1001",
+        "path=a,readonly=yes",
+        "path=a,serial=",
+        "path=a,serial=123456789012345678901",
+        "path=a,cache=none",
+        "path=a,answer=never",
+        "path=a,answer=memory,cache=writethrough",
+        "path=a,answer=memory,backend=raw",
+        "path=a,transport=ccw",
+        "log=l",
+        "backend=ram",
+        "backend=ram,size=513",
+        "backend=ram,size=0",
+        "backend=ram,size=1M,log=l",
+        "backend=ram,path=x,size=1M",
+        "path=a,size=1M",
+        "path=a,commit-wait-usec=1000001",
+        "path=a,commit-wait-usec=1.5",
+        "path=a,commit-wait-count=0",
+        "path=a,close-seconds=86401",
+        "path=a,close-seconds=-1",
+        "path=a,backend=raw,close-seconds=1",
+        "path=a,retain=some",
+        "path=a,backend=raw,retain=all",
+        "path=a,index-memory=0",
+        "path=a,index-memory=1000000",
+        "path=a,backend=raw,index-memory=1M",
+        "path=a,socket=",
+        "path=a,socket=s,port=1",
+        "path=a,fabric=none,wwn=naa.0123456789abcdef",
+        "path=a,port=65536",
+        "path=a,port=1,address=localhost",
+        "path=a,address=::1",
+        "backend=ram,size=1M,commit-wait-usec=0",
+        "path=a,name=",
+        "path=a,name=..",
+        "path=a,name=a/b",
+        "path=a,name=123456789012345678901234567890123",
+        "path=a,fabric=iscsi",
+        "path=a,wwn=naa.0123456789ABCDEF",
+        "path=a,wwn=naa.0123456789abcde",
+        "path=a,command-timeout=86401",
+        "path=a,",
+    ] {
+        assert!(parse(text).is_err(), "{text:?} was taken");
+    }
+}

@@ -1,0 +1,608 @@
+//! Opens the disks of a command line. All disks that name the same log directory share one log; the logs are
+//! closed in order at the end.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::num::NonZero;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::{Backend, SECTOR_SIZE};
+use walvisor_devices::block::BlockConfig;
+use walvisor_storage::{
+    CommitWait, Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, Retain, Store,
+    StoreOptions, has_log, scratch_file,
+};
+
+use crate::disk_spec::{
+    BackendKind, DiskCache, DiskCommand, DiskSpec, MAX_QUEUES, MAX_SERIAL_BYTES,
+};
+use crate::progress::with_bar;
+use walvisor_vmm::disk::OpenDisk;
+
+/// How long closing a log may copy it to the images if no disk says.
+pub const DEFAULT_CLOSE_TIME: Duration = Duration::from_secs(10);
+
+/// The logs of a process's disks. Dropping them closes them too, but ignores errors.
+#[derive(Default)]
+pub struct OpenLogs {
+    logs: Vec<OpenLog>,
+}
+
+/// A log, which has at least one disk.
+struct OpenLog {
+    /// Its directory, with links resolved.
+    directory: PathBuf,
+    store: Store,
+}
+
+/// What has become of a disk that was removed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Removed {
+    /// Its image holds all of it.
+    Complete,
+    /// Its log keeps history, and so the disk's newest records.
+    InLog,
+}
+
+impl OpenLogs {
+    /// Closes the logs at the same time, which copies their contents to the base images, or as much as the time of
+    /// each log allows. The VM that used the disks must have been dropped.
+    ///
+    /// # Errors
+    /// The error of the first log that cannot be closed; the other logs are closed all the same.
+    pub fn close(self) -> Result<(), walvisor_storage::Error> {
+        let stores = self.logs.into_iter().map(|log| log.store);
+        Store::close_all(stores.collect())
+    }
+
+    /// The open log of a disk that is no look at the past.
+    fn of(&self, spec: &DiskSpec) -> Option<usize> {
+        let directory = real_path(&spec.log_directory().filter(|_| spec.at.is_none())?);
+        let mut logs = self.logs.iter();
+        logs.position(|log| log.directory == directory)
+    }
+
+    /// Whether the log of this disk is open.
+    pub fn has_log_of(&self, spec: &DiskSpec) -> bool {
+        self.of(spec).is_some()
+    }
+
+    /// Opens another disk. If its log is open, the disk joins the log; else the log is opened for it.
+    ///
+    /// # Errors
+    /// One line: if the disk or its log cannot be opened, or the disk has keys of a log that is open already.
+    pub fn add(&mut self, spec: &DiskSpec, cpus: u8) -> Result<OpenDisk, String> {
+        let one = std::slice::from_ref(spec);
+        let failed = |error: walvisor_storage::Error| error.to_string();
+        let Some(place) = self.of(spec) else {
+            let scratch = make_files(one).map_err(failed)?;
+            let mut disks = self.open(one, cpus, scratch).map_err(failed)?;
+            return disks.pop().ok_or_else(|| "no disk was opened".to_owned());
+        };
+        if let Some(key) = log_key(spec) {
+            return Err(format!(
+                "disk '{}': {key}= belongs to its log, which is open already: leave {key}= out",
+                spec.name()
+            ));
+        }
+        let store = &mut self.logs[place].store;
+        let disk = store.add_disk(&disk_options(spec)).map_err(failed)?;
+        Ok(open_disk(spec, Arc::new(disk.clone()), cpus))
+    }
+
+    /// A disk of an open log once more, after it could not be [removed](Self::remove).
+    pub fn again(&mut self, spec: &DiskSpec, cpus: u8) -> Option<OpenDisk> {
+        let place = self.of(spec)?;
+        let mut disks = self.logs[place].store.disks().iter();
+        let disk = disks.find(|disk| Some(disk.path()) == spec.path.as_deref())?;
+        Some(open_disk(spec, Arc::new(disk.clone()), cpus))
+    }
+
+    /// Closes a disk that nobody uses any more, and its log with the last disk of that.
+    ///
+    /// # Errors
+    /// If the disk's records cannot be copied to its image. The disk then stays open.
+    pub fn remove(&mut self, spec: &DiskSpec) -> Result<Removed, walvisor_storage::Error> {
+        let (Some(place), Some(path)) = (self.of(spec), &spec.path) else {
+            return Ok(Removed::Complete);
+        };
+        let store = &mut self.logs[place].store;
+        let keeps = |disk: &Disk| disk.retain() != Retain::Nothing || !disk.snapshots().is_empty();
+        let keeps_history = store.disks().iter().any(keeps);
+        store.remove_disk(path)?;
+        if store.disks().is_empty() {
+            drop(self.logs.remove(place));
+        }
+        Ok(match keeps_history {
+            true => Removed::InLog,
+            false => Removed::Complete,
+        })
+    }
+
+    /// See [`open`].
+    fn open(
+        &mut self,
+        specs: &[DiskSpec],
+        cpus: u8,
+        mut scratch: ScratchFiles,
+    ) -> Result<Vec<OpenDisk>, walvisor_storage::Error> {
+        let mut backends: HashMap<usize, Arc<dyn Backend>> = HashMap::new();
+        for (log, members) in group_by_log(specs) {
+            let options: Vec<DiskOptions> = members
+                .iter()
+                .map(|member| disk_options(&specs[*member]))
+                .collect();
+            // `check` has refused disks that disagree.
+            let store_options = log_options(specs, &members).unwrap_or_default();
+            let mut read = 0;
+            let store = match reads_only(specs, &members) {
+                true if !has_log(&log) => continue,
+                true => Store::open_read_only(&log, &options, &store_options)?,
+                false => with_bar("recovering", |progress| {
+                    Store::open_telling(&log, &options, &store_options, &mut |passed, total| {
+                        read = total;
+                        progress(passed, total);
+                    })
+                })?,
+            };
+            if read > 0 {
+                let log = log.display();
+                tracing::info!("log {log}: recovered from {read} bytes of segments");
+            }
+            for (member, disk) in members.iter().zip(store.disks()) {
+                backends.insert(*member, Arc::new(disk.clone()));
+            }
+            let directory = real_path(&log);
+            self.logs.push(OpenLog { directory, store });
+        }
+        let disks = specs.iter().enumerate().map(|(index, spec)| {
+            let backend = match (backends.remove(&index), spec.at) {
+                (Some(backend), _) => backend,
+                (None, Some(point)) => look(spec, point, scratch.0.remove(&index))?,
+                (None, None) => open_without_log(spec)?,
+            };
+            Ok(open_disk(spec, backend, cpus))
+        });
+        disks.collect()
+    }
+}
+
+/// Opens the disks that `specs` describe, for a VM of `cpus` vCPUs. `scratch`: what [`make_files`] has returned for them.
+/// Returns the disks in the same order, and their logs.
+///
+/// # Errors
+/// If a disk or its log cannot be opened. The logs that were opened before are closed again.
+pub fn open(
+    specs: &[DiskSpec],
+    cpus: u8,
+    scratch: ScratchFiles,
+) -> Result<(Vec<OpenDisk>, OpenLogs), walvisor_storage::Error> {
+    raise_descriptor_limit();
+    let mut logs = OpenLogs::default();
+    let disks = logs.open(specs, cpus, scratch)?;
+    Ok((disks, logs))
+}
+
+/// Raises the limit on descriptors. A log opens each of its segments twice, past the page cache and through it. A
+/// vhost-user front-end may bring some hundreds more, and must not use up those that the logs need.
+fn raise_descriptor_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let raised = Rlimit {
+        current: limit.maximum,
+        ..limit
+    };
+    if let Err(error) = setrlimit(Resource::Nofile, raised) {
+        tracing::warn!(
+            "the limit of open files stays at {:?}: {error}",
+            limit.current
+        );
+    }
+}
+
+fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
+    OpenDisk {
+        name: disk_name(spec),
+        backend,
+        device: BlockConfig {
+            queues: spec.queues.unwrap_or_else(|| default_queues(spec, cpus)),
+            queue_size: spec.queue_size,
+            serial: spec.serial.clone().unwrap_or_else(|| default_serial(spec)),
+            block_size: spec.block_size,
+            in_order: spec.in_order,
+            worker_cpus: spec.worker_cpus.clone(),
+            poll: spec.poll,
+            answer: spec.answer,
+        },
+        limits: spec.limits,
+    }
+}
+
+/// One queue for each vCPU. Who connects to a vhost-user disk isn't known, so it has one for each CPU of the host: a front-end
+/// uses no more than its guest has CPUs, and an unused queue costs nothing.
+fn default_queues(spec: &DiskSpec, cpus: u8) -> u16 {
+    if spec.door != DiskCommand::VhostUser {
+        return u16::from(cpus);
+    }
+    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
+    cpus.min(MAX_QUEUES.into()) as u16
+}
+
+/// The name of a disk in messages, metrics and control requests.
+pub fn disk_name(spec: &DiskSpec) -> String {
+    spec.serial.clone().unwrap_or_else(|| spec.name())
+}
+
+/// A key of this disk that is one of its log.
+fn log_key(spec: &DiskSpec) -> Option<&'static str> {
+    let given = [
+        ("commit-wait-usec", spec.commit_wait.longest.is_some()),
+        ("commit-wait-count", spec.commit_wait.count.is_some()),
+        ("close-seconds", spec.close_time.is_some()),
+        ("index-memory", spec.index_memory.is_some()),
+        ("retain", spec.retain.is_some()),
+        ("on-full", spec.on_full.is_some()),
+    ];
+    let found = given.into_iter().find(|(_, given)| *given);
+    found.map(|(key, _)| key)
+}
+
+/// The scratch files of disks that have `scratch=on`, by their places on the command line.
+#[derive(Default)]
+pub struct ScratchFiles(HashMap<usize, File>);
+
+/// Makes the logs that do not exist yet, and scratch files, so that a process that has given up the right to make
+/// files can open the disks.
+///
+/// # Errors
+/// If a disk of a new log cannot be opened, or its log or a scratch file cannot be made.
+pub fn make_files(specs: &[DiskSpec]) -> Result<ScratchFiles, walvisor_storage::Error> {
+    for (log, members) in group_by_log(specs) {
+        if reads_only(specs, &members) {
+            continue;
+        }
+        let disks: Vec<_> = members
+            .iter()
+            .map(|member| disk_options(&specs[*member]))
+            .collect();
+        Store::make_log(&log, &disks, &StoreOptions::default())?;
+    }
+    let scratch = specs.iter().enumerate().filter(|(_, spec)| spec.scratch);
+    let files = scratch.map(|(index, _)| Ok((index, scratch_file()?)));
+    Ok(ScratchFiles(files.collect::<Result<_, _>>()?))
+}
+
+/// Whether these disks of one log can only be read: then nothing is written, and without a log the images are served alone.
+fn reads_only(specs: &[DiskSpec], members: &[usize]) -> bool {
+    members.iter().all(|member| specs[*member].read_only)
+}
+
+/// This machine's memory and swap together, in bytes.
+pub(crate) fn machine_memory() -> u64 {
+    let told = rustix::system::sysinfo();
+    let unit = u64::from(told.mem_unit);
+    (told.totalram + told.totalswap).saturating_mul(unit)
+}
+
+/// Refuses RAM disks that are larger than this machine's memory and swap together.
+fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
+    let most = machine_memory();
+    let sizes = specs.iter().filter_map(|spec| spec.size);
+    let all = sizes.fold(0, u64::saturating_add);
+    match all > most {
+        false => Ok(()),
+        true => Err(format!(
+            "backend=ram: {all} bytes, and this machine has {most} bytes of memory and swap: give a smaller size=, or an image"
+        )),
+    }
+}
+
+/// Refuses looks at logs that other disks of the command line write to.
+fn check_looks(specs: &[DiskSpec], groups: &[(PathBuf, Vec<usize>)]) -> Result<(), String> {
+    let written: Vec<PathBuf> = groups.iter().map(|(log, _)| real_path(log)).collect();
+    let mut looks = specs.iter().filter(|spec| spec.at.is_some());
+    let clash = looks.find(|spec| {
+        let log = spec.log_directory();
+        log.is_some_and(|log| written.contains(&real_path(&log)))
+    });
+    match clash {
+        None => Ok(()),
+        Some(spec) => Err(format!(
+            "disk '{}' has at=, and another disk writes to its log: give all disks of that log at=, or leave it out",
+            spec.name()
+        )),
+    }
+}
+
+/// Refuses disks that contradict each other, or that this machine cannot hold.
+///
+/// # Errors
+/// One line that names the disks.
+pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
+    check_memory(specs)?;
+    let groups = group_by_log(specs);
+    check_looks(specs, &groups)?;
+    groups
+        .iter()
+        .try_for_each(|(log, members)| match log_options(specs, members) {
+            Ok(_) => Ok(()),
+            Err(key) => Err(format!(
+                "the disks on the log {} disagree about {key}: it has one, give it once",
+                log.display()
+            )),
+        })
+}
+
+/// The options of the log of these disks, as any of the disks says them.
+///
+/// # Errors
+/// The key about which two disks disagree.
+fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'static str> {
+    let specs = || members.iter().map(|member| &specs[*member]);
+    let longest = agreed(specs().filter_map(|spec| spec.commit_wait.longest));
+    let count = agreed(specs().filter_map(|spec| spec.commit_wait.count));
+    let close_time = agreed(specs().filter_map(|spec| spec.close_time)).ok_or("close-seconds")?;
+    let index_memory = agreed(specs().filter_map(|spec| spec.index_memory));
+    let index_memory = index_memory.ok_or("index-memory")?;
+    let retain = agreed(specs().filter_map(|spec| spec.retain)).ok_or("retain")?;
+    let on_full = agreed(specs().filter_map(|spec| spec.on_full)).ok_or("on-full")?;
+    let usual = StoreOptions::default();
+    Ok(StoreOptions {
+        on_full: on_full.unwrap_or_default(),
+        commit_wait: CommitWait {
+            longest: longest.ok_or("commit-wait-usec")?,
+            count: count.ok_or("commit-wait-count")?,
+        },
+        close_time: Some(close_time.unwrap_or(DEFAULT_CLOSE_TIME)),
+        index_memory: index_memory.unwrap_or(usual.index_memory),
+        retain,
+        ..usual
+    })
+}
+
+/// The value that all items share; `Some(None)` if there are no items, and `None` if two differ.
+fn agreed<T: PartialEq>(mut said: impl Iterator<Item = T>) -> Option<Option<T>> {
+    let first = said.next();
+    said.all(|other| Some(&other) == first.as_ref())
+        .then_some(first)
+}
+
+/// Groups the disks that write to a log by its directory, in the order in which the directories are first named.
+fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
+    let mut groups: Vec<(PathBuf, PathBuf, Vec<usize>)> = Vec::new();
+    let written = |(_, spec): &(usize, &DiskSpec)| spec.at.is_none();
+    for (index, spec) in specs.iter().enumerate().filter(written) {
+        let Some(log) = spec.log_directory() else {
+            continue;
+        };
+        let real = real_path(&log);
+        match groups.iter_mut().find(|(_, known, _)| *known == real) {
+            Some((_, _, members)) => members.push(index),
+            None => groups.push((log, real, vec![index])),
+        }
+    }
+    groups
+        .into_iter()
+        .map(|(log, _, members)| (log, members))
+        .collect()
+}
+
+/// A path that is the same for two names of one directory; the directory itself need not exist.
+pub(crate) fn real_path(path: &Path) -> PathBuf {
+    if let Ok(real) = path.canonicalize() {
+        return real;
+    }
+    let parent = match path.parent() {
+        Some(parent) if parent != Path::new("") => parent,
+        _ => Path::new("."),
+    };
+    match (parent.canonicalize(), path.file_name()) {
+        (Ok(parent), Some(name)) => parent.join(name),
+        _ => path.to_owned(),
+    }
+}
+
+/// The options with which the store opens a disk.
+fn disk_options(spec: &DiskSpec) -> DiskOptions {
+    let mut options = DiskOptions::new(spec.path.clone().unwrap_or_default());
+    options.read_only = spec.read_only;
+    options.format = spec.format;
+    options.cache = match spec.cache {
+        DiskCache::Writeback => walvisor_storage::CacheMode::Writeback,
+        DiskCache::Writethrough => walvisor_storage::CacheMode::Writethrough,
+        DiskCache::Unsafe => walvisor_storage::CacheMode::Unsafe,
+    };
+    options
+}
+
+/// Opens a disk as it was at a point.
+fn look(
+    spec: &DiskSpec,
+    at: Point,
+    scratch: Option<File>,
+) -> Result<Arc<dyn Backend>, walvisor_storage::Error> {
+    let log = spec.log_directory().unwrap_or_default();
+    let options = StoreOptions::default();
+    let look = Look::open(&disk_options(spec), &log, at, scratch, &options)?;
+    Ok(Arc::new(look))
+}
+
+/// Opens a disk without a log: an image, or memory. Nothing in memory is durable, so a RAM disk has no cache
+/// modes.
+fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storage::Error> {
+    if spec.backend != BackendKind::Ram {
+        let path = spec.path.clone().unwrap_or_default();
+        let cache = match spec.cache {
+            DiskCache::Writeback => RawCache::Writeback,
+            DiskCache::Writethrough => RawCache::Writethrough,
+            DiskCache::Unsafe => RawCache::Unsafe,
+        };
+        let image = Image::open_as(&path, spec.read_only, spec.format)?;
+        return Ok(Arc::new(RawDisk::new(image, cache)));
+    }
+    let bytes = spec.size.unwrap_or(0);
+    Ok(match spec.read_only {
+        true => Arc::new(RamDisk::empty_read_only(bytes / SECTOR_SIZE)),
+        false => Arc::new(RamDisk::new(bytes / SECTOR_SIZE)),
+    })
+}
+
+/// The image's file name, cut to the length of a serial.
+fn default_serial(spec: &DiskSpec) -> String {
+    let name = spec
+        .path
+        .as_deref()
+        .and_then(Path::file_name)
+        .unwrap_or_default();
+    let printable = |character: &char| character.is_ascii_graphic();
+    name.to_string_lossy()
+        .chars()
+        .filter(printable)
+        .take(MAX_SERIAL_BYTES)
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::disk_spec::DiskCommand;
+
+    fn specs(texts: &[&str]) -> Vec<DiskSpec> {
+        texts
+            .iter()
+            .map(|text| DiskSpec::parse(text, DiskCommand::Run).unwrap())
+            .collect()
+    }
+
+    #[test]
+    fn disks_that_name_one_log_in_different_ways_share_it() {
+        let specs = specs(&[
+            "path=a.img,log=logs",
+            "path=b.img",
+            "backend=ram,size=1M",
+            "path=c.img,log=./logs",
+            "path=d.img,log=b.img.wal",
+        ]);
+        let groups = group_by_log(&specs);
+        assert_eq!(
+            groups,
+            [
+                (PathBuf::from("logs"), vec![0, 3]),
+                (PathBuf::from("b.img.wal"), vec![1, 4])
+            ]
+        );
+    }
+
+    #[test]
+    fn disks_in_memory_fit_the_machine() {
+        for size in [
+            "8E",
+            "15E",
+            "7E",
+            "9223372036854775296",
+            "18446744073709551104",
+            "1P",
+        ] {
+            let readonly = format!("backend=ram,size={size},readonly=on");
+            for text in [format!("backend=ram,size={size}"), readonly] {
+                let error = check(&specs(&[&text])).unwrap_err();
+                assert!(error.contains("give a smaller size="), "{text}: {error}");
+            }
+        }
+        let error = check(&specs(&["backend=ram,size=15E", "backend=ram,size=1E"]));
+        assert!(error.is_err(), "together");
+        let small = ["backend=ram,size=512", "backend=ram,size=1M,readonly=on"];
+        check(&specs(&small)).unwrap();
+        let (disks, _) = open(&specs(&small), 1, ScratchFiles::default()).unwrap();
+        let sectors: Vec<u64> = disks.iter().map(|disk| disk.backend.sectors()).collect();
+        assert_eq!(sectors, [1, 2048]);
+    }
+
+    #[test]
+    fn a_log_has_the_options_that_its_disks_agree_about() {
+        let agreed = specs(&[
+            "path=a,log=l,commit-wait-usec=5",
+            "path=b,log=l,commit-wait-count=2,close-seconds=0",
+            "path=c,log=l,commit-wait-usec=5",
+            "path=d,commit-wait-usec=7,index-memory=3M",
+        ]);
+        check(&agreed).unwrap();
+        let options = log_options(&agreed, &[0, 1, 2]).unwrap();
+        let wait = options.commit_wait;
+        assert_eq!(
+            (wait.longest, wait.count),
+            (Some(Duration::from_micros(5)), Some(2))
+        );
+        assert_eq!(options.close_time, Some(Duration::ZERO));
+        let alone = log_options(&agreed, &[3]).unwrap();
+        assert_eq!(alone.close_time, Some(Duration::from_secs(10)));
+        assert_eq!(
+            (options.index_memory, alone.index_memory),
+            (64 << 20, 3 << 20)
+        );
+        for (key, unit) in [
+            ("commit-wait-usec", ""),
+            ("commit-wait-count", ""),
+            ("close-seconds", ""),
+            ("index-memory", "M"),
+            ("retain", "h"),
+        ] {
+            let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}{unit}"));
+            let error = check(&specs(&[&two[0], &two[1]])).unwrap_err();
+            let told = format!("the disks on the log l disagree about {key}: ");
+            assert!(error.starts_with(&told), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_look_and_a_disk_in_use_do_not_share_a_log() {
+        let error = check(&specs(&["path=a,log=l", "path=b,log=./l,at=cid:1"])).unwrap_err();
+        assert!(error.starts_with("disk 'b' has at=, and"), "{error}");
+        check(&specs(&["path=a,at=cid:1", "path=a,at=cid:2", "path=c"])).unwrap();
+    }
+
+    #[test]
+    fn a_serial_that_nobody_gave_is_the_file_name() {
+        let specs = specs(&[
+            "path=/x/a b.img",
+            "path=a-very-long-name-of-an-image.img",
+            "backend=ram,size=1M",
+        ]);
+        let serials: Vec<String> = specs.iter().map(default_serial).collect();
+        assert_eq!(serials, ["ab.img", "a-very-long-name-of-", ""]);
+    }
+
+    #[test]
+    fn one_log_serves_two_disks_and_closes() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        let options = StoreOptions {
+            segment_size: 1 << 20,
+            ..StoreOptions::default()
+        };
+        for name in ["a.img", "b.img"] {
+            walvisor_storage::create_disk(&at(name), 1 << 20, &at("log"), &options).unwrap();
+        }
+        let text = |name: &str| format!("path={},log={}", at(name).display(), at("log").display());
+        let (a, b) = (text("a.img"), text("b.img"));
+        std::fs::write(at("raw.img"), [0; 1024]).unwrap();
+        let raw = format!("backend=raw,path={}", at("raw.img").display());
+        let (disks, logs) = {
+            let specs = specs(&[&a, "backend=ram,size=1M", &b, &raw]);
+            open(&specs, 3, ScratchFiles::default()).unwrap()
+        };
+        assert_eq!(logs.logs.len(), 1);
+        let sectors: Vec<u64> = disks.iter().map(|disk| disk.backend.sectors()).collect();
+        assert_eq!(sectors, [2048, 2048, 2048, 2]);
+        assert!(disks[3].backend.log_counters().is_none());
+        assert!(
+            disks[1].backend.log_counters().is_none() && disks[2].backend.log_counters().is_some()
+        );
+        assert_eq!(disks[0].device.queues, 3);
+        drop(disks);
+        logs.close().unwrap();
+    }
+}

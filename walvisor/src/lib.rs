@@ -1,0 +1,24 @@
+//! The program `walvisor`: its command line, its daemon with any doors, the control socket, the specs of disks, what a process gives
+//! up, and the kernel's SCSI target.
+//!
+//! ```text
+//!   main ─▶ cli ─▶ commands ─┬─▶ run ─────▶ disks::open ─▶ walvisor_vmm::vm::VmBuilder
+//!                            ├─▶ serve ───▶ disks::open ─▶ doors: vhost-user, NBD, TCMU (lio)
+//!                            └─▶ disk, log, ctl, config, demo
+//! ```
+
+mod child;
+pub mod cli;
+pub mod commands;
+pub mod control_socket;
+pub mod demo;
+pub mod disk;
+pub mod disk_spec;
+pub mod disks;
+pub mod landlock;
+pub mod lio;
+pub mod metrics;
+pub mod point;
+pub mod processor_time;
+pub mod progress;
+pub mod size;

@@ -1,0 +1,207 @@
+//! A disk in the kernel's target, from the making of its first directory to the removal of the last.
+
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+
+use walvisor_devices::tcmu::{CommandRing, Device, Mapping, Worker};
+
+use super::backstore::{Backstore, Wanted};
+use super::export::TargetExport;
+use super::refusal::Refusal;
+use super::target::{Doing, Result, Target, TargetError};
+use super::uio::Uio;
+use crate::disk_spec::Fabric;
+
+/// A disk in the kernel's target. Dropping it takes it down, unless initiators still wait for it: a disk that a
+/// previous process left and that was not served again stays blocked.
+pub struct LioDisk {
+    store: Backstore,
+    /// Its LUNs: the one that this process made, or those that were there.
+    exports: Vec<TargetExport>,
+    device: Option<OwnedFd>,
+    memory: Option<Arc<Mapping>>,
+    worker: Option<Worker>,
+    /// It has a LUN that was there before this process, and this process does not serve it yet.
+    inherited: bool,
+    /// Dropping it does nothing: it was taken down, or it must stay.
+    released: bool,
+    /// The back store was left in the target, because initiators or other fabrics still use it.
+    stays: bool,
+}
+
+impl LioDisk {
+    /// Raises a disk that is not served yet. A disk that a killed process has left is taken over if every
+    /// completed write was durable: its initiators wait from here on, keep their outstanding commands, and lose
+    /// nothing. Otherwise the writes that were not flushed are lost without the initiators' knowledge, so they
+    /// get a new disk.
+    ///
+    /// # Errors
+    /// If the kernel refuses, or the name is taken. Nothing half-built stays.
+    pub fn raise(target: &Target, wanted: &Wanted, fabric: Fabric, wwn: &str) -> Result<Self> {
+        let (mut store, mut stood) = Backstore::raise(target, wanted)?;
+        if stood && !store.is_durable() && !TargetExport::of(&store).is_empty() {
+            Self::clear(&store).map_err(|error| {
+                TargetError::Taken(format!(
+                    "{error} (it was left by a process that had writes in its memory: what was not flushed is gone, and \
+                     initiators must not go on without knowing; with cache=writethrough they can)"
+                ))
+            })?;
+            tracing::warn!(
+                "disk '{}' was left by a process that had writes in its memory: what was not flushed is gone, so its \
+                 initiators get a new disk (with cache=writethrough they keep theirs)",
+                wanted.name
+            );
+            (store, stood) = Backstore::raise(target, wanted)?;
+        }
+        let exports = if stood {
+            TargetExport::of(&store)
+        } else {
+            Vec::new()
+        };
+        let mut disk = Self {
+            inherited: !exports.is_empty(),
+            // Another process may serve it, so this one must not take it down.
+            released: stood,
+            exports,
+            store,
+            device: None,
+            memory: None,
+            worker: None,
+            stays: false,
+        };
+        let Uio { device, memory } = Uio::open(&disk.store)?;
+        (disk.device, disk.memory) = (Some(device), Some(memory));
+        disk.released = false;
+        if stood {
+            disk.store.block(true)?;
+            disk.store.reset_ring(true)?;
+        }
+        if !disk.inherited {
+            let export = TargetExport::prepare(target, fabric, wwn)?;
+            disk.exports.extend(export);
+        }
+        Ok(disk)
+    }
+
+    /// Starts to serve the disk, and lets initiators see it.
+    ///
+    /// # Errors
+    /// If the ring is invalid, or the kernel refuses.
+    pub fn serve(&mut self, device: &Device, bytes: u64) -> Result<()> {
+        let (Some(memory), Some(uio)) = (self.memory.take(), self.device.take()) else {
+            return Ok(());
+        };
+        self.store.set_size(bytes)?;
+        let ring = CommandRing::open(memory)?;
+        let worker = Worker::start(device, ring, uio);
+        self.worker = Some(worker.doing("serve", self.store.directory())?);
+        self.store.block(false)?;
+        if self.inherited {
+            self.inherited = false;
+            return Ok(());
+        }
+        let mut exports = self.exports.iter();
+        exports.try_for_each(|export| export.link(&self.store))
+    }
+
+    /// The back store.
+    pub fn store(&self) -> &Backstore {
+        &self.store
+    }
+
+    /// The LUNs through which initiators see it.
+    pub fn exports(&self) -> &[TargetExport] {
+        &self.exports
+    }
+
+    /// Takes the disk down: first its LUNs, while commands are still answered, then the back store. If another
+    /// fabric exports it, the back store stays and is returned, and its initiators wait for the next start.
+    ///
+    /// # Errors
+    /// The first step that the kernel refused; the later steps are tried all the same.
+    pub fn dismantle(mut self) -> Result<Option<Backstore>> {
+        self.take_down()?;
+        Ok(self.stays.then(|| self.store.clone()))
+    }
+
+    /// An export that others have made.
+    pub fn other_export(&self) -> Option<TargetExport> {
+        let mut exports = TargetExport::of(&self.store).into_iter();
+        exports.find(|export| !export.is_simple() || !self.exports.contains(export))
+    }
+
+    fn take_down(&mut self) -> Result<()> {
+        if std::mem::replace(&mut self.released, true) {
+            return Ok(());
+        }
+        let others = self.other_export();
+        if self.inherited || others.is_some() {
+            self.stays = true;
+            let blocked = self.store.block(true);
+            self.worker = None;
+            let name = &self.store.name;
+            let by = match others {
+                Some(export) => format!(", exported by {}", export.place()),
+                None => String::new(),
+            };
+            tracing::warn!(
+                "disk '{name}' stays{by}: initiators wait until it is served again, or removed ('walvisor serve tcmu \
+                 --remove {name}')"
+            );
+            return blocked;
+        }
+        let mut outcome = Ok(());
+        let mut keep = |done: Result<()>| {
+            if outcome.is_ok() {
+                outcome = done;
+            }
+        };
+        for export in &self.exports {
+            keep(export.unlink());
+            keep(export.remove());
+        }
+        self.worker = None;
+        self.memory = None;
+        self.device = None;
+        keep(self.store.remove());
+        outcome
+    }
+
+    /// Removes a back store that no process serves, with its LUNs. Commands that still arrive are refused.
+    ///
+    /// # Errors
+    /// If a process serves it, a fabric that walvisor does not set up exports it, or the kernel refuses.
+    pub fn clear(store: &Backstore) -> Result<()> {
+        let name = &store.name;
+        let exports = TargetExport::of(store);
+        if let Some(other) = exports.iter().find(|export| !export.is_simple()) {
+            return Err(TargetError::Taken(format!(
+                "disk '{name}' is exported by {}: remove that LUN first",
+                other.place()
+            )));
+        }
+        if store.enabled() {
+            let uio = Uio::open(store).map_err(|error| match error {
+                TargetError::Taken(why) => TargetError::Taken(format!("{why}: stop that first")),
+                error => error,
+            })?;
+            store.block(true)?;
+            store.reset_ring(false)?;
+            let refusal = Refusal::start(uio)?.doing("serve", store.directory())?;
+            store.block(false)?;
+            let unlinked = exports.iter().try_for_each(TargetExport::unlink);
+            drop(refusal);
+            unlinked?;
+        }
+        exports.iter().try_for_each(TargetExport::remove)?;
+        store.remove()
+    }
+}
+
+impl Drop for LioDisk {
+    fn drop(&mut self) {
+        if let Err(error) = self.take_down() {
+            tracing::error!("{error}");
+        }
+    }
+}

@@ -1,0 +1,541 @@
+//! The metrics of a run or a server, in the Prometheus text format.
+
+use std::fmt::Write as _;
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use walvisor_devices::backend::{Condition, LogCounters, Trouble};
+use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
+use walvisor_storage::{LogHistory, Snapshot};
+
+use crate::disk::{cache_in_force, log_name, logged};
+use crate::point::show_retain;
+use walvisor_vmm::disk::DiskInUse;
+use walvisor_vmm::vm::exits::{ExitCounters, ExitReason};
+use walvisor_vmm::vm::memory_use::MemoryUse;
+
+/// The metrics of a run.
+pub struct RunMetrics<'a> {
+    /// When the process began.
+    pub started: Instant,
+    /// The moment just before the first KVM_RUN.
+    pub first_run: Option<Instant>,
+    /// Exits of each vCPU.
+    pub exits: &'a [Arc<ExitCounters>],
+    /// The disks.
+    pub disks: Vec<DiskMetrics>,
+    /// Resident memory when the guest ended.
+    pub memory: Option<MemoryUse>,
+}
+
+/// Text under construction.
+#[derive(Default)]
+struct Text(String);
+
+impl Text {
+    /// Starts a metric.
+    fn metric(&mut self, name: &str, kind: &str, help: &str) {
+        let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
+    }
+
+    /// Adds a sample; `labels` is empty or `{...}`.
+    fn sample(&mut self, name: &str, labels: &str, value: impl std::fmt::Display) {
+        let _ = writeln!(self.0, "{name}{labels} {value}");
+    }
+
+    /// Adds a histogram: the upper end of each class, `None` for the last, and the number of values in it.
+    fn histogram(
+        &mut self,
+        name: &str,
+        labels: &str,
+        classes: impl Iterator<Item = (Option<u64>, u64)>,
+        sum: u64,
+    ) {
+        let mut count = 0;
+        for (end, requests) in classes {
+            count += requests;
+            let end = end.map_or_else(|| "+Inf".to_owned(), |end| end.to_string());
+            let _ = writeln!(self.0, "{name}_bucket{{{labels},le=\"{end}\"}} {count}");
+        }
+        let _ = writeln!(
+            self.0,
+            "{name}_sum{{{labels}}} {sum}\n{name}_count{{{labels}}} {count}"
+        );
+    }
+
+    /// Adds a metric with one sample.
+    fn gauge(&mut self, name: &str, help: &str, value: impl std::fmt::Display) {
+        self.metric(name, "gauge", help);
+        self.sample(name, "", value);
+    }
+}
+
+/// `value` escaped for use between quotes (Prometheus exposition format).
+fn escape(value: &str) -> String {
+    value
+        .replace('\\', "\\\\")
+        .replace('"', "\\\"")
+        .replace('\n', "\\n")
+}
+
+/// CLOCK_MONOTONIC, in microseconds, at `moment`, which must be in the past.
+fn monotonic_us(moment: Instant) -> u128 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
+    now.saturating_sub(moment.elapsed()).as_micros()
+}
+
+/// A time of the wall clock in microseconds since 1970.
+pub(crate) fn unix_us(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    since.as_micros() as u64
+}
+
+/// The metrics of a run as text.
+pub fn render(run: &RunMetrics<'_>) -> String {
+    let mut text = Text::default();
+    if let Some(first) = run.first_run {
+        text.gauge(
+            "walvisor_start_to_first_instruction_us",
+            "From the start of main to just before the first KVM_RUN, in microseconds.",
+            first.saturating_duration_since(run.started).as_micros(),
+        );
+        text.gauge(
+            "walvisor_first_instruction_monotonic_us",
+            "CLOCK_MONOTONIC just before the first KVM_RUN, in microseconds.",
+            monotonic_us(first),
+        );
+    }
+    if let Some(memory) = run.memory {
+        text.gauge(
+            "walvisor_vmm_resident_bytes",
+            "Resident memory of the process without guest memory, when the guest ended.",
+            memory.resident.saturating_sub(memory.guest),
+        );
+        text.gauge(
+            "walvisor_vmm_own_bytes",
+            "Part of that which the process has written itself; the rest is pages of programs and libraries, which processes share.",
+            memory.own,
+        );
+        text.gauge(
+            "walvisor_guest_resident_bytes",
+            "Resident guest memory, when the guest ended.",
+            memory.guest,
+        );
+    }
+    exits(&mut text, run.exits);
+    disks(&mut text, &run.disks);
+    text.0
+}
+
+/// Adds the exits to user space.
+fn exits(text: &mut Text, exits: &[Arc<ExitCounters>]) {
+    let name = "walvisor_exits_total";
+    text.metric(name, "counter", "Exits to user space by vCPU and reason.");
+    for (vcpu, counters) in exits.iter().enumerate() {
+        for reason in ExitReason::ALL {
+            let labels = format!("{{vcpu=\"{vcpu}\",reason=\"{}\"}}", reason.name());
+            text.sample(name, &labels, counters.get(reason));
+        }
+    }
+}
+
+/// The metrics of a disk.
+pub struct DiskMetrics {
+    /// Its name.
+    pub disk: String,
+    /// Its transport or protocol: `mmio`, `pci`, `nbd`, `vhost-user`, `tcmu`.
+    pub transport: &'static str,
+    /// Counts of its requests.
+    pub counts: BlockCounts,
+    /// Latencies of its requests.
+    pub block: Arc<BlockMetrics>,
+    /// The cache mode in force.
+    pub cache: &'static str,
+    /// How it is.
+    pub condition: Condition,
+    /// The name and the counts of its log, if it has one.
+    pub log: Option<(String, LogCounters)>,
+    /// What its log has of the history of its disks.
+    pub history: Option<LogHistory>,
+}
+
+impl From<&DiskInUse> for DiskMetrics {
+    fn from(disk: &DiskInUse) -> Self {
+        Self {
+            disk: disk.name.clone(),
+            transport: disk.transport,
+            counts: disk.metrics.counts(),
+            block: Arc::clone(&disk.metrics),
+            cache: cache_in_force(&*disk.backend),
+            condition: disk.backend.condition(),
+            log: log_name(&*disk.backend).zip(disk.backend.log_counters()),
+            history: logged(&*disk.backend).map(walvisor_storage::Disk::history),
+        }
+    }
+}
+
+impl DiskMetrics {
+    fn labels(&self) -> String {
+        format!("{{{}}}", self.own_labels())
+    }
+
+    /// The labels without braces.
+    fn own_labels(&self) -> String {
+        let (disk, transport) = (escape(&self.disk), self.transport);
+        format!("disk=\"{disk}\",transport=\"{transport}\"")
+    }
+}
+
+/// The metrics of disks that were served to other programs, as text.
+pub fn render_served(disks: &[DiskMetrics]) -> String {
+    let mut text = Text::default();
+    self::disks(&mut text, disks);
+    text.0
+}
+
+/// Adds all metrics of the disks and of their logs.
+fn disks(text: &mut Text, disks: &[DiskMetrics]) {
+    conditions(text, disks);
+    block(text, disks);
+    latency(text, disks);
+    let logs = logs(disks);
+    log(text, &logs);
+    group_sizes(text, &logs);
+    history(text, &logs);
+}
+
+/// Adds how the disks are: their cache modes, their logs, and what keeps them from their work.
+fn conditions(text: &mut Text, disks: &[DiskMetrics]) {
+    let name = "walvisor_disk_info";
+    text.metric(
+        name,
+        "gauge",
+        "The cache mode in force, and the disk's log.",
+    );
+    for disk in disks {
+        let (labels, cache) = (disk.own_labels(), disk.cache);
+        let log = disk.log.as_ref().map_or("", |(log, _)| log);
+        let labels = format!("{{{labels},cache=\"{cache}\",log=\"{}\"}}", escape(log));
+        text.sample(name, &labels, 1);
+    }
+    let name = "walvisor_disk_condition";
+    text.metric(name, "gauge", "1 for how the disk is now, else 0.");
+    for disk in disks {
+        for one in Condition::NAMES {
+            let labels = format!("{{{},condition=\"{one}\"}}", disk.own_labels());
+            text.sample(name, &labels, u8::from(one == disk.condition.name()));
+        }
+    }
+    let troubles = disks
+        .iter()
+        .filter_map(|disk| Some((disk.labels(), disk.condition.trouble()?)));
+    let troubles: Vec<_> = troubles.collect();
+    let name = "walvisor_disk_trouble_since_seconds";
+    text.metric(
+        name,
+        "gauge",
+        "When the disk's trouble began, in seconds since 1970; absent without trouble.",
+    );
+    for (labels, trouble) in &troubles {
+        text.sample(name, labels, unix_us(trouble.since) / 1_000_000);
+    }
+    type Told = fn(&Trouble) -> bool;
+    let answers: [(&str, &str, Told); 2] = [
+        ("refuses", "fail", |trouble| trouble.refuses_writes),
+        ("pauses", "wait", |trouble| trouble.pauses_writes),
+    ];
+    for (does, writes, told) in answers {
+        let name = format!("walvisor_disk_{does}_writes");
+        let help =
+            format!("1 if writes {writes} for the disk's trouble, else 0; absent without trouble.");
+        text.metric(&name, "gauge", &help);
+        for (labels, trouble) in &troubles {
+            text.sample(&name, labels, u8::from(told(trouble)));
+        }
+    }
+}
+
+/// A log: its labels, its counters, and what it has of the history of its disks.
+type LogMetrics<'a> = (String, LogCounters, Option<&'a LogHistory>);
+
+/// Each log once.
+fn logs(disks: &[DiskMetrics]) -> Vec<LogMetrics<'_>> {
+    let mut logs: Vec<LogMetrics<'_>> = Vec::new();
+    for disk in disks {
+        let Some((name, counters)) = &disk.log else {
+            continue;
+        };
+        let labels = format!("log=\"{}\"", escape(name));
+        if logs.iter().all(|(known, ..)| *known != labels) {
+            logs.push((labels, *counters, disk.history.as_ref()));
+        }
+    }
+    logs
+}
+
+/// Adds what the logs have of the history of their disks.
+fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
+    type Told = fn(&LogHistory) -> u64;
+    let gauges: [(&str, &str, Told); 8] = [
+        (
+            "horizon_lsn",
+            "The base images hold all records up to this LSN: the oldest state that comes back.",
+            |history| history.horizon.lsn,
+        ),
+        (
+            "horizon_seconds",
+            "The time of the oldest state that comes back, in seconds since 1970; 0 if the log has had no record.",
+            |history| history.horizon.unix_us / 1_000_000,
+        ),
+        ("kept_bytes", "Bytes of the segments in use.", |history| {
+            history.kept_bytes
+        }),
+        (
+            "pinned_bytes",
+            "Bytes of the segments that must stay, for snapshots or looks at the past.",
+            |history| history.pinned_bytes,
+        ),
+        (
+            "room_bytes",
+            "Bytes of all segments that the log may have.",
+            |history| history.room_bytes,
+        ),
+        (
+            "saved_bytes",
+            "Bytes of the files that hold what snapshots need and the base images have no more.",
+            |history| history.saved_bytes,
+        ),
+        (
+            "index_bytes",
+            "Bytes of memory that the extents of all disks take.",
+            |history| history.index_bytes,
+        ),
+        ("snapshots", "Snapshots of the log.", |history| {
+            history.snapshots.len() as u64
+        }),
+    ];
+    let logs: Vec<_> = logs
+        .iter()
+        .filter_map(|(labels, _, history)| Some((labels, (*history)?)))
+        .collect();
+    for (name, help, told) in gauges {
+        let name = format!("walvisor_log_{name}");
+        text.metric(&name, "gauge", help);
+        for (labels, history) in &logs {
+            text.sample(&name, &format!("{{{labels}}}"), told(history));
+        }
+    }
+    let name = "walvisor_log_oldest_snapshot_seconds";
+    text.metric(
+        name,
+        "gauge",
+        "When the oldest snapshot was made, in seconds since 1970; absent without snapshots.",
+    );
+    for (labels, history) in &logs {
+        if let Some(Snapshot {
+            name: of, unix_us, ..
+        }) = history.snapshots.first()
+        {
+            let labels = format!("{{{labels},snapshot=\"{of}\"}}");
+            text.sample(name, &labels, unix_us / 1_000_000);
+        }
+    }
+    let name = "walvisor_log_retain_info";
+    text.metric(name, "gauge", "How much of its history the log is to keep.");
+    for (labels, history) in &logs {
+        let retain = show_retain(history.retain);
+        text.sample(name, &format!("{{{labels},retain=\"{retain}\"}}"), 1);
+    }
+}
+
+/// Adds the front-ends' counters; doorbells and interrupts only for virtio.
+fn block(text: &mut Text, disks: &[DiskMetrics]) {
+    let counts: Vec<_> = disks
+        .iter()
+        .map(|disk| (disk.labels(), disk.counts))
+        .collect();
+    let mut metric = |name: &str, help: &str, value: &dyn Fn(usize) -> u64| {
+        let name = format!("walvisor_block_{name}_total");
+        text.metric(&name, "counter", help);
+        for (index, (labels, _)) in counts.iter().enumerate() {
+            text.sample(&name, labels, value(index));
+        }
+    };
+    let of = |index: usize| &counts[index].1;
+    metric(
+        "requests",
+        "Requests taken from the rings, or from connections.",
+        &|disk| of(disk).requests,
+    );
+    metric("reads", "Reads.", &|disk| of(disk).reads);
+    metric("writes", "Writes.", &|disk| of(disk).writes);
+    metric("flushes", "FLUSH requests.", &|disk| of(disk).flushes);
+    metric("discards", "DISCARD requests.", &|disk| of(disk).discards);
+    metric("write_zeroes", "WRITE_ZEROES requests.", &|disk| {
+        of(disk).write_zeroes
+    });
+    metric("read_bytes", "Bytes that were read.", &|disk| {
+        of(disk).bytes_read
+    });
+    metric("written_bytes", "Bytes that were written.", &|disk| {
+        of(disk).bytes_written
+    });
+    metric("errors", "Requests that failed.", &|disk| of(disk).errors);
+    match disks.first().map(|disk| disk.transport) {
+        Some("nbd") => return,
+        Some("tcmu") => return tcmu(text, disks),
+        _ => {}
+    }
+    metric(
+        "doorbells",
+        "Doorbells seen by the queue workers.",
+        &|disk| of(disk).doorbells,
+    );
+    metric("interrupts", "Interrupts sent to the driver.", &|disk| {
+        of(disk).interrupts
+    });
+    metric("secure_erases", "SECURE_ERASE requests.", &|disk| {
+        of(disk).secure_erases
+    });
+    metric(
+        "poll_nanoseconds",
+        "Processor time spent on polling rings before sleeping (poll-usec).",
+        &|disk| of(disk).poll_ns,
+    );
+}
+
+/// Adds the notifications between the kernel's SCSI target and its handler.
+fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
+    type Count = fn(&BlockCounts) -> u64;
+    let metrics: [(&str, &str, Count); 3] = [
+        ("commands", "SCSI commands taken from the ring.", |counts| {
+            counts.requests
+        }),
+        (
+            "uio_wakes",
+            "Writes to the UIO device: each completes a batch of commands.",
+            |counts| counts.interrupts,
+        ),
+        (
+            "uio_events",
+            "Reads of the UIO device: each is a wake-up for new commands.",
+            |counts| counts.doorbells,
+        ),
+    ];
+    for (name, help, count) in metrics {
+        let name = format!("walvisor_tcmu_{name}_total");
+        text.metric(&name, "counter", help);
+        for disk in disks {
+            text.sample(&name, &disk.labels(), count(&disk.counts));
+        }
+    }
+}
+
+/// Adds the latencies of requests: a histogram for each operation and queue that had any.
+fn latency(text: &mut Text, disks: &[DiskMetrics]) {
+    let name = "walvisor_block_latency_us";
+    let help = "Time from taking a request to its end in microseconds, by operation and queue.";
+    text.metric(name, "histogram", help);
+    for disk in disks {
+        let latencies = &disk.block.latencies;
+        for queue in 0..latencies.queues() {
+            for kind in OperationKind::ALL {
+                let counts = latencies.get(queue, kind);
+                if counts.count() == 0 {
+                    continue;
+                }
+                let labels = format!(
+                    "{},queue=\"{queue}\",operation=\"{}\"",
+                    disk.own_labels(),
+                    kind.name()
+                );
+                let ends = (0..counts.classes.len()).map(LatencyCounts::upper_us);
+                let classes = ends.zip(counts.classes);
+                text.histogram(name, &labels, classes, counts.sum_ns / 1000);
+            }
+        }
+    }
+}
+
+/// Adds the number of FLUSHes that each commit group served.
+fn group_sizes(text: &mut Text, logs: &[LogMetrics<'_>]) {
+    let name = "walvisor_log_group_size";
+    let help = "FLUSH requests, and writes in writethrough mode, that a commit group served.";
+    text.metric(name, "histogram", help);
+    for (labels, log, _) in logs {
+        let last = log.group_sizes.len() - 1;
+        let ends = (0..=last).map(|class| (class < last).then(|| 1 << class));
+        text.histogram(name, labels, ends.zip(log.group_sizes), log.flushes_grouped);
+    }
+}
+
+/// Adds the logs' counters.
+fn log(text: &mut Text, logs: &[LogMetrics<'_>]) {
+    let mut metric = |name: &str, help: &str, value: fn(&LogCounters) -> u64| {
+        let name = format!("walvisor_log_{name}_total");
+        text.metric(&name, "counter", help);
+        for (labels, counters, _) in logs {
+            text.sample(&name, &format!("{{{labels}}}"), value(counters));
+        }
+    };
+    metric("flushes", "FLUSH requests that reached the log.", |log| {
+        log.flushes
+    });
+    metric(
+        "flushes_grouped",
+        "FLUSH requests that waited for a commit group.",
+        |log| log.flushes_grouped,
+    );
+    metric("groups", "Commit groups made durable.", |log| log.groups);
+    metric("syncs", "Device syncs of the log.", |log| log.syncs);
+    metric("written_bytes", "Bytes written to the log.", |log| {
+        log.log_bytes
+    });
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_sample_is_a_name_with_labels_and_a_number() {
+        let exits = [Arc::new(ExitCounters::default())];
+        exits[0].count(ExitReason::MmioWrite);
+        let started = Instant::now();
+        let text = render(&RunMetrics {
+            started,
+            first_run: Some(started + Duration::from_micros(1500)),
+            exits: &exits,
+            disks: Vec::new(),
+            memory: Some(MemoryUse {
+                resident: 7,
+                guest: 4,
+                own: 2,
+            }),
+        });
+        for line in text.lines().filter(|line| !line.starts_with('#')) {
+            let (name, value) = line.rsplit_once(' ').unwrap();
+            assert!(
+                name.starts_with("walvisor_") && value.parse::<f64>().is_ok(),
+                "{line}"
+            );
+        }
+        for line in [
+            "walvisor_start_to_first_instruction_us 1500",
+            "walvisor_vmm_resident_bytes 3",
+            "walvisor_vmm_own_bytes 2",
+            "walvisor_exits_total{vcpu=\"0\",reason=\"mmio_write\"} 1",
+        ] {
+            assert!(
+                text.lines().any(|have| have == line),
+                "{line} is missing:\n{text}"
+            );
+        }
+    }
+
+    #[test]
+    fn label_values_are_escaped() {
+        assert_eq!(escape("a\"b\\c\nd"), "a\\\"b\\\\c\\nd");
+    }
+}

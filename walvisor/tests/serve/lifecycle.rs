@@ -1,0 +1,270 @@
+//! How a daemon starts and ends, and what it says about bad input.
+
+use std::fs;
+use std::net::TcpListener;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixListener;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal;
+use walvisor_tests::have_python;
+
+use super::raw_client::{READ, RawClient, WRITE};
+use super::{Daemon, WALVISOR, create, text, walvisor};
+
+/// Asserts exit `status` and one line on stderr with each of `parts`.
+#[track_caller]
+fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) {
+    let output = walvisor(dir, arguments);
+    let error = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
+    assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
+    for part in parts {
+        assert!(
+            error.contains(part),
+            "{arguments}: {part:?} is missing: {error}"
+        );
+    }
+    assert_eq!(text(&output.stdout), "");
+}
+
+#[test]
+fn sockets_are_private_and_gone_at_the_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let mode = || fs::metadata(dir.join("s")).unwrap().permissions().mode() & 0o777;
+    for signal in [Signal::TERM, Signal::INT] {
+        let mut daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+        assert_eq!(mode(), 0o600);
+        // Clients in the handshake and idle clients do not keep the daemon from ending.
+        let _choosing = RawClient::greet(&dir.join("s"));
+        let mut idle = RawClient::extended(&dir.join("s"));
+        daemon.signal(signal);
+        assert_eq!(daemon.child.wait().unwrap().code(), Some(0));
+        assert!(idle.is_closed());
+        assert!(!dir.join("s").exists());
+        assert_eq!(daemon.errors(), "");
+    }
+    let daemon = Daemon::start(dir, "--mode 660 --disk path=disk.img,socket=s");
+    assert_eq!(mode(), 0o660);
+    daemon.kill();
+    // The socket is removed after a kill too.
+    let began = Instant::now();
+    while dir.join("s").exists() {
+        assert!(began.elapsed() < Duration::from_secs(120), "it stays");
+        thread::sleep(Duration::from_millis(5));
+    }
+    // The daemon replaces a socket that was left behind.
+    drop(UnixListener::bind(dir.join("s")).unwrap());
+    assert!(dir.join("s").exists());
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    assert_eq!(mode(), 0o600);
+    assert_eq!(daemon.stop(), "");
+}
+
+/// The state of seccomp in each thread of a daemon: 0 is none, 2 is a filter.
+fn filters(daemon: &Daemon) -> Vec<String> {
+    let tasks = fs::read_dir(format!("/proc/{}/task", daemon.child.id())).unwrap();
+    let of = |task: fs::DirEntry| {
+        let status = fs::read_to_string(task.path().join("status")).unwrap();
+        let mut lines = status.lines();
+        let state = lines.find_map(|line| line.strip_prefix("Seccomp:"));
+        state.expect("a kernel with seccomp").trim().to_owned()
+    };
+    tasks.map(|task| of(task.unwrap())).collect()
+}
+
+#[test]
+fn every_thread_is_restricted() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    for (option, state) in [("", "2"), ("--seccomp off", "0"), ("--seccomp log", "2")] {
+        let daemon = Daemon::start(dir, &format!("--disk path=disk.img,socket=s {option}"));
+        let mut client = RawClient::extended(&dir.join("s"));
+        client.request(0, READ, 1, 0, 4096);
+        assert_eq!(client.reply().kind, 1);
+        // The main thread, a listener, a client's thread, and those of the log.
+        let filters = filters(&daemon);
+        assert!(filters.len() >= 4, "{filters:?}");
+        assert!(filters.iter().all(|found| found == state), "{filters:?}");
+        assert_eq!(daemon.stop(), "");
+        let arguments = format!("--disk path=disk.img,socket=s {option}");
+        let daemon = Daemon::start_door(dir, "vhost-user", &arguments);
+        let filters = self::filters(&daemon);
+        assert!(filters.iter().all(|found| found == state), "{filters:?}");
+        assert_eq!(daemon.stop(), "");
+    }
+}
+
+/// A Python script that runs its arguments without io_uring: a filter answers io_uring_setup, 425, with ENOSYS.
+pub const WITHOUT_IO_URING: &str = "
+import ctypes, os, struct, sys
+code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7fff0000)]
+code = ctypes.create_string_buffer(b''.join(struct.pack('HBBI', *step) for step in code))
+class Program(ctypes.Structure):
+    _fields_ = [('len', ctypes.c_ushort), ('filter', ctypes.c_void_p)]
+prctl = ctypes.CDLL(None).prctl
+assert prctl(38, 1, 0, 0, 0) == 0
+assert prctl(22, 2, ctypes.byref(Program(4, ctypes.addressof(code))), 0, 0) == 0
+os.execv(sys.argv[1], sys.argv[1:])
+";
+
+#[test]
+fn a_restricted_daemon_does_without_io_uring_too() {
+    if !have_python() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "256M");
+    let mut python = Command::new("python3");
+    python.args(["-c", WITHOUT_IO_URING, WALVISOR, "serve", "nbd"]);
+    python.args(["--disk", "path=disk.img,socket=s"]);
+    let daemon = Daemon::start_as(dir, python.stdin(Stdio::null()), 1);
+    let mut client = RawClient::extended(&dir.join("s"));
+    // This is more than the log's first segments hold, so it takes new segments and checkpoints.
+    let data = vec![7; 4 << 20];
+    for piece in 0..48 {
+        client.write(piece, piece * data.len() as u64, &data);
+        client.flush(piece);
+    }
+    client.request(0, READ, 99, 100 << 20, 4 << 20);
+    assert!(client.reply().data[8..] == data);
+    let opened = format!("/proc/{}/fd", daemon.child.id());
+    for opened in fs::read_dir(opened).unwrap() {
+        // It may have been closed meanwhile.
+        if let Ok(file) = fs::read_link(opened.unwrap().path()) {
+            assert!(!file.to_string_lossy().contains("io_uring"), "{file:?}");
+        }
+    }
+    assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn what_was_answered_before_the_end_is_in_the_image() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "8M");
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let mut client = RawClient::extended(&dir.join("s"));
+    for cookie in 0..64 {
+        client.request(1 << 5, WRITE, cookie, cookie * 65536, 65536);
+        client.send(&vec![cookie as u8 + 1; 65536]);
+    }
+    for _ in 0..64 {
+        assert_eq!(client.reply().kind, 0);
+    }
+    // The client sends no FLUSH, and leaves a reply unread.
+    client.request(0, READ, 64, 0, 4 << 20);
+    assert_eq!(daemon.stop(), "");
+    let image = fs::read(dir.join("disk.img")).unwrap();
+    for (at, piece) in image.chunks(65536).take(64).enumerate() {
+        assert!(piece.iter().all(|&byte| byte == at as u8 + 1), "piece {at}");
+    }
+}
+
+#[test]
+fn bad_input_is_told_in_a_line() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    create(dir, "other.img", "1M");
+    fs::write(dir.join("file"), "data").unwrap();
+    for (arguments, parts) in [
+        ("", &["--disk"][..]),
+        (
+            "--disk path=disk.img",
+            &["disk.img", "socket=PATH or port=N"],
+        ),
+        (
+            "--disk path=disk.img,socket=s,queue-size=256",
+            &["queue-size= is for", "leave queue-size= out"],
+        ),
+        (
+            "--disk path=disk.img,socket=s,port=1",
+            &["socket= and port="],
+        ),
+        (
+            "--disk path=disk.img,port=1,address=here",
+            &["an IP address"],
+        ),
+        (
+            "--disk path=disk.img,socket=s,transport=pci",
+            &["transport= is for 'walvisor run'", "leave transport= out"],
+        ),
+        ("--disk path=disk.img,socket=s --mode 9", &["octal"]),
+        (
+            "--disk path=disk.img,socket=s --disk backend=ram,size=1M,serial=disk.img,socket=s",
+            &["serial="],
+        ),
+    ] {
+        refused(dir, &format!("serve nbd {arguments}"), 2, parts);
+    }
+    refused(dir, "serve", 2, &["--disk"]);
+    refused(
+        dir,
+        "run --kernel k --disk path=disk.img,socket=s",
+        2,
+        &["socket=", "walvisor serve"],
+    );
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port();
+    let taken = format!("--disk path=disk.img,port={port}");
+    let _daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    for (arguments, parts) in [
+        (taken.as_str(), &["port 127.0.0.1:"][..]),
+        (
+            "--disk path=other.img,socket=s",
+            &["'", "s'", "a server listens there"],
+        ),
+        (
+            "--disk path=other.img,socket=file",
+            &["file", "not a socket"],
+        ),
+        ("--disk path=other.img,socket=none/s", &["none/s"]),
+        (
+            "--disk path=disk.img,socket=t",
+            &["disk.img", "open elsewhere"],
+        ),
+        ("--disk path=nothing.img,socket=t", &["nothing.img"]),
+    ] {
+        refused(dir, &format!("serve nbd {arguments}"), 1, parts);
+        assert!(!dir.join("t").exists(), "{arguments}");
+    }
+    assert_eq!(fs::read(dir.join("file")).unwrap(), b"data");
+}
+
+/// SIGTERM ends a daemon that has no time to copy its log: the daemon says what stays there, and the next one has it.
+/// 'disk checkpoint' copies everything, whatever time the daemons had.
+#[test]
+fn a_close_without_time_says_what_it_leaves() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "disk.img", "1M");
+    let none = "--disk path=disk.img,socket=s,close-seconds=0";
+    assert_eq!(Daemon::start(dir, none).stop(), "", "nothing is left");
+    let daemon = Daemon::start(dir, none);
+    RawClient::extended(&dir.join("s")).write(0, 4096, &[7; 8192]);
+    let left = daemon.stop();
+    assert_eq!(left.lines().count(), 1, "{left}");
+    let parts = [
+        "log disk.img.wal: closed with 8192 bytes that",
+        "next open goes on",
+    ];
+    assert!(parts.iter().all(|part| left.contains(part)), "{left}");
+    assert_eq!(fs::read(dir.join("disk.img")).unwrap(), [0; 1 << 20]);
+    let info = text(&walvisor(dir, "disk info disk.img").stdout);
+    assert!(info.contains("1 records, 8192 bytes"), "{info}");
+    let output = walvisor(dir, "disk checkpoint disk.img");
+    assert_eq!(
+        (output.status.code(), text(&output.stderr)),
+        (Some(0), String::new())
+    );
+    let image = fs::read(dir.join("disk.img")).unwrap();
+    assert_eq!(image[4096..12288], [7; 8192]);
+}
