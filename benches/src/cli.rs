@@ -42,7 +42,7 @@ enum Command {
     Store(store::StoreArguments),
 }
 
-/// Parses the command line, runs the command and gives the exit status: 0 success, 1 failure, 2 wrong usage.
+/// Parses the command line, runs the command and returns the exit status: 0 for success, 1 for failure, 2 for wrong usage.
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,

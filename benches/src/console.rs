@@ -1,5 +1,5 @@
-//! A guest in user-mode Linux over the files of this machine, whose script takes commands from its console, a line each.
-//! The lines that the script prints for its caller begin with `guest: `.
+//! A guest in user-mode Linux over the files of this machine. Its script reads commands from the console, one per line, and
+//! answers with lines that begin with `guest: `.
 
 use std::io::Write;
 use std::path::Path;
@@ -8,7 +8,7 @@ use std::process::ChildStdin;
 use walvisor::commands::CommandError;
 use walvisor_guest_images::{Guest, UserMode};
 
-/// Lines of a guest's console in an error.
+/// Console lines of a guest in an error.
 const LAST_LINES: usize = 10;
 
 /// A running guest. Dropping it kills it.
@@ -18,7 +18,7 @@ pub struct Console {
 }
 
 impl Console {
-    /// Boots `guest` with `script`. `directory` keeps the files that it boots from.
+    /// Boots `guest` with `script`. `directory` is for the files that it boots from.
     ///
     /// # Errors
     /// If a file cannot be written, or the guest cannot be started.
@@ -36,16 +36,16 @@ impl Console {
     ///
     /// # Errors
     /// If the guest has ended.
-    pub fn tell(&mut self, line: &str) -> Result<(), CommandError> {
-        let told = self.input.write_all(format!("{line}\n").as_bytes());
-        told.map_err(|error| CommandError::Failed(format!("a guest reads no commands: {error}")))
+    pub fn send(&mut self, line: &str) -> Result<(), CommandError> {
+        let sent = self.input.write_all(format!("{line}\n").as_bytes());
+        sent.map_err(|error| CommandError::Failed(format!("a guest reads no commands: {error}")))
     }
 
-    /// The next line that the script prints for its caller.
+    /// Waits for the next line that the script prints for its caller.
     ///
     /// # Errors
     /// If the guest ends, or prints nothing for four minutes.
-    pub fn line(&mut self) -> Result<String, CommandError> {
+    pub fn next_line(&mut self) -> Result<String, CommandError> {
         let line = self.guest.wait_for("guest: ");
         line.map(|line| line.replacen("guest: ", "", 1))
             .map_err(CommandError::failed)
@@ -54,10 +54,10 @@ impl Console {
     /// Waits for a line for the caller that begins with `start`. Returns the rest of that line.
     ///
     /// # Errors
-    /// If the script prints `failed: WHY` for its caller, or as [`Self::line`].
+    /// If the script prints `failed: REASON` for its caller, or as for [`Self::next_line`].
     pub fn wait_for(&mut self, start: &str) -> Result<String, CommandError> {
         loop {
-            let line = self.line()?;
+            let line = self.next_line()?;
             if let Some(rest) = line.strip_prefix(start) {
                 return Ok(rest.to_owned());
             }
@@ -67,7 +67,7 @@ impl Console {
         }
     }
 
-    /// What the guest printed last, for an error.
+    /// The last lines of the console, for an error.
     pub fn last(&self) -> String {
         let console = self.guest.console();
         let last: Vec<&str> = console.lines().collect();
@@ -76,7 +76,7 @@ impl Console {
 
     /// Kills the guest at once. Returns the lines for the caller that were not read yet.
     pub fn kill(self) -> Vec<String> {
-        let lines = self.guest.cut().into_iter();
+        let lines = self.guest.kill().into_iter();
         lines
             .filter_map(|line| Some(line.strip_prefix("guest: ")?.to_owned()))
             .collect()

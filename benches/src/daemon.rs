@@ -17,15 +17,15 @@ use walvisor_guest_images::leash;
 use crate::load::point::{BackendKind, DISK_BYTES};
 use crate::programs;
 
-/// A daemon with some disks. Dropping it sends SIGTERM to the daemon, and waits for its end.
+/// A daemon with some disks. Dropping this sends SIGTERM to the daemon, and waits until it ends.
 pub struct Daemon {
     child: Child,
     control: PathBuf,
 }
 
 impl Daemon {
-    /// Serves `disks` through `door` (`vhost-user` or `nbd`), and returns when all disks are ready. Each disk is a
-    /// SPEC whose image is in `images`. The control socket is in `sockets`.
+    /// Serves `disks` through `door` (`vhost-user` or `nbd`), and returns once all are ready. Each disk is a SPEC whose image
+    /// is in `images`. The control socket is in `sockets`.
     ///
     /// # Errors
     /// If the daemon does not start; it prints the reason on stderr.
@@ -44,7 +44,7 @@ impl Daemon {
         }
         let mut child = leash(&mut command)
             .current_dir(images)
-            // A group of its own keeps Ctrl-C away from the child, which ends when this process has finished with it.
+            // In a group of its own the child does not get Ctrl-C: it ends when this process is done with it.
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -55,15 +55,15 @@ impl Daemon {
         let lines = stdout
             .into_iter()
             .flat_map(|stdout| BufReader::new(stdout).lines());
-        match lines.take(disks.len()).filter(Result::is_ok).count() == disks.len() {
-            true => Ok(daemon),
-            false => Err(failed("it has ended at once")),
+        if lines.take(disks.len()).filter(Result::is_ok).count() < disks.len() {
+            return Err(failed("it ended at once"));
         }
+        Ok(daemon)
     }
 
     /// Stops the daemon until the returned value is dropped.
-    pub fn halt(&self) -> Halted {
-        Halted::new(&self.child)
+    pub fn halt(&self) -> HaltGuard {
+        HaltGuard::new(&self.child)
     }
 
     /// The daemon's process.
@@ -71,7 +71,7 @@ impl Daemon {
         &mut self.child
     }
 
-    /// Copies the content of its logs to the images, so that a job does not pay for the job before it.
+    /// Copies its logs to the images, so that a job does not pay for the one before it.
     ///
     /// # Errors
     /// If the checkpoint fails.
@@ -86,7 +86,7 @@ impl Daemon {
         processor_time::of_process(self.child.id())
     }
 
-    /// The statistics of the disk with this name, as the control socket gives them.
+    /// The control socket's statistics of the disk with this name.
     ///
     /// # Errors
     /// If the daemon does not answer, or has no such disk.
@@ -122,7 +122,7 @@ pub struct DaemonDisk {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // The daemon may have ended already, which is fine.
+        // Nothing to do if the daemon has ended.
         if let Ok(None) = self.child.try_wait() {
             let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
             let _ = self.child.wait();
@@ -140,21 +140,21 @@ pub fn spec(backend: BackendKind, image: &str, socket: &Path) -> String {
     format!("{place},serial={name},socket={socket}")
 }
 
-/// A stopped process, which continues when this is dropped. A disk may have work left after its turn, such as a
-/// checkpoint. Stopping it keeps this work out of the next disk's measurement.
-pub struct Halted(Pid);
+/// Keeps a process stopped until this is dropped. A disk may have work left after its turn, such as a checkpoint, which
+/// must not disturb the measurement of the next disk.
+pub struct HaltGuard(Pid);
 
-impl Halted {
+impl HaltGuard {
     /// Stops a child of this process.
     pub fn new(child: &Child) -> Self {
         let halted = Self(Pid::from_child(child));
-        // The child may have ended already, which is as good.
+        // Fails if the child has ended, which is just as good.
         let _ = kill_process(halted.0, Signal::STOP);
         halted
     }
 }
 
-impl Drop for Halted {
+impl Drop for HaltGuard {
     fn drop(&mut self) {
         let _ = kill_process(self.0, Signal::CONT);
     }
@@ -170,7 +170,7 @@ mod tests {
     const PATIENCE: Duration = Duration::from_secs(60);
 
     /// Whether a signal has stopped the child, according to the system (proc(5), `stat`).
-    fn stopped(child: &Child) -> bool {
+    fn is_stopped(child: &Child) -> bool {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap();
         stat.rsplit(')')
             .next()
@@ -180,16 +180,16 @@ mod tests {
     }
 
     #[test]
-    fn who_is_halted_does_not_run_until_it_may_again() {
+    fn a_halted_process_does_not_run_until_the_guard_is_dropped() {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let wait_until = |wanted: bool| {
             let began = Instant::now();
-            while stopped(&child) != wanted {
+            while is_stopped(&child) != wanted {
                 assert!(began.elapsed() < PATIENCE, "stopped: {}", !wanted);
                 std::thread::sleep(Duration::from_millis(1));
             }
         };
-        let halted = Halted::new(&child);
+        let halted = HaltGuard::new(&child);
         wait_until(true);
         drop(halted);
         wait_until(false);

@@ -1,5 +1,5 @@
-//! Linux guests. `walvisor-guest-images` runs them in a process of its own, which is ended together with the
-//! comparison. This module reads their consoles.
+//! Linux guests. `walvisor-guest-images` runs them in a process of its own, which ends with the comparison. This module
+//! reads their consoles.
 
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Write};
@@ -12,14 +12,13 @@ use walvisor::commands::CommandError;
 use crate::programs::{GUEST_IMAGES, guest_images};
 use crate::session::Session;
 
-/// Interval of the checks for an interrupt by the user.
-const GLANCE: Duration = Duration::from_millis(200);
-/// Console lines kept for the error if a guest ends too early.
+/// How often to check for an interrupt by the user.
+const CHECK_INTERVAL: Duration = Duration::from_millis(200);
+/// Console lines to show if a guest ends too early.
 const LAST_LINES: usize = 20;
 
-/// Runs `script` with `action` (`user-mode`, `emulated`), which comes before the script, and `arguments`, which come
-/// after it. Gives each line of the guest to `said`, until the guest or `session` ends. Returns `false` if the user
-/// interrupted it.
+/// Runs `walvisor-guest-images ACTION SCRIPT ARGUMENTS`, with the action `user-mode` or `emulated`. Passes each line of the
+/// guest to `on_line` until the guest or `session` ends. Returns `false` if the user interrupted it.
 ///
 /// # Errors
 /// If the program is missing, or the guest ended before its script did.
@@ -28,7 +27,7 @@ pub fn run(
     script: &str,
     arguments: &[OsString],
     session: &Session,
-    mut said: impl FnMut(&str) -> Result<(), CommandError>,
+    mut on_line: impl FnMut(&str) -> Result<(), CommandError>,
 ) -> Result<bool, CommandError> {
     let program = guest_images()?;
     let failed = |error: std::io::Error| {
@@ -47,7 +46,7 @@ pub fn run(
     let child = child.map_err(|error| {
         CommandError::Failed(format!("{} does not start: {error}", program.display()))
     })?;
-    let mut child = Ended(child);
+    let mut child = TermGuard(child);
     let (sender, lines) = mpsc::channel();
     let stdout = child.0.stdout.take();
     let stderr = child.0.stderr.take();
@@ -68,9 +67,9 @@ pub fn run(
     }
     let mut last = std::collections::VecDeque::new();
     loop {
-        match lines.recv_timeout(GLANCE) {
+        match lines.recv_timeout(CHECK_INTERVAL) {
             Ok(line) => {
-                said(&line)?;
+                on_line(&line)?;
                 last.push_back(line);
                 if last.len() > LAST_LINES {
                     last.pop_front();
@@ -85,26 +84,24 @@ pub fn run(
     if session.interrupted() {
         return Ok(false);
     }
-    match status.success() {
-        true => Ok(true),
-        false => {
-            let last: Vec<String> = last.into();
-            Err(CommandError::Failed(format!(
-                "{GUEST_IMAGES} {action} failed ({status}); it said last: {}",
-                last.join(" / ")
-            )))
-        }
+    if status.success() {
+        return Ok(true);
     }
+    let last: Vec<String> = last.into();
+    Err(CommandError::Failed(format!(
+        "{GUEST_IMAGES} {action} failed ({status}); its last lines: {}",
+        last.join(" / ")
+    )))
 }
 
-/// A child that does not outlive this value: on SIGTERM it ends its guest and itself.
-struct Ended(Child);
+/// A child that gets SIGTERM when this is dropped, upon which it ends its guest and itself.
+struct TermGuard(Child);
 
-impl Drop for Ended {
+impl Drop for TermGuard {
     fn drop(&mut self) {
         use rustix::process::{Pid, Signal, kill_process};
         if matches!(self.0.try_wait(), Ok(None)) {
-            // The child may have ended already, which is fine.
+            // Fails if the child has ended, which is fine.
             let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
         }
         let _ = self.0.wait();

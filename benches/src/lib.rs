@@ -4,14 +4,14 @@
 //!   main ─▶ cli ─▶ commit    group commit on a disk's log: the experiments of its sources
 //!                  notify    one disk through every path: what a notification and a flush cost
 //!                  database  MariaDB, PostgreSQL and SQLite, which wait for the disk at each commit
-//!                  peers     the disk beside those of others: the same client and file system
+//!                  peers     the disk compared with those of others: the same client and file system
 //!                  tcmu      TCMU against NBD in Linux kernels
-//!                  sustained the disk for minutes: each second's rate, the longest wait, the time to close
+//!                  sustained the disk over minutes: each second's rate, the longest wait, the time to close
 //!                  drbd      the disk on a block device that DRBD copies to a second machine, and a failover
-//!                  store     the store alone, with no guest, beside a raw file
+//!                  store     the store without a guest, compared with a raw file
 //! ```
-//! All but the last give a [`report::Report`]: printed as tables, as JSON, as a page with plots, and as plots alone. The
-//! compared sides take turns, so that all see the machine in the same states.
+//! All but the last produce a [`report::Report`], as tables, as JSON, as a page with plots, or as plots alone. The compared
+//! sides take turns, so that all see the machine in the same states.
 //!
 //! `walvisor` and `walvisor-guest-images` run in processes of their own: `programs.rs` finds these programs.
 

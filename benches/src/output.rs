@@ -1,4 +1,4 @@
-//! How a comparison measures and reports: the options that all have.
+//! The options that all comparisons have: how to measure and to report.
 
 use std::path::{Path, PathBuf};
 use std::time::Duration;
@@ -7,7 +7,7 @@ use std::{fs, io};
 use clap::Args;
 use walvisor::commands::CommandError;
 
-use crate::report::machine::Machine;
+use crate::report::machine::MachineInfo;
 use crate::report::{Report, Section, page};
 use crate::session::Session;
 
@@ -35,8 +35,8 @@ pub struct Output {
 }
 
 impl Output {
-    /// Begins a comparison that is expected to take `expected` in all. First tries to write the output files, so that
-    /// a missing directory is reported at once, and not after minutes.
+    /// Starts a comparison that should take `expected` in all. First tries to write the output files, so that a missing
+    /// directory is reported at once and not after minutes.
     ///
     /// # Errors
     /// If a file can't be written, or the system refuses a signal handler.
@@ -60,7 +60,7 @@ impl Output {
     ///
     /// # Errors
     /// If a file can't be written.
-    pub fn give(
+    pub fn write(
         &self,
         title: &str,
         session: Session,
@@ -69,18 +69,19 @@ impl Output {
         use std::io::Write;
         let report = Report {
             title: title.to_owned(),
-            machine: Machine::this(&self.dir),
+            machine: MachineInfo::current(&self.dir),
             interrupted: session.interrupted(),
             quick: self.quick,
             elapsed_s: session.elapsed().as_secs_f64().round(),
             sections,
         };
         drop(session);
-        let text = match self.json {
-            true => serde_json::to_string(&report).map_err(CommandError::failed)? + "\n",
-            false => report.to_string(),
+        let text = if self.json {
+            serde_json::to_string(&report).map_err(CommandError::failed)? + "\n"
+        } else {
+            report.to_string()
         };
-        // The write fails if a reader has closed the pipe early, which is fine.
+        // Fails if the reader has closed the pipe, which is fine.
         let _ = std::io::stdout().write_all(text.as_bytes());
         if let Some(path) = &self.html {
             fs::write(path, page::page(&report)?).map_err(failed("write the page", path))?;

@@ -9,18 +9,18 @@ use rustix::process::{Pid, Signal, kill_process};
 use walvisor::commands::CommandError;
 use walvisor_guest_images::leash;
 
-use crate::daemon::Halted;
+use crate::daemon::HaltGuard;
 
 /// No daemon takes this long to start.
-const PATIENCE: Duration = Duration::from_secs(60);
+const START_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A running daemon of a peer.
 pub struct Peer(Child);
 
 impl Peer {
     /// Stops the daemon until the returned value is dropped.
-    pub fn halt(&self) -> Halted {
-        Halted::new(&self.0)
+    pub fn halt(&self) -> HaltGuard {
+        HaltGuard::new(&self.0)
     }
 
     /// The daemon's process.
@@ -50,8 +50,8 @@ impl Peer {
             if let Ok(Some(status)) = peer.0.try_wait() {
                 return Err(failed(format!("it ended ({status}) before it served")));
             }
-            if began.elapsed() > PATIENCE {
-                return Err(failed(format!("it does not serve after {PATIENCE:?}")));
+            if began.elapsed() > START_TIMEOUT {
+                return Err(failed(format!("it does not serve after {START_TIMEOUT:?}")));
             }
             std::thread::sleep(Duration::from_millis(20));
         }
@@ -61,9 +61,9 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        // The signal is repeated, because qemu-nbd ignores it while it starts.
+        // Repeats the signal, because qemu-nbd ignores it while starting.
         for _ in 0..100 {
-            // The daemon may have ended already, which is fine.
+            // Stops once the daemon has ended.
             if !matches!(self.0.try_wait(), Ok(None)) {
                 return;
             }

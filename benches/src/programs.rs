@@ -1,4 +1,4 @@
-//! The programs that run in processes of their own: finds them, and ends them.
+//! Programs that run in processes of their own: finds them, and ends them.
 
 use std::path::{Path, PathBuf};
 use std::process::Child;
@@ -8,16 +8,16 @@ use walvisor::commands::CommandError;
 /// The program that builds and runs guests.
 pub const GUEST_IMAGES: &str = "walvisor-guest-images";
 
-/// `walvisor`: `$WALVISOR` if that is set, else beside this program or on the path.
+/// `walvisor`: `$WALVISOR` if that is set, or else beside this program or on the path.
 ///
 /// # Errors
 /// If it is in none of these places.
 pub fn walvisor() -> Result<PathBuf, CommandError> {
     let named = std::env::var_os("WALVISOR").filter(|path| !path.is_empty());
     match named {
-        // The path is made absolute, because children run in other directories.
+        // Makes the path absolute, because children run in other directories.
         Some(named) => std::path::absolute(named).map_err(CommandError::failed),
-        None => own("walvisor"),
+        None => find_own("walvisor"),
     }
 }
 
@@ -26,11 +26,11 @@ pub fn walvisor() -> Result<PathBuf, CommandError> {
 /// # Errors
 /// If it is in neither of these places.
 pub fn guest_images() -> Result<PathBuf, CommandError> {
-    own(GUEST_IMAGES)
+    find_own(GUEST_IMAGES)
 }
 
 /// A program of this project.
-fn own(program: &str) -> Result<PathBuf, CommandError> {
+fn find_own(program: &str) -> Result<PathBuf, CommandError> {
     find(program).ok_or_else(|| {
         CommandError::Failed(format!(
             "{program} is missing beside this program and on PATH: build it with: cargo build --release -p {program}"
@@ -38,8 +38,8 @@ fn own(program: &str) -> Result<PathBuf, CommandError> {
     })
 }
 
-/// The path of a program: beside this one, on the search path, or in root's directories, which a plain user's path
-/// may lack.
+/// The path of a program: beside this one, on the search path, or in root's directories, which may not be on an ordinary
+/// user's path.
 pub fn find(program: &str) -> Option<PathBuf> {
     let own = std::env::current_exe().ok();
     let beside = own.and_then(|own| own.parent().map(Path::to_owned));
@@ -57,7 +57,7 @@ pub fn missing<'a>(needs: &[(&'a str, &'a str)]) -> Option<(&'a str, &'a str)> {
     needs.find(|(program, _)| find(program).is_none()).copied()
 }
 
-/// Makes sure that these programs are there, each named with its package.
+/// Checks that these programs are installed. Each comes with its package.
 ///
 /// # Errors
 /// If one is missing; the error names its package.
@@ -70,11 +70,11 @@ pub fn require(needs: &[(&str, &str)]) -> Result<(), CommandError> {
 }
 
 /// A process that is killed when this value is dropped.
-pub struct Killed(pub Child);
+pub struct KillGuard(pub Child);
 
-impl Drop for Killed {
+impl Drop for KillGuard {
     fn drop(&mut self) {
-        // The process may have ended already, which is fine.
+        // Fails if the process has ended, which is fine.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }

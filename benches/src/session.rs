@@ -1,4 +1,4 @@
-//! A comparison under way: its progress, its remaining time, and Ctrl-C, which ends it with the results so far.
+//! A running comparison: its progress, its remaining time, and Ctrl-C, which ends it with the results so far.
 
 use std::io::{self, IsTerminal};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -20,14 +20,14 @@ extern "C" fn interrupt(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c
     }
 }
 
-/// A comparison under way.
+/// A running comparison.
 pub struct Session {
     bar: ProgressBar,
     started: Instant,
 }
 
 impl Session {
-    /// Starts a session that is expected to take `expected` in all. From now on the first Ctrl-C only requests its end.
+    /// Starts a session that should take `expected` in all. From now on the first Ctrl-C only asks it to end.
     ///
     /// # Errors
     /// If the system refuses the signal handler.
@@ -36,9 +36,10 @@ impl Session {
             register_signal_handler(signal, interrupt)
                 .map_err(|error| CommandError::failed(io::Error::from(error)))?;
         }
-        let bar = match io::stderr().is_terminal() {
-            true => ProgressBar::new(expected.as_millis() as u64),
-            false => ProgressBar::hidden(),
+        let bar = if io::stderr().is_terminal() {
+            ProgressBar::new(expected.as_millis() as u64)
+        } else {
+            ProgressBar::hidden()
         };
         let style = ProgressStyle::with_template("{wide_bar} {eta} left (Ctrl-C ends it) {msg}");
         bar.set_style(style.expect("a template that indicatif knows"));
@@ -54,8 +55,8 @@ impl Session {
         INTERRUPTED.load(Ordering::Relaxed)
     }
 
-    /// Runs a part of the work, which is expected to take `expected`. Returns `None` if the session should end, or if
-    /// a signal came during the work: then its result and its error are ignored.
+    /// Runs a part of the work, which should take `expected`. Returns `None` if the session has to end, or if a signal came
+    /// during the work: then its result or error is ignored.
     ///
     /// # Errors
     /// The errors of the work.
@@ -71,10 +72,10 @@ impl Session {
         self.bar.set_message(what.to_owned());
         let done = work();
         self.bar.inc(expected.as_millis() as u64);
-        match self.interrupted() {
-            true => Ok(None),
-            false => done.map(Some),
+        if self.interrupted() {
+            return Ok(None);
         }
+        done.map(Some)
     }
 
     /// Time since the start of the session.

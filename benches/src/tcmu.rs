@@ -1,4 +1,4 @@
-//! `walvisor-bench tcmu`: the kernel's SCSI target with a handler in user space, against its NBD client on the same
+//! `walvisor-bench tcmu`: the kernel's SCSI target with a handler in user space, compared with its NBD client on the same
 //! backend.
 
 use std::time::Duration;
@@ -8,11 +8,11 @@ use clap::Args;
 use walvisor::commands::CommandError;
 
 use crate::linux::{
-    Amount, Kernels, Linux, LinuxMeasured, LinuxOutcome, LinuxPlace, LinuxPlan, measure,
+    Amount, Kernels, Linux, LinuxMeasurement, LinuxOutcome, LinuxPlace, LinuxPlan, measure,
 };
 use crate::output::Output;
-use crate::report::plot::{Kind, Plot};
-use crate::report::{Better, Cell, Section, Spread};
+use crate::report::plot::{Plot, PlotKind};
+use crate::report::{Cell, Preference, Section, Spread};
 
 const SCRIPT: &str = include_str!("../scripts/tcmu.sh");
 
@@ -45,19 +45,22 @@ fn plan(linux: Linux, output: &Output) -> LinuxPlan {
     let user_mode = linux == Linux::UserMode;
     LinuxPlan {
         loops: &[(1, 2), (1, 4), (1, 8)],
-        jobs: match quick {
-            true => vec!["ram:read", "ram:write"],
-            false => vec!["ram:read", "ram:write", "wal:read", "wal:write"],
+        jobs: if quick {
+            vec!["ram:read", "ram:write"]
+        } else {
+            vec!["ram:read", "ram:write", "wal:read", "wal:write"]
         },
         rounds: output.rounds(if user_mode { 3 } else { 1 }, 1) as u32,
         block: "64k",
-        amount: match user_mode {
-            true => Amount::Seconds(1),
-            false => Amount::Requests(if quick { 128 } else { 400 }),
+        amount: if user_mode {
+            Amount::Seconds(1)
+        } else {
+            Amount::Requests(if quick { 128 } else { 400 })
         },
-        schedulers: match quick {
-            true => &["none"],
-            false => &["none", "mq-deadline"],
+        schedulers: if quick {
+            &["none"]
+        } else {
+            &["none", "mq-deadline"]
         },
     }
 }
@@ -82,7 +85,7 @@ pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
             Linux::UserMode => "TCMU and NBD in user-mode Linux",
             Linux::Machine => "TCMU and NBD on a machine with KVM",
         };
-        // Measurements from before a signal count, so their results are kept outside of the step.
+        // Measurements before a signal still count, so results are kept outside of the step.
         let mut outcome = LinuxOutcome::default();
         session.step(what, expected, || {
             outcome = measure(
@@ -103,7 +106,7 @@ pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
         add_rows(&mut section, &outcome.measured);
     }
     let title = "TCMU against NBD: two ways of one kernel to a disk in user space";
-    arguments.output.give(title, session, vec![section])
+    arguments.output.write(title, session, vec![section])
 }
 
 fn section() -> Section {
@@ -141,7 +144,7 @@ fn section() -> Section {
 /// The values that identify a row.
 type Key = (String, String, String, String, u32);
 
-fn key(measured: &LinuxMeasured) -> Key {
+fn key(measured: &LinuxMeasurement) -> Key {
     let sample = &measured.sample;
     let load = sample.load.trim_start_matches("fio, ").to_owned();
     (
@@ -154,7 +157,7 @@ fn key(measured: &LinuxMeasured) -> Key {
 }
 
 /// Adds a row for each key that both paths were measured at, and bars for those rows whose times are meaningful.
-fn add_rows(section: &mut Section, measured: &[LinuxMeasured]) {
+fn add_rows(section: &mut Section, measured: &[LinuxMeasurement]) {
     let mut keys: Vec<Key> = measured.iter().map(key).collect();
     keys.sort();
     keys.dedup();
@@ -163,10 +166,10 @@ fn add_rows(section: &mut Section, measured: &[LinuxMeasured]) {
         let of = |path: &'static str| {
             let key_of_row = &key_of_row;
             let these =
-                move |one: &&LinuxMeasured| one.sample.path == path && key(one) == *key_of_row;
+                move |one: &&LinuxMeasurement| one.sample.path == path && key(one) == *key_of_row;
             measured.iter().filter(these)
         };
-        let figures = |path, figure: fn(&LinuxMeasured) -> Option<f64>| -> Vec<f64> {
+        let figures = |path, figure: fn(&LinuxMeasurement) -> Option<f64>| -> Vec<f64> {
             of(path).filter_map(figure).collect()
         };
         let speed = |path| figures(path, |one| Some(one.sample.mb_per_s));
@@ -177,7 +180,7 @@ fn add_rows(section: &mut Section, measured: &[LinuxMeasured]) {
         let timed = |cell: Cell| if real { cell } else { cell.grey() };
         let ratio = match (Spread::of(&tcmu), Spread::of(&nbd)) {
             (Some(tcmu), Some(nbd)) if nbd.median > 0.0 => {
-                Cell::ratio(tcmu.median / nbd.median, Better::More)
+                Cell::ratio(tcmu.median / nbd.median, Preference::More)
             }
             _ => Cell::None,
         };
@@ -220,7 +223,7 @@ fn add_rows(section: &mut Section, measured: &[LinuxMeasured]) {
             name: "tcmu-nbd".to_owned(),
             title: "TCMU and NBD in user-mode Linux, a disk in memory, no scheduler".to_owned(),
             caption: String::new(),
-            kind: Kind::Bars {
+            kind: PlotKind::Bars {
                 unit: "MB/s".to_owned(),
                 groups: vec!["TCMU".to_owned(), "NBD".to_owned()],
                 even: None,

@@ -140,10 +140,7 @@ fn the_judge_of_a_failover_finds_all_commits_and_sees_damage() {
     image.write_all(&[7; 512]).unwrap();
     let output = bench("survivors").output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(
-        errors.contains("does not read as it was written"),
-        "{errors}"
-    );
+    assert!(errors.contains("does not read back as written"), "{errors}");
     assert_eq!(output.status.code(), Some(1));
 }
 

@@ -1,4 +1,4 @@
-//! The owner's control of a device while its driver or its clients use it.
+//! How the owner of a device controls it while its driver or its clients use it.
 //!
 //! ```
 //! use std::sync::{Arc, Mutex};
@@ -29,30 +29,30 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::backend::Backend;
 
-/// A device in use, as its owner sees it. May be called from any thread.
+/// A device in use, as its owner sees it. Any thread may call it.
 pub trait DeviceControl: Send + Sync {
-    /// Reads the backend's capacity, which may have changed, and notifies the driver or clients as the transport
-    /// allows.
+    /// Takes over the backend's capacity, which may have changed, and notifies the driver or the clients if the transport
+    /// can.
     fn capacity_changed(&self);
 
     /// Asks for writeback (`true`) or writethrough. Returns the mode that is in force now.
     ///
-    /// Writethrough takes effect at once. Writeback takes effect at once only if every user of the device knows that a
-    /// completed write may be lost: a driver that was told otherwise would never flush. For such a driver the device
-    /// keeps its mode until the driver asks for writeback itself, or is reset.
+    /// Writethrough takes effect at once. Writeback takes effect at once only if every user of the device knows that
+    /// completed writes may be lost: a driver that believes otherwise never flushes. For such a driver the device keeps
+    /// its mode until the driver itself asks for writeback, or is reset.
     fn set_write_cache(&self, on: bool) -> bool;
 
-    /// Takes no more requests, and returns when all requests taken are answered.
+    /// Stops taking requests, and returns when all requests taken are answered.
     ///
     /// # Errors
-    /// If the driver or a client prevents that. The device then goes on.
+    /// If the driver or a client prevents that. The device then keeps running.
     fn pause(&self) -> io::Result<()>;
 
-    /// Takes requests again, beginning with those that came meanwhile.
+    /// Takes requests again, starting with those that arrived during the pause.
     fn resume(&self);
 }
 
-/// The same for a transport that the vCPUs share under a lock.
+/// [`DeviceControl`] for a transport that the vCPUs share under a lock.
 pub trait ControlTransport: Send {
     /// See [`DeviceControl::capacity_changed`].
     fn capacity_changed(&mut self);
@@ -64,37 +64,37 @@ pub trait ControlTransport: Send {
     fn resume(&mut self);
 }
 
-/// If the transport is gone, the calls do nothing.
+/// The calls do nothing once the transport is gone.
 impl<T: ControlTransport> DeviceControl for Weak<Mutex<T>> {
     fn capacity_changed(&self) {
-        with(self, T::capacity_changed);
+        with_transport(self, T::capacity_changed);
     }
 
     fn set_write_cache(&self, on: bool) -> bool {
-        with(self, |transport| transport.set_write_cache(on)).unwrap_or(on)
+        with_transport(self, |transport| transport.set_write_cache(on)).unwrap_or(on)
     }
 
     fn pause(&self) -> io::Result<()> {
-        with(self, T::pause);
+        with_transport(self, T::pause);
         Ok(())
     }
 
     fn resume(&self) {
-        with(self, T::resume);
+        with_transport(self, T::resume);
     }
 }
 
-fn with<T, R>(transport: &Weak<Mutex<T>>, f: impl FnOnce(&mut T) -> R) -> Option<R> {
+fn with_transport<T, R>(transport: &Weak<Mutex<T>>, f: impl FnOnce(&mut T) -> R) -> Option<R> {
     let transport = transport.upgrade()?;
     // A vCPU that panicked inside the transport has ended the run already.
     let mut transport = transport.lock().unwrap_or_else(PoisonError::into_inner);
     Some(f(&mut transport))
 }
 
-/// The cache mode of a device, on which both its owner and its driver decide.
+/// The cache mode of a device. Both its owner and its driver have a say.
 ///
-/// In `writeback` the driver sees its own choice, or the owner's mode at the time of that choice. The owner can make
-/// writes stable that the driver takes for volatile, never the reverse.
+/// In `writeback` the driver reads its own choice, or the owner's mode at the time of that choice. The owner can make
+/// writes stable that the driver believes volatile, never the reverse.
 pub(crate) struct CacheSwitch {
     backend: Arc<dyn Backend>,
     state: Mutex<CacheState>,
@@ -102,7 +102,7 @@ pub(crate) struct CacheSwitch {
 
 #[derive(Clone, Copy)]
 struct CacheState {
-    /// The mode for a driver that cannot choose, and for a driver that starts.
+    /// The mode for a driver that cannot choose, and for one that starts.
     default: bool,
     /// The mode that the driver sees.
     driver: bool,
@@ -128,10 +128,11 @@ impl CacheSwitch {
     }
 
     /// The value of `writeback` that the driver reads.
-    pub(crate) fn driver_sees(&self) -> bool {
-        match self.backend.capabilities().write_cache_toggle {
-            true => self.lock().driver,
-            false => self.backend.write_cache(),
+    pub(crate) fn driver_mode(&self) -> bool {
+        if self.backend.capabilities().write_cache_toggle {
+            self.lock().driver
+        } else {
+            self.backend.write_cache()
         }
     }
 
@@ -140,8 +141,8 @@ impl CacheSwitch {
         self.change(|state| state.driver = on.unwrap_or(state.default));
     }
 
-    /// Sets the mode for a driver that has negotiated its features and can, or cannot, flush.
-    pub(crate) fn negotiated(&self, can_flush: bool) {
+    /// Sets the mode for a driver that has negotiated its features. `can_flush`: it can send FLUSH.
+    pub(crate) fn set_negotiated(&self, can_flush: bool) {
         self.change(|state| state.driver = state.default && can_flush);
     }
 
@@ -161,26 +162,27 @@ impl CacheSwitch {
     }
 }
 
-/// A thread that has to check again whether its requests may go on.
-pub(crate) trait Wake: Send + Sync {
-    /// Makes the thread check.
+/// A thread that wants to know when a gate opens or closes.
+pub(crate) trait GateWatcher: Send + Sync {
+    /// Wakes the thread, so that it checks the gate again.
     fn wake(&self);
 }
 
-/// A gate on the way of many threads' requests to a disk. Closing it waits until no request is inside.
+/// A gate that the requests of any number of threads pass on their way to a disk. Closing it waits until no request is
+/// inside.
 #[derive(Default)]
 pub(crate) struct Gate {
     closed: AtomicBool,
     inside: AtomicUsize,
-    /// Threads that have to check again when the gate opens or closes.
-    watchers: Mutex<Vec<Weak<dyn Wake>>>,
+    /// Threads to wake when the gate opens or closes.
+    watchers: Mutex<Vec<Weak<dyn GateWatcher>>>,
     empty: Condvar,
 }
 
 impl Gate {
-    /// Lets a request in; `false`: the gate is closed. Every request let in has to [`leave`](Self::leave).
+    /// Lets a request in; `false`: the gate is closed. Every request that was let in must [`leave`](Self::leave).
     pub(crate) fn enter(&self) -> bool {
-        // Counted first: either this call sees that the gate is closed, or `close` sees the count.
+        // Count first: then either this call sees the closed gate, or `close` sees the count.
         self.inside.fetch_add(1, Ordering::SeqCst);
         let open = !self.is_closed();
         if !open {
@@ -189,7 +191,7 @@ impl Gate {
         open
     }
 
-    /// Counts the end of a request that was let in.
+    /// Lets a request out.
     pub(crate) fn leave(&self) {
         if self.inside.fetch_sub(1, Ordering::SeqCst) == 1 && self.is_closed() {
             drop(self.lock());
@@ -202,7 +204,7 @@ impl Gate {
     }
 
     /// Wakes `watcher` whenever the gate opens or closes.
-    pub(crate) fn watch(&self, watcher: Weak<dyn Wake>) {
+    pub(crate) fn watch(&self, watcher: Weak<dyn GateWatcher>) {
         let mut watchers = self.lock();
         watchers.retain(|watcher| watcher.strong_count() > 0);
         watchers.push(watcher);
@@ -211,7 +213,7 @@ impl Gate {
     /// Closes the gate, and returns when no request is inside.
     pub(crate) fn close(&self) {
         self.closed.store(true, Ordering::SeqCst);
-        self.wake();
+        self.wake_watchers();
         let mut watchers = self.lock();
         while self.inside.load(Ordering::SeqCst) > 0 {
             watchers = self
@@ -224,35 +226,35 @@ impl Gate {
     /// Opens the gate.
     pub(crate) fn open(&self) {
         self.closed.store(false, Ordering::SeqCst);
-        self.wake();
+        self.wake_watchers();
     }
 
-    fn wake(&self) {
+    fn wake_watchers(&self) {
         let watchers: Vec<_> = self.lock().iter().filter_map(Weak::upgrade).collect();
         watchers.iter().for_each(|watcher| watcher.wake());
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Weak<dyn Wake>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Weak<dyn GateWatcher>>> {
         self.watchers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// A request inside a gate; dropping it leaves the gate.
-pub(crate) struct Pass<'a>(&'a Gate);
+pub(crate) struct GateGuard<'a>(&'a Gate);
 
-impl<'a> Pass<'a> {
+impl<'a> GateGuard<'a> {
     /// As [`Gate::enter`].
-    pub(crate) fn take(gate: &'a Gate) -> Option<Self> {
+    pub(crate) fn enter(gate: &'a Gate) -> Option<Self> {
         gate.enter().then_some(Self(gate))
     }
 
-    /// Stays inside: [`Gate::leave`] is called elsewhere, at the end of the request.
+    /// Keeps the request inside. At its end [`Gate::leave`] has to be called.
     pub(crate) fn keep(self) {
         std::mem::forget(self);
     }
 }
 
-impl Drop for Pass<'_> {
+impl Drop for GateGuard<'_> {
     fn drop(&mut self) {
         self.0.leave();
     }

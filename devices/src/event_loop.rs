@@ -2,17 +2,17 @@
 //!
 //! ```text
 //!   descriptor ─┐                     ┌─ Event::Ready(key, what), …
-//!   descriptor ─┼─▶ EventLoop::wait ──┤                                  one list, worked off by the thread that waits
-//!   Remote ─────┘                     └─ Event::Message(message), …
+//!   descriptor ─┼─▶ EventLoop::wait ──┤                                  one list, handled by the thread that waits
+//!   sender ─────┘                     └─ Event::Message(message), …
 //! ```
-//! `event-manager` calls a subscriber for each ready descriptor. Most threads here have to know all ready descriptors
-//! before they act on one: they take requests from all queues, submit them all, and answer them all. So a loop has one
-//! subscriber, which only notes what is ready, and [`EventLoop::wait`] returns its notes. Messages from other threads
-//! come through the manager's remote endpoint. They follow all descriptors in the list, so a message that removes or
-//! adds a descriptor cannot change the meaning of an event before it.
+//! `event-manager` calls a subscriber for each ready descriptor. Most threads here need to know all ready descriptors
+//! before they act on the first: they take requests from all queues, then submit them all, then answer them all. So a
+//! loop has one subscriber, which only collects what is ready, and [`EventLoop::wait`] returns the list. Messages from
+//! other threads arrive through the manager's remote endpoint. They come after all descriptors in the list, so a message
+//! that adds or removes a descriptor cannot change the meaning of an event before it.
 //!
-//! The manager waits in whole milliseconds, and a timeout is rounded up to the next one. A thread that needs a finer
-//! timeout watches a timer (`timerfd_create`), as the limits of disks do.
+//! The manager waits in whole milliseconds; timeouts are rounded up. A thread that needs a finer timeout watches a timer
+//! (`timerfd_create`), as the limits of disks do.
 //!
 //! ```
 //! use std::io::Write;
@@ -22,13 +22,13 @@
 //! let (ours, mut theirs) = UnixStream::pair()?;
 //! let mut events = EventLoop::<char, &str>::new()?;
 //! events.watch(&ours, 's', EventSet::IN)?;
-//! let remote = events.remote();
+//! let sender = events.sender();
 //! theirs.write_all(b"ready")?;
-//! std::thread::spawn(move || remote.send("from another thread")).join().unwrap();
-//! let mut happened = Vec::new();
-//! events.wait(None, &mut happened)?;
+//! std::thread::spawn(move || sender.send("from another thread")).join().unwrap();
+//! let mut list = Vec::new();
+//! events.wait(None, &mut list)?;
 //! assert!(matches!(
-//!     happened[..],
+//!     list[..],
 //!     [Event::Ready('s', EventSet::IN), Event::Message("from another thread")]
 //! ));
 //! # std::io::Result::Ok(())
@@ -45,10 +45,10 @@ use event_manager::{
 
 pub use event_manager::EventSet;
 
-/// The most descriptors that one wait reports. The next wait reports the others.
-const MOST_READY: usize = 64;
+/// The most descriptors that one wait reports. The next wait reports the rest.
+const MAX_READY: usize = 64;
 
-/// An event that a thread has waited for.
+/// What ended a wait.
 #[derive(Debug)]
 pub enum Event<K, M> {
     /// The descriptor with this key is ready.
@@ -60,20 +60,20 @@ pub enum Event<K, M> {
 /// Descriptors that one thread watches, each with a key of type `K`, and an inbox for messages of type `M`.
 #[derive(Debug)]
 pub struct EventLoop<K, M> {
-    manager: EventManager<Notes<K, M>>,
-    notes: SubscriberId,
+    manager: EventManager<ReadyList<K, M>>,
+    subscriber: SubscriberId,
 }
 
-/// The one subscriber of a loop.
+/// The only subscriber of a loop.
 #[derive(Debug)]
-struct Notes<K, M> {
-    /// The keys of watched descriptors, by descriptor. The system gives out the lowest free number, so the list is
-    /// short.
+struct ReadyList<K, M> {
+    /// The keys of the watched descriptors, indexed by descriptor. The system hands out the lowest free number, so the
+    /// vector is short.
     keys: Vec<Option<K>>,
     events: Vec<Event<K, M>>,
 }
 
-impl<K: Copy, M> MutEventSubscriber for Notes<K, M> {
+impl<K: Copy, M> MutEventSubscriber for ReadyList<K, M> {
     fn process(&mut self, events: Events, _: &mut EventOps<'_>) {
         if let Some(Some(key)) = self.keys.get(events.fd() as usize) {
             self.events.push(Event::Ready(*key, events.event_set()));
@@ -87,37 +87,40 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
     /// A loop that watches nothing yet.
     ///
     /// # Errors
-    /// If the system refuses a descriptor: a loop needs two.
+    /// If the system refuses a descriptor. A loop needs two.
     pub fn new() -> io::Result<Self> {
-        let mut manager = EventManager::new_with_capacity(MOST_READY).map_err(system)?;
-        let notes = manager.add_subscriber(Notes {
+        let mut manager = EventManager::new_with_capacity(MAX_READY).map_err(io_error)?;
+        let subscriber = manager.add_subscriber(ReadyList {
             keys: Vec::new(),
             events: Vec::new(),
         });
-        Ok(Self { manager, notes })
+        Ok(Self {
+            manager,
+            subscriber,
+        })
     }
 
-    /// Sends messages to this loop.
-    pub fn remote(&self) -> Remote<K, M> {
-        Remote {
+    /// A handle for sending messages to this loop.
+    pub fn sender(&self) -> MessageSender<K, M> {
+        MessageSender {
             endpoint: self.manager.remote_endpoint(),
-            notes: self.notes,
+            subscriber: self.subscriber,
         }
     }
 
-    /// Watches a descriptor: the loop reports it with `key` when one of `events` is true of it, or when it is at its
-    /// end. [`unwatch`](Self::unwatch) it before it is closed: if another process or thread holds it open too, the
-    /// system goes on reporting it.
+    /// Watches a descriptor: the loop reports it with `key` when one of `events` applies to it, or when it hangs up.
+    /// [`unwatch`](Self::unwatch) it before closing it: the system keeps reporting a descriptor that is open elsewhere,
+    /// in this process or another.
     ///
     /// # Errors
-    /// `AlreadyExists` if it is watched already; `PermissionDenied` if it cannot be waited for: regular files and
-    /// `/dev/null` are always ready. Otherwise the system's error.
+    /// `AlreadyExists` if it is watched already; `PermissionDenied` if it is always ready, as regular files and
+    /// `/dev/null` are. Otherwise the system's error.
     pub fn watch(&mut self, fd: impl AsFd, key: K, events: EventSet) -> io::Result<()> {
         let fd = fd.as_fd().as_raw_fd();
         self.ops()
             .add(Events::new_raw(fd, events))
-            .map_err(system)?;
-        let (keys, at) = (&mut self.notes().keys, fd as usize);
+            .map_err(io_error)?;
+        let (keys, at) = (&mut self.ready_list().keys, fd as usize);
         if keys.len() <= at {
             keys.resize(at + 1, None);
         }
@@ -125,7 +128,7 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         Ok(())
     }
 
-    /// Changes the events for which a watched descriptor is reported.
+    /// Changes the events that a watched descriptor is reported for.
     ///
     /// # Errors
     /// If it is not watched, or the system refuses.
@@ -133,7 +136,7 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         let fd = fd.as_fd().as_raw_fd();
         self.ops()
             .modify(Events::new_raw(fd, events))
-            .map_err(system)
+            .map_err(io_error)
     }
 
     /// Stops watching a descriptor.
@@ -142,13 +145,13 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
     /// If it is not watched.
     pub fn unwatch(&mut self, fd: impl AsFd) -> io::Result<()> {
         let fd = fd.as_fd().as_raw_fd();
-        self.ops().remove(Events::empty_raw(fd)).map_err(system)?;
-        self.notes().keys[fd as usize] = None;
+        self.ops().remove(Events::empty_raw(fd)).map_err(io_error)?;
+        self.ready_list().keys[fd as usize] = None;
         Ok(())
     }
 
     /// Waits until a descriptor is ready or a message arrives, at most for `timeout`, rounded up to milliseconds.
-    /// Replaces the contents of `events` with what happened. A signal may end the wait early, with no events.
+    /// Replaces the contents of `events` with the new ones. A signal may end the wait early, with no events.
     ///
     /// # Errors
     /// If the system refuses to wait.
@@ -163,44 +166,44 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         });
         self.manager
             .run_with_timeout(milliseconds)
-            .map_err(system)?;
-        std::mem::swap(&mut self.notes().events, events);
+            .map_err(io_error)?;
+        std::mem::swap(&mut self.ready_list().events, events);
         Ok(())
     }
 
-    fn notes(&mut self) -> &mut Notes<K, M> {
-        let notes = self.manager.subscriber_mut(self.notes);
-        notes.expect("the loop's subscriber is never removed")
+    fn ready_list(&mut self) -> &mut ReadyList<K, M> {
+        let list = self.manager.subscriber_mut(self.subscriber);
+        list.expect("the loop's subscriber is never removed")
     }
 
     fn ops(&mut self) -> EventOps<'_> {
-        let ops = self.manager.event_ops(self.notes);
+        let ops = self.manager.event_ops(self.subscriber);
         ops.expect("the loop's subscriber is never removed")
     }
 }
 
-/// Sends messages to a loop, from any thread.
+/// Sends messages to an event loop, from any thread.
 #[derive(Debug)]
-pub struct Remote<K, M> {
-    endpoint: RemoteEndpoint<Notes<K, M>>,
-    notes: SubscriberId,
+pub struct MessageSender<K, M> {
+    endpoint: RemoteEndpoint<ReadyList<K, M>>,
+    subscriber: SubscriberId,
 }
 
-impl<K: Copy, M: Send + 'static> Remote<K, M> {
+impl<K: Copy, M: Send + 'static> MessageSender<K, M> {
     /// Wakes the loop with `message`. `false`: the loop is gone, and `message` was dropped. A loop that ends later
     /// drops the messages that it has not read.
     pub fn send(&self, message: M) -> bool {
-        let notes = self.notes;
+        let subscriber = self.subscriber;
         let sent = self.endpoint.fire(move |manager| {
-            if let Ok(notes) = manager.subscriber_mut(notes) {
-                notes.events.push(Event::Message(message));
+            if let Ok(list) = manager.subscriber_mut(subscriber) {
+                list.events.push(Event::Message(message));
             }
         });
         sent.is_ok()
     }
 }
 
-fn system(error: Error) -> io::Error {
+fn io_error(error: Error) -> io::Error {
     match error {
         Error::Epoll(errno) | Error::EventFd(errno) => errno.into(),
         Error::FdAlreadyRegistered => io::ErrorKind::AlreadyExists.into(),

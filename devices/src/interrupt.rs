@@ -6,14 +6,14 @@
 //!  device state ─┘                 └─ PCI: MSI-X vector of the queue ─▶ MsiRouter (the VMM)
 //! ```
 //!
-//! A line that calls the hypervisor instead of writing to an eventfd:
+//! A line that calls the hypervisor instead of signalling an eventfd:
 //!
 //! ```
 //! use std::io;
 //! use std::sync::atomic::{AtomicU32, Ordering};
 //! use walvisor_devices::interrupt::EdgeLine;
 //!
-//! /// Counts the edges in place of a hypervisor.
+//! /// Counts edges, in place of a hypervisor.
 //! struct Line(AtomicU32);
 //!
 //! impl EdgeLine for Line {
@@ -40,8 +40,8 @@ use crate::metrics::BlockMetrics;
 
 /// The two notifications that a device sends (virtio 1.2, 2.3).
 ///
-/// Called from queue workers and vCPU threads at the same time. An implementation must not wait for either, in
-/// particular not for a lock held while the transport's registers are accessed.
+/// Queue workers and vCPU threads may call it at the same time. An implementation must not wait for either of them, in
+/// particular not for a lock that is held while the transport's registers are accessed.
 pub trait Interrupt: Send + Sync {
     /// Used buffer notification of `queue`.
     fn queue(&self, queue: u16);
@@ -49,7 +49,7 @@ pub trait Interrupt: Send + Sync {
     /// Configuration change notification. Also announces DEVICE_NEEDS_RESET.
     fn config(&self);
 
-    /// Clears pending notifications and the driver's choices, because the device is being reset.
+    /// Clears pending notifications and the driver's settings: the device is being reset.
     fn reset(&self);
 }
 
@@ -67,14 +67,14 @@ pub struct MsiMessage {
 /// Called with the function's MSI-X state locked, from vCPU threads and from queue workers, so an
 /// implementation must not take a lock that is held during an access to the function.
 pub trait MsiRouter: Send + Sync {
-    /// Points `vector` at `message`. Called before the first [`trigger`](Self::trigger) of the vector and
-    /// whenever the driver has changed the entry, at the moment that it becomes unmasked.
+    /// Routes `vector` to `message`. Called when the vector becomes unmasked, before its first
+    /// [`trigger`](Self::trigger) and whenever the driver has changed its entry.
     ///
     /// # Errors
-    /// If the hypervisor refuses the route; the vector sends nothing until it is set again.
+    /// If the hypervisor refuses the route. The vector then sends nothing until a route is set.
     fn set_route(&self, vector: u16, message: MsiMessage) -> io::Result<()>;
 
-    /// Raises `vector`. Only called while it is unmasked and routed; this crate keeps the masks and pending bits.
+    /// Raises `vector`. Called only while the vector is unmasked and routed; this crate keeps masks and pending bits.
     ///
     /// # Errors
     /// If the interrupt cannot be delivered.
@@ -137,12 +137,12 @@ impl LineInterrupt {
         self.status.fetch_and(!bits, Ordering::SeqCst);
     }
 
-    /// Sends an edge for every notification. The driver may have read InterruptStatus already and not acknowledged it
-    /// yet, so a bit that was set before does not mean that the driver will look again.
+    /// Sends an edge for every notification, even if its bit was already set: a driver that has read InterruptStatus but
+    /// not acknowledged it yet would not look again.
     fn raise(&self, bit: u32) {
         self.status.fetch_or(bit, Ordering::SeqCst);
         match self.line.pulse() {
-            Ok(()) => self.metrics.interrupt_sent(),
+            Ok(()) => self.metrics.count_interrupt(),
             Err(error) => {
                 tracing::error!(%error, "cannot raise the interrupt line of a virtio-mmio device")
             }
@@ -171,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_eventfd_of_any_kind_is_a_line() {
+    fn any_kind_of_eventfd_is_a_line() {
         let line = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let other = EventFd::new(0).unwrap();
         let metrics = Arc::new(BlockMetrics::of_queues(1));

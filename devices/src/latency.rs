@@ -1,7 +1,7 @@
-//! Latencies of requests: a histogram for each operation of each queue.
+//! Latencies of requests: a histogram for each kind of operation on each queue.
 //!
 //! Counting a request adds to counters that only the queue's worker changes, and allocates no memory. The clock is read
-//! once a batch.
+//! once per batch.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -11,7 +11,7 @@ use crate::backend::Operation;
 /// Length of [`LatencyCounts::classes`].
 pub const LATENCY_CLASSES: usize = 25;
 
-/// The kinds of requests whose latencies are counted apart.
+/// Kinds of requests. Each has its own latency histogram.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum OperationKind {
     /// Reads.
@@ -22,7 +22,7 @@ pub enum OperationKind {
     Flush,
     /// Discards.
     Discard,
-    /// Zeroes, securely erased ones included.
+    /// Write zeroes, and secure erases.
     WriteZeroes,
 }
 
@@ -59,25 +59,25 @@ impl OperationKind {
     }
 }
 
-/// One histogram that is being counted.
+/// A histogram that requests are counted in.
 #[derive(Debug, Default)]
 struct Histogram {
     classes: [AtomicU64; LATENCY_CLASSES],
     sum_ns: AtomicU64,
 }
 
-/// One histogram at one moment.
+/// A snapshot of a histogram.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct LatencyCounts {
-    /// Requests by latency in microseconds: element 0 counts those up to 1, element 1 those up to 2, then up to 4, 8
-    /// and so on by powers of two. The last element counts all above 2^23 (8.4 s).
+    /// Requests by latency in microseconds: element 0 counts those up to 1, element 1 those up to 2, then 4, 8 and so on
+    /// by powers of two. The last element counts all above 2^23 (8.4 s).
     pub classes: [u64; LATENCY_CLASSES],
     /// The sum of all latencies in nanoseconds.
     pub sum_ns: u64,
 }
 
 impl LatencyCounts {
-    /// The upper end of a class in microseconds; `None` for the last class, which has no end.
+    /// The upper bound of a class in microseconds; `None` for the last class, which has none.
     pub fn upper_us(class: usize) -> Option<u64> {
         (class + 1 < LATENCY_CLASSES).then(|| 1 << class)
     }
@@ -87,8 +87,9 @@ impl LatencyCounts {
         self.classes.iter().sum()
     }
 
-    /// The latency that all but one in `one_in` requests do not exceed, as the upper end of a class in microseconds: 2
-    /// for the median, 100 for the 99th percentile. `None` if there are no requests, or for the class without an end.
+    /// The latency that all but one in `one_in` requests stay within, as the upper bound of a class in microseconds.
+    /// `one_in` is 2 for the median, 100 for the 99th percentile. `None` if there are no requests, or if it is the class
+    /// without an upper bound.
     pub fn all_but_one_in_us(&self, one_in: u64) -> Option<u64> {
         let count = self.count();
         let wanted = count - count / one_in.max(1);
@@ -135,7 +136,7 @@ impl Latencies {
         };
         let histogram = &histograms[kind as usize];
         let ns = u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
-        // Each class includes its upper end, a power of two.
+        // Each class includes its upper bound, a power of two.
         let class = ns
             .div_ceil(1000)
             .max(1)
@@ -158,7 +159,7 @@ impl Latencies {
     }
 }
 
-/// Adds to a counter. Nothing else is ordered by it.
+/// Adds to a counter. Relaxed: the counter orders nothing else.
 pub(crate) fn add(counter: &AtomicU64, amount: u64) {
     counter.fetch_add(amount, Ordering::Relaxed);
 }
@@ -168,7 +169,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn times_are_classed_by_powers_of_two() {
+    fn times_are_counted_by_powers_of_two() {
         let latencies = Latencies::new(2);
         for ns in [
             0,
@@ -198,7 +199,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_are_ends_of_classes() {
+    fn percentiles_are_upper_bounds_of_classes() {
         let mut counts = LatencyCounts::default();
         assert_eq!(counts.all_but_one_in_us(2), None);
         counts.classes[0] = 50;

@@ -1,10 +1,10 @@
-//! Parts of servers: listeners, threads that all end when the server stops, and waits that end then too.
+//! Building blocks of servers: accept loops, threads, and waits, all of which end when the server stops.
 //!
 //! ```
 //! use std::os::unix::net::UnixStream;
 //! use std::thread;
 //! use walvisor_devices::event_loop::EventSet;
-//! use walvisor_devices::listen::{Stop, Threads, Waited, Waiter};
+//! use walvisor_devices::listen::{Stop, Threads, Waiter, WakeReason};
 //!
 //! let (ours, _theirs) = UnixStream::pair()?;
 //! let stop = Stop::new()?;
@@ -12,8 +12,8 @@
 //! let mut threads = Threads::new("the example");
 //! threads.start(thread::Builder::new(), move || {
 //!     // Nobody writes to the socket: only the stop ends this wait.
-//!     let waited = waiter.wait(&ours, EventSet::IN, None).unwrap();
-//!     assert_eq!(waited, Waited::Stopped);
+//!     let reason = waiter.wait(&ours, EventSet::IN, None).unwrap();
+//!     assert_eq!(reason, WakeReason::Stopped);
 //! })?;
 //! stop.tell();
 //! drop(threads); // joins
@@ -30,12 +30,12 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::event_loop::{Event, EventLoop, EventSet, Remote};
+use crate::event_loop::{Event, EventLoop, EventSet, MessageSender};
 
-/// How long a listener pauses after the system has refused it a client, for instance for lack of descriptors.
-const REST: Duration = Duration::from_millis(100);
+/// How long a listener pauses after a failed accept, for instance for lack of descriptors.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// Stops any number of threads. Its descriptor is readable once they have to end.
+/// Stops any number of threads. Its descriptor becomes readable when they have to end.
 #[derive(Clone, Debug)]
 pub struct Stop(Arc<OwnedFd>);
 
@@ -47,7 +47,7 @@ impl Stop {
         Ok(Self(Arc::new(event)))
     }
 
-    /// Stops all threads that wait, now and later.
+    /// Stops all threads that wait for it, now or later.
     pub fn tell(&self) {
         // If the counter is full, the descriptor is readable already.
         let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
@@ -60,30 +60,30 @@ impl AsFd for Stop {
     }
 }
 
-/// Why a [`Waiter`] returned, the most urgent reason last.
+/// Why a wait has ended, the most urgent reason last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Waited {
-    /// The time limit has passed.
-    Late,
+pub enum WakeReason {
+    /// The deadline has passed.
+    TimedOut,
     /// The descriptor is ready, or at its end of file.
     Ready,
     /// A message has arrived.
-    Told,
+    Message,
     /// The thread has to end.
     Stopped,
 }
 
-/// Waits for one descriptor at a time. A message or the end of the thread ends the wait too.
+/// Waits for one descriptor at a time. A message or the stop ends the wait too.
 pub struct Waiter<M = ()> {
-    events: EventLoop<Waited, M>,
-    happened: Vec<Event<Waited, M>>,
+    events: EventLoop<WakeReason, M>,
+    ready: Vec<Event<WakeReason, M>>,
     messages: VecDeque<M>,
-    /// The events for which the descriptor is watched; `None`: it is always ready, as regular files are.
+    /// The events that the descriptor is watched for; `None`: it is always ready, as regular files are.
     watched: Option<EventSet>,
 }
 
 impl Waiter {
-    /// A waiter for `fd` that gets no messages. See [`watch`](Self::watch).
+    /// A waiter for `fd` that receives no messages. See [`watch`](Self::watch).
     ///
     /// # Errors
     /// If the system refuses a descriptor.
@@ -101,21 +101,21 @@ impl<M: Send + 'static> Waiter<M> {
     /// If the system refuses a descriptor.
     pub fn idle(stop: &Stop) -> io::Result<Self> {
         let mut events = EventLoop::new()?;
-        events.watch(stop, Waited::Stopped, EventSet::IN)?;
+        events.watch(stop, WakeReason::Stopped, EventSet::IN)?;
         Ok(Self {
             events,
-            happened: Vec::new(),
+            ready: Vec::new(),
             messages: VecDeque::new(),
             watched: None,
         })
     }
 
-    /// Sends messages to this waiter.
-    pub fn remote(&self) -> Remote<Waited, M> {
-        self.events.remote()
+    /// A handle for sending messages to this waiter.
+    pub fn sender(&self) -> MessageSender<WakeReason, M> {
+        self.events.sender()
     }
 
-    /// The oldest message not taken yet.
+    /// Takes the oldest message.
     pub fn message(&mut self) -> Option<M> {
         self.messages.pop_front()
     }
@@ -125,7 +125,7 @@ impl<M: Send + 'static> Waiter<M> {
     /// # Errors
     /// If the system refuses to watch it.
     pub fn watch(&mut self, fd: impl AsFd) -> io::Result<()> {
-        self.watched = match self.events.watch(fd, Waited::Ready, EventSet::IN) {
+        self.watched = match self.events.watch(fd, WakeReason::Ready, EventSet::IN) {
             Ok(()) => Some(EventSet::IN),
             Err(error) if error.kind() == ErrorKind::PermissionDenied => None,
             Err(error) => return Err(error),
@@ -133,14 +133,14 @@ impl<M: Send + 'static> Waiter<M> {
         Ok(())
     }
 
-    /// Stops waiting for `fd`, which is still open.
+    /// Stops waiting for `fd`, which must still be open.
     pub fn unwatch(&mut self, fd: impl AsFd) {
         if let Err(error) = self.events.unwatch(fd) {
             tracing::debug!("a descriptor was not watched: {error}");
         }
     }
 
-    /// Waits until `wanted` is true of `fd`, which is watched, at most until `end`.
+    /// Waits until one of the events `wanted` applies to `fd`, which is watched, at most until `deadline`.
     ///
     /// # Errors
     /// If the system refuses to wait.
@@ -148,48 +148,49 @@ impl<M: Send + 'static> Waiter<M> {
         &mut self,
         fd: impl AsFd,
         wanted: EventSet,
-        end: Option<Instant>,
-    ) -> io::Result<Waited> {
-        let always = self.watched.is_none();
+        deadline: Option<Instant>,
+    ) -> io::Result<WakeReason> {
+        let always_ready = self.watched.is_none();
         if self.watched.is_some_and(|watched| watched != wanted) {
             self.events.rewatch(fd, wanted)?;
             self.watched = Some(wanted);
         }
         loop {
-            let left = match always {
-                true => Some(Duration::ZERO),
-                false => end.map(|end| end.saturating_duration_since(Instant::now())),
+            let left = if always_ready {
+                Some(Duration::ZERO)
+            } else {
+                deadline.map(|deadline| deadline.saturating_duration_since(Instant::now()))
             };
-            self.events.wait(left, &mut self.happened)?;
-            let mut waited = always.then_some(Waited::Ready);
-            for event in self.happened.drain(..) {
-                let what = match event {
-                    Event::Ready(what, _) => what,
+            self.events.wait(left, &mut self.ready)?;
+            let mut reason = always_ready.then_some(WakeReason::Ready);
+            for event in self.ready.drain(..) {
+                let new = match event {
+                    Event::Ready(new, _) => new,
                     Event::Message(message) => {
                         self.messages.push_back(message);
-                        Waited::Told
+                        WakeReason::Message
                     }
                 };
-                waited = waited.max(Some(what));
+                reason = reason.max(Some(new));
             }
-            match waited {
-                Some(waited) => return Ok(waited),
-                None if left == Some(Duration::ZERO) => return Ok(Waited::Late),
+            match reason {
+                Some(reason) => return Ok(reason),
+                None if left == Some(Duration::ZERO) => return Ok(WakeReason::TimedOut),
                 None => {}
             }
         }
     }
 }
 
-/// Threads of one owner. Dropping it joins them.
+/// Threads of one owner. Dropping this joins them.
 pub struct Threads {
-    /// The owner's name in messages.
+    /// The owner's name in log messages.
     owner: &'static str,
     threads: Vec<JoinHandle<()>>,
 }
 
 impl Threads {
-    /// Starts without threads.
+    /// No threads yet. `owner` is the owner's name in log messages.
     pub fn new(owner: &'static str) -> Self {
         let threads = Vec::new();
         Self { owner, threads }
@@ -233,8 +234,8 @@ pub fn join(thread: JoinHandle<()>, owner: &str) {
     }
 }
 
-/// Accepts clients until `stop` is set, and gives each to `serve`. `listener` is non-blocking; `place` is its name in
-/// messages.
+/// Accepts clients until `stop` is signalled, and passes each to `serve`. `listener` is non-blocking; `place` is its name
+/// in log messages.
 pub fn accept_each<L: AsFd, T>(
     listener: &L,
     stop: &Stop,
@@ -242,29 +243,29 @@ pub fn accept_each<L: AsFd, T>(
     accept: impl Fn(&L) -> io::Result<T>,
     mut serve: impl FnMut(T),
 ) {
-    let mut accepting = || {
+    let mut accept_all = || {
         let mut waiter = Waiter::new(listener, stop)?;
-        while waiter.wait(listener, EventSet::IN, None)? == Waited::Ready {
-            if let Some(client) = accepted(accept(listener), place) {
+        while waiter.wait(listener, EventSet::IN, None)? == WakeReason::Ready {
+            if let Some(client) = check_accept(accept(listener), place) {
                 serve(client);
             }
         }
         Ok(())
     };
-    if let Err::<(), io::Error>(error) = accepting() {
+    if let Err::<(), io::Error>(error) = accept_all() {
         tracing::error!("{place}: no more clients are accepted: {error}");
     }
 }
 
-/// The client that a listener at `place` has accepted; `None` if there is none. If the system refuses one, that is
-/// logged, and the listener pauses for 0.1 s, because it stays readable and would be tried again at once.
-pub fn accepted<T>(outcome: io::Result<T>, place: impl Display) -> Option<T> {
+/// The client that an accept at `place` has returned; `None` if there is none. An error of the system is logged, and the
+/// thread pauses for 0.1 s: the listener stays readable, so the next accept would follow, and fail, at once.
+pub fn check_accept<T>(outcome: io::Result<T>, place: impl Display) -> Option<T> {
     outcome
         .inspect_err(|error| {
             use ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
             if !matches!(error.kind(), ConnectionAborted | Interrupted | WouldBlock) {
                 tracing::warn!("{place}: a client could not be accepted: {error}");
-                thread::sleep(REST);
+                thread::sleep(ACCEPT_PAUSE);
             }
         })
         .ok()
@@ -278,29 +279,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_ends_with_its_descriptor_its_time_or_the_server() {
+    fn a_wait_ends_at_an_event_at_its_deadline_or_at_the_stop() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let stop = Stop::new().unwrap();
         let mut waiter = Waiter::new(&ours, &stop).unwrap();
         let mut wait = |wanted, end| waiter.wait(&ours, wanted, end).unwrap();
         let now = Some(Instant::now());
-        assert_eq!(wait(EventSet::IN, now), Waited::Late);
-        assert_eq!(wait(EventSet::OUT, None), Waited::Ready);
-        assert_eq!(wait(EventSet::IN, now), Waited::Late);
+        assert_eq!(wait(EventSet::IN, now), WakeReason::TimedOut);
+        assert_eq!(wait(EventSet::OUT, None), WakeReason::Ready);
+        assert_eq!(wait(EventSet::IN, now), WakeReason::TimedOut);
         drop(theirs);
-        assert_eq!(wait(EventSet::IN, None), Waited::Ready);
+        assert_eq!(wait(EventSet::IN, None), WakeReason::Ready);
         stop.tell();
-        assert_eq!(wait(EventSet::IN, None), Waited::Stopped);
+        assert_eq!(wait(EventSet::IN, None), WakeReason::Stopped);
     }
 
     #[test]
-    fn a_file_is_always_ready_until_the_server_ends() {
+    fn a_regular_file_is_ready_until_the_stop() {
         let file = File::open("/dev/null").unwrap();
         let stop = Stop::new().unwrap();
         let mut waiter = Waiter::new(&file, &stop).unwrap();
         let mut wait = || waiter.wait(&file, EventSet::IN, None).unwrap();
-        assert_eq!([wait(), wait()], [Waited::Ready; 2]);
+        assert_eq!([wait(), wait()], [WakeReason::Ready; 2]);
         stop.tell();
-        assert_eq!(wait(), Waited::Stopped);
+        assert_eq!(wait(), WakeReason::Stopped);
     }
 }

@@ -2,7 +2,7 @@
 
 use vm_memory::GuestAddressSpace;
 
-/// Guest memory as a transport needs it, for instance an `Arc<GuestMemoryMmap>`.
+/// Guest memory as transports use it, for instance an `Arc<GuestMemoryMmap>`.
 pub trait DeviceMemory: GuestAddressSpace + Send + Sync + 'static {}
 
 impl<M: GuestAddressSpace + Send + Sync + 'static> DeviceMemory for M {}

@@ -8,7 +8,7 @@ macro_rules! block_metrics {
     ($($(#[$doc:meta])* $name:ident,)*) => {
         /// Live counters of one device, over all of its queues and since it was created (a reset keeps them).
         ///
-        /// Each counter is exact, but all of them together are not read at one instant.
+        /// Each counter is exact, but they are not all read at the same instant.
         #[derive(Debug, Default)]
         pub struct BlockMetrics {
             $($(#[$doc])* pub $name: AtomicU64,)*
@@ -48,15 +48,15 @@ block_metrics! {
     secure_erases,
     /// GET_ID requests.
     get_ids,
-    /// Bytes given to the driver by IN requests that succeeded.
+    /// Bytes returned by successful IN requests.
     bytes_read,
-    /// Bytes taken by OUT requests that succeeded.
+    /// Bytes written by successful OUT requests.
     bytes_written,
     /// Requests answered with anything but VIRTIO_BLK_S_OK, and chains that could not be answered.
     errors,
     /// Doorbells seen by the queue workers: writes to the queues' event descriptors.
     doorbells,
-    /// Nanoseconds of processor time spent on polling rings, whether or not a request was found.
+    /// Nanoseconds of processor time spent polling rings, whether or not a request was found.
     poll_ns,
     /// Interrupts sent to the driver, for queues and for the configuration.
     interrupts,
@@ -71,8 +71,8 @@ impl BlockMetrics {
         }
     }
 
-    /// Counts one interrupt that has left the device.
-    pub(crate) fn interrupt_sent(&self) {
+    /// Counts an interrupt that was sent.
+    pub(crate) fn count_interrupt(&self) {
         self.interrupts.fetch_add(1, Ordering::Relaxed);
     }
 }

@@ -21,15 +21,15 @@ pub(crate) const NEEDS_RESET: u8 = bits::VIRTIO_CONFIG_S_NEEDS_RESET as u8;
 /// The driver has given up on the device.
 pub(crate) const FAILED: u8 = bits::VIRTIO_CONFIG_S_FAILED as u8;
 
-/// The status byte, and the interrupt that announces the device's own changes to it.
+/// The status byte, and the interrupt that announces changes made by the device.
 pub(crate) struct DeviceStatus {
     bits: AtomicU8,
     interrupt: Arc<dyn Interrupt>,
     complaints: AtomicU32,
 }
 
-/// The most warnings about a driver that are shown: a driver that keeps breaking rules must not fill the log.
-const MOST_COMPLAINTS: u32 = 16;
+/// The most warnings about one driver: a driver that keeps breaking the rules must not fill the log.
+const MAX_COMPLAINTS: u32 = 16;
 
 impl DeviceStatus {
     pub(crate) fn new(interrupt: Arc<dyn Interrupt>) -> Self {
@@ -55,35 +55,33 @@ impl DeviceStatus {
         self.bits.fetch_or(mask, Ordering::SeqCst);
     }
 
-    /// Resets the status to 0 and clears pending interrupts. Only once no worker runs.
+    /// Resets the status to 0 and clears pending interrupts. No worker may be running.
     pub(crate) fn reset(&self) {
         self.bits.store(0, Ordering::SeqCst);
         self.interrupt.reset();
     }
 
     /// Sets DEVICE_NEEDS_RESET, and notifies the driver if DRIVER_OK is set (2.1.2).
-    pub(crate) fn needs_reset(&self) {
+    pub(crate) fn set_needs_reset(&self) {
         let before = self.bits.fetch_or(NEEDS_RESET, Ordering::SeqCst);
         if before & NEEDS_RESET == 0 && before & DRIVER_OK != 0 {
             self.interrupt.config();
         }
     }
 
-    /// Warns of a driver's offence, the first few times in the device's life.
-    pub(crate) fn complain(&self, of: fmt::Arguments<'_>) {
+    /// Logs a warning about the driver, only the first few times.
+    pub(crate) fn warn(&self, text: fmt::Arguments<'_>) {
         match self.complaints.fetch_add(1, Ordering::Relaxed) {
-            0..MOST_COMPLAINTS => tracing::warn!("{of}"),
-            MOST_COMPLAINTS => {
-                tracing::warn!("{of}; further offences of this driver are not shown")
+            0..MAX_COMPLAINTS => tracing::warn!("{text}"),
+            MAX_COMPLAINTS => {
+                tracing::warn!("{text}; further warnings about this driver are not shown")
             }
-            // So that the counter never wraps.
-            _ => self
-                .complaints
-                .store(MOST_COMPLAINTS + 1, Ordering::Relaxed),
+            // Keeps the counter from wrapping.
+            _ => self.complaints.store(MAX_COMPLAINTS + 1, Ordering::Relaxed),
         }
     }
 
-    /// Sends used buffer and configuration change notifications.
+    /// The interrupt for used buffer and configuration change notifications.
     pub(crate) fn interrupt(&self) -> &dyn Interrupt {
         &*self.interrupt
     }
@@ -101,9 +99,9 @@ mod tests {
     use super::*;
     use crate::interrupt::Interrupt;
 
-    struct Nobody;
+    struct NoInterrupt;
 
-    impl Interrupt for Nobody {
+    impl Interrupt for NoInterrupt {
         fn queue(&self, _queue: u16) {}
         fn config(&self) {}
         fn reset(&self) {}
@@ -136,21 +134,21 @@ mod tests {
     }
 
     #[test]
-    fn a_driver_that_never_stops_is_complained_of_a_few_times() {
+    fn a_driver_that_keeps_breaking_rules_is_warned_of_a_few_times() {
         let log = Log::default();
-        let status = DeviceStatus::new(Arc::new(Nobody));
+        let status = DeviceStatus::new(Arc::new(NoInterrupt));
         tracing::subscriber::with_default(log.clone(), || {
             for round in 0..1000 {
-                status.complain(format_args!("offence {round}"));
+                status.warn(format_args!("offence {round}"));
             }
         });
         let lines = log.0.lock().unwrap();
-        assert_eq!(lines.len() as u32, MOST_COMPLAINTS + 1);
+        assert_eq!(lines.len() as u32, MAX_COMPLAINTS + 1);
         assert_eq!(lines[0], "offence 0");
         assert!(lines.last().unwrap().contains("not shown"));
         assert_eq!(
             status.complaints.load(Ordering::Relaxed),
-            MOST_COMPLAINTS + 1
+            MAX_COMPLAINTS + 1
         );
     }
 }

@@ -1,14 +1,13 @@
-//! Limits on the use of a disk: operations and bytes a second, each with a burst. They can be changed while it is in
-//! use.
+//! Limits of a disk: operations and bytes per second, each with a burst. They can be changed while the disk is in use.
 //!
 //! ```text
 //!   frontend ──submit──▶ QueueLimits ── Throttle says "now" ──▶ BackendQueue
 //!                             │ "at t"
 //!                             └─ held, in order ── timerfd at t ──▶ the frontend's event loop ──▶ release
 //! ```
-//! A bucket is stored as one moment, at which it will be full again (the generic cell rate algorithm, which admits the
-//! same requests as a token bucket). It needs no lock and no thread, and no work between requests. Without limits a
-//! frontend checks a flag, and submits the request to the disk itself.
+//! A bucket is a single number, the time at which it will be full again (the generic cell rate algorithm, which admits
+//! the same requests as a token bucket). It needs no lock, no thread, and no work between requests. Without limits a
+//! frontend only checks a flag, and submits the request to the disk itself.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -42,50 +41,51 @@ use crate::backend::{BackendQueue, Operation, SECTOR_SIZE};
 
 const SECOND: u64 = 1_000_000_000;
 
-/// Limits on the use of a disk. 0 is no limit.
+/// Limits of a disk. 0 is no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
-    /// Operations a second; each request is one.
+    /// Operations per second; each request is one.
     pub ops_per_second: u64,
-    /// Operations that may come at once after a pause; 0: as many as in a second.
+    /// Operations that may start at once after a pause; 0: as many as in a second.
     pub ops_burst: u64,
     /// Bytes read and written per second.
     pub bytes_per_second: u64,
-    /// Bytes that may come at once after a pause; 0: as many as in a second. A longer request waits until the bucket is
-    /// full, and the requests after it wait for its excess.
+    /// Bytes that may start at once after a pause; 0: as many as in a second. A longer request waits until the bucket is
+    /// full, and the requests after it pay for the excess.
     pub bytes_burst: u64,
 }
 
-/// One limit.
+/// The token bucket of one limit. Times are in nanoseconds.
 #[derive(Default)]
 struct Bucket {
-    /// Units a second; 0: no limit.
+    /// Units per second; 0: no limit.
     rate: AtomicU64,
-    /// How long an empty bucket takes to be full, in nanoseconds.
-    depth: AtomicU64,
-    /// The moment at which the bucket will be full.
+    /// How long an empty bucket takes to fill.
+    fill_time: AtomicU64,
+    /// When the bucket will be full.
     full_at: AtomicU64,
 }
 
 impl Bucket {
     fn set(&self, rate: u64, burst: u64) {
         let burst = if burst == 0 { rate } else { burst };
-        self.depth.store(time_of(burst, rate), Ordering::Relaxed);
+        self.fill_time
+            .store(time_of(burst, rate), Ordering::Relaxed);
         self.full_at.store(0, Ordering::Relaxed);
         self.rate.store(rate, Ordering::Relaxed);
     }
 
-    /// Takes `amount` at the moment `now`. Returns its cost, which [`give_back`](Self::give_back) takes.
+    /// Takes `amount` at the time `now`. Returns its cost, for [`give_back`](Self::give_back).
     ///
     /// # Errors
-    /// The moment at which the bucket will hold enough.
+    /// The time at which the bucket will hold enough.
     fn take(&self, amount: u64, now: u64) -> Result<u64, u64> {
         let rate = self.rate.load(Ordering::Relaxed);
         if rate == 0 || amount == 0 {
             return Ok(0);
         }
         let cost = time_of(amount, rate);
-        let room = self.depth.load(Ordering::Relaxed).saturating_sub(cost);
+        let room = self.fill_time.load(Ordering::Relaxed).saturating_sub(cost);
         let mut full_at = self.full_at.load(Ordering::Relaxed);
         loop {
             let enough_at = full_at.saturating_sub(room);
@@ -106,7 +106,7 @@ impl Bucket {
     }
 
     fn give_back(&self, cost: u64) {
-        // If the limit was set anew meanwhile, the bucket is full and stays full.
+        // If the limit was changed since, the bucket is full and stays full.
         let give = |full_at: u64| Some(full_at.saturating_sub(cost));
         let _ = self
             .full_at
@@ -114,7 +114,7 @@ impl Bucket {
     }
 }
 
-/// The time that `amount` takes at `rate` a second, in nanoseconds.
+/// The time that `amount` takes at `rate` per second, in nanoseconds.
 fn time_of(amount: u64, rate: u64) -> u64 {
     let time = u128::from(amount) * u128::from(SECOND) / u128::from(rate.max(1));
     u64::try_from(time).unwrap_or(u64::MAX)
@@ -129,17 +129,17 @@ pub struct Throttle {
     bytes: Bucket,
     /// Counts changes of the limits.
     changes: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<ThrottleState>,
 }
 
 #[derive(Default)]
-struct State {
+struct ThrottleState {
     limits: Limits,
     timers: Vec<Weak<Timer>>,
 }
 
 impl Throttle {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, ThrottleState> {
         // A panic leaves no partial change in the state.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -149,7 +149,7 @@ impl Throttle {
         self.lock().limits
     }
 
-    /// Puts `limits` in force, with full buckets. Requests that are held are checked against the new limits.
+    /// Puts `limits` in force, with full buckets. Held requests are checked against the new limits.
     pub fn set(&self, limits: Limits) {
         let mut state = self.lock();
         state.limits = limits;
@@ -164,7 +164,8 @@ impl Throttle {
         }
     }
 
-    /// Whether `operation` may start now. If not, the error is when to ask again, in nanoseconds of CLOCK_MONOTONIC.
+    /// Charges for `operation` if it may start now. If not, the error is when to ask again, in nanoseconds of
+    /// CLOCK_MONOTONIC.
     fn admit(&self, operation: &Operation) -> Result<(), u64> {
         self.admit_at(bytes_of(operation), now())
     }
@@ -178,7 +179,7 @@ impl Throttle {
     }
 }
 
-/// The bytes that an operation moves: discards and zeroes move none.
+/// The bytes that an operation moves. Discards and zeroes move none.
 fn bytes_of(operation: &Operation) -> u64 {
     match operation {
         Operation::Read { sectors, .. } => u64::from(*sectors) * SECTOR_SIZE,
@@ -207,7 +208,7 @@ impl Timer {
         })
     }
 
-    /// Makes the descriptor readable at `when`, at once if `when` is past.
+    /// Makes the descriptor readable at `when`, or at once if that is past.
     fn arm(&self, when: u64) {
         self.armed.store(true, Ordering::SeqCst);
         // Zero would disarm the timer.
@@ -228,15 +229,15 @@ impl Timer {
 
     fn clear(&self) {
         if self.armed.swap(false, Ordering::SeqCst) {
-            // It fails if the timer has not expired, and then there is nothing to clear.
+            // The read fails if the timer has not expired: then there is nothing to clear.
             let _ = rustix::io::read(&self.fd, &mut [0; 8]);
         }
     }
 }
 
-/// The requests of a queue that wait for the limits of their disk.
+/// Applies the limits of a disk to one queue: holds the requests that may not start yet.
 ///
-/// Without limits a frontend submits requests to the [`BackendQueue`] itself: see [`in_force`](Self::in_force).
+/// Without limits a frontend submits requests to the [`BackendQueue`] directly: see [`in_force`](Self::in_force).
 pub(crate) struct QueueLimits {
     throttle: Arc<Throttle>,
     timer: Arc<Timer>,
@@ -264,14 +265,14 @@ impl QueueLimits {
         self.timer.fd.as_fd()
     }
 
-    /// Whether requests are held. Further ones would be held too.
-    pub(crate) fn holds(&self) -> bool {
+    /// Whether requests are held. Then further ones will be held too.
+    pub(crate) fn is_holding(&self) -> bool {
         !self.held.is_empty()
     }
 
-    /// Whether the next request has to pass [`submit`](Self::submit).
+    /// Whether the next request has to go through [`submit`](Self::submit).
     pub(crate) fn in_force(&self) -> bool {
-        self.throttle.active.load(Ordering::Relaxed) || self.holds()
+        self.throttle.active.load(Ordering::Relaxed) || self.is_holding()
     }
 
     /// Submits a request to `queue`, now or in a later [`release`](Self::release).
@@ -294,13 +295,13 @@ impl QueueLimits {
             let changes = self.throttle.changes.load(Ordering::SeqCst);
             match self.throttle.admit(operation) {
                 Ok(()) => {
-                    let (token, operation) = self.held.pop_front().expect("it is in front");
+                    let (token, operation) = self.held.pop_front().expect("the front exists");
                     queue.submit(token, operation);
                 }
                 Err(when) => {
                     self.timer.arm(when);
-                    // A change of the limits meanwhile has armed the timer too, and `arm` has just undone that: check
-                    // again.
+                    // If the limits have changed since, that armed the timer too, and this `arm` has overwritten it:
+                    // check again.
                     if self.throttle.changes.load(Ordering::SeqCst) == changes {
                         break;
                     }
@@ -325,7 +326,7 @@ mod tests {
     }
 
     /// How many requests of `bytes` start in `seconds`, if the caller retries at each moment that the throttle returns.
-    fn admitted(throttle: &Throttle, bytes: u64, seconds: u64) -> u64 {
+    fn count_admitted(throttle: &Throttle, bytes: u64, seconds: u64) -> u64 {
         let (start, mut count) = (1_000 * SECOND, 0);
         let mut at = start;
         while at < start + seconds * SECOND {
@@ -353,7 +354,7 @@ mod tests {
             (ops(1, 1), 10, 1 + 9),
             (ops(3, 1), 7, 1 + 20),
         ] {
-            let count = admitted(&throttle(limits), 4096, seconds);
+            let count = count_admitted(&throttle(limits), 4096, seconds);
             assert!(count.abs_diff(expected) <= 1, "{limits:?}: {count}");
         }
         let bytes = Limits {
@@ -361,28 +362,28 @@ mod tests {
             bytes_burst: 1 << 18,
             ..Limits::default()
         };
-        assert!(admitted(&throttle(bytes), 4096, 10).abs_diff(64 + 2560) <= 1);
-        // Requests longer than the burst: one after the other, each charged in full.
-        assert!(admitted(&throttle(bytes), 1 << 20, 10).abs_diff(10) <= 1);
+        assert!(count_admitted(&throttle(bytes), 4096, 10).abs_diff(64 + 2560) <= 1);
+        // Requests longer than the burst: one at a time, each charged in full.
+        assert!(count_admitted(&throttle(bytes), 1 << 20, 10).abs_diff(10) <= 1);
         // Operations that move no bytes are not charged.
         let throttle = throttle(bytes);
         assert!((0..10_000).all(|_| throttle.admit_at(0, SECOND).is_ok()));
     }
 
     #[test]
-    fn of_two_limits_the_tighter_one_counts_and_none_pays_for_the_other() {
+    fn the_tighter_of_two_limits_decides_and_a_refusal_costs_nothing() {
         let both = Limits {
             ops_per_second: 100,
             ops_burst: 1,
             bytes_per_second: 4096 * 10,
             bytes_burst: 4096,
         };
-        assert!(admitted(&throttle(both), 4096, 20).abs_diff(201) <= 2);
-        assert!(admitted(&throttle(both), 0, 20).abs_diff(2001) <= 2);
+        assert!(count_admitted(&throttle(both), 4096, 20).abs_diff(201) <= 2);
+        assert!(count_admitted(&throttle(both), 0, 20).abs_diff(2001) <= 2);
     }
 
     #[test]
-    fn numbers_at_their_ends_are_limits_too() {
+    fn the_largest_numbers_are_valid_limits() {
         let ends = Limits {
             ops_per_second: u64::MAX,
             ops_burst: u64::MAX,
@@ -405,7 +406,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_held_goes_in_order_when_its_time_has_come_or_the_limit_goes() {
+    fn held_requests_start_in_order_in_time_or_when_the_limit_is_lifted() {
         let disk = RamDisk::new(64);
         let throttle = Arc::new(throttle(Limits {
             ops_per_second: 200,
@@ -426,14 +427,14 @@ mod tests {
         };
         let mut done = Vec::new();
         submit(&mut limits, &mut *queue, 0..5);
-        assert!(limits.holds());
-        while limits.holds() {
+        assert!(limits.is_holding());
+        while limits.is_holding() {
             wait(&limits);
             limits.release(&mut *queue);
         }
-        assert!(!is_due(&limits), "no wake-up is left over");
+        assert!(!is_due(&limits), "no wake-up is left");
 
-        // So slow that only the end of the limit can release the requests.
+        // So slow that only lifting the limit can release the requests.
         throttle.set(Limits {
             ops_per_second: 1,
             bytes_per_second: 1,
@@ -442,10 +443,13 @@ mod tests {
         });
         submit(&mut limits, &mut *queue, 5..8);
         limits.release(&mut *queue);
-        assert!(limits.holds());
+        assert!(limits.is_holding());
         throttle.set(Limits::default());
         assert!(is_due(&limits));
-        assert!(limits.in_force(), "a request now would overtake those held");
+        assert!(
+            limits.in_force(),
+            "a request now would overtake the held ones"
+        );
         limits.release(&mut *queue);
         assert!(!limits.in_force() && !is_due(&limits));
         queue.kick();

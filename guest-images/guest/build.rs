@@ -75,8 +75,9 @@ fn compile(
     ]);
     let ran = more(&mut rustc).output();
     let ran = ran.map_err(|error| format!("the compiler does not start: {error}"))?;
-    match ran.status.success() {
-        true => Ok(()),
-        false => Err(String::from_utf8_lossy(&ran.stderr).replace('\n', " / ")),
+    if ran.status.success() {
+        Ok(())
+    } else {
+        Err(String::from_utf8_lossy(&ran.stderr).replace('\n', " / "))
     }
 }

@@ -1,11 +1,11 @@
-//! Boots a person's own root image with the distribution's kernel. The disk is on a write-ahead log of this machine.
+//! Boots a user's own root image with the distribution's kernel. Its disk is on a write-ahead log of this machine.
 //!
 //! ```text
 //!   a KVM for kernels:  walvisor run ── disk.img, disk.img.wal
 //!   any other machine:  walvisor serve vhost-user ── disk.img, disk.img.wal
 //!                          └─▶ QEMU: /dev/vdc ──▶ kvm_amd ▶ walvisor run ── /dev/vdc, backend=raw
 //! ```
-//! A FLUSH of the guest is durable in the log on either way.
+//! Either way, a FLUSH of the guest is durable in the log.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
@@ -15,28 +15,28 @@ use std::time::Duration;
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::area::Area;
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
 use crate::images::GuestImages;
 use crate::job::Job;
 use crate::machine::Machine;
-use crate::process::{leash, words};
+use crate::process::{command_text, leash};
 use crate::reporter::Reporter;
+use crate::scratch::ScratchDir;
 use crate::stop;
 
 const JOB: &str = include_str!("../scripts/boot-job.sh");
-/// No guest runs for this long.
-const ENDLESS: Duration = Duration::from_secs(u32::MAX as u64);
+/// A limit that no guest reaches.
+const NO_LIMIT: Duration = Duration::from_secs(u32::MAX as u64);
 
-/// A guest of a person's own.
+/// A user's own guest.
 #[derive(Clone, Debug)]
 pub struct OwnGuest {
     /// The raw image with the root file system, which is ext4.
     pub image: PathBuf,
     /// The device with that file system: `/dev/vda`, or a partition.
     pub root: String,
-    /// Further words of the kernel's command line.
+    /// What to append to the kernel's command line.
     pub append: String,
     /// Virtual CPUs.
     pub cpus: u8,
@@ -45,7 +45,7 @@ pub struct OwnGuest {
 }
 
 impl OwnGuest {
-    /// Boots the guest, with its console on the terminal, and waits for its end. Returns the exit status.
+    /// Boots the guest, with its console on the terminal, and waits until it ends. Returns the exit status.
     ///
     /// # Errors
     /// The images cannot be built, or a program cannot be started.
@@ -72,17 +72,17 @@ impl OwnGuest {
                     .arg("--initrd")
                     .arg(images.path("initramfs-base.cpio"))
                     .arg("--disk")
-                    .arg(format!("path={},transport=pci", escaped(&image)));
-                // From here on the terminal and the signals are those of walvisor.
+                    .arg(format!("path={},transport=pci", escape(&image)));
+                // From here on walvisor has the terminal, and handles signals.
                 let source = command.exec();
                 Err(Error::Start {
-                    command: words(&command),
+                    command: command_text(&command),
                     source,
                 })
             }
             Machine::Nested => {
-                let area = Area::new(cache, &reporter)?;
-                let socket = area.path().join("disk");
+                let scratch = ScratchDir::new(cache, &reporter)?;
+                let socket = scratch.path().join("disk");
                 let daemon = Daemon::start(walvisor, &image, &socket)?;
                 let mut job = Job::new(JOB, walvisor);
                 let quoted = command_line.trim_end().replace('\'', "'\\''");
@@ -90,7 +90,7 @@ impl OwnGuest {
                     "GUEST_CPUS={} GUEST_MEMORY={} GUEST_CMDLINE='{quoted}'\n{JOB}",
                     self.cpus, self.memory
                 );
-                job.limit = ENDLESS;
+                job.limit = NO_LIMIT;
                 job.disk = Some(socket);
                 job.terminal = true;
                 let outcome = job.run_on(machine, cache, &reporter)?;
@@ -101,12 +101,12 @@ impl OwnGuest {
     }
 }
 
-/// The path as a value of `--disk`, in which a comma is written twice.
-fn escaped(path: &Path) -> String {
+/// The path as a value of `--disk`, where commas are doubled.
+fn escape(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
 
-/// `walvisor serve vhost-user` with one disk. Dropping it ends it, which closes the disk.
+/// `walvisor serve vhost-user` with one disk. Dropping it stops it, which closes the disk.
 struct Daemon(Child);
 
 impl Daemon {
@@ -114,40 +114,36 @@ impl Daemon {
         let mut command = Command::new(walvisor);
         command
             .args(["serve", "vhost-user", "--disk"])
-            .arg(format!(
-                "path={},socket={}",
-                escaped(image),
-                escaped(socket)
-            ))
+            .arg(format!("path={},socket={}", escape(image), escape(socket)))
             .stdin(Stdio::null())
             .stdout(Stdio::piped());
         stop::check()?;
         let child = leash(&mut command).spawn().map_err(|source| Error::Start {
-            command: words(&command),
+            command: command_text(&command),
             source,
         })?;
         let mut daemon = Self(child);
-        stop::leave(Pid::from_child(&daemon.0));
-        // It prints a line for the disk once it serves it; what is wrong it says on stderr.
+        stop::exempt(Pid::from_child(&daemon.0));
+        // It prints a line once it serves the disk. Errors go to stderr.
         let mut line = String::new();
         if let Some(output) = daemon.0.stdout.take() {
             BufReader::new(output)
                 .read_line(&mut line)
                 .at("read the output of", walvisor)?;
         }
-        match line.is_empty() {
-            true => Err(Error::Unusable(format!(
+        if line.is_empty() {
+            return Err(Error::Unusable(format!(
                 "{}: walvisor does not serve it, for the reason above",
                 image.display()
-            ))),
-            false => Ok(daemon),
+            )));
         }
+        Ok(daemon)
     }
 }
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // Fails if it has already ended.
         let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
         let _ = self.0.wait();
     }

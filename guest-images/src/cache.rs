@@ -2,9 +2,9 @@
 //!
 //! ```text
 //!   inputs (package versions, scripts) ──SHA-256──▶ key
-//!   <root>/guest-<key>/            complete, or not there: built beside and renamed
+//!   <root>/guest-<key>/            complete or absent: built elsewhere, then renamed
 //!       ...                        the files
-//!       SHA256SUMS                 checked at every use; a damaged entry is built again
+//!       SHA256SUMS                 checked at every use; a damaged entry is rebuilt
 //!   <root>/guest.lock              held while an entry is checked or built
 //! ```
 
@@ -21,8 +21,8 @@ use crate::reporter::Reporter;
 
 /// The file of an entry that lists the SHA-256 of the others.
 pub(crate) const MANIFEST: &str = "SHA256SUMS";
-/// Entries unused for this long are removed when a new entry is built.
-const UNUSED: Duration = Duration::from_secs(14 * 24 * 3600);
+/// Entries that were not used for this long are removed when a new entry is built.
+const MAX_UNUSED: Duration = Duration::from_secs(14 * 24 * 3600);
 
 /// Where built images are kept.
 #[derive(Clone, Debug)]
@@ -31,8 +31,8 @@ pub struct Cache {
 }
 
 impl Cache {
-    /// Opens the cache at `explicit`, else `$WALVISOR_CACHE`, else `$XDG_CACHE_HOME/walvisor`, else
-    /// `~/.cache/walvisor`, and creates it if it is missing.
+    /// Opens the cache at `explicit`, or else `$WALVISOR_CACHE`, `$XDG_CACHE_HOME/walvisor` or `~/.cache/walvisor`.
+    /// Creates it if it is missing.
     ///
     /// # Errors
     /// No directory is known, or it cannot be created.
@@ -62,7 +62,7 @@ impl Cache {
         &self.root
     }
 
-    /// Waits for the lock called `name`, and prints a note if another process holds it.
+    /// Takes the lock called `name`. If another process holds it, prints a note and waits.
     ///
     /// # Errors
     /// The lock file cannot be created or locked.
@@ -79,7 +79,7 @@ impl Cache {
         Ok(file)
     }
 
-    /// Gives the directory of kind `kind` made from `inputs`. `build` fills it unless it is in the cache already.
+    /// Returns the directory of this `kind` for these `inputs`. If it is not in the cache yet, `build` fills it.
     ///
     /// # Errors
     /// The errors of `build`; the unfinished directory is removed.
@@ -99,7 +99,7 @@ impl Cache {
                     return Ok(directory);
                 }
                 Err(damage) => {
-                    reporter.note(&format!("building the {kind} images again: {damage}"));
+                    reporter.note(&format!("rebuilding the {kind} images: {damage}"));
                     fs::remove_dir_all(&directory).at("remove", &directory)?;
                 }
             }
@@ -109,7 +109,7 @@ impl Cache {
                 directory.display()
             ));
         }
-        // This process holds the lock, so an unfinished directory is left from a build that was killed.
+        // Because this process holds the lock, an unfinished directory is what a killed build has left.
         let unfinished = self.root.join(format!("{kind}.unfinished"));
         if unfinished.exists() {
             fs::remove_dir_all(&unfinished).at("remove", &unfinished)?;
@@ -135,7 +135,7 @@ impl Cache {
                 .join(MANIFEST)
                 .metadata()
                 .and_then(|metadata| metadata.modified())
-                .is_ok_and(|used| used.elapsed().is_ok_and(|age| age > UNUSED));
+                .is_ok_and(|used| used.elapsed().is_ok_and(|age| age > MAX_UNUSED));
             if old && entry.file_name().to_string_lossy().starts_with(&prefix) {
                 let _ = fs::remove_dir_all(entry.path());
             }
@@ -146,7 +146,7 @@ impl Cache {
 fn key(inputs: &[&[u8]]) -> String {
     let mut hash = Sha256::new();
     for input in inputs {
-        // The length marks where an input ends: ("ab", "c") is not ("a", "bc").
+        // The length separates the inputs: ("ab", "c") is not ("a", "bc").
         hash.update((input.len() as u64).to_le_bytes());
         hash.update(input);
     }
@@ -187,7 +187,7 @@ fn checksums(directory: &Path) -> Result<BTreeMap<String, String>> {
     Ok(sums)
 }
 
-/// Writes the manifest, and makes the entry durable before it gets its name.
+/// Writes the manifest, and makes the entry durable before it is renamed.
 fn seal(directory: &Path) -> Result<()> {
     let text: String = checksums(directory)?
         .iter()
@@ -221,7 +221,7 @@ fn verify(directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Marks the entry as used now. Best effort: the time only decides when an entry is removed.
+/// Marks the entry as just used. Best effort: the time only decides when it is removed.
 fn touch(directory: &Path) {
     if let Ok(manifest) = File::options().append(true).open(directory.join(MANIFEST)) {
         let _ = manifest.set_modified(SystemTime::now());
@@ -234,7 +234,7 @@ mod tests {
     use std::cell::Cell;
 
     #[test]
-    fn an_entry_is_built_once_and_again_when_an_input_changes_or_a_file_is_damaged() {
+    fn an_entry_is_built_once_per_input_and_again_after_damage() {
         let root = tempfile::tempdir().unwrap();
         let cache = Cache::open(Some(root.path().to_owned())).unwrap();
         let reporter = Reporter::quiet(None);
@@ -259,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn a_broken_build_leaves_nothing() {
+    fn a_failed_build_leaves_nothing() {
         let root = tempfile::tempdir().unwrap();
         let cache = Cache::open(Some(root.path().to_owned())).unwrap();
         let result = cache.entry("thing", &[b"x"], &Reporter::quiet(None), |directory| {

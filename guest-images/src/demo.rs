@@ -1,5 +1,5 @@
-//! The demonstration. It runs the embedded guest, then Debian guests that run fio on two write-ahead-logged disks. The
-//! disks share one log, and each uses another virtio transport. A table shows the results.
+//! The demonstration: the embedded guest, then Debian guests that run fio on two write-ahead-logged disks. The disks share
+//! one log, and each uses a different virtio transport. A table shows the results.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -11,7 +11,7 @@ use walvisor_vmm::probe;
 
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
-use crate::job::{Job, Outcome};
+use crate::job::{Job, JobOutcome};
 use crate::machine::Machine;
 use crate::metrics::Metrics;
 use crate::reporter::Reporter;
@@ -23,18 +23,18 @@ const TRANSPORTS: [&str; 2] = ["mmio", "pci"];
 /// Writers on each disk when fio writes to both disks at once.
 const WRITERS: u32 = 4;
 
-/// Runs the demonstration with the binary `walvisor`. The fio results, metrics, checks and the console are kept in
+/// Runs the demonstration with the binary `walvisor`. fio's results, the metrics, the checks and the console are kept in
 /// `output`.
 ///
 /// # Errors
-/// A part of the demonstration fails, even if later parts succeed.
+/// Any part of the demonstration fails.
 pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     fs::create_dir_all(output).at("create", output)?;
     let mut script = String::new();
     let embedded_here = match probe::open() {
         Ok(_) => {
             println!("walvisor demo: the embedded guest");
-            embedded(walvisor)?;
+            run_embedded(walvisor)?;
             true
         }
         Err(error) => {
@@ -52,7 +52,7 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     println!("{reason}");
     let console = output.join("console.log");
     let reporter = Reporter::quiet(Some(File::create(&console).at("create", &console)?));
-    // An emulated guest does some hundred writes a second, a guest on the real processor some ten thousand.
+    // An emulated guest does hundreds of writes per second, a guest on the real processor tens of thousands.
     let (size, writer_size) = match machine {
         Machine::Direct => ("16M", "4M"),
         Machine::Nested => ("2M", "512K"),
@@ -79,14 +79,14 @@ pub fn demo(cache: &Cache, walvisor: &Path, output: &Path) -> Result<()> {
     }
     print!("{}", summary(&outcome)?);
     println!(
-        "attempts given up because a guest hung or fell over: {}",
+        "attempts given up because a guest hung or crashed: {}",
         outcome.hung_boots
     );
     println!("fio's JSON, metrics and console: {}", output.display());
     Ok(())
 }
 
-fn embedded(walvisor: &Path) -> Result<()> {
+fn run_embedded(walvisor: &Path) -> Result<()> {
     let mut command = Command::new(walvisor);
     command.arg("demo");
     let status = command.status().at("start", walvisor)?;
@@ -100,7 +100,7 @@ fn embedded(walvisor: &Path) -> Result<()> {
 }
 
 /// The table at the end.
-fn summary(outcome: &Outcome) -> Result<String> {
+fn summary(outcome: &JobOutcome) -> Result<String> {
     let metrics = |name: &str| Ok(Metrics::parse(&outcome.result(name)?));
     let (alone, together) = (metrics("demo.prom")?, metrics("together.prom")?);
     let tables = [
@@ -111,8 +111,8 @@ fn summary(outcome: &Outcome) -> Result<String> {
     Ok(format!("\n{}", tables.join("\n")))
 }
 
-/// The results of fio: first one disk after the other, then both disks at once.
-fn fio_table(outcome: &Outcome) -> Result<String> {
+/// fio's results: first one disk at a time, then both disks at once.
+fn fio_table(outcome: &JobOutcome) -> Result<String> {
     let mut table = format!(
         "{:<11} {:<8} {:>7} {:>7} {:>9} {:>13} {:>13}\n",
         "transport", "fio job", "writers", "iodepth", "IOPS", "p99 write", "p99 fsync"
@@ -152,7 +152,7 @@ fn fio_table(outcome: &Outcome) -> Result<String> {
 }
 
 /// The counters of the devices, summed over all `runs`, and whether the disks are clean.
-fn disk_table(outcome: &Outcome, runs: &[&Metrics]) -> Result<String> {
+fn disk_table(outcome: &JobOutcome, runs: &[&Metrics]) -> Result<String> {
     const COUNTERS: [&str; 4] = ["requests", "doorbells", "interrupts", "flushes"];
     let mut table = format!("{:<11}", "disk");
     for title in COUNTERS {
@@ -201,7 +201,7 @@ fn log_table(alone: &Metrics, together: &Metrics) -> Result<String> {
             for metrics in runs {
                 *count += metrics
                     .value(&metric)
-                    .ok_or_else(|| Error::Unusable(format!("the metrics hold no {metric}")))?;
+                    .ok_or_else(|| Error::Unusable(format!("the metrics lack {metric}")))?;
             }
         }
         let _ = write!(table, "{name:<19}");
@@ -218,14 +218,14 @@ fn log_table(alone: &Metrics, together: &Metrics) -> Result<String> {
 fn counter(metrics: &Metrics, metric: &str, transport: &str) -> Result<f64> {
     metrics
         .sum(metric, "transport", transport)
-        .ok_or_else(|| Error::Unusable(format!("the metrics hold no {metric} of {transport}")))
+        .ok_or_else(|| Error::Unusable(format!("the metrics lack {metric} of {transport}")))
 }
 
 fn json(text: &str, name: &str) -> Result<Value> {
     // fio may print notes before its JSON.
     let start = text.find('{').unwrap_or(0);
     serde_json::from_str(&text[start..])
-        .map_err(|error| Error::Unusable(format!("{name} is no JSON: {error}")))
+        .map_err(|error| Error::Unusable(format!("{name} is not JSON: {error}")))
 }
 
 /// The 99th percentile of one of fio's latencies, or a dash if nothing was measured.

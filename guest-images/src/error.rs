@@ -1,4 +1,4 @@
-//! Errors of building images and running jobs. Each message is one line that names the object and the remedy.
+//! Errors of building images and running jobs. Each message is one line that says what failed and what to do.
 
 use std::io;
 use std::path::PathBuf;
@@ -11,13 +11,13 @@ pub enum Error {
     Program {
         /// The command line.
         command: String,
-        /// Its exit status, as the system words it.
+        /// Its exit status, in the system's words.
         status: String,
-        /// The last line of its standard error that is not blank.
+        /// The last non-blank line of its standard error.
         message: String,
     },
     /// A program that this crate drives could not be started.
-    #[error("{command} cannot be started: {source}; install the package that holds it")]
+    #[error("{command} cannot be started: {source}; install the package that contains it")]
     Start {
         /// The command line.
         command: String,
@@ -34,12 +34,12 @@ pub enum Error {
         /// The reason.
         source: io::Error,
     },
-    /// A file, a value or a machine is not in the form or state that it must have.
+    /// A file, a value or a machine is not usable as it is.
     #[error("{0}")]
     Unusable(String),
     /// A machine hung or crashed in every attempt.
     #[error(
-        "{what} hung or fell over in each of {attempts} attempts: the console output shows how far it came"
+        "{what} hung or crashed in each of {attempts} attempts: the console output shows how far it got"
     )]
     Hung {
         /// The machine that hung.
@@ -47,7 +47,7 @@ pub enum Error {
         /// The number of attempts.
         attempts: u32,
     },
-    /// A guest of another monitor did not behave as it should.
+    /// A guest of another monitor did not behave as expected.
     #[error("the guest {what}; its last line: {}", .console.lines().last().unwrap_or("none"))]
     Guest {
         /// What the guest did or failed to do.
@@ -55,7 +55,7 @@ pub enum Error {
         /// The end of its console.
         console: String,
     },
-    /// A signal has asked this process to end.
+    /// A signal asked this process to end.
     #[error("ended by signal {signal}")]
     Stopped {
         /// Its number.
@@ -69,7 +69,7 @@ pub enum Error {
     },
 }
 
-/// Result of this crate.
+/// The result type of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
 /// Adds the action and the path to an I/O error.

@@ -4,21 +4,21 @@
 //!   packages + scripts ──▶ guest-<key>/    vmlinuz, vmlinux, initramfs-base.cpio, initramfs-fio.cpio,
 //!                                          initramfs-disks.cpio, root.ext4, initramfs-outer.cpio,
 //!                                          initramfs-scsi.cpio
-//!   guest-<key>/ ────────▶ nested-<key>/   images.ext4: all of that on a disk, only made for nesting
+//!   guest-<key>/ ────────▶ nested-<key>/   images.ext4: all of that on a disk, built only for nesting
 //! ```
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::area::Area;
 use crate::cache::{Cache, MANIFEST};
 use crate::error::{Error, FileContext, Result};
 use crate::kernel::{Modules, extract_vmlinux};
 use crate::packages;
 use crate::reporter::Reporter;
-use crate::userland::{Tree, make_ext4};
+use crate::scratch::ScratchDir;
+use crate::userland::{FileTree, make_ext4};
 
-/// Raised when the builder makes other images of the same inputs.
+/// Incremented when the builder changes what it makes of the same inputs.
 const BUILDER: &[u8] = b"7";
 
 const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
@@ -36,7 +36,7 @@ const GUEST_MODULES: [&str; 6] = [
     "ext4",
     "virtio_rng",
 ];
-/// The modules of `initramfs-disks.cpio`, which only some guests use: in emulation every module takes time to load.
+/// The modules of `initramfs-disks.cpio`, apart because only some guests need them, and loading takes time in emulation.
 const DISK_MODULES: [&str; 2] = ["xfs", "pvpanic_mmio"];
 /// The programs of `initramfs-disks.cpio`.
 const DISK_PROGRAMS: [&str; 6] = [
@@ -47,8 +47,7 @@ const DISK_PROGRAMS: [&str; 6] = [
     "sbin/mkfs.xfs",
     "sbin/xfs_repair",
 ];
-/// The modules of the machine around a nested guest. The last is for jobs that use that machine's kernel as an NBD
-/// client.
+/// The modules of the machine around a nested guest. `nbd` is for jobs that use that machine's kernel as an NBD client.
 const OUTER_MODULES: [&str; 6] = [
     "virtio_pci",
     "virtio_blk",
@@ -93,25 +92,29 @@ pub struct GuestImages {
 }
 
 impl GuestImages {
-    /// Gives the images. They are built first if they are missing, damaged or out of date.
+    /// Returns the images, after building them if they are missing, damaged or out of date.
     ///
     /// # Errors
-    /// A download or a step of the build fails; the cache then keeps its earlier state.
+    /// A download or a step of the build fails. The cache is then as before.
     pub fn ensure(cache: &Cache, reporter: &Reporter) -> Result<Self> {
         packages::install_missing(&BUILD_NEEDS, reporter)?;
-        let scratch = Area::new(cache, reporter)?;
-        match Self::of_known_packages(cache, &scratch, reporter) {
-            // This machine's package lists are older than the archive, which no longer has the versions that they name.
+        let scratch = ScratchDir::new(cache, reporter)?;
+        match Self::from_package_lists(cache, &scratch, reporter) {
+            // This machine's package lists are outdated: the archive no longer has the versions that they name.
             Err(Error::Program { command, .. }) if command.starts_with("apt-get ") => {
                 packages::update(reporter)?;
-                Self::of_known_packages(cache, &scratch, reporter)
+                Self::from_package_lists(cache, &scratch, reporter)
             }
             ensured => ensured,
         }
     }
 
-    /// Images of the packages that apt's lists on this machine name.
-    fn of_known_packages(cache: &Cache, scratch: &Area, reporter: &Reporter) -> Result<Self> {
+    /// Images of the packages in this machine's package lists.
+    fn from_package_lists(
+        cache: &Cache,
+        scratch: &ScratchDir,
+        reporter: &Reporter,
+    ) -> Result<Self> {
         reporter.progress("asking apt for package versions");
         let packages = packages::resolve(scratch.path(), reporter)?;
         let list = packages::list(&packages);
@@ -152,13 +155,13 @@ fn build_guest(
     fs::write(&target, image).at("write", &target)?;
 
     reporter.progress("packing the guest's initramfs");
-    let base = Tree::new(scratch.join("base"))?;
+    let base = FileTree::new(scratch.join("base"))?;
     add_system(&base, unpacked, "init", GUEST_INIT, &GUEST_MODULES)?;
     base.pack_initramfs(&directory.join("initramfs-base.cpio"))?;
-    let fio = Tree::new(scratch.join("fio"))?;
+    let fio = FileTree::new(scratch.join("fio"))?;
     fio.program(unpacked, "bin/fio")?;
     fio.pack_initramfs(&directory.join("initramfs-fio.cpio"))?;
-    let disks = Tree::new(scratch.join("disks"))?;
+    let disks = FileTree::new(scratch.join("disks"))?;
     for program in DISK_PROGRAMS {
         disks.program(unpacked, program)?;
     }
@@ -167,18 +170,18 @@ fn build_guest(
     disks.pack_initramfs(&directory.join("initramfs-disks.cpio"))?;
 
     reporter.progress("packing the outer initramfs");
-    let outer = Tree::new(scratch.join("outer"))?;
+    let outer = FileTree::new(scratch.join("outer"))?;
     add_system(&outer, unpacked, "init", OUTER_INIT, &OUTER_MODULES)?;
     outer.directories(&["base", "images"])?;
     outer.program(unpacked, "sbin/nbd-client")?;
     outer.pack_initramfs(&directory.join("initramfs-outer.cpio"))?;
-    let scsi = Tree::new(scratch.join("scsi"))?;
+    let scsi = FileTree::new(scratch.join("scsi"))?;
     let all: Vec<_> = OUTER_MODULES.into_iter().chain(SCSI_MODULES).collect();
     add_modules(&scsi, unpacked, &all, &OUTER_MODULES)?;
     scsi.pack_initramfs(&directory.join("initramfs-scsi.cpio"))?;
 
     reporter.progress("making the guest's root file system");
-    let root = Tree::new(scratch.join("root"))?;
+    let root = FileTree::new(scratch.join("root"))?;
     add_system(&root, unpacked, "sbin/init", GUEST_INIT, &[])?;
     for program in DISK_PROGRAMS.into_iter().chain(["bin/fio"]) {
         root.program(unpacked, program)?;
@@ -186,9 +189,9 @@ fn build_guest(
     root.pack_ext4(&directory.join("root.ext4"), 192)
 }
 
-/// Adds the parts of every system here: busybox, e2fsprogs, its modules in load order, and its init.
+/// Adds what every system has: busybox, e2fsprogs, its modules in load order, and its init.
 fn add_system(
-    tree: &Tree,
+    tree: &FileTree,
     unpacked: &Path,
     init: &str,
     script: &str,
@@ -199,7 +202,7 @@ fn add_system(
     for program in ["sbin/mke2fs", "sbin/e2fsck", "sbin/debugfs"] {
         tree.program(unpacked, program)?;
     }
-    // Without this link the shell runs `mkfs.ext4` as busybox's mke2fs, which knows only ext2.
+    // Without this link the shell runs busybox's mke2fs for `mkfs.ext4`, which knows only ext2.
     tree.alias("mke2fs", "mkfs.ext4")?;
     let configuration = unpacked.join("etc/mke2fs.conf");
     let text = fs::read(&configuration).at("read", &configuration)?;
@@ -208,13 +211,13 @@ fn add_system(
     add_modules(tree, unpacked, modules, &[])
 }
 
-/// Adds `modules`, except those that `there` loads, which another tree already has. The file names sort in load
-/// order, also when both trees are combined.
-fn add_modules(tree: &Tree, unpacked: &Path, modules: &[&str], there: &[&str]) -> Result<()> {
+/// Adds `modules`, except those of `present` and their dependencies, which another tree has. The file names sort in load
+/// order, even when both trees are combined.
+fn add_modules(tree: &FileTree, unpacked: &Path, modules: &[&str], present: &[&str]) -> Result<()> {
     let found = Modules::find(unpacked)?;
-    let there = found.load_order(there)?.len();
+    let present = found.load_order(present)?.len();
     let order = found.load_order(modules)?;
-    for (position, (name, content)) in order.iter().enumerate().skip(there) {
+    for (position, (name, content)) in order.iter().enumerate().skip(present) {
         tree.file(&format!("modules/{position:02}-{name}.ko"), content, 0o644)?;
     }
     Ok(())
@@ -228,10 +231,10 @@ fn find_kernel(boot: &Path) -> Result<PathBuf> {
             path.file_name()
                 .is_some_and(|name| name.to_string_lossy().starts_with("vmlinuz-"))
         })
-        .ok_or_else(|| Error::Unusable("the kernel package holds no /boot/vmlinuz-*".to_owned()))
+        .ok_or_else(|| Error::Unusable("the kernel package has no /boot/vmlinuz-*".to_owned()))
 }
 
-/// The disk that holds the guest's images for the machine around a nested guest.
+/// The disk with the guest's images, for the machine around a nested guest.
 ///
 /// # Errors
 /// The disk is missing, damaged or out of date, and cannot be built.

@@ -7,15 +7,15 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use crate::area::Area;
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
 use crate::images::{GuestImages, images_disk};
 use crate::machine::Machine;
-use crate::nested::{Boot, End, extract};
+use crate::nested::{BootEnd, NestedBoot, extract};
 use crate::packages::install_missing;
-use crate::process::Leashed;
+use crate::process::LeashedChild;
 use crate::reporter::Reporter;
+use crate::scratch::ScratchDir;
 use crate::stop;
 use crate::userland::{make_ext4, needed_libraries, search_path};
 
@@ -23,9 +23,9 @@ const RUN: &str = include_str!("../scripts/run.sh");
 const GUEST_FUNCTIONS: &str = include_str!("../scripts/guest-functions.sh");
 /// The exit status of a job whose guest hung at boot, or ended without output (`EX_TEMPFAIL` of sysexits.h).
 const TRY_AGAIN: i32 = 75;
-/// The outer machine prints this if its processor cannot run guests. Another attempt would end the same way.
+/// The outer machine prints this if its processor cannot run guests. A retry would not help.
 const NO_KVM: &str = "outer: kvm_amd gives no /dev/kvm";
-/// The name of the job's directory in its area: `$BASE`.
+/// The name of the job's directory in its scratch directory: `$BASE`.
 const BASE: &str = "job";
 /// Host programs needed to run a job, each with its package.
 const DIRECT_NEEDS: [(&str, &str); 2] = [("setpriv", "util-linux"), ("cpio", "cpio")];
@@ -34,29 +34,29 @@ const NESTED_NEEDS: [(&str, &str); 2] = [
     ("debugfs", "e2fsprogs"),
 ];
 
-/// A job. The top of `scripts/run.sh` describes what its script may use.
+/// A job. The top of `scripts/run.sh` says what its script may use.
 #[derive(Clone, Debug)]
 pub struct Job {
     /// The script, for a POSIX shell.
     pub script: String,
-    /// Further files, `(name, content)`, which the script finds in `$JOB`: mostly the guests' scripts.
+    /// Further files, `(name, content)`, that the script finds in `$JOB`, mostly the guests' scripts.
     pub files: Vec<(String, Vec<u8>)>,
     /// The `walvisor` binary.
     pub walvisor: PathBuf,
     /// The whole job is killed after this time.
     pub limit: Duration,
-    /// Space for the guests' disks in MiB. Sparse: only what is written takes space.
+    /// Space for the guests' disks in MiB. It is sparse: only what is written takes space.
     pub disk_mebibytes: u64,
-    /// How often the job is started at most, from 1, if its machine or a guest on it hangs or crashes.
+    /// The most attempts, at least 1: the job is retried if its machine or a guest on it hangs or crashes.
     pub attempts: u32,
-    /// The socket of a vhost-user disk, which a nested machine has as /dev/vdc.
+    /// The socket of a vhost-user disk, /dev/vdc of a nested machine.
     pub disk: Option<PathBuf>,
     /// Whether the console of a nested machine is the terminal of this process, for input too.
     pub terminal: bool,
 }
 
 impl Job {
-    /// A job with no further files, ten minutes, 4 GiB for disks, and six attempts.
+    /// A job without further files, with a limit of ten minutes, 4 GiB for disks, and six attempts.
     #[must_use]
     pub fn new(script: impl Into<String>, walvisor: impl Into<PathBuf>) -> Self {
         Self {
@@ -78,23 +78,28 @@ impl Job {
         self
     }
 
-    /// Runs the job on the machine that [`Machine::choose`] gives, and waits for its end. A note names the machine.
+    /// Runs the job on the machine of [`Machine::choose`], which a note names, and waits until it ends.
     ///
     /// # Errors
     /// As [`Job::run_on`].
-    pub fn run(&self, cache: &Cache, reporter: &Reporter) -> Result<Outcome> {
+    pub fn run(&self, cache: &Cache, reporter: &Reporter) -> Result<JobOutcome> {
         let (machine, reason) = Machine::choose();
         reporter.note(&reason);
         self.run_on(machine, cache, reporter)
     }
 
-    /// Runs the job on `machine` and waits for its end. If the machine or a guest on it hangs or crashes, the job is
-    /// started anew. Each such attempt is counted, and a note reports it.
+    /// Runs the job on `machine`, and waits until it ends. If the machine or a guest on it hangs or crashes, the job is
+    /// retried. Such attempts are counted, and a note reports each.
     ///
     /// # Errors
-    /// The images cannot be built, the machine cannot be started, or it hangs in every attempt, or the job takes longer
-    /// than its limit. A script that fails is no error: see [`Outcome::status`].
-    pub fn run_on(&self, machine: Machine, cache: &Cache, reporter: &Reporter) -> Result<Outcome> {
+    /// The images cannot be built, the machine cannot be started or hangs in every attempt, or the job takes longer than
+    /// its limit. A script that fails is not an error: see [`JobOutcome::status`].
+    pub fn run_on(
+        &self,
+        machine: Machine,
+        cache: &Cache,
+        reporter: &Reporter,
+    ) -> Result<JobOutcome> {
         let needs: &[_] = match machine {
             Machine::Direct => &DIRECT_NEEDS,
             Machine::Nested => &NESTED_NEEDS,
@@ -103,9 +108,9 @@ impl Job {
         let images = GuestImages::ensure(cache, reporter)?;
         for attempt in 1..=self.attempts {
             stop::check()?;
-            let area = Area::new(cache, reporter)?;
-            let base = area.path().join(BASE);
-            self.lay_out(&base, machine)?;
+            let scratch = ScratchDir::new(cache, reporter)?;
+            let base = scratch.path().join(BASE);
+            self.write_files(&base, machine)?;
             let mut console = String::new();
             let line = |text: &str| {
                 console.push_str(text);
@@ -131,16 +136,16 @@ impl Job {
             };
             if let Some(status) = status {
                 let hung_boots = attempt - 1;
-                return Ok(Outcome {
+                return Ok(JobOutcome {
                     status,
                     console,
                     hung_boots,
                     machine,
-                    area,
+                    scratch,
                 });
             }
             reporter.note(&format!(
-                "a guest hung or fell over: attempt {attempt} of {}",
+                "a guest hung or crashed: attempt {attempt} of {}",
                 self.attempts
             ));
         }
@@ -150,8 +155,8 @@ impl Job {
         })
     }
 
-    /// Puts the job's files below `base`. The layout is the same on either machine.
-    fn lay_out(&self, base: &Path, machine: Machine) -> Result<()> {
+    /// Writes the job's files below `base`. The layout is the same on both machines.
+    fn write_files(&self, base: &Path, machine: Machine) -> Result<()> {
         for directory in ["job", "files", "results", "bin"] {
             let path = base.join(directory);
             fs::create_dir_all(&path).at("create", &path)?;
@@ -184,7 +189,7 @@ impl Job {
                 let program = base.join("program");
                 fs::create_dir(&program).at("create", &program)?;
                 copy_with_libraries(&walvisor, &program)?;
-                // The program brings its own libraries: the machine's C library may be older than the one that it was
+                // The program brings its libraries, because the machine's C library may be older than the one that it was
                 // built with.
                 "at=$BASE/program; exec \"$at/loader\" --library-path \"$at\" \"$at/walvisor\" \"$@\"".to_owned()
             }
@@ -208,7 +213,7 @@ impl Job {
             .env("PATH", search_path())
             .stdin(Stdio::null())
             .stdout(Stdio::piped());
-        let mut shell = Leashed::spawn(&mut command, true)?;
+        let mut shell = LeashedChild::spawn(&mut command, true)?;
         let start = Instant::now();
         let status = shell.watch(|text| {
             text.into_iter().for_each(&mut line);
@@ -224,7 +229,7 @@ impl Job {
             .ok_or_else(|| self.timed_out())?;
         status
             .code()
-            .map(retry_is_none)
+            .map(none_if_retry)
             .ok_or_else(|| Error::Unusable(format!("the job's shell was killed: {status}")))
     }
 
@@ -236,10 +241,10 @@ impl Job {
         disk: &Path,
         mut line: impl FnMut(&str),
     ) -> Result<Option<i32>> {
-        // The image lies beside `base`, not below it, so that it does not contain itself.
+        // The image is beside `base` and not below it, because it must not contain itself.
         let work = base.with_extension("ext4");
         make_ext4(base, &work, self.disk_mebibytes + 256)?;
-        let boot = Boot {
+        let boot = NestedBoot {
             kernel: &images.path("vmlinuz"),
             initramfs: &images.path("initramfs-outer.cpio"),
             images: disk,
@@ -254,9 +259,9 @@ impl Job {
             line(text);
         })?;
         match end {
-            End::Hung => return Ok(None),
-            End::TimedOut => return Err(self.timed_out()),
-            End::PoweredOff => {}
+            BootEnd::Hung => return Ok(None),
+            BootEnd::TimedOut => return Err(self.timed_out()),
+            BootEnd::PoweredOff => {}
         }
         // debugfs creates the directory, and fails if it exists.
         let results = base.join("results");
@@ -267,9 +272,9 @@ impl Job {
                     "{NO_KVM}: QEMU's processor model has no SVM"
                 )));
             }
-            // The machine's kernel panicked, or its processor failed: the machine crashed before the job's end.
-            Err(Error::Unusable(why)) => {
-                line(&format!("outer: fell over: {why}"));
+            // The machine crashed before the job ended.
+            Err(Error::Unusable(reason)) => {
+                line(&format!("outer: crashed: {reason}"));
                 return Ok(None);
             }
             other => other?,
@@ -279,10 +284,10 @@ impl Job {
         let status = fs::read_to_string(&file).at("read", &file)?;
         let status = status.trim().parse().map_err(|_| {
             Error::Unusable(format!(
-                "the nested machine left {status:?} for an exit status"
+                "the nested machine's exit status is not a number: {status:?}"
             ))
         })?;
-        Ok(retry_is_none(status))
+        Ok(none_if_retry(status))
     }
 
     fn timed_out(&self) -> Error {
@@ -292,18 +297,18 @@ impl Job {
     }
 }
 
-fn retry_is_none(status: i32) -> Option<i32> {
+fn none_if_retry(status: i32) -> Option<i32> {
     (status != TRY_AGAIN).then_some(status)
 }
 
-/// Copies `program` as `walvisor` into `directory`, with its dynamic loader as `loader`, and its libraries.
+/// Copies a program with its libraries to `directory`: the program as `walvisor`, its dynamic loader as `loader`.
 fn copy_with_libraries(program: &Path, directory: &Path) -> Result<()> {
     let copy = |from: &Path, name: &str| {
         fs::copy(from, directory.join(name))
             .map(drop)
             .at("copy", from)
     };
-    // Without the debug information, if binutils is installed: the nested machine reads it from an emulated disk.
+    // Strips the debug information if binutils is installed, because the nested machine reads from an emulated disk.
     let stripped = directory.join("walvisor");
     let strip = Command::new("strip")
         .arg("-o")
@@ -320,22 +325,22 @@ fn copy_with_libraries(program: &Path, directory: &Path) -> Result<()> {
     Ok(())
 }
 
-/// How a job ended.
+/// The result of a job.
 #[derive(Debug)]
-pub struct Outcome {
+pub struct JobOutcome {
     /// The exit status of the script.
     pub status: i32,
     /// All output of the script, the guests' consoles included.
     pub console: String,
     /// Attempts given up because a guest hung or crashed.
     pub hung_boots: u32,
-    /// The machine that it ran on.
+    /// The machine that the job ran on.
     pub machine: Machine,
-    area: Area,
+    scratch: ScratchDir,
 }
 
-impl Outcome {
-    /// The file `name` that the script put into `$RESULTS`.
+impl JobOutcome {
+    /// Reads the file `name` that the script put into `$RESULTS`.
     ///
     /// # Errors
     /// The file does not exist, or is not text.
@@ -361,6 +366,6 @@ impl Outcome {
     /// The directory that was `$RESULTS`. It is removed when this value is dropped.
     #[must_use]
     pub fn results(&self) -> PathBuf {
-        self.area.path().join(BASE).join("results")
+        self.scratch.path().join(BASE).join("results")
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::error::{Error, FileContext, Result};
-use crate::process::{failed, words};
+use crate::process::{command_text, program_error};
 
 /// Offsets in the x86 boot protocol's setup header (Documentation/arch/x86/boot.rst of the kernel).
 const SETUP_SECTORS: usize = 0x1f1;
@@ -16,14 +16,14 @@ const PROTOCOL_VERSION: usize = 0x206;
 const PAYLOAD_OFFSET: usize = 0x248;
 const PAYLOAD_LENGTH: usize = 0x24c;
 
-/// Gives the ELF kernel (vmlinux) that a bzImage holds compressed.
+/// Decompresses the ELF kernel (vmlinux) in a bzImage.
 ///
 /// # Errors
 /// `image` is not a bzImage, or its compression is not supported here.
 pub(crate) fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>> {
-    let bad = |why: &str| Error::Unusable(format!("the kernel package's vmlinuz {why}"));
+    let bad = |reason: &str| Error::Unusable(format!("the kernel package's vmlinuz {reason}"));
     if image.get(HEADER_MAGIC..HEADER_MAGIC + 4) != Some(b"HdrS") {
-        return Err(bad("is no bzImage (no HdrS at 0x202)"));
+        return Err(bad("is not a bzImage (no HdrS at 0x202)"));
     }
     let word = |at: usize| -> Result<usize> {
         let bytes = image.get(at..at + 4).ok_or_else(|| bad("is truncated"))?;
@@ -47,15 +47,15 @@ pub(crate) fn extract_vmlinux(image: &[u8]) -> Result<Vec<u8>> {
     let (stream, length) = payload.split_at(payload.len().saturating_sub(4));
     let vmlinux = decompress(stream)?;
     if !vmlinux.starts_with(b"\x7fELF") {
-        return Err(bad("holds no ELF kernel"));
+        return Err(bad("does not contain an ELF kernel"));
     }
     if length != u32::try_from(vmlinux.len()).unwrap_or(0).to_le_bytes() {
-        return Err(bad("holds a kernel of another length than it says"));
+        return Err(bad("contains a kernel of another length than it says"));
     }
     Ok(vmlinux)
 }
 
-/// Decompresses `data` if it is in a format that kernels and modules use; else gives it unchanged.
+/// Decompresses `data` if it is in a format that kernels and modules use; otherwise returns it unchanged.
 fn decompress(data: &[u8]) -> Result<Vec<u8>> {
     let (program, arguments): (&str, &[&str]) = match data {
         [0xfd, b'7', b'z', b'X', b'Z', 0, ..] => ("xz", &["-dc", "--single-stream"]),
@@ -71,7 +71,7 @@ fn decompress(data: &[u8]) -> Result<Vec<u8>> {
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
     let mut child = command.spawn().map_err(|source| Error::Start {
-        command: words(&command),
+        command: command_text(&command),
         source,
     })?;
     let mut stdin = child
@@ -79,7 +79,7 @@ fn decompress(data: &[u8]) -> Result<Vec<u8>> {
         .take()
         .ok_or_else(|| Error::Unusable("no pipe".to_owned()))?;
     let output = std::thread::scope(|scope| {
-        // A broken pipe means that the program has ended. Its status and message give the reason.
+        // A broken pipe means that the program has ended. Its status and message say why.
         scope.spawn(move || drop(stdin.write_all(data)));
         child.wait_with_output()
     })
@@ -87,11 +87,11 @@ fn decompress(data: &[u8]) -> Result<Vec<u8>> {
     if output.status.success() {
         Ok(output.stdout)
     } else {
-        Err(failed(&command, output.status, &output.stderr))
+        Err(program_error(&command, output.status, &output.stderr))
     }
 }
 
-/// The modules of one kernel, found in its unpacked package.
+/// The modules of a kernel, in its unpacked package.
 pub(crate) struct Modules {
     files: BTreeMap<String, PathBuf>,
     builtin: BTreeSet<String>,
@@ -107,7 +107,7 @@ impl Modules {
             .iter()
             .map(|path| root.join(path))
             .find(|path| path.is_dir())
-            .ok_or_else(|| Error::Unusable("the kernel package holds no modules".to_owned()))?;
+            .ok_or_else(|| Error::Unusable("the kernel package has no modules".to_owned()))?;
         let mut modules = Self {
             files: BTreeMap::new(),
             builtin: BTreeSet::new(),
@@ -136,7 +136,7 @@ impl Modules {
         Ok(())
     }
 
-    /// The uncompressed modules that make `wanted` work, each after those it depends on. Modules built into the
+    /// The modules `wanted` and their dependencies, uncompressed, each after those it depends on. Modules built into the
     /// kernel are left out.
     ///
     /// # Errors
@@ -182,7 +182,7 @@ fn module_name(path: &str) -> Option<String> {
     Some(stem.replace('-', "_"))
 }
 
-/// Reads the `depends=` string of a module's .modinfo section (strings that end with a zero byte).
+/// Reads the `depends=` string of a module's .modinfo section, which consists of zero-terminated strings.
 fn dependencies(module: &[u8]) -> Vec<String> {
     const KEY: &[u8] = b"\0depends=";
     let Some(start) = module.windows(KEY.len()).position(|window| window == KEY) else {
@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_payload_comes_out_and_its_length_is_checked() {
+    fn the_payload_is_extracted_and_its_length_checked() {
         let elf = b"\x7fELF and the rest";
         let length = u32::try_from(elf.len()).unwrap();
         assert_eq!(extract_vmlinux(&bzimage(elf, length)).unwrap(), elf);

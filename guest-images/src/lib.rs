@@ -1,5 +1,5 @@
-//! Builds images of Linux guests from distribution packages, and runs jobs with them on a machine whose KVM can run
-//! Linux: this one, or one that QEMU emulates. The crate chooses the machine, and prints its choice.
+//! Builds images of Linux guests from distribution packages, and runs jobs with them on a machine whose KVM can run Linux:
+//! this one, or one that QEMU emulates. The crate chooses the machine, and prints which.
 //!
 //! ```text
 //!   apt-get download ──▶ GuestImages (cache, checksummed) ─┐
@@ -7,7 +7,7 @@
 //!   Job: a shell script + the walvisor binary ──▶ Job::run ──▶ Machine::Direct: sh run.sh
 //!                                                     │        Machine::Nested: QEMU ▶ kvm_amd ▶ sh run.sh
 //!                                                     ▼
-//!                                                 Outcome: exit status, console, result files
+//!                                              JobOutcome: exit status, console, result files
 //! ```
 //!
 //! From the command line:
@@ -17,7 +17,7 @@
 //! cargo run -p walvisor-guest-images -- build                      images only; prints their directory
 //! cargo run -p walvisor-guest-images -- run job.sh [FILE ...]      runs job.sh; FILEs are found in $JOB
 //!                                          [--walvisor PATH]       (default: beside this program, or built with cargo)
-//!                                          [--results DIR]         keeps what the job put into $RESULTS
+//!                                          [--results DIR]         copies $RESULTS there
 //! cargo run -p walvisor-guest-images -- user-mode script.sh        user-mode Linux, near native: streams its console
 //!                                          [--disk SOCKET]         a vhost-user disk, as /dev/vda, /dev/vdb, ...
 //!                                          [--module NAME]         loaded before the script runs
@@ -37,12 +37,11 @@
 //! ```
 //!
 //! The script guest.sh is, for instance, `mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt && fio ... && umount /mnt`. The
-//! guest then powers off, or reboots with `guest.end=reboot` on its command line. With `root=/dev/vda` and a copy of
-//! `$IMAGES/root.ext4` as first disk the same script runs on that root file system.
+//! guest then powers off, or reboots if `guest.end=reboot` is on its command line. With `root=/dev/vda` and a copy of
+//! `$IMAGES/root.ext4` as the first disk, the same script runs on that root file system.
 //!
 //! In Rust: `Job::new(script, walvisor_binary(..)?).file("guest.sh", text).run(&cache, &reporter)`.
 
-mod area;
 mod boot;
 mod cache;
 mod demo;
@@ -58,6 +57,7 @@ mod packages;
 mod process;
 mod program;
 mod reporter;
+mod scratch;
 pub mod stop;
 mod userland;
 
@@ -67,7 +67,7 @@ pub use demo::demo;
 pub use error::{Error, Result};
 pub use guest::{CableEnd, Guest, UserMode};
 pub use images::GuestImages;
-pub use job::{Job, Outcome};
+pub use job::{Job, JobOutcome};
 pub use machine::Machine;
 pub use metrics::Metrics;
 pub use packages::{install_missing, obstacle};

@@ -58,21 +58,21 @@ enum Action {
         /// Copies what the script put into $RESULTS into this directory
         #[arg(long)]
         results: Option<PathBuf>,
-        /// Kills the job after so many seconds
+        /// Kills the job after this many seconds
         #[arg(long, default_value_t = 600)]
         seconds: u64,
     },
-    /// Runs a shell script in user-mode Linux; what comes on stdin is typed on its console
+    /// Runs a shell script in user-mode Linux; stdin is typed on its console
     UserMode {
         /// The script
         script: PathBuf,
-        /// A module to load, with those that it needs; may be given several times
+        /// A module to load, with its dependencies; may be given several times
         #[arg(long = "module", value_name = "NAME")]
         modules: Vec<String>,
         /// The socket of a vhost-user disk: /dev/vda, then /dev/vdb, ...; may be given several times
         #[arg(long = "disk", value_name = "SOCKET")]
         disks: Vec<PathBuf>,
-        /// With the files of this machine, which it cannot change, in place of busybox, e2fsprogs and fio in its memory
+        /// With the files of this machine, read-only, in place of busybox, e2fsprogs and fio in its memory
         #[arg(long)]
         files_of_this_machine: bool,
     },
@@ -97,10 +97,10 @@ enum Action {
 
 fn main() -> ExitCode {
     let arguments = Arguments::parse();
-    let ended = stop::children_first()
+    let result = stop::end_children_first()
         .map_err(|error| Error::Unusable(format!("cannot wait for signals: {error}")))
-        .and_then(|()| act(arguments));
-    match ended {
+        .and_then(|()| run_action(arguments));
+    match result {
         Ok(status) => ExitCode::from(status),
         Err(error) => {
             eprintln!("walvisor-guest-images: {error}");
@@ -112,7 +112,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn act(arguments: Arguments) -> Result<u8> {
+fn run_action(arguments: Arguments) -> Result<u8> {
     let cache = Cache::open(arguments.cache)?;
     match arguments.command {
         Action::Boot {
@@ -153,7 +153,7 @@ fn act(arguments: Arguments) -> Result<u8> {
                     .unwrap_or_default()
                     .to_string_lossy()
                     .into_owned();
-                job = job.file(name, fs::read(&file).map_err(unread(&file))?);
+                job = job.file(name, fs::read(&file).map_err(read_error(&file))?);
             }
             let outcome = job.run(&cache, &reporter)?;
             if let Some(target) = results {
@@ -161,7 +161,7 @@ fn act(arguments: Arguments) -> Result<u8> {
             }
             if outcome.hung_boots > 0 {
                 reporter.note(&format!(
-                    "attempts given up because a guest hung or fell over: {}",
+                    "attempts given up because a guest hung or crashed: {}",
                     outcome.hung_boots
                 ));
             }
@@ -182,7 +182,7 @@ fn act(arguments: Arguments) -> Result<u8> {
             };
             user_mode(&cache, &guest, &read(&script)?, files_of_this_machine)
         }
-        Action::Emulated { script, arguments } => emulated(&cache, &read(&script)?, &arguments),
+        Action::Emulated { script, arguments } => run_emulated(&cache, &read(&script)?, &arguments),
         Action::Demo { walvisor, output } => demo(&cache, &binary(walvisor)?, &output).map(|()| 0),
     }
 }
@@ -191,17 +191,16 @@ fn act(arguments: Arguments) -> Result<u8> {
 fn user_mode(cache: &Cache, guest: &UserMode, script: &str, here: bool) -> Result<u8> {
     let reporter = Reporter::streaming();
     UserMode::install(&reporter)?;
-    let directory = directory()?;
-    let mut guest = match here {
-        true => guest.boot_here(directory.path(), script)?,
-        false => {
-            let images = GuestImages::ensure(cache, &reporter)?;
-            guest.boot(directory.path(), &images, script)?
-        }
+    let directory = create_directory()?;
+    let mut guest = if here {
+        guest.boot_here(directory.path(), script)?
+    } else {
+        let images = GuestImages::ensure(cache, &reporter)?;
+        guest.boot(directory.path(), &images, script)?
     };
     if let Some(mut input) = guest.input() {
         std::thread::spawn(move || {
-            // The copy ends when stdin or the guest ends. The input is then leaked, because dropping it hangs the
+            // The copy ends when stdin or the guest ends. Then the input is leaked, because dropping it would hang the
             // console up.
             let _ = std::io::copy(&mut std::io::stdin(), &mut input);
             std::mem::forget(input);
@@ -211,16 +210,16 @@ fn user_mode(cache: &Cache, guest: &UserMode, script: &str, here: bool) -> Resul
 }
 
 /// Streams the console of an emulated guest until its end.
-fn emulated(cache: &Cache, script: &str, arguments: &[String]) -> Result<u8> {
+fn run_emulated(cache: &Cache, script: &str, arguments: &[String]) -> Result<u8> {
     let reporter = Reporter::streaming();
     install_missing(&[("qemu-system-x86_64", "qemu-system-x86")], &reporter)?;
     let images = GuestImages::ensure(cache, &reporter)?;
-    let directory = directory()?;
+    let directory = create_directory()?;
     let guest = Guest::qemu(directory.path(), &images, arguments, script)?;
     stream(guest, &reporter)
 }
 
-fn directory() -> Result<tempfile::TempDir> {
+fn create_directory() -> Result<tempfile::TempDir> {
     tempfile::tempdir().map_err(|source| Error::File {
         action: "create a directory in",
         path: std::env::temp_dir(),
@@ -235,12 +234,12 @@ fn stream(mut guest: Guest, reporter: &Reporter) -> Result<u8> {
         reporter.console(&line);
     }
     guest.end()?;
-    match ended {
-        true => Ok(0),
-        false => Err(Error::Unusable(
-            "the guest ended before its script: its console shows how far it came".to_owned(),
-        )),
+    if !ended {
+        return Err(Error::Unusable(
+            "the guest ended before its script: its console shows how far it got".to_owned(),
+        ));
     }
+    Ok(0)
 }
 
 fn absolute(path: &Path) -> Result<PathBuf> {
@@ -251,16 +250,16 @@ fn absolute(path: &Path) -> Result<PathBuf> {
     })
 }
 
-/// The binary `named` on the command line, else the one that belongs to this program.
-fn binary(named: Option<PathBuf>) -> Result<PathBuf> {
-    named.map_or_else(|| sibling_or_built(&Reporter::quiet(None)), Ok)
+/// The binary given on the command line, or else the one that belongs to this program.
+fn binary(given: Option<PathBuf>) -> Result<PathBuf> {
+    given.map_or_else(|| sibling_or_built(&Reporter::quiet(None)), Ok)
 }
 
 fn read(path: &Path) -> Result<String> {
-    fs::read_to_string(path).map_err(unread(path))
+    fs::read_to_string(path).map_err(read_error(path))
 }
 
-fn unread(path: &Path) -> impl Fn(std::io::Error) -> Error {
+fn read_error(path: &Path) -> impl Fn(std::io::Error) -> Error {
     move |source| Error::File {
         action: "read",
         path: path.to_owned(),

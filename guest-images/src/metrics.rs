@@ -12,11 +12,11 @@ struct Sample {
 }
 
 impl Metrics {
-    /// Reads the samples of `text`. Comments and lines that are no sample are skipped.
+    /// Reads the samples of `text`. Comments and other lines are skipped.
     #[must_use]
     pub fn parse(text: &str) -> Self {
         Self {
-            samples: text.lines().filter_map(sample).collect(),
+            samples: text.lines().filter_map(parse_sample).collect(),
         }
     }
 
@@ -47,8 +47,8 @@ impl Metrics {
     }
 }
 
-/// Reads `name{key="value",key="value"} 1.5`. Label values with escapes or commas do not occur here.
-fn sample(line: &str) -> Option<Sample> {
+/// Parses `name{key="value",key="value"} 1.5`. Label values never contain escapes or commas here.
+fn parse_sample(line: &str) -> Option<Sample> {
     let line = line.trim();
     if line.starts_with('#') {
         return None;
@@ -75,7 +75,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn samples_are_summed_over_what_is_not_asked_for() {
+    fn samples_are_summed_over_the_other_labels() {
         let metrics = Metrics::parse(
             "# HELP flushes of a queue\n\
              flushes{disk=\"a\",queue=\"0\"} 2\nflushes{disk=\"a\",queue=\"1\"} 3\nflushes{disk=\"b\",queue=\"0\"} 5\n\

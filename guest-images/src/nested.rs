@@ -1,4 +1,4 @@
-//! One boot of the machine around a nested guest.
+//! A boot of the machine around a nested guest.
 //!
 //! ```text
 //!   this process ──▶ qemu-system-x86_64 (TCG) ── /dev/vda  images.ext4, read-only
@@ -17,32 +17,32 @@ use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
 
 use crate::error::{Error, FileContext, Result};
 use crate::guest::vhost_user_disk;
-use crate::process::{Leashed, failed, run};
+use crate::process::{LeashedChild, program_error, run};
 use crate::stop;
 use crate::userland::search_path;
 
-/// Messages of the kernels of either machine when a processor is stuck. Emulated virtualisation sometimes mixes the
-/// state of a guest with its host's. No software on that machine can recover from this.
+/// What the kernel of either machine prints when a processor is stuck. Emulated virtualization sometimes mixes up the state
+/// of a guest with its host's, and no software on that machine can recover from that.
 const STUCK: [&str; 3] = ["detected stall", "soft lockup", "stack guard page was hit"];
-/// The outer kernel shows its first line after 3 to 6 s on an idle machine.
+/// On an idle machine the outer kernel prints its first line after 3 to 6 s.
 const BOOT_LIMIT: Duration = Duration::from_secs(90);
 
-/// A machine that prints nothing for longer than this has hung: no job is silent for so long.
+/// A machine that prints nothing for longer than this has hung: no job is silent for that long.
 const SILENCE_LIMIT: Duration = Duration::from_secs(240);
 
 /// How a boot ended.
-pub(crate) enum End {
-    /// The machine powered off, or crashed: the work disk then has no status.
+pub(crate) enum BootEnd {
+    /// The machine powered off, or crashed: then the work disk has no status.
     PoweredOff,
-    /// The machine did not start the job, or it hung: a kernel's watchdog reported a stuck processor, or the console
-    /// fell silent. Or a signal killed QEMU.
+    /// The machine never started the job, or it hung: a kernel's watchdog reported a stuck processor, or the console fell
+    /// silent. Or a signal killed QEMU.
     Hung,
     /// The job ran longer than its limit.
     TimedOut,
 }
 
 /// The files and the time limit of one boot.
-pub(crate) struct Boot<'a> {
+pub(crate) struct NestedBoot<'a> {
     pub(crate) kernel: &'a Path,
     pub(crate) initramfs: &'a Path,
     pub(crate) images: &'a Path,
@@ -50,11 +50,11 @@ pub(crate) struct Boot<'a> {
     pub(crate) limit: Duration,
     /// Sockets of further vhost-user disks: /dev/vdc, ...
     pub(crate) disks: &'a [PathBuf],
-    /// Whether its console is the terminal of this process.
+    /// Whether the machine's console is the terminal of this process.
     pub(crate) terminal: bool,
 }
 
-impl Boot<'_> {
+impl NestedBoot<'_> {
     fn command(&self) -> Command {
         let mut qemu = Command::new("qemu-system-x86_64");
         let disk = |id: &str, path: &Path, options: &str| {
@@ -85,51 +85,48 @@ impl Boot<'_> {
             .arg(self.initramfs)
             .args([
                 "-append",
-                // With this log level the kernel shows only what ends it: other messages could interrupt the job's
-                // output. The setting below turns a stall into a panic, so that it is shown too.
+                // With this log level the kernel prints only panics: other messages could interrupt the job's output. The
+                // sysctl turns a stall into a panic, so that it is printed too.
                 "console=ttyS0 loglevel=1 panic=-1 sysctl.kernel.panic_on_rcu_stall=1 mitigations=off",
             ])
             .arg("-drive")
             .arg(disk("images", self.images, "readonly=on"))
             .args(["-device", "virtio-blk-pci,drive=images"])
             .arg("-drive")
-            // The disk is deleted after the run, so it need not survive a power loss of this machine.
+            // The disk is deleted after the run, so it does not have to survive a power loss of this machine.
             .arg(disk("work", self.work, "cache=unsafe"))
             .args(["-device", "virtio-blk-pci,drive=work"])
             .args(self.disks.iter().flat_map(|socket| vhost_user_disk(socket, 1)))
-            .stdin(match self.terminal {
-                true => Stdio::inherit(),
-                false => Stdio::null(),
-            })
+            .stdin(if self.terminal { Stdio::inherit() } else { Stdio::null() })
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());
         qemu
     }
 
-    /// Boots the machine, gives every console line to `line`, and waits for the end.
+    /// Boots the machine, passes every console line to `line`, and waits until it ends.
     ///
     /// # Errors
     /// QEMU cannot be started or fails.
-    pub(crate) fn run(&self, mut line: impl FnMut(&str)) -> Result<End> {
-        let _terminal = self.terminal.then(Terminal::keep);
+    pub(crate) fn run(&self, mut line: impl FnMut(&str)) -> Result<BootEnd> {
+        let _terminal = self.terminal.then(TerminalMode::save);
         let mut command = self.command();
-        let mut qemu = Leashed::spawn(&mut command, false)?;
+        let mut qemu = LeashedChild::spawn(&mut command, false)?;
         if self.terminal {
-            qemu.show();
+            qemu.echo();
         }
         let start = Instant::now();
         let (mut booted, mut stuck) = (false, false);
-        // A person may think for longer than a machine.
-        let waits_for_person = self.terminal && isatty(stdin());
-        let mut heard = start;
+        // A user at the console may be silent for any time.
+        let is_interactive = self.terminal && isatty(stdin());
+        let mut last_output = start;
         let status = qemu.watch(|text| {
             if let Some(text) = text {
-                heard = Instant::now();
+                last_output = Instant::now();
                 booted |= text.contains("outer: ready");
-                stuck |= STUCK.iter().any(|words| text.contains(words));
+                stuck |= STUCK.iter().any(|command_line| text.contains(command_line));
                 line(text);
             }
-            stuck |= !waits_for_person && heard.elapsed() > SILENCE_LIMIT;
+            stuck |= !is_interactive && last_output.elapsed() > SILENCE_LIMIT;
             if stuck || start.elapsed() > if booted { self.limit } else { BOOT_LIMIT } {
                 ControlFlow::Break(())
             } else {
@@ -140,29 +137,31 @@ impl Boot<'_> {
         match status.at("wait for", "qemu-system-x86_64")? {
             Some(status) if status.code().is_none() => {
                 line(&format!("outer: qemu-system-x86_64 was killed: {status}"));
-                Ok(End::Hung)
+                Ok(BootEnd::Hung)
             }
-            Some(status) if !status.success() => Err(failed(&command, status, &qemu.stderr())),
-            Some(_) if booted => Ok(End::PoweredOff),
-            None if booted && !stuck => Ok(End::TimedOut),
-            _ => Ok(End::Hung),
+            Some(status) if !status.success() => {
+                Err(program_error(&command, status, &qemu.read_stderr()))
+            }
+            Some(_) if booted => Ok(BootEnd::PoweredOff),
+            None if booted && !stuck => Ok(BootEnd::TimedOut),
+            _ => Ok(BootEnd::Hung),
         }
     }
 }
 
-/// The mode of the terminal at stdin, which a QEMU that is killed leaves as it has made it. Dropping this restores it.
-struct Terminal(Option<Termios>);
+/// The mode of the terminal at stdin, which a killed QEMU does not restore. Dropping this restores it.
+struct TerminalMode(Option<Termios>);
 
-impl Terminal {
-    fn keep() -> Self {
+impl TerminalMode {
+    fn save() -> Self {
         Self(tcgetattr(stdin()).ok())
     }
 }
 
-impl Drop for Terminal {
+impl Drop for TerminalMode {
     fn drop(&mut self) {
         if let Some(mode) = &self.0 {
-            // A failure cannot be reported any more.
+            // There is nobody left to report a failure to.
             let _ = tcsetattr(stdin(), OptionalActions::Now, mode);
         }
     }
@@ -178,7 +177,7 @@ pub(crate) fn extract(image: &Path, name: &str, target: &Path) -> Result<()> {
         .arg("-R")
         .arg(format!("rdump /{name} {}", target.display()))
         .arg(image))?;
-    // debugfs exits with status 0 even if it fails.
+    // debugfs exits with status 0 even on failure.
     if target.join(name).exists() {
         return Ok(());
     }

@@ -1,4 +1,4 @@
-//! Distribution packages: finds their versions, downloads them, and installs what this machine lacks.
+//! Distribution packages: finds their versions, downloads them, and installs those that this machine lacks.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -13,7 +13,7 @@ use crate::process::{is_installed, run};
 use crate::reporter::Reporter;
 
 /// The packages that the guests are made of.
-const WANTED: [&str; 7] = [
+const GUEST_PACKAGES: [&str; 7] = [
     "linux-image-cloud-amd64",
     "busybox-static",
     "e2fsprogs",
@@ -23,9 +23,8 @@ const WANTED: [&str; 7] = [
     "xfsprogs",
 ];
 
-/// How long this process waits for another apt. That is mostly the search for updates on a machine that has just
-/// booted.
-const LOCK_PATIENCE: Duration = Duration::from_secs(120);
+/// How long to wait for another apt, usually the search for updates on a machine that has just booted.
+const LOCK_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// One package at one version.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -34,7 +33,7 @@ pub(crate) struct Package {
     pub(crate) version: String,
 }
 
-/// The wanted packages and the libraries that they need, at the versions that the distribution has now.
+/// The guests' packages and the libraries that they need, in the distribution's current versions.
 ///
 /// # Errors
 /// apt is missing, or does not know the packages even after an update.
@@ -54,22 +53,22 @@ pub(crate) fn resolve(scratch: &Path, reporter: &Reporter) -> Result<Vec<Package
 /// Updates apt's package lists.
 ///
 /// # Errors
-/// apt fails; mostly because the caller is not root.
+/// apt fails, usually because the caller is not root.
 pub(crate) fn update(reporter: &Reporter) -> Result<()> {
     reporter.progress("apt-get update");
-    apt(Command::new("apt-get").args(["-q", "update"]))
+    run_apt(Command::new("apt-get").args(["-q", "update"]))
 }
 
-/// Runs apt. While another apt holds the lock of the lists or downloads, waits for up to two minutes.
-fn apt(command: &mut Command) -> Result<()> {
+/// Runs apt. If another apt holds the lock of the lists or the downloads, waits for up to two minutes.
+fn run_apt(command: &mut Command) -> Result<()> {
     let start = Instant::now();
     loop {
         match run(command) {
-            // Only root can get the lock at all, so only root retries.
+            // Only root can get the lock, so only root retries.
             Err(Error::Program { message, .. })
                 if message.contains("nable to lock")
                     && rustix::process::geteuid().is_root()
-                    && start.elapsed() < LOCK_PATIENCE =>
+                    && start.elapsed() < LOCK_TIMEOUT =>
             {
                 thread::sleep(Duration::from_secs(1));
             }
@@ -78,7 +77,7 @@ fn apt(command: &mut Command) -> Result<()> {
     }
 }
 
-/// Asks apt what it would install on a machine without any packages: the answer is the closure of the dependencies.
+/// Asks apt what it would install on a machine without any packages, which is the closure of the dependencies.
 fn simulate(scratch: &Path) -> Result<Vec<Package>> {
     let nothing_installed = scratch.join("status");
     fs::write(&nothing_installed, "").at("write", &nothing_installed)?;
@@ -89,7 +88,7 @@ fn simulate(scratch: &Path) -> Result<Vec<Package>> {
             nothing_installed.display()
         ))
         .arg("install")
-        .args(WANTED))?;
+        .args(GUEST_PACKAGES))?;
     let mut packages: Vec<_> = String::from_utf8_lossy(&output.stdout)
         .lines()
         .filter_map(parse_install_line)
@@ -100,7 +99,8 @@ fn simulate(scratch: &Path) -> Result<Vec<Package>> {
         Ok(packages)
     } else {
         Err(Error::Unusable(
-            "apt-get knows no linux-image package behind linux-image-cloud-amd64".to_owned(),
+            "apt-get knows no linux-image package that linux-image-cloud-amd64 depends on"
+                .to_owned(),
         ))
     }
 }
@@ -114,12 +114,12 @@ fn parse_install_line(line: &str) -> Option<Package> {
     })
 }
 
-/// Only programs and shared libraries of the closure are used. No maintainer script runs, so Perl, dpkg and the
-/// packages that only they need are left out.
+/// Whether a package of the closure is used. Only programs and shared libraries are: no maintainer script runs, so Perl,
+/// dpkg and their dependencies are left out.
 fn is_needed(name: &str) -> bool {
     let meta = name == "linux-image-cloud-amd64";
     !meta
-        && (WANTED.contains(&name)
+        && (GUEST_PACKAGES.contains(&name)
             || name.starts_with("lib")
             || name.starts_with("zlib")
             || name.starts_with("linux-image-"))
@@ -129,7 +129,7 @@ fn is_kernel(package: &Package) -> bool {
     package.name.starts_with("linux-image-")
 }
 
-/// The packages as text, one per line. The text is an input of the images' cache key.
+/// The packages as text, one per line, which goes into the images' cache key.
 pub(crate) fn list(packages: &[Package]) -> String {
     let mut text = String::new();
     for package in packages {
@@ -151,7 +151,7 @@ pub(crate) fn unpack(
 ) -> Result<()> {
     let downloads = scratch.join("packages");
     if downloads.exists() {
-        // Left from an attempt with other versions.
+        // Left over from an attempt with other versions.
         fs::remove_dir_all(&downloads).at("remove", &downloads)?;
     }
     fs::create_dir_all(&downloads).at("create", &downloads)?;
@@ -179,18 +179,20 @@ fn download(packages: &[Package], directory: &Path) -> Result<()> {
     let names = packages
         .iter()
         .map(|package| format!("{}={}", package.name, package.version));
-    apt(Command::new("apt-get")
-        // apt's own download user may lack permission to write to the caller's cache.
-        .args(["-q", "-o", "APT::Sandbox::User=root", "download"])
-        .args(names)
-        .current_dir(directory))
+    run_apt(
+        Command::new("apt-get")
+            // apt's own download user may not be allowed to write to the caller's cache.
+            .args(["-q", "-o", "APT::Sandbox::User=root", "download"])
+            .args(names)
+            .current_dir(directory),
+    )
 }
 
-/// Installs the packages of those `(program, package)` pairs whose program this machine lacks, and prints a note.
-/// Callers in this process take turns, so that a second caller does not install the same package again.
+/// Of `(program, package)` pairs, installs the packages whose programs this machine lacks, and prints a note. Callers in
+/// this process take turns, so that none installs a package twice.
 ///
 /// # Errors
-/// apt fails; mostly because the caller is not root.
+/// apt fails, usually because the caller is not root.
 pub fn install_missing(needs: &[(&str, &str)], reporter: &Reporter) -> Result<()> {
     static INSTALLING: Mutex<()> = Mutex::new(());
     let _guard = INSTALLING.lock().unwrap_or_else(PoisonError::into_inner);
@@ -213,7 +215,7 @@ pub fn install_missing(needs: &[(&str, &str)], reporter: &Reporter) -> Result<()
     Ok(())
 }
 
-/// The reason why this machine cannot run Linux guests at all; `None` if no obstacle is known.
+/// Why this machine cannot run Linux guests at all; `None` if nothing is known to stand in the way.
 #[must_use]
 pub fn obstacle() -> Option<String> {
     let tools = ["qemu-system-x86_64", "cpio", "mke2fs", "lz4"];
@@ -228,18 +230,20 @@ pub fn obstacle() -> Option<String> {
 }
 
 fn install(packages: &[&str]) -> Result<()> {
-    apt(Command::new("apt-get")
-        // Another apt may hold the lock, mostly on a machine that has just booted.
-        .args([
-            "-q",
-            "-y",
-            "-o",
-            "DPkg::Lock::Timeout=300",
-            "--no-install-recommends",
-            "install",
-        ])
-        .args(packages)
-        .env("DEBIAN_FRONTEND", "noninteractive"))
+    run_apt(
+        Command::new("apt-get")
+            // Another apt may hold the lock, usually on a machine that has just booted.
+            .args([
+                "-q",
+                "-y",
+                "-o",
+                "DPkg::Lock::Timeout=300",
+                "--no-install-recommends",
+                "install",
+            ])
+            .args(packages)
+            .env("DEBIAN_FRONTEND", "noninteractive"),
+    )
 }
 
 #[cfg(test)]
@@ -261,7 +265,7 @@ mod tests {
     }
 
     #[test]
-    fn another_apt_is_waited_for_and_any_other_failure_is_not() {
+    fn only_the_lock_of_another_apt_is_waited_for() {
         let directory = tempfile::tempdir().unwrap();
         // The command fails the first time, with `$1` as its message.
         let once = |message: &str| {
@@ -269,7 +273,7 @@ mod tests {
             let script = "[ -e \"$0\" ] && exit; : >\"$0\"; echo \"E: $1\" >&2; exit 100";
             command.args(["-c", script]);
             command.arg(directory.path().join(message.len().to_string()));
-            apt(command.arg(message))
+            run_apt(command.arg(message))
         };
         let waited = once("Unable to lock directory /var/lib/apt/lists/");
         assert_eq!(waited.is_ok(), rustix::process::geteuid().is_root());

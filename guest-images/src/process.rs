@@ -1,4 +1,4 @@
-//! Running other programs: errors that name the command line, and children that never outlive this process.
+//! Runs other programs: errors name the command line, and children never outlive this process.
 
 use std::ffi::OsStr;
 use std::io::{self, BufRead, BufReader, Read, Write};
@@ -17,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::stop;
 
 /// The command line as text, for messages.
-pub(crate) fn words(command: &Command) -> String {
+pub(crate) fn command_text(command: &Command) -> String {
     let arguments = command.get_args().map(OsStr::to_string_lossy);
     let mut line = command.get_program().to_string_lossy().into_owned();
     for argument in arguments {
@@ -32,30 +32,30 @@ pub(crate) fn words(command: &Command) -> String {
     line
 }
 
-/// Runs `command` to its end and gives its output.
+/// Runs `command`, waits until it ends, and returns its output.
 ///
 /// # Errors
-/// The program is missing, or ends with another status than 0.
+/// The program is missing, or its exit status is not 0.
 pub(crate) fn run(command: &mut Command) -> Result<Output> {
     stop::check()?;
     let output = command.output().map_err(|source| Error::Start {
-        command: words(command),
+        command: command_text(command),
         source,
     })?;
     stop::check()?;
     if output.status.success() {
         Ok(output)
     } else {
-        Err(failed(command, output.status, &output.stderr))
+        Err(program_error(command, output.status, &output.stderr))
     }
 }
 
 /// The error for a `command` that ended with `status`.
-pub(crate) fn failed(command: &Command, status: ExitStatus, stderr: &[u8]) -> Error {
+pub(crate) fn program_error(command: &Command, status: ExitStatus, stderr: &[u8]) -> Error {
     let text = String::from_utf8_lossy(stderr);
     let message = text.lines().rev().find(|line| !line.trim().is_empty());
     Error::Program {
-        command: words(command),
+        command: command_text(command),
         status: status.to_string(),
         message: message.unwrap_or("it printed no reason").trim().to_owned(),
     }
@@ -63,19 +63,19 @@ pub(crate) fn failed(command: &Command, status: ExitStatus, stderr: &[u8]) -> Er
 
 /// Whether `program` is on the search path.
 pub(crate) fn is_installed(program: &str) -> bool {
-    // mke2fs and debugfs are in /usr/sbin, which the path of a plain user may lack.
+    // mke2fs and debugfs are in /usr/sbin, which may not be on an ordinary user's path.
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path)
         .chain(["/usr/sbin".into(), "/sbin".into()])
         .any(|directory| directory.join(program).is_file())
 }
 
-/// Makes the kernel kill the child when the thread that started it ends in any way, so a failed test leaves no child
-/// behind. The child's own children are not killed.
+/// Makes the kernel kill the child when the thread that started it ends for any reason, so that a failed test leaves no
+/// child behind. The child's own children are not killed.
 pub fn leash(command: &mut Command) -> &mut Command {
     let parent = Pid::from_raw(std::process::id().cast_signed());
-    // SAFETY: between fork and exec the closure only makes two system calls (prctl and getppid): nothing that
-    // allocates or takes a lock.
+    // SAFETY: between fork and exec the closure only makes two system calls, prctl and getppid. It neither allocates nor
+    // takes a lock.
     unsafe {
         command.pre_exec(move || {
             set_parent_process_death_signal(Some(Signal::KILL))?;
@@ -87,7 +87,7 @@ pub fn leash(command: &mut Command) -> &mut Command {
     }
 }
 
-/// Makes the child keep `file` open, with the number that it has in this process.
+/// Lets the child inherit `file` under the same descriptor number.
 pub(crate) fn inherit(command: &mut Command, file: &Arc<OwnedFd>) {
     let file = Arc::clone(file);
     // SAFETY: between fork and exec the closure only makes a system call (fcntl), on a descriptor that the closure
@@ -97,25 +97,24 @@ pub(crate) fn inherit(command: &mut Command, file: &Arc<OwnedFd>) {
     }
 }
 
-/// A child that is killed when this value is dropped, and by the kernel when the thread that started it ends in any
-/// other way.
-pub(crate) struct Leashed {
+/// A child that is killed when this value is dropped, or by the kernel when the thread that started it ends otherwise.
+pub(crate) struct LeashedChild {
     child: Child,
     whole_group: bool,
-    shown: bool,
+    echoed: bool,
 }
 
-/// A pipe of which all that is read is shown on standard output.
-struct Shown {
+/// A pipe that may copy everything read from it to standard output.
+struct EchoedPipe {
     pipe: ChildStdout,
-    shown: bool,
+    echoed: bool,
 }
 
-impl Read for Shown {
+impl Read for EchoedPipe {
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
         let count = self.pipe.read(bytes)?;
-        if self.shown {
-            // Who looks may have gone; the lines are wanted all the same.
+        if self.echoed {
+            // If nobody reads standard output any more, the lines are still needed here.
             let mut output = io::stdout();
             let _ = output
                 .write_all(&bytes[..count])
@@ -125,8 +124,8 @@ impl Read for Shown {
     }
 }
 
-impl Leashed {
-    /// Starts `command`. With `whole_group`, it leads a process group of its own, and the drop kills the whole group.
+impl LeashedChild {
+    /// Starts `command`. With `whole_group` it leads a new process group, and dropping this kills the whole group.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -136,33 +135,36 @@ impl Leashed {
             command.process_group(0);
         }
         let child = leash(command).spawn().map_err(|source| Error::Start {
-            command: words(command),
+            command: command_text(command),
             source,
         })?;
         Ok(Self {
             child,
             whole_group,
-            shown: false,
+            echoed: false,
         })
     }
 
-    /// From now on its standard output is shown on that of this process too, byte by byte: a person wants to see the
-    /// unfinished line that asks for input.
-    pub(crate) fn show(&mut self) {
-        self.shown = true;
+    /// From now on copies its standard output to this process's, byte by byte, so that a user sees an unfinished line that
+    /// asks for input.
+    pub(crate) fn echo(&mut self) {
+        self.echoed = true;
     }
 
-    /// The writing end of the child's standard input, if that is a pipe. Only the first call gets it.
-    pub(crate) fn input(&mut self) -> Option<ChildStdin> {
+    /// Takes the writing end of the child's standard input, if that is a pipe. Only the first call returns it.
+    pub(crate) fn take_input(&mut self) -> Option<ChildStdin> {
         self.child.stdin.take()
     }
 
-    /// The lines of its standard output, which must be a pipe, as they arrive. Only the first call gets them.
-    pub(crate) fn lines(&mut self) -> Receiver<String> {
+    /// The lines of its standard output, which must be a pipe, as they arrive. Call it only once.
+    pub(crate) fn read_lines(&mut self) -> Receiver<String> {
         let (sender, lines) = mpsc::channel();
-        let (pipe, shown) = (self.child.stdout.take(), self.shown);
+        let (pipe, echoed) = (self.child.stdout.take(), self.echoed);
         std::thread::spawn(move || {
-            let mut output = BufReader::new(Shown { pipe: pipe?, shown });
+            let mut output = BufReader::new(EchoedPipe {
+                pipe: pipe?,
+                echoed,
+            });
             let mut bytes = Vec::new();
             while output
                 .read_until(b'\n', &mut bytes)
@@ -177,7 +179,7 @@ impl Leashed {
         lines
     }
 
-    /// Waits for the child's end.
+    /// Waits until the child ends.
     ///
     /// # Errors
     /// The child cannot be waited for.
@@ -185,9 +187,9 @@ impl Leashed {
         self.child.wait()
     }
 
-    /// Waits for the child's end. Gives each line of its standard output (which must be a pipe) to `each`, and `None`
-    /// whenever 0.2 s pass without a line. If `each` answers `Break`, or a signal has asked this process to end, returns
-    /// `None` without waiting further.
+    /// Waits until the child ends. Calls `each` with every line of its standard output, which must be a pipe, and with
+    /// `None` whenever 0.2 s pass without a line. If `each` returns `Break`, or a signal has asked this process to end,
+    /// returns `None` without waiting further.
     ///
     /// # Errors
     /// The child cannot be waited for.
@@ -195,7 +197,7 @@ impl Leashed {
         &mut self,
         mut each: impl FnMut(Option<&str>) -> ControlFlow<()>,
     ) -> io::Result<Option<ExitStatus>> {
-        let lines = self.lines();
+        let lines = self.read_lines();
         loop {
             let flow = match lines.recv_timeout(Duration::from_millis(200)) {
                 Ok(line) => each(Some(&line)),
@@ -208,8 +210,8 @@ impl Leashed {
         }
     }
 
-    /// The child's standard error (which must be a pipe), read after the child's end.
-    pub(crate) fn stderr(&mut self) -> Vec<u8> {
+    /// Reads the child's standard error, which must be a pipe, after the child has ended.
+    pub(crate) fn read_stderr(&mut self) -> Vec<u8> {
         let mut text = Vec::new();
         if let Some(mut pipe) = self.child.stderr.take() {
             let _ = pipe.read_to_end(&mut text);
@@ -218,7 +220,7 @@ impl Leashed {
     }
 }
 
-impl Drop for Leashed {
+impl Drop for LeashedChild {
     fn drop(&mut self) {
         if let Ok(None) = self.child.try_wait() {
             if self.whole_group {
@@ -261,7 +263,7 @@ mod tests {
         let mut command = Command::new("sh");
         command.args(["-c", "sleep 100 & echo $!; wait"]);
         command.stdout(std::process::Stdio::piped());
-        let mut leashed = Leashed::spawn(&mut command, true).unwrap();
+        let mut leashed = LeashedChild::spawn(&mut command, true).unwrap();
         let mut grandchild = String::new();
         let given_up = leashed
             .watch(|line| match line {
@@ -288,7 +290,7 @@ mod tests {
     }
 
     #[test]
-    fn the_end_of_a_thread_is_the_end_of_what_it_started() {
+    fn a_child_ends_with_the_thread_that_started_it() {
         let (sender, children) = mpsc::channel();
         let ended = std::thread::spawn(move || {
             let child = leash(Command::new("sleep").arg("100")).spawn().unwrap();

@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::process::run;
 use crate::reporter::Reporter;
 
-/// The `walvisor` binary: `$WALVISOR` if that is set, else one that [`program`] builds.
+/// The `walvisor` binary: `$WALVISOR` if that is set, or else one that [`program`] builds.
 ///
 /// # Errors
 /// The program does not build.
@@ -18,8 +18,8 @@ pub fn walvisor_binary(profile: &str) -> Result<PathBuf> {
     }
 }
 
-/// The `walvisor` binary for a person: `$WALVISOR` if that is set, else the one beside this program, else one that cargo
-/// builds for release. That takes minutes, so a note says so, and cargo tells of its progress.
+/// The `walvisor` binary for a user: `$WALVISOR` if that is set, or else the one beside this program, or else a release
+/// build by cargo. That takes minutes, so a note says so, and cargo shows its progress.
 ///
 /// # Errors
 /// The program does not build.
@@ -35,12 +35,13 @@ pub fn sibling_or_built(reporter: &Reporter) -> Result<PathBuf> {
     walvisor_binary("release")
 }
 
-/// Removes from the environment of `command` what `cargo test` tells a test of its package.
+/// Removes the variables about a test's package, which `cargo test` sets, from the environment of `command`.
 ///
-/// Build scripts say which variables they read, and cargo runs them again when one has changed. `ring` reads
-/// `CARGO_PKG_NAME`, so a cargo that a test starts would build all that depends on it, and the next `cargo test` too.
+/// Build scripts declare which variables they read, and cargo runs them again when one changes. `ring` reads
+/// `CARGO_PKG_NAME`, so a cargo started by a test would rebuild everything that depends on it, and so would the next
+/// `cargo test`.
 pub fn without_cargo(command: &mut Command) -> &mut Command {
-    const TOLD: [&str; 4] = [
+    const PREFIXES: [&str; 4] = [
         "CARGO_PKG_",
         "CARGO_MANIFEST_",
         "CARGO_CRATE_",
@@ -48,7 +49,7 @@ pub fn without_cargo(command: &mut Command) -> &mut Command {
     ];
     for (name, _) in std::env::vars_os() {
         let name = name.to_string_lossy();
-        if TOLD.iter().any(|start| name.starts_with(start)) {
+        if PREFIXES.iter().any(|start| name.starts_with(start)) {
             command.env_remove(&*name);
         }
     }
@@ -69,12 +70,12 @@ pub fn program(name: &str, profile: &str) -> Result<PathBuf> {
         .args(["--profile", profile, "--manifest-path"])
         .arg(manifest);
     if profile == "release" {
-        // A person waits.
+        // A user is waiting for it.
         command.stderr(Stdio::inherit());
     }
     if profile == "dev" {
-        // With an example, cargo selects the same dependency features as `cargo test --workspace`. Other features
-        // would make it build nearly everything once more.
+        // With an example, cargo selects the same dependency features as `cargo test --workspace`. With other features it
+        // would rebuild nearly everything.
         command.args(["--example", "embed"]);
     }
     let output = run(&mut command)?;
@@ -91,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_cargo_that_a_test_starts_is_not_told_of_the_tests_package() {
+    fn a_cargo_that_a_test_starts_does_not_see_the_tests_package() {
         let mut command = Command::new("cargo");
         let changed: Vec<_> = without_cargo(&mut command).get_envs().collect();
         for name in [

@@ -1,4 +1,4 @@
-//! Output of a build or a job for the user who waits for it.
+//! Output for the user who waits for a build or a job.
 
 use std::fs::File;
 use std::io::Write;
@@ -8,7 +8,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 /// Prints notes, the job's console and a progress line.
 ///
-/// Notes go to standard error. The progress line is shown on a terminal only; in a pipe it is silent.
+/// Notes go to standard error. The progress line appears only on a terminal.
 pub struct Reporter {
     line: ProgressBar,
     stream: bool,
@@ -47,7 +47,7 @@ impl Reporter {
         self.line.set_message(text.to_owned());
     }
 
-    /// Removes the progress line for good: from here on the terminal is the guest's.
+    /// Removes the progress line for good: from now on the guest has the terminal.
     pub fn clear(&self) {
         self.line.finish_and_clear();
     }
@@ -55,7 +55,7 @@ impl Reporter {
     /// Takes one line of the job's console.
     pub fn console(&self, text: &str) {
         if let Some(mut log) = self.log.as_ref() {
-            // The log is only for the reader's convenience, so a failed write does not fail the job.
+            // The log is only a convenience, so a failed write does not fail the job.
             let _ = writeln!(log, "{text}");
         }
         if self.stream {

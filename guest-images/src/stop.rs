@@ -1,4 +1,4 @@
-//! SIGTERM and its like: the processes that this one has started end first, then it ends itself.
+//! SIGTERM and the like: the processes that this one has started end first, then this one.
 
 use std::fs;
 use std::io;
@@ -12,67 +12,68 @@ use walvisor_vmm::vm::TerminationSignals;
 use crate::error::{Error, Result};
 
 /// The signal that asked this process to end; 0 if none did.
-static ASKED: AtomicI32 = AtomicI32::new(0);
+static SIGNAL: AtomicI32 = AtomicI32::new(0);
 
-/// The process that its starter ends, after those that use it; 0 if there is none.
-static LAST: AtomicI32 = AtomicI32::new(0);
+/// A process that is not signalled, because its starter ends it after the processes that use it; 0 if there is none.
+static EXEMPT: AtomicI32 = AtomicI32::new(0);
 
 /// How long the children may take: a `walvisor` powers its guest off, and closes its disks.
-const PATIENCE: Duration = Duration::from_secs(60);
-/// How long this process may take once it has no children, to remove its directories.
-const OWN_TIME: Duration = Duration::from_secs(2);
+const CHILDREN_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long this process may take to remove its directories once it has no children.
+const CLEANUP_TIME: Duration = Duration::from_secs(2);
 
-/// From now on a signal that asks this process to end goes to all processes below it too, and ends this one once they have
-/// ended. To be called while the process has one thread.
+/// From now on a signal that asks this process to end is passed on to all its descendants, and ends this process after
+/// them. Call it while the process has only one thread.
 ///
 /// # Errors
 /// The system refuses a descriptor or a thread.
-pub fn children_first() -> io::Result<()> {
+pub fn end_children_first() -> io::Result<()> {
     let mut signals = TerminationSignals::block()?;
     let named = thread::Builder::new().name("signals".to_owned());
     named.spawn(move || {
         let signal = signals.take().unwrap_or(Signal::TERM.as_raw());
-        ASKED.store(signal, Ordering::Relaxed);
+        SIGNAL.store(signal, Ordering::Relaxed);
         let began = Instant::now();
-        let mut told = Vec::new();
+        let mut signalled = Vec::new();
         loop {
-            let left = below(std::process::id());
-            let last = Pid::from_raw(LAST.load(Ordering::Relaxed));
-            let now = |process: &&Pid| !told.contains(*process) && Some(**process) != last;
+            let left = descendants(std::process::id());
+            let last = Pid::from_raw(EXEMPT.load(Ordering::Relaxed));
+            let now = |process: &&Pid| !signalled.contains(*process) && Some(**process) != last;
             for &process in left.iter().filter(now) {
-                // It may have ended meanwhile.
+                // Fails if it has ended.
                 let _ = kill_process(process, Signal::TERM);
             }
-            if left.is_empty() || began.elapsed() > PATIENCE {
+            if left.is_empty() || began.elapsed() > CHILDREN_TIMEOUT {
                 break;
             }
-            told = left;
+            signalled = left;
             thread::sleep(Duration::from_millis(50));
         }
-        thread::sleep(OWN_TIME);
+        thread::sleep(CLEANUP_TIME);
         std::process::exit(128 + signal);
     })?;
     Ok(())
 }
 
-/// Leaves the end of `process` to its caller: a QEMU whose disk's daemon ends before it waits for that daemon.
-pub(crate) fn leave(process: Pid) {
-    LAST.store(process.as_raw_nonzero().get(), Ordering::Relaxed);
+/// Leaves it to the caller to end `process`: a disk's daemon must not end before the QEMU that uses it, which would wait
+/// for the daemon to come back.
+pub(crate) fn exempt(process: Pid) {
+    EXEMPT.store(process.as_raw_nonzero().get(), Ordering::Relaxed);
 }
 
-/// Fails if a signal has asked this process to end: it then starts nothing more.
+/// Fails if a signal has asked this process to end, which then must not start anything more.
 ///
 /// # Errors
-/// As said.
+/// [`Error::Stopped`] in that case.
 pub(crate) fn check() -> Result<()> {
-    match ASKED.load(Ordering::Relaxed) {
+    match SIGNAL.load(Ordering::Relaxed) {
         0 => Ok(()),
         signal => Err(Error::Stopped { signal }),
     }
 }
 
-/// The processes below `process`, except those that have ended and are not waited for yet.
-fn below(process: u32) -> Vec<Pid> {
+/// The descendants of `process`, except zombies.
+fn descendants(process: u32) -> Vec<Pid> {
     let threads = fs::read_dir(format!("/proc/{process}/task"));
     let lists = threads.into_iter().flatten().flatten().map(|thread| {
         let children = fs::read_to_string(thread.path().join("children"));
@@ -90,7 +91,7 @@ fn below(process: u32) -> Vec<Pid> {
                 .next()
                 .is_none_or(|rest| rest.starts_with(" Z"));
             found.extend(Pid::from_raw(child.cast_signed()).filter(|_| !ended));
-            found.extend(below(child));
+            found.extend(descendants(child));
         }
     }
     found
@@ -104,7 +105,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_processes_below_are_found() {
+    fn all_descendants_are_found() {
         let mut shell = Command::new("sh")
             .args(["-c", "sleep 1000 & echo $!; wait"])
             .stdout(Stdio::piped())
@@ -118,7 +119,7 @@ mod tests {
             .parse()
             .unwrap();
         let (shell_id, sleep) = (Pid::from_child(&shell), Pid::from_raw(sleep).unwrap());
-        let found = below(std::process::id());
+        let found = descendants(std::process::id());
         assert!(
             found.contains(&shell_id) && found.contains(&sleep),
             "{found:?}"
@@ -127,6 +128,6 @@ mod tests {
             kill_process(process, Signal::KILL).unwrap();
         }
         shell.wait().unwrap();
-        assert!(!below(std::process::id()).contains(&shell_id));
+        assert!(!descendants(std::process::id()).contains(&shell_id));
     }
 }

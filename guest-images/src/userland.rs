@@ -1,5 +1,5 @@
-//! A guest's file tree: programs of the unpacked packages with exactly the shared libraries that they need, and its
-//! packing into an initramfs archive or an ext4 image.
+//! A guest's file tree: programs of the unpacked packages with just the shared libraries that they need, packed into an
+//! initramfs archive or an ext4 image.
 
 use std::fs::{self, File};
 use std::os::unix::fs::symlink;
@@ -7,18 +7,18 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use crate::error::{Error, FileContext, Result};
-use crate::process::{failed, run, words};
+use crate::process::{command_text, program_error, run};
 
 /// Debian's directory of 64-bit x86 libraries, which the dynamic loader searches by default.
 const LIBRARIES: &str = "lib/x86_64-linux-gnu";
 const LOADER: &str = "lib64/ld-linux-x86-64.so.2";
 
-/// A file tree being put together.
-pub(crate) struct Tree {
+/// A file tree under construction.
+pub(crate) struct FileTree {
     root: PathBuf,
 }
 
-impl Tree {
+impl FileTree {
     /// Starts an empty tree at `root`.
     pub(crate) fn new(root: PathBuf) -> Result<Self> {
         fs::create_dir_all(&root).at("create", &root)?;
@@ -46,7 +46,7 @@ impl Tree {
 
     /// Installs busybox from the unpacked packages, with a link for each of its commands.
     pub(crate) fn busybox(&self, packages: &Path) -> Result<()> {
-        let source = in_packages(packages, "bin/busybox")?;
+        let source = find_in_packages(packages, "bin/busybox")?;
         self.file(
             "bin/busybox",
             &fs::read(&source).at("read", &source)?,
@@ -63,10 +63,10 @@ impl Tree {
         Ok(())
     }
 
-    /// Installs `program` of the unpacked packages as `/bin/<its name>` with the libraries that it needs. It replaces
-    /// a link of busybox with that name.
+    /// Installs `program` of the unpacked packages as `/bin/<its name>`, with the libraries that it needs. Replaces a
+    /// busybox link of that name.
     pub(crate) fn program(&self, packages: &Path, program: &str) -> Result<()> {
-        let source = in_packages(packages, program)?;
+        let source = find_in_packages(packages, program)?;
         let name = source
             .file_name()
             .unwrap_or_default()
@@ -81,7 +81,7 @@ impl Tree {
             &fs::read(&source).at("read", &source)?,
             0o755,
         )?;
-        let loader = in_packages(packages, LOADER)?;
+        let loader = find_in_packages(packages, LOADER)?;
         self.file(LOADER, &fs::read(&loader).at("read", &loader)?, 0o755)?;
         let search = library_directories(packages)?;
         let mut command = Command::new(&loader);
@@ -127,7 +127,7 @@ impl Tree {
             .stdout(output)
             .stderr(Stdio::piped());
         let mut child = command.spawn().map_err(|source| Error::Start {
-            command: words(&command),
+            command: command_text(&command),
             source,
         })?;
         if let Some(mut stdin) = child.stdin.take() {
@@ -138,21 +138,21 @@ impl Tree {
         if output.status.success() {
             Ok(())
         } else {
-            Err(failed(&command, output.status, &output.stderr))
+            Err(program_error(&command, output.status, &output.stderr))
         }
     }
 
-    /// Makes an ext4 image of the tree, `mebibytes` large.
+    /// Packs the tree into an ext4 image of `mebibytes` MiB.
     pub(crate) fn pack_ext4(&self, image: &Path, mebibytes: u64) -> Result<()> {
         make_ext4(&self.root, image, mebibytes)
     }
 }
 
-/// Makes a sparse ext4 image of `mebibytes` MiB that holds the files below `content`.
+/// Creates a sparse ext4 image of `mebibytes` MiB with the files below `content`.
 pub(crate) fn make_ext4(content: &Path, image: &Path, mebibytes: u64) -> Result<()> {
     run(Command::new("mke2fs")
         .env("PATH", search_path())
-        // The file system is mounted for minutes only: its journal and inode tables need no zeroing in the background.
+        // The file system is mounted only for minutes, so its journal and inode tables are not worth zeroing.
         .args([
             "-q",
             "-F",
@@ -170,7 +170,7 @@ pub(crate) fn make_ext4(content: &Path, image: &Path, mebibytes: u64) -> Result<
     Ok(())
 }
 
-/// The search path with the directories of the file system tools, which a plain user's path may lack.
+/// The search path with the directories of the file system tools, which may not be on an ordinary user's path.
 pub(crate) fn search_path() -> String {
     format!(
         "{}:/usr/sbin:/sbin",
@@ -178,7 +178,7 @@ pub(crate) fn search_path() -> String {
     )
 }
 
-/// Runs the dynamic loader's listing `command` and gives `(file name, path)` of each library.
+/// Runs a `command` that lists libraries as the dynamic loader does, and returns `(file name, path)` for each.
 ///
 /// # Errors
 /// A library is missing.
@@ -186,7 +186,7 @@ pub(crate) fn needed_libraries(command: &mut Command) -> Result<Vec<(String, Pat
     let output = run(command)?;
     let mut libraries = Vec::new();
     for line in String::from_utf8_lossy(&output.stdout).lines() {
-        // `libaio.so.1 => /lib/x86_64-linux-gnu/libaio.so.1 (0x...)`; the vDSO and the loader have no arrow.
+        // `libaio.so.1 => /lib/x86_64-linux-gnu/libaio.so.1 (0x...)`. Lines of the vDSO and the loader have no arrow.
         let Some((name, rest)) = line.trim().split_once(" => ") else {
             continue;
         };
@@ -194,7 +194,7 @@ pub(crate) fn needed_libraries(command: &mut Command) -> Result<Vec<(String, Pat
         if !path.starts_with('/') {
             return Err(Error::Unusable(format!(
                 "{}: library {name} {rest}",
-                words(command)
+                command_text(command)
             )));
         }
         if !name.starts_with('/') {
@@ -205,11 +205,11 @@ pub(crate) fn needed_libraries(command: &mut Command) -> Result<Vec<(String, Pat
 }
 
 /// Finds `path` in the unpacked packages, below `/` or `/usr`.
-fn in_packages(packages: &Path, path: &str) -> Result<PathBuf> {
+fn find_in_packages(packages: &Path, path: &str) -> Result<PathBuf> {
     [packages.join(path), packages.join("usr").join(path)]
         .into_iter()
         .find(|candidate| candidate.is_file())
-        .ok_or_else(|| Error::Unusable(format!("the downloaded packages hold no {path}")))
+        .ok_or_else(|| Error::Unusable(format!("the downloaded packages do not contain {path}")))
 }
 
 /// The library directories of the unpacked packages, with their private subdirectories (ceph has one).

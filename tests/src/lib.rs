@@ -18,7 +18,8 @@ use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 pub use walvisor_guest_images::leash;
 use walvisor_guest_images::{
-    Cache, GuestImages, Job, Machine, Outcome, Reporter, install_missing, obstacle, walvisor_binary,
+    Cache, GuestImages, Job, JobOutcome, Machine, Reporter, install_missing, obstacle,
+    walvisor_binary,
 };
 
 /// Installs a program that a test needs. Returns `false` if that fails, after printing `skipped: why`.
@@ -76,7 +77,7 @@ pub fn images() -> GuestImages {
 /// # Panics
 /// The images or `walvisor` cannot be built, or the machine cannot be started.
 #[must_use]
-pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
+pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
     run_on(Machine::choose().0, script, files)
 }
 
@@ -86,20 +87,20 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
 /// # Panics
 /// As [`run_linux_job`].
 #[must_use]
-pub fn run_emulated_job(script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
+pub fn run_emulated_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
     run_on(Machine::Nested, script, files)
 }
 
 /// The lines of the job's console that begin with `job: `, without that prefix.
 #[must_use]
-pub fn said(outcome: &Outcome) -> Vec<&str> {
+pub fn job_lines(outcome: &JobOutcome) -> Vec<&str> {
     let lines = outcome.console.lines();
     lines
         .filter_map(|line| line.strip_prefix("job: "))
         .collect()
 }
 
-fn run_on(machine: Machine, script: &str, files: &[(&str, &str)]) -> Option<Outcome> {
+fn run_on(machine: Machine, script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
     if let Some(why) = obstacle() {
         println!("skipped: {why}");
         return None;
@@ -121,7 +122,7 @@ fn run_on(machine: Machine, script: &str, files: &[(&str, &str)]) -> Option<Outc
         Ok(outcome) => {
             println!("{}", outcome.console);
             println!(
-                "attempts given up because a guest hung or fell over: {}",
+                "attempts given up because a guest hung or crashed: {}",
                 outcome.hung_boots
             );
             Some(outcome)

@@ -32,9 +32,10 @@ impl LoopFs {
             let mut command = Command::new(program);
             let output = command.args(arguments).args(paths).output();
             let output = output.map_err(|error| format!("{program}: {error}"))?;
-            match output.status.success() {
-                true => Ok(()),
-                false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+            if output.status.success() {
+                Ok(())
+            } else {
+                Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
             }
         };
         let mounted = run("mkfs.xfs", &["-q", "-m", "reflink=1"], &[&image])

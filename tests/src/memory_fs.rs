@@ -65,9 +65,10 @@ impl MemoryFs {
         let mut mount = Command::new("mount");
         let output = mount.args(arguments).arg(self.path()).output();
         let output = output.expect("mount(8) starts");
-        match output.status.success() {
-            true => Ok(()),
-            false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
         }
     }
 

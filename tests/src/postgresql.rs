@@ -53,12 +53,10 @@ pub fn prepare(options: &[&str]) -> io::Result<TempDir> {
 
 fn run(command: &mut Command) -> io::Result<()> {
     let output = command.output()?;
-    match output.status.success() {
-        true => Ok(()),
-        false => {
-            let program = command.get_program().display();
-            let errors = String::from_utf8_lossy(&output.stderr);
-            Err(io::Error::other(format!("{program}: {}", errors.trim())))
-        }
+    if output.status.success() {
+        return Ok(());
     }
+    let program = command.get_program().display();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    Err(io::Error::other(format!("{program}: {}", errors.trim())))
 }

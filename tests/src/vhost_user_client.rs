@@ -22,16 +22,16 @@ pub const BUFFER: usize = 64 << 10;
 /// Number of slots of a connection, shared by all its queues.
 pub const SLOTS: usize = 128;
 const QUEUE_SIZE: u16 = 128;
-/// Bytes of [`Shared`].
+/// Bytes of [`SharedMemory`].
 const SHARED: usize = BUFFER * SLOTS;
 
 /// Memory shared with the daemon.
-struct Shared {
+struct SharedMemory {
     address: *mut u8,
     file: File,
 }
 
-impl Shared {
+impl SharedMemory {
     fn new() -> io::Result<Self> {
         let fd: OwnedFd = memfd_create("buffers", MemfdFlags::CLOEXEC)?;
         let file = File::from(fd);
@@ -57,7 +57,7 @@ impl Shared {
     }
 }
 
-impl Drop for Shared {
+impl Drop for SharedMemory {
     fn drop(&mut self) {
         // SAFETY: `new` made the mapping, and nothing uses it any more: the queues were dropped before it.
         let unmapped = unsafe { munmap(self.address.cast(), SHARED) };
@@ -67,7 +67,7 @@ impl Drop for Shared {
 
 /// Doorbells rung and interrupts received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Notices {
+pub struct NotificationCounts {
     /// Number of doorbells that the client rang because the device wanted them.
     pub doorbells: u64,
     /// Number of interrupts that the device sent. Two that arrive before the client reads its eventfd count as two.
@@ -79,8 +79,8 @@ pub struct Notices {
 pub struct VhostUserClient {
     queues: Vec<VirtioBlkQueue<'static, usize>>,
     transport: Box<VirtioBlkTransport>,
-    shared: Shared,
-    notices: Notices,
+    shared: SharedMemory,
+    notices: NotificationCounts,
 }
 
 impl VhostUserClient {
@@ -98,14 +98,14 @@ impl VhostUserClient {
             .to_str()
             .ok_or_else(|| io::Error::other("the socket's path is no UTF-8"))?;
         let mut transport: Box<VirtioBlkTransport> = Box::new(VhostUser::new(path, features)?);
-        let shared = Shared::new()?;
+        let shared = SharedMemory::new()?;
         transport.map_mem_region(shared.address as usize, SHARED, shared.file.as_raw_fd(), 0)?;
         let queues = VirtioBlkQueue::setup_queues(&mut *transport, queues, QUEUE_SIZE)?;
         Ok(Self {
             queues,
             transport,
             shared,
-            notices: Notices::default(),
+            notices: NotificationCounts::default(),
         })
     }
 
@@ -296,12 +296,12 @@ impl VhostUserClient {
                 self.clear(queue)?;
             }
         }
-        self.notices = Notices::default();
+        self.notices = NotificationCounts::default();
         Ok(())
     }
 
     /// Doorbells and interrupts so far, or since the last [`start_counting`](Self::start_counting).
-    pub fn notices(&self) -> Notices {
+    pub fn notices(&self) -> NotificationCounts {
         self.notices
     }
 }

@@ -292,9 +292,9 @@ impl Site {
         thread::sleep(Duration::from_micros(self.random(60_000)));
         let said = if self.random(2) == 0 {
             daemon.kill();
-            guest.cut()
+            guest.kill()
         } else {
-            let said = guest.cut();
+            let said = guest.kill();
             daemon.kill();
             said
         };

@@ -5,10 +5,10 @@
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use walvisor_guest_images::{Cache, Error, Job, Machine, Outcome, Reporter, Result, obstacle};
+use walvisor_guest_images::{Cache, Error, Job, JobOutcome, Machine, Reporter, Result, obstacle};
 
 /// Runs `script` without a guest: `walvisor` is replaced by a shell.
-fn run(script: &str, seconds: u64, attempts: u32) -> Option<Result<Outcome>> {
+fn run(script: &str, seconds: u64, attempts: u32) -> Option<Result<JobOutcome>> {
     if let Some(why) = obstacle() {
         println!("skipped: {why}");
         return None;

@@ -2,18 +2,18 @@
 //! fio with verification on `backend=raw`, a reboot, and panics. The disks' counters prove what the guest cannot see.
 
 use serde_json::Value;
-use walvisor_guest_images::Outcome;
+use walvisor_guest_images::JobOutcome;
 use walvisor_tests::run_linux_job;
 
 /// The rest of each console line that begins with `prefix`.
-fn lines<'a>(outcome: &'a Outcome, prefix: &str) -> Vec<&'a str> {
+fn lines<'a>(outcome: &'a JobOutcome, prefix: &str) -> Vec<&'a str> {
     let found = outcome.console.lines();
     let found = found.filter_map(|line| line.strip_prefix(prefix));
     found.map(str::trim).collect()
 }
 
 /// The counter `pointer` of `disk` at the guest's `step`.
-fn counter(outcome: &Outcome, step: &str, disk: &str, pointer: &str) -> u64 {
+fn counter(outcome: &JobOutcome, step: &str, disk: &str, pointer: &str) -> u64 {
     let text = outcome.result(&format!("{step}.json"));
     let stats: Value = serde_json::from_str(&text.expect("the counters")).expect("JSON");
     let disks = stats["disks"].as_array().expect("disks");
@@ -23,12 +23,12 @@ fn counter(outcome: &Outcome, step: &str, disk: &str, pointer: &str) -> u64 {
 }
 
 /// The increase of a counter of `disk` from one step to another.
-fn between(outcome: &Outcome, steps: [&str; 2], disk: &str, pointer: &str) -> u64 {
+fn between(outcome: &JobOutcome, steps: [&str; 2], disk: &str, pointer: &str) -> u64 {
     counter(outcome, steps[1], disk, pointer) - counter(outcome, steps[0], disk, pointer)
 }
 
 /// Allocated size of the image of `disk` at `step`, in KiB.
-fn image(outcome: &Outcome, step: &str, disk: &str) -> u64 {
+fn image(outcome: &JobOutcome, step: &str, disk: &str) -> u64 {
     let line = lines(outcome, &format!("job: at {step} {disk}.img has "));
     let kibibytes = line[0].strip_suffix(" KiB").expect("KiB");
     kibibytes.parse().expect("a number")
@@ -56,7 +56,7 @@ fn linux_uses_all_that_its_disks_can_and_they_count_as_they_should() {
     assert_eq!(outcome.status, 0);
 }
 
-fn configured_values_are_seen(outcome: &Outcome) {
+fn configured_values_are_seen(outcome: &JobOutcome) {
     const GIB_2: &str = "2147483648";
     let (mib, logical) = (1 << 20, 512);
     // Name, size in bytes, read-only, logical block size, queue size, cache mode. The disk `raw` is configured
@@ -100,7 +100,7 @@ fn configured_values_are_seen(outcome: &Outcome) {
 
 /// Checks 64 writes, one after the other, in each mode. With write back the log syncs only at a FLUSH. With write
 /// through each write is durable before it ends, and Linux sends no FLUSH.
-fn the_mode_of_the_cache_decides_what_is_synced(outcome: &Outcome) {
+fn the_mode_of_the_cache_decides_what_is_synced(outcome: &JobOutcome) {
     let count = |from: &str, to: &str, pointer: &str| between(outcome, [from, to], "mode", pointer);
     for (from, to) in [
         ("start", "written-back"),
@@ -129,7 +129,7 @@ fn the_mode_of_the_cache_decides_what_is_synced(outcome: &Outcome) {
     assert_eq!(count(from, to, "/log/syncs"), 1);
 }
 
-fn what_is_discarded_is_zero_and_takes_no_space(outcome: &Outcome) {
+fn what_is_discarded_is_zero_and_takes_no_space(outcome: &JobOutcome) {
     assert_eq!(lines(outcome, "guest: blkdiscard: "), ["status 0"]);
     assert_eq!(lines(outcome, "guest: blkdiscard -z: "), ["status 0"]);
     // The log may still hold old bytes, so the device does not offer secure erase.
@@ -171,7 +171,7 @@ fn what_is_discarded_is_zero_and_takes_no_space(outcome: &Outcome) {
     }
 }
 
-fn raw_images_verify(outcome: &Outcome) {
+fn raw_images_verify(outcome: &JobOutcome) {
     assert_eq!(lines(outcome, "guest: raw is "), ["write through"]);
     assert_eq!(
         lines(outcome, "guest: fio verify on raw: "),
@@ -197,7 +197,7 @@ fn raw_images_verify(outcome: &Outcome) {
 /// At a depth of 32, programs that submit in batches need at most 0.25 doorbells and 0.25 interrupts per request. For
 /// a program that submits each request by itself the numbers depend on a race between guest and worker, so they are
 /// printed but not checked: in emulation the worker has mostly answered a request before the guest submits the next.
-fn batches_ring_and_interrupt_rarely(outcome: &Outcome) {
+fn batches_ring_and_interrupt_rarely(outcome: &JobOutcome) {
     assert_eq!(lines(outcome, "guest: fio failed"), [""; 0]);
     for (disk, transport) in [("mode", "mmio"), ("bulk", "pci")] {
         for (steps, how) in [
@@ -222,7 +222,7 @@ fn batches_ring_and_interrupt_rarely(outcome: &Outcome) {
     }
 }
 
-fn everything_kept_outlives_reboot_and_panics(outcome: &Outcome) {
+fn everything_kept_outlives_reboot_and_panics(outcome: &JobOutcome) {
     assert_eq!(lines(outcome, "job: reboot: "), ["status 0"]);
     let root = "root /dev/vda on / type ext4";
     assert_eq!(

@@ -64,12 +64,10 @@ fn has_gap(text: &str) -> bool {
 fn sources(dir: &Path, found: &mut Vec<PathBuf>) {
     for entry in fs::read_dir(dir).unwrap() {
         let path = entry.unwrap().path();
-        match path.is_dir() {
-            true => sources(&path, found),
-            false if path.extension().is_some_and(|extension| extension == "rs") => {
-                found.push(path);
-            }
-            false => {}
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
         }
     }
 }

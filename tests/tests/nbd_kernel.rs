@@ -9,7 +9,7 @@ use std::process::Command;
 use serde_json::Value;
 
 use walvisor_guest_images::{Guest, Metrics, UserMode, walvisor_binary};
-use walvisor_tests::{have, run_emulated_job, said};
+use walvisor_tests::{have, job_lines, run_emulated_job};
 
 #[test]
 fn the_kernels_client_keeps_a_file_system_through_a_kill() {
@@ -133,11 +133,11 @@ fn a_row_that_was_deleted_is_found_again() {
 
 /// The lines of a guest's console that begin with `guest: `, up to the last one.
 fn lines_of(guest: &mut Guest) -> Vec<String> {
-    let mut said = Vec::new();
-    while said.last().is_none_or(|line| line != "guest: end") {
-        said.push(guest.wait_for("guest: ").unwrap());
+    let mut lines = Vec::new();
+    while lines.last().is_none_or(|line| line != "guest: end") {
+        lines.push(guest.wait_for("guest: ").unwrap());
     }
-    said
+    lines
 }
 
 const CLOCK_FUNCTIONS: &str = include_str!("../scripts/clock-functions.sh");
@@ -183,11 +183,11 @@ fn disks_commit_in_order_however_the_wall_clock_is_set() {
         ..UserMode::default()
     };
     let mut guest = guest.boot_here(dir.path(), &script).unwrap();
-    let (ticks, said): (Vec<_>, Vec<_>) = lines_of(&mut guest)
+    let (ticks, lines): (Vec<_>, Vec<_>) = lines_of(&mut guest)
         .into_iter()
         .partition(|line| line.starts_with("guest: serve quiet "));
     assert_eq!(
-        said,
+        lines,
         [
             "guest: commits: status 0",
             "guest: commits: status 0",
@@ -229,11 +229,11 @@ fn a_guest_commits_as_fast_however_the_wall_clock_is_set() {
     let Some(outcome) = run_emulated_job(&script, &files) else {
         return;
     };
-    let (ticks, said): (Vec<_>, Vec<_>) = said(&outcome)
+    let (ticks, lines): (Vec<_>, Vec<_>) = job_lines(&outcome)
         .into_iter()
         .partition(|line| line.starts_with("run quiet "));
     assert_eq!(
-        said,
+        lines,
         [
             "run: the clock was set and had a leap second",
             "run: status 0"

@@ -163,9 +163,12 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
     );
     let page = [named(write), named(flush)].concat();
     let is_named = |path: &str| {
-        let is_one = |name: &String| match name.ends_with('/') {
-            true => path.starts_with(name),
-            false => path == name || path.ends_with(&format!("/{name}")),
+        let is_one = |name: &String| {
+            if name.ends_with('/') {
+                path.starts_with(name)
+            } else {
+                path == name || path.ends_with(&format!("/{name}"))
+            }
         };
         page.iter().any(is_one)
     };

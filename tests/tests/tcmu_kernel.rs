@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use walvisor_guest_images::{Metrics, UserMode, walvisor_binary};
-use walvisor_tests::{have, run_emulated_job, said};
+use walvisor_tests::{have, job_lines, run_emulated_job};
 
 /// The lines that the guest prints, in order.
 const SAID: &str = include_str!("tcmu_kernel.txt");
@@ -21,7 +21,7 @@ fn sum(place: &Path, name: &str, counter: &str) -> f64 {
 }
 
 /// Runs a script in user-mode Linux, and checks the lines that it prints. `None`: it cannot run here.
-fn told(dir: &Path, script: &str, said: &str) -> Option<()> {
+fn run_and_expect(dir: &Path, script: &str, lines: &str) -> Option<()> {
     let needs = [
         ("linux.uml", "user-mode-linux"),
         ("modprobe", "kmod"),
@@ -47,7 +47,7 @@ fn told(dir: &Path, script: &str, said: &str) -> Option<()> {
     while told.last().is_none_or(|line| line != "guest: end") {
         told.push(guest.wait_for("guest: ").unwrap());
     }
-    let expected: Vec<_> = said.lines().map(|line| format!("guest: {line}")).collect();
+    let expected: Vec<_> = lines.lines().map(|line| format!("guest: {line}")).collect();
     assert_eq!(told[..told.len() - 1], expected, "{}", guest.console());
     guest.end().unwrap();
     Some(())
@@ -56,7 +56,7 @@ fn told(dir: &Path, script: &str, said: &str) -> Option<()> {
 #[test]
 fn disks_come_and_go_in_the_kernels_target() {
     let dir = tempfile::tempdir().unwrap();
-    let _ = told(
+    let _ = run_and_expect(
         dir.path(),
         include_str!("../scripts/tcmu-changing.sh"),
         CHANGING,
@@ -67,7 +67,7 @@ fn disks_come_and_go_in_the_kernels_target() {
 fn the_kernels_target_has_its_disks_from_walvisor() {
     let dir = tempfile::tempdir().unwrap();
     let script = include_str!("../scripts/tcmu-guest.sh");
-    if told(dir.path(), script, SAID).is_none() {
+    if run_and_expect(dir.path(), script, SAID).is_none() {
         return;
     }
     let place = dir.path().join("files");
@@ -98,7 +98,7 @@ fn a_disk_for_guests_is_at_vhost() {
         return;
     };
     assert_eq!(
-        said(&outcome),
+        job_lines(&outcome),
         [
             "status 1: walvisor: the kernel module vhost_scsi is not loaded: as root run ...",
             "serving guest: 1048576 bytes at vhost naa.5001405000000042",

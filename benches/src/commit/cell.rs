@@ -1,4 +1,4 @@
-//! The parts of an experiment: cells, their rounds, and figures computed from these.
+//! The parts of an experiment: cells, their rounds, and the figures computed from them.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,8 +6,8 @@ use std::time::Duration;
 use walvisor::commands::CommandError;
 use walvisor_storage::CommitWait;
 
-use crate::report::plot::{Axis, Kind, Plot, Series};
-use crate::report::{Better, Cell, Spread};
+use crate::report::plot::{Axis, Plot, PlotKind, Series};
+use crate::report::{Cell, Preference, Spread};
 use crate::session::Session;
 use crate::store::commit::{CommitPlan, CommitReport, MediumModel, Mode, Switch, measure};
 
@@ -20,7 +20,7 @@ pub struct CommitCell {
 }
 
 impl CommitCell {
-    /// A cell without any rounds yet.
+    /// A cell without rounds yet.
     pub fn new(plan: CommitPlan) -> Self {
         let rounds = Vec::new();
         Self { plan, rounds }
@@ -46,7 +46,7 @@ impl CommitCell {
             Switch::Off => 1.0,
             Switch::On => (f64::from(clients) / 2.0).max(1.0),
         };
-        // The time of one group: its own, and that of the operations that it waits for.
+        // The time of one group: its own sync, and the operations that it waits for.
         let own = medium.sync_latency + 2 * medium.operation_latency + Duration::from_micros(300);
         let writes = if write_per_waiter { served } else { 1.0 };
         let paced = medium
@@ -63,7 +63,7 @@ impl CommitCell {
     }
 }
 
-/// Measures all cells in each round, so that each round sees the machine in the same state.
+/// Measures all cells in each round, so that the cells of a round see the machine in the same state.
 ///
 /// # Errors
 /// If the medium fails.
@@ -90,7 +90,7 @@ pub fn measure_rounds(
     Ok(())
 }
 
-/// `clients` on one disk, on an unchanged medium, in groups that do not wait.
+/// `clients` on one disk, on the medium as it is, with groups that do not wait.
 pub fn plan(clients: u16, commits: u64) -> CommitPlan {
     CommitPlan {
         clients,
@@ -106,7 +106,7 @@ pub fn plan(clients: u16, commits: u64) -> CommitPlan {
     }
 }
 
-/// No wait: a group starts at once with the waiters that are there.
+/// No wait: a group starts at once with the waiters present.
 pub fn no_wait() -> CommitWait {
     CommitWait {
         longest: Some(Duration::ZERO),
@@ -114,22 +114,22 @@ pub fn no_wait() -> CommitWait {
     }
 }
 
-/// Commits a second.
+/// Commits per second.
 pub fn rate(report: &CommitReport) -> f64 {
     report.commits_per_s
 }
 
-/// Syncs of the log for each commit.
+/// Syncs of the log per commit.
 pub fn syncs(report: &CommitReport) -> f64 {
     report.syncs_per_commit
 }
 
-/// Writes to the log for each commit.
+/// Writes to the log per commit.
 pub fn writes(report: &CommitReport) -> f64 {
     report.writes_per_commit
 }
 
-/// Commits a second of the raw file.
+/// Commits per second of the raw file.
 pub fn raw_rate(report: &CommitReport) -> f64 {
     report.raw_commits_per_s
 }
@@ -152,7 +152,7 @@ pub fn ratio(
     of: &CommitCell,
     to: &CommitCell,
     figure: fn(&CommitReport) -> f64,
-    better: Better,
+    better: Preference,
 ) -> Cell {
     match (median(of, figure), median(to, figure)) {
         (Some(of), Some(to)) if to > 0.0 => Cell::ratio(of / to, better),
@@ -160,7 +160,7 @@ pub fn ratio(
     }
 }
 
-/// The points of a line: for each cell `at` of its plan, and its figure.
+/// The points of a line: for each cell, `at` of its plan, and its figure.
 pub fn points<'a>(
     cells: impl Iterator<Item = &'a CommitCell>,
     at: impl Fn(&CommitPlan) -> f64,
@@ -171,7 +171,7 @@ pub fn points<'a>(
         .collect()
 }
 
-/// The place of a cell on an axis of clients.
+/// The position of a cell on an axis of clients.
 pub fn by_clients(plan: &CommitPlan) -> f64 {
     plan.clients.into()
 }
@@ -182,18 +182,18 @@ pub fn lines(name: &str, title: &str, x: Axis, y: Axis, series: Vec<Series>) -> 
         name: name.to_owned(),
         title: title.to_owned(),
         caption: String::new(),
-        kind: Kind::Lines { x, y, series },
+        kind: PlotKind::Lines { x, y, series },
     }
 }
 
-/// A computed line: `of` each number of clients, which is at least 1.
+/// A computed line: `of(clients)` for each number of clients, at least 1.
 pub fn curve(name: &str, cells: &[&CommitCell], of: impl Fn(f64) -> f64) -> Series {
     let clients = cells.iter().map(|cell| by_clients(&cell.plan));
     let points = clients.map(|clients| (clients, of(clients))).collect();
     Series::ideal(name, points)
 }
 
-/// Every `step`th cell, beginning with the one at index `at`.
-pub fn every(cells: &[CommitCell], step: usize, at: usize) -> Vec<&CommitCell> {
+/// Every `step`th cell, starting at index `at`.
+pub fn select_every(cells: &[CommitCell], step: usize, at: usize) -> Vec<&CommitCell> {
     cells.iter().skip(at).step_by(step).collect()
 }

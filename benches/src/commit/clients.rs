@@ -2,9 +2,11 @@
 
 use walvisor_storage::CommitWait;
 
-use super::cell::{CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, syncs};
+use super::cell::{
+    CommitCell, by_clients, curve, lines, plan, points, rate, ratio, select_every, syncs,
+};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, Switch};
 
 /// The names of the lines, and what they mean.
@@ -16,9 +18,10 @@ const CAPTION: &str = "Group commit is off: each FLUSH has a sync of its own. On
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (clients, commits): (&[u16], _) = match quick {
-        true => (&[1, 8, 30], 600),
-        false => (&[1, 2, 4, 8, 16, 30], 3000),
+    let (clients, commits): (&[u16], _) = if quick {
+        (&[1, 8, 30], 600)
+    } else {
+        (&[1, 2, 4, 8, 16, 30], 3000)
     };
     let three = |&clients: &u16| {
         let plan = plan(clients, commits);
@@ -73,7 +76,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&off.of(rate), 0),
             Cell::of(&on.of(rate), 0),
             Cell::of(&adaptive.of(rate), 0),
-            ratio(on, off, rate, Better::More),
+            ratio(on, off, rate, Preference::More),
             match clients {
                 1 => Cell::Number(1.0, 1),
                 30 => Cell::Number(6.1, 1),
@@ -81,7 +84,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             },
         ]);
     }
-    let [off, on, adaptive] = [0, 1, 2].map(|at| every(cells, 3, at));
+    let [off, on, adaptive] = [0, 1, 2].map(|at| select_every(cells, 3, at));
     let of = |cells: &[&CommitCell], figure| points(cells.iter().copied(), by_clients, figure);
     section.plots = vec![
         lines(

@@ -1,15 +1,16 @@
 //! Disks that share one log, and disks with a log each.
 
 use super::cell::{CommitCell, plan, rate, ratio, syncs};
-use crate::report::plot::{Kind, Plot};
-use crate::report::{Better, Cell, Section, Spread};
+use crate::report::plot::{Plot, PlotKind};
+use crate::report::{Cell, Preference, Section, Spread};
 use crate::store::commit::{CommitPlan, CommitReport};
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (disks, commits): (&[u16], _) = match quick {
-        true => (&[4], 1000),
-        false => (&[1, 4, 16], 4000),
+    let (disks, commits): (&[u16], _) = if quick {
+        (&[4], 1000)
+    } else {
+        (&[1, 4, 16], 4000)
     };
     let pair = |&disks: &u16| {
         let one = CommitPlan {
@@ -54,7 +55,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&each.of(syncs), 3),
             Cell::of(&each.of(rate), 0),
             Cell::of(&each.of(p99), 0),
-            ratio(one, each, rate, Better::More),
+            ratio(one, each, rate, Preference::More),
         ]);
     }
     let rows = cells.chunks_exact(2).map(|pair| {
@@ -69,7 +70,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
         name: "commit-disks".to_owned(),
         title: "32 clients on several disks".to_owned(),
         caption: String::new(),
-        kind: Kind::Bars {
+        kind: PlotKind::Bars {
             unit: "commits per second".to_owned(),
             groups: vec!["one log".to_owned(), "a log each".to_owned()],
             even: None,

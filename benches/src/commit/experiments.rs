@@ -20,11 +20,11 @@ pub enum Experiment {
     Clients,
     /// Sync latencies by clients, grouping off and on (MySQL 5.6 under DRBD, 2012)
     Latency,
-    /// 32 to 256 clients, one write for a group and a write for each waiter (Aliyun, 2015)
+    /// 32 to 256 clients, one write per group and one write per waiter (Aliyun, 2015)
     Waiters,
     /// How long a group waits and for how many (MariaDB 10.0, 2014)
     Wait,
-    /// 1, 4 and 16 disks on one log, and on a log each
+    /// 1, 4 and 16 disks, on one log and on a log each
     Disks,
     /// Writeback compared with writethrough
     Mode,
@@ -39,15 +39,15 @@ impl Experiment {
     }
 }
 
-/// An experiment under way.
-pub struct Planned {
+/// An experiment that is being measured.
+pub struct ExperimentRun {
     what: &'static str,
     rounds: usize,
     cells: Vec<CommitCell>,
     section: fn(&[CommitCell]) -> Section,
 }
 
-impl Planned {
+impl ExperimentRun {
     /// Estimated time of the experiment.
     pub fn expected(&self) -> Duration {
         let once: Duration = self.cells.iter().map(CommitCell::expected).sum();
@@ -65,7 +65,7 @@ impl Planned {
     /// The results as a section.
     pub fn section(&self) -> Section {
         let mut section = (self.section)(&self.cells);
-        // A row without any measured figure is left out.
+        // Leaves out rows without measured figures.
         let is_measured = |figure: &Cell| matches!(figure, Cell::Spread(..));
         section.table.rows.retain(|row| row.iter().any(is_measured));
         let rounds = self.cells.iter().map(|cell| cell.rounds.len()).max();
@@ -80,7 +80,7 @@ impl Planned {
 }
 
 /// The plan of an experiment, in full or quickly. Each sync takes `slower` longer than the experiment specifies.
-pub fn planned(experiment: Experiment, output: &Output, slower: Duration) -> Planned {
+pub fn plan_experiment(experiment: Experiment, output: &Output, slower: Duration) -> ExperimentRun {
     let quick = output.quick;
     let (what, cells, section): (_, _, fn(&[CommitCell]) -> Section) = match experiment {
         Experiment::Clients => ("clients", clients::plans(quick), clients::section),
@@ -92,7 +92,7 @@ pub fn planned(experiment: Experiment, output: &Output, slower: Duration) -> Pla
         Experiment::Medium => ("medium", medium::plans(quick), medium::section),
     };
     let rounds = match experiment {
-        // This experiment is long, and its added latency hides most variations of the medium.
+        // This experiment is long, and its added latency hides most of the medium's variation.
         Experiment::Latency => output.rounds(2, 1),
         _ => output.rounds(5, 1),
     };
@@ -100,7 +100,7 @@ pub fn planned(experiment: Experiment, output: &Output, slower: Duration) -> Pla
         plan.medium.sync_latency += slower;
         CommitCell::new(plan)
     };
-    Planned {
+    ExperimentRun {
         what,
         rounds,
         cells: cells.into_iter().map(cell).collect(),

@@ -3,21 +3,22 @@
 use std::time::Duration;
 
 use super::cell::{
-    CommitCell, by_clients, curve, every, lines, plan, points, rate, ratio, slow_sync, syncs,
+    CommitCell, by_clients, curve, lines, plan, points, rate, ratio, select_every, slow_sync, syncs,
 };
 use crate::report::plot::{Axis, Plot, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, Switch};
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (latencies, clients): (&[u64], &[u16]) = match quick {
-        true => (&[1, 4, 20], &[1, 8, 64]),
-        false => (&[0, 1, 2, 4, 10, 20], &[1, 2, 4, 8, 16, 32, 64]),
+    let (latencies, clients): (&[u64], &[u16]) = if quick {
+        (&[1, 4, 20], &[1, 8, 64])
+    } else {
+        (&[0, 1, 2, 4, 10, 20], &[1, 2, 4, 8, 16, 32, 64])
     };
     let mut plans = Vec::new();
     for &latency in latencies {
-        // A cell should take seconds, not minutes: a slow sync needs fewer commits.
+        // With slow syncs fewer commits are enough: a cell should take seconds, not minutes.
         let (few, share) = match (quick, latency) {
             (true, _) => (15, 3),
             (false, ..4) => (400, 40),
@@ -56,11 +57,11 @@ pub fn section(cells: &[CommitCell]) -> Section {
         ]
         .concat(),
     );
-    let lines: Vec<Line> = cells
+    let lines: Vec<PlotLine> = cells
         .chunk_by(|one, other| one.plan.medium.sync_latency == other.plan.medium.sync_latency)
         .map(|cells| {
             let latency = cells[0].plan.medium.sync_latency;
-            Line {
+            PlotLine {
                 name: format!("{} ms added", latency.as_millis()),
                 begin: vec![Cell::count(latency.as_millis() as u64)],
                 latency: Some(latency).filter(|latency| !latency.is_zero()),
@@ -68,12 +69,12 @@ pub fn section(cells: &[CommitCell]) -> Section {
             }
         })
         .collect();
-    // Two groups alternate, so that each serves half of the clients.
+    // Two groups alternate, so each serves half of the clients.
     let served = |clients: f64| (clients / 2.0).max(1.0);
     section.table.rows = lines.iter().flat_map(|line| line.rows(served)).collect();
     let mut grouped = series(&lines, 1);
     if let Some(of_4_ms) = lines.iter().find(|line| line.name.starts_with("4 ms")) {
-        let cells: Vec<&CommitCell> = every(of_4_ms.cells, 2, 1);
+        let cells: Vec<&CommitCell> = select_every(of_4_ms.cells, 2, 1);
         grouped.push(curve("ideal at 4 ms: N/2S", &cells, |n| served(n) * 250.0));
     }
     section.plots = vec![
@@ -91,7 +92,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
     section
 }
 
-/// The columns of [`Line::rows`], after those of [`Line::begin`].
+/// The columns of [`PlotLine::rows`], after those of [`PlotLine::begin`].
 pub const COLUMNS: [(&str, &str); 6] = [
     ("clients", "clients"),
     ("off_syncs_per_commit", "off: syncs/commit"),
@@ -101,8 +102,8 @@ pub const COLUMNS: [(&str, &str); 6] = [
     ("on_commits_per_s", "on: commits/s"),
 ];
 
-/// A line of the plots: the cells of one latency of a sync.
-pub struct Line<'a> {
+/// A line of the plots: the cells of one sync latency.
+pub struct PlotLine<'a> {
     /// Its name.
     pub name: String,
     /// The first cells of its rows.
@@ -113,8 +114,8 @@ pub struct Line<'a> {
     pub cells: &'a [CommitCell],
 }
 
-impl Line<'_> {
-    /// A row for each number of clients. A group serves at best `served` of that number of clients.
+impl PlotLine<'_> {
+    /// A row for each number of clients. `served(clients)` is the most clients that a group can serve.
     pub fn rows(&self, served: impl Fn(f64) -> f64) -> impl Iterator<Item = Vec<Cell>> {
         let row = move |pair: &[CommitCell]| {
             let [off, on] = pair else { return Vec::new() };
@@ -132,7 +133,7 @@ impl Line<'_> {
                 Cell::of(&on.of(syncs), 3),
                 Cell::of(&on.of(rate), 0),
                 ceiling(served(clients.into())),
-                ratio(on, off, rate, Better::More),
+                ratio(on, off, rate, Preference::More),
             ]);
             row
         };
@@ -141,9 +142,9 @@ impl Line<'_> {
 }
 
 /// The rates of each line by clients: with group commit off if `at` is 0, on if it is 1.
-pub fn series(lines: &[Line], at: usize) -> Vec<Series> {
-    let of = |line: &Line| {
-        let cells = every(line.cells, 2, at);
+pub fn series(lines: &[PlotLine], at: usize) -> Vec<Series> {
+    let of = |line: &PlotLine| {
+        let cells = select_every(line.cells, 2, at);
         Series::measured(&line.name, points(cells.into_iter(), by_clients, rate))
     };
     lines.iter().map(of).collect()

@@ -3,18 +3,21 @@
 use std::num::NonZeroU32;
 use std::time::Duration;
 
-use super::cell::{CommitCell, by_clients, every, lines, median, plan, points, rate, raw_rate};
+use super::cell::{
+    CommitCell, by_clients, lines, median, plan, points, rate, raw_rate, select_every,
+};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, CommitReport, MediumModel};
 
 const OPERATIONS_PER_SECOND: u32 = 3000;
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (clients, few, share): (&[u16], _, _) = match quick {
-        true => (&[16], 300, 20),
-        false => (&[1, 4, 16, 64, 256], 600, 20),
+    let (clients, few, share): (&[u16], _, _) = if quick {
+        (&[16], 300, 20)
+    } else {
+        (&[1, 4, 16, 64, 256], 600, 20)
     };
     let pair = |&clients: &u16| {
         let commits = (share * u64::from(clients)).max(few);
@@ -71,12 +74,12 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&one.of(operations), 3),
             Cell::of(&one.of(|report| report.p99_us), 0),
             match (median(one, rate), median(one, raw_rate)) {
-                (Some(one), Some(raw)) if raw > 0.0 => Cell::ratio(one / raw, Better::More),
+                (Some(one), Some(raw)) if raw > 0.0 => Cell::ratio(one / raw, Preference::More),
                 _ => Cell::None,
             },
         ]);
     }
-    let of = |at, figure| points(every(cells, 2, at).into_iter(), by_clients, figure);
+    let of = |at, figure| points(select_every(cells, 2, at).into_iter(), by_clients, figure);
     section.plots = vec![
         lines(
             "commit-medium",

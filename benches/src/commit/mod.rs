@@ -1,5 +1,5 @@
-//! `walvisor-bench commit`: the results that this project's sources report of group commit, measured on a disk's log. A
-//! commit is a 4 KiB write and its FLUSH. Clients are closed loops, each in a thread of its own.
+//! `walvisor-bench commit`: published results on group commit, measured on a disk's log. A commit is a 4 KiB write and its
+//! FLUSH. Clients are closed loops, each in a thread of its own.
 
 pub mod cell;
 mod clients;
@@ -41,7 +41,7 @@ pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
     let experiments: Vec<_> = Experiment::value_variants()
         .iter()
         .filter(|experiment| experiment.is_wanted(&arguments.only))
-        .map(|experiment| experiments::planned(*experiment, &arguments.output, slower))
+        .map(|experiment| experiments::plan_experiment(*experiment, &arguments.output, slower))
         .collect();
     let expected = experiments
         .iter()
@@ -54,5 +54,5 @@ pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
         sections.push(experiment.section());
     }
     let title = "Group commit: what a FLUSH costs when many wait for one";
-    arguments.output.give(title, session, sections)
+    arguments.output.write(title, session, sections)
 }

@@ -1,15 +1,16 @@
 //! Writeback and writethrough.
 
-use super::cell::{CommitCell, by_clients, every, lines, plan, points, rate, ratio, syncs};
+use super::cell::{CommitCell, by_clients, lines, plan, points, rate, ratio, select_every, syncs};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, CommitReport, Mode};
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (clients, commits): (&[u16], _) = match quick {
-        true => (&[1, 16], 600),
-        false => (&[1, 4, 16, 64], 3000),
+    let (clients, commits): (&[u16], _) = if quick {
+        (&[1, 16], 600)
+    } else {
+        (&[1, 4, 16, 64], 3000)
     };
     let pair = |&clients: &u16| {
         let back = plan(clients, commits);
@@ -58,10 +59,10 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&through.of(syncs), 3),
             Cell::of(&through.of(rate), 0),
             Cell::of(&through.of(p50), 0),
-            ratio(through, back, rate, Better::More),
+            ratio(through, back, rate, Preference::More),
         ]);
     }
-    let of = |at| points(every(cells, 2, at).into_iter(), by_clients, rate);
+    let of = |at| points(select_every(cells, 2, at).into_iter(), by_clients, rate);
     section.plots = vec![
         lines(
             "commit-mode",

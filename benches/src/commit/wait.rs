@@ -6,16 +6,17 @@ use walvisor_storage::CommitWait;
 
 use super::cell::{CommitCell, lines, median, plan, points, rate, ratio, slow_sync, syncs};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::{CommitPlan, CommitReport};
 
 const COUNTS: [u32; 3] = [10, 25, 50];
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (waits, counts, commits): (&[u64], &[u32], _) = match quick {
-        true => (&[1000], &COUNTS[1..], 1000),
-        false => (&[100, 300, 1000, 3000, 10_000], &COUNTS, 3000),
+    let (waits, counts, commits): (&[u64], &[u32], _) = if quick {
+        (&[1000], &COUNTS[1..], 1000)
+    } else {
+        (&[100, 300, 1000, 3000, 10_000], &COUNTS, 3000)
     };
     let none = CommitPlan {
         medium: slow_sync(1),
@@ -29,7 +30,7 @@ pub fn plans(quick: bool) -> Vec<CommitPlan> {
         },
     ];
     for &wait in waits {
-        // Counts that the clients can reach, then one that they never reach: it is like MariaDB's wait without a count.
+        // Counts that the clients can reach, then one that they cannot, which is like MariaDB's wait without a count.
         for count in counts.iter().copied().chain([1000]) {
             let wait = CommitWait {
                 longest: Some(Duration::from_micros(wait)),
@@ -79,9 +80,9 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&cell.of(rate), 0),
             Cell::of(&cell.of(p50), 0),
             Cell::of(&cell.of(|report| report.p99_us), 0),
-            ratio(cell, none, rate, Better::More),
-            ratio(cell, none, syncs, Better::Less),
-            ratio(cell, none, p50, Better::Less),
+            ratio(cell, none, rate, Preference::More),
+            ratio(cell, none, syncs, Preference::Less),
+            ratio(cell, none, p50, Preference::Less),
         ]);
     }
     let longest = |plan: &CommitPlan| {
@@ -110,7 +111,7 @@ pub fn section(cells: &[CommitCell]) -> Section {
             waits.iter().copied().fold(f64::INFINITY, f64::min),
             waits.iter().copied().fold(0.0, f64::max),
         ];
-        // The first two cells have no such wait, so each is a line across.
+        // The first two cells have no fixed wait, so each is a horizontal line.
         for (cell, name) in cells.iter().zip(["no wait", "adaptive (the default)"]) {
             if let Some(flat) = median(cell, figure) {
                 series.push(Series::ideal(name, ends.map(|at| (at, flat)).to_vec()));

@@ -1,8 +1,10 @@
 //! Aliyun: one write for a group, and a write for each of its waiters.
 
-use super::cell::{CommitCell, by_clients, every, lines, plan, points, rate, ratio, syncs, writes};
+use super::cell::{
+    CommitCell, by_clients, lines, plan, points, rate, ratio, select_every, syncs, writes,
+};
 use crate::report::plot::{Axis, Series};
-use crate::report::{Better, Cell, Section};
+use crate::report::{Cell, Preference, Section};
 use crate::store::commit::CommitPlan;
 
 /// Results in the source: clients, and commits per second before and after the change.
@@ -15,9 +17,10 @@ const REPORTED: [(u16, f64, f64); 4] = [
 
 /// The cells of the experiment, in full or quickly.
 pub fn plans(quick: bool) -> Vec<CommitPlan> {
-    let (reported, commits) = match quick {
-        true => (&REPORTED[1..2], 2000),
-        false => (&REPORTED[..], 10_000),
+    let (reported, commits) = if quick {
+        (&REPORTED[1..2], 2000)
+    } else {
+        (&REPORTED[..], 10_000)
     };
     let pair = |&(clients, ..): &(u16, f64, f64)| {
         let one = plan(clients, commits);
@@ -68,13 +71,13 @@ pub fn section(cells: &[CommitCell]) -> Section {
             Cell::of(&one.of(writes), 3),
             Cell::of(&one.of(syncs), 3),
             Cell::of(&one.of(rate), 0),
-            ratio(one, each, rate, Better::More),
+            ratio(one, each, rate, Preference::More),
             reported.map_or(Cell::None, |(_, before, after)| {
                 Cell::Number(after / before, 2)
             }),
         ]);
     }
-    let of = |at| points(every(cells, 2, at).into_iter(), by_clients, rate);
+    let of = |at| points(select_every(cells, 2, at).into_iter(), by_clients, rate);
     section.plots = vec![
         lines(
             "commit-waiters",

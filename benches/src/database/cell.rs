@@ -1,20 +1,20 @@
 //! The cells of the tables: jobs, and the results of their rounds.
 
-use super::job::{DatabaseDisk, DatabaseEngine, DatabaseJob, DatabaseMeasured};
+use super::job::{DatabaseDisk, DatabaseEngine, DatabaseJob, DatabaseMeasurement};
 use crate::report::{Cell as Figure, Spread};
 
 /// A job and the results of its rounds.
 pub struct DatabaseCell {
     pub job: DatabaseJob,
-    pub rounds: Vec<DatabaseMeasured>,
+    pub rounds: Vec<DatabaseMeasurement>,
 }
 
 impl DatabaseCell {
-    pub fn of(&self, figure: fn(&DatabaseMeasured) -> f64) -> Vec<f64> {
+    pub fn of(&self, figure: fn(&DatabaseMeasurement) -> f64) -> Vec<f64> {
         self.rounds.iter().map(figure).collect()
     }
 
-    pub fn median(&self, figure: fn(&DatabaseMeasured) -> f64) -> Option<f64> {
+    pub fn median(&self, figure: fn(&DatabaseMeasurement) -> f64) -> Option<f64> {
         Spread::of(&self.of(figure)).map(|spread| spread.median)
     }
 
@@ -58,40 +58,44 @@ const SQLITE: [(DatabaseEngine, DatabaseDisk); 4] = [
     (DatabaseEngine::SqliteRollback, DatabaseDisk::Raw),
     (DatabaseEngine::SqliteRollback, DatabaseDisk::Wal),
 ];
-/// The sides of several guests: those of PostgreSQL that keep their promise.
+/// The sides with several guests: the crash-safe ones of PostgreSQL.
 const GUESTS: [(DatabaseEngine, DatabaseDisk); 3] = [POSTGRESQL[0], POSTGRESQL[2], POSTGRESQL[3]];
 
 /// MariaDB's cells, in the order of a round.
 pub fn mariadb(quick: bool, clients: &[u32]) -> Vec<DatabaseCell> {
-    let commits = |clients: u32| match quick {
-        true => (clients * 10).max(60),
-        false => (clients * 40).max(160),
+    let commits = |clients: u32| {
+        if quick {
+            (clients * 10).max(60)
+        } else {
+            (clients * 40).max(160)
+        }
     };
-    planned(&MARIADB, clients, commits)
+    plan_cells(&MARIADB, clients, commits)
 }
 
 /// PostgreSQL's cells.
 pub fn postgresql(quick: bool, clients: &[u32]) -> Vec<DatabaseCell> {
-    // As many for all numbers of clients, so that as many transactions are the first to change their page.
+    // The same for all numbers of clients, so that equally many transactions are the first to change their page.
     let all = if quick { 160 } else { 640 };
     let commits = |clients: u32| all / clients * clients;
-    planned(&POSTGRESQL, clients, commits)
+    plan_cells(&POSTGRESQL, clients, commits)
 }
 
 /// SQLite's cells.
 pub fn sqlite(quick: bool) -> Vec<DatabaseCell> {
-    planned(&SQLITE, &[1], |_| if quick { 60 } else { 200 })
+    plan_cells(&SQLITE, &[1], |_| if quick { 60 } else { 200 })
 }
 
 /// The cells of several guests.
 pub fn guests(quick: bool) -> Vec<DatabaseCell> {
-    match quick {
-        true => planned(&GUESTS, &[4], |_| 80),
-        false => planned(&GUESTS, &[1, 4], |_| 320),
+    if quick {
+        plan_cells(&GUESTS, &[4], |_| 80)
+    } else {
+        plan_cells(&GUESTS, &[1, 4], |_| 320)
     }
 }
 
-fn planned(
+fn plan_cells(
     sides: &[(DatabaseEngine, DatabaseDisk)],
     clients: &[u32],
     commits: impl Fn(u32) -> u32,

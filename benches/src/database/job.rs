@@ -6,7 +6,7 @@ use std::time::Duration;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DatabaseEngine {
     Mariadb,
-    /// PostgreSQL, whose log gets a copy of each page that is changed first after a checkpoint.
+    /// PostgreSQL, whose log gets a full copy of each page at its first change after a checkpoint.
     Postgresql,
     /// PostgreSQL with `full_page_writes=off`.
     PostgresqlOnce,
@@ -66,7 +66,7 @@ pub struct DatabaseJob {
     pub disk: DatabaseDisk,
     /// Clients of a guest.
     pub clients: u32,
-    /// Commits of a guest: a multiple of its clients.
+    /// Commits of a guest, a multiple of its clients.
     pub commits: u32,
 }
 
@@ -89,9 +89,9 @@ impl DatabaseJob {
     }
 }
 
-/// The result of a job. The counts are those of all guests.
+/// The result of a job. The counts are for all guests together.
 #[derive(Clone, Copy, Debug)]
-pub struct DatabaseMeasured {
+pub struct DatabaseMeasurement {
     pub commits_per_s: f64,
     /// The guests' FLUSHes per commit.
     pub flushes: f64,

@@ -1,5 +1,5 @@
 //! `walvisor-bench database`: MariaDB, PostgreSQL and SQLite, which wait for the disk at each commit, on a raw image and on
-//! the write-ahead log, with and without a second write of each page; and several guests on one log.
+//! the write-ahead log, with and without writing each page twice; and several guests on one log.
 //!
 //! ```text
 //!   mod.rs: cells in turns ──▶ site.rs ──▶ walvisor serve vhost-user: raw-0.img, wal-0.img, single-0.img, raw-1.img, ...
@@ -26,7 +26,7 @@ use site::{DatabaseServer, DatabaseSite};
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Part {
+enum DatabasePart {
     /// MariaDB, with its doublewrite buffer and without
     Mariadb,
     /// PostgreSQL, with full-page writes and without
@@ -42,7 +42,7 @@ enum Part {
 pub struct DatabaseArguments {
     /// Only these parts, with commas between
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PART,PART")]
-    only: Vec<Part>,
+    only: Vec<DatabasePart>,
     /// Numbers of clients of MariaDB and PostgreSQL, measured in turns, separated by commas [default: 1,2,4,8,16,32; with
     /// --quick 1,16]
     #[arg(long, value_delimiter = ',', value_name = "N,N..", value_parser = clap::value_parser!(u32).range(1..=64))]
@@ -71,23 +71,23 @@ pub fn run(arguments: &DatabaseArguments) -> Result<(), CommandError> {
         }
     }
     let parts = || one.parts.iter().chain(&several.parts);
-    // What was measured before a failure is reported with it.
+    // What was measured before a failure is still reported.
     let measured = |(_, cells): &(_, Vec<DatabaseCell>)| !cells[0].rounds.is_empty();
     if failed.is_none() || parts().any(measured) {
         let sections = parts().map(|(part, cells)| section_of(*part, cells, several.guests));
         let title = "Databases: what a commit costs on a raw image and on the write-ahead log";
-        output.give(title, session, sections.collect())?;
+        output.write(title, session, sections.collect())?;
     }
     failed.map_or(Ok(()), Err)
 }
 
-/// Estimated time of the start of a guest's servers.
+/// Estimated time to start a guest's servers.
 const START: Duration = Duration::from_secs(20);
 
 /// Parts that are measured in turns, in the same guests.
 struct Stage {
     guests: usize,
-    parts: Vec<(Part, Vec<DatabaseCell>)>,
+    parts: Vec<(DatabasePart, Vec<DatabaseCell>)>,
 }
 
 /// The stage with one guest, and that with several.
@@ -98,13 +98,14 @@ fn plan(arguments: &DatabaseArguments) -> (Stage, Stage) {
         ([], false) => &[1, 2, 4, 8, 16, 32][..],
         (chosen, _) => chosen,
     };
-    let stage = |guests: usize, parts: &[Part]| {
-        let wanted = |part: &&Part| arguments.only.is_empty() || arguments.only.contains(part);
+    let stage = |guests: usize, parts: &[DatabasePart]| {
+        let wanted =
+            |part: &&DatabasePart| arguments.only.is_empty() || arguments.only.contains(part);
         let cells = |part| match part {
-            Part::Mariadb => cell::mariadb(quick, clients),
-            Part::Postgresql => cell::postgresql(quick, clients),
-            Part::Sqlite => cell::sqlite(quick),
-            Part::Guests => cell::guests(quick),
+            DatabasePart::Mariadb => cell::mariadb(quick, clients),
+            DatabasePart::Postgresql => cell::postgresql(quick, clients),
+            DatabasePart::Sqlite => cell::sqlite(quick),
+            DatabasePart::Guests => cell::guests(quick),
         };
         let parts = parts.iter().filter(wanted);
         Stage {
@@ -113,17 +114,24 @@ fn plan(arguments: &DatabaseArguments) -> (Stage, Stage) {
         }
     };
     (
-        stage(1, &[Part::Mariadb, Part::Postgresql, Part::Sqlite]),
-        stage(arguments.guests.into(), &[Part::Guests]),
+        stage(
+            1,
+            &[
+                DatabasePart::Mariadb,
+                DatabasePart::Postgresql,
+                DatabasePart::Sqlite,
+            ],
+        ),
+        stage(arguments.guests.into(), &[DatabasePart::Guests]),
     )
 }
 
-fn section_of(part: Part, cells: &[DatabaseCell], guests: usize) -> Section {
+fn section_of(part: DatabasePart, cells: &[DatabaseCell], guests: usize) -> Section {
     match part {
-        Part::Mariadb => section::mariadb(cells),
-        Part::Postgresql => section::postgresql(cells),
-        Part::Sqlite => section::sqlite(cells),
-        Part::Guests => section::guests(cells, guests),
+        DatabasePart::Mariadb => section::mariadb(cells),
+        DatabasePart::Postgresql => section::postgresql(cells),
+        DatabasePart::Sqlite => section::sqlite(cells),
+        DatabasePart::Guests => section::guests(cells, guests),
     }
 }
 
@@ -131,13 +139,13 @@ impl Stage {
     fn expected(&self, rounds: usize) -> Duration {
         let jobs = self.parts.iter().flat_map(|(_, cells)| cells);
         let once: Duration = jobs.map(|cell| cell.job.expected()).sum();
-        match self.parts.is_empty() {
-            true => Duration::ZERO,
-            false => START * self.guests as u32 + once * self.guests as u32 * rounds as u32,
+        if self.parts.is_empty() {
+            return Duration::ZERO;
         }
+        START * self.guests as u32 + once * self.guests as u32 * rounds as u32
     }
 
-    /// Measures all cells, `rounds` times, in turns, until the user interrupts it.
+    /// Measures all cells in turns, `rounds` times, unless the user interrupts it.
     fn measure(
         &mut self,
         rounds: usize,
@@ -174,7 +182,7 @@ impl Stage {
     }
 }
 
-impl Part {
+impl DatabasePart {
     /// The server that its cells measure.
     fn server(self) -> DatabaseServer {
         match self {

@@ -1,9 +1,9 @@
 //! The tables and plots.
 
 use super::cell::{DatabaseCell, FIGURES};
-use super::job::{DatabaseDisk, DatabaseEngine, DatabaseMeasured};
-use crate::report::plot::{Axis, Kind, Plot, Series};
-use crate::report::{Better, Cell as Figure, Section, Spread};
+use super::job::{DatabaseDisk, DatabaseEngine, DatabaseMeasurement};
+use crate::report::plot::{Axis, Plot, PlotKind, Series};
+use crate::report::{Cell as Figure, Preference, Section, Spread};
 
 /// MariaDB by clients.
 pub fn mariadb(cells: &[DatabaseCell]) -> Section {
@@ -47,7 +47,7 @@ fn server_columns() -> Vec<(&'static str, &'static str)> {
     columns
 }
 
-/// The rows of a server that is measured by clients, and their plots.
+/// The rows of a server by number of clients, and their plots.
 fn by_clients(mut section: Section, server: &str, cells: &[DatabaseCell]) -> Section {
     for cell in cells {
         let mut row = vec![
@@ -58,7 +58,7 @@ fn by_clients(mut section: Section, server: &str, cells: &[DatabaseCell]) -> Sec
         row.push(beside_raw(cell, cells));
         section.table.rows.push(row);
     }
-    let plot = |name: &str, title: &str, label: &str, figure: fn(&DatabaseMeasured) -> f64| {
+    let plot = |name: &str, title: &str, label: &str, figure: fn(&DatabaseMeasurement) -> f64| {
         let sides = cells
             .iter()
             .take_while(|cell| cell.job.clients == cells[0].job.clients);
@@ -75,7 +75,7 @@ fn by_clients(mut section: Section, server: &str, cells: &[DatabaseCell]) -> Sec
             name: format!("{}-{name}", section.key),
             title: format!("{server}: {title}"),
             caption: String::new(),
-            kind: Kind::Lines {
+            kind: PlotKind::Lines {
                 x: Axis::log("clients"),
                 y: Axis::linear(label),
                 series: series.collect(),
@@ -105,14 +105,14 @@ fn by_clients(mut section: Section, server: &str, cells: &[DatabaseCell]) -> Sec
     section
 }
 
-/// A cell's rate beside that of the raw image with as many clients.
+/// A cell's rate compared with that of the raw image with as many clients.
 fn beside_raw(cell: &DatabaseCell, cells: &[DatabaseCell]) -> Figure {
     let raw = cells
         .iter()
         .find(|other| other.job.side() == "raw" && other.job.clients == cell.job.clients);
     let rates = [raw, Some(cell)].map(|it| it.and_then(|it| it.median(|it| it.commits_per_s)));
     match rates {
-        [Some(raw), Some(rate)] if raw > 0.0 => Figure::ratio(rate / raw, Better::More),
+        [Some(raw), Some(rate)] if raw > 0.0 => Figure::ratio(rate / raw, Preference::More),
         _ => Figure::None,
     }
 }
@@ -148,7 +148,7 @@ pub fn sqlite(cells: &[DatabaseCell]) -> Section {
         name: "sqlite-rate".to_owned(),
         title: "SQLite: transactions a second, one client".to_owned(),
         caption: String::new(),
-        kind: Kind::Bars {
+        kind: PlotKind::Bars {
             unit: "transactions a second".to_owned(),
             groups: vec!["raw".to_owned(), "wal".to_owned()],
             even: None,
@@ -198,8 +198,8 @@ mod tests {
     use super::super::cell;
     use super::*;
 
-    fn measured(commits_per_s: f64) -> DatabaseMeasured {
-        DatabaseMeasured {
+    fn measured(commits_per_s: f64) -> DatabaseMeasurement {
+        DatabaseMeasurement {
             commits_per_s,
             flushes: 3.0,
             syncs: 1.5,
@@ -234,8 +234,8 @@ mod tests {
     }
 
     #[test]
-    fn a_row_tells_its_rate_beside_that_of_raw() {
-        let number = |ratio| Figure::ratio(ratio, Better::More);
+    fn a_row_compares_its_rate_with_that_of_raw() {
+        let number = |ratio| Figure::ratio(ratio, Preference::More);
         let section = mariadb(&with_a_round(cell::mariadb(true, &[1, 16])));
         let expected = [1.0, 1.5, 1.5].map(number);
         let twice: Vec<&Figure> = expected.iter().chain(&expected).collect();
@@ -259,7 +259,7 @@ mod tests {
     fn each_side_is_a_line_of_the_plots() {
         let section = postgresql(&with_a_round(cell::postgresql(false, &[1, 8, 32])));
         let lines = section.plots.iter().map(|plot| match &plot.kind {
-            Kind::Lines { series, .. } => series.len(),
+            PlotKind::Lines { series, .. } => series.len(),
             _ => 0,
         });
         assert_eq!(lines.collect::<Vec<_>>(), [4, 4, 4]);
@@ -270,7 +270,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_not_measured_is_told_as_nothing() {
+    fn what_was_not_measured_is_left_empty() {
         let clients = [1, 2, 4, 8, 16, 32];
         for (section, rows) in [
             (mariadb(&cell::mariadb(false, &clients)), 18),
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn all_clients_make_as_many_commits() {
+    fn every_client_makes_the_same_number_of_commits() {
         for quick in [true, false] {
             let clients: Vec<u32> = (1..=64).collect();
             for cell in cell::postgresql(quick, &clients) {

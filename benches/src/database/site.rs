@@ -1,5 +1,5 @@
-//! The environment for databases: a daemon with the disks, guests in user-mode Linux with the servers, and the jobs sent
-//! to them.
+//! The environment for databases: a daemon with the disks, guests in user-mode Linux with the servers, and the jobs for
+//! them.
 
 use std::fs::File;
 use std::io::Write;
@@ -11,7 +11,7 @@ use walvisor_guest_images::UserMode;
 use walvisor_storage::{StoreOptions, create_disk};
 use walvisor_tests::postgresql;
 
-use super::job::{DatabaseDisk, DatabaseJob, DatabaseMeasured};
+use super::job::{DatabaseDisk, DatabaseJob, DatabaseMeasurement};
 use crate::console::Console;
 use crate::daemon::Daemon;
 use crate::output::failed;
@@ -27,7 +27,7 @@ const NEEDS: [(&str, &str); 3] = [
 ];
 const DISK_BYTES: u64 = 320 << 20;
 
-/// A database of each guest.
+/// A database server, which each guest runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum DatabaseServer {
     Mariadb,
@@ -67,7 +67,7 @@ pub struct DatabaseSite {
 }
 
 impl DatabaseSite {
-    /// Makes disks in `dir`, and starts the daemon and the guests, each with all `servers`.
+    /// Creates disks in `dir`, and starts the daemon and the guests, each with all `servers`.
     ///
     /// # Errors
     /// If a program is missing, a disk cannot be made, or the daemon, a guest or a server does not start.
@@ -84,12 +84,13 @@ impl DatabaseSite {
             .prefix("walvisor-bench-")
             .tempdir_in(dir)
             .map_err(failed("make a directory", dir))?;
-        // The paths of sockets must be short.
+        // Socket paths must be short.
         let short = || tempfile::tempdir().map_err(CommandError::failed);
         let sockets = short()?;
-        let disks: &[_] = match servers.contains(&DatabaseServer::Mariadb) {
-            true => &[DatabaseDisk::Raw, DatabaseDisk::Wal, DatabaseDisk::Single],
-            false => &[DatabaseDisk::Raw, DatabaseDisk::Wal],
+        let disks: &[_] = if servers.contains(&DatabaseServer::Mariadb) {
+            &[DatabaseDisk::Raw, DatabaseDisk::Wal, DatabaseDisk::Single]
+        } else {
+            &[DatabaseDisk::Raw, DatabaseDisk::Wal]
         };
         let (specs, machines) = make_disks(disks, guests, place.path(), sockets.path())?;
         let mut places = Vec::new();
@@ -125,22 +126,22 @@ impl DatabaseSite {
     ///
     /// # Errors
     /// If it fails in a guest, or a guest has ended.
-    pub fn measure(&mut self, job: &DatabaseJob) -> Result<DatabaseMeasured, CommandError> {
+    pub fn measure(&mut self, job: &DatabaseJob) -> Result<DatabaseMeasurement, CommandError> {
         let (engine, disk) = (job.engine.name(), job.disk.name());
         let DatabaseJob {
             clients, commits, ..
         } = job;
         for guest in &mut self.guests {
-            guest.tell(&format!("{engine} {disk} {clients} {commits}"))?;
+            guest.send(&format!("{engine} {disk} {clients} {commits}"))?;
         }
         for guest in &mut self.guests {
             guest.wait_for("ready")?;
         }
         let before = self.counters(job.disk)?;
         for guest in &mut self.guests {
-            guest.tell("go")?;
+            guest.send("go")?;
         }
-        // The time of all is that of the slowest guest.
+        // The slowest guest determines the time.
         let mut slowest: f64 = 0.0;
         for guest in &mut self.guests {
             let seconds = guest.wait_for("sample: ")?;
@@ -158,7 +159,7 @@ impl DatabaseSite {
         let each = |figure: fn(&Counters) -> u64| {
             figure(&after).saturating_sub(figure(&before)) as f64 / commits
         };
-        Ok(DatabaseMeasured {
+        Ok(DatabaseMeasurement {
             commits_per_s: commits / slowest,
             flushes: each(|counters| counters.flushes),
             syncs: each(|counters| counters.syncs),
@@ -189,7 +190,7 @@ impl DatabaseSite {
 impl Drop for DatabaseSite {
     fn drop(&mut self) {
         self.guests.clear();
-        // The disks are thrown away, so nothing is copied to them. The daemon may have ended already, which is fine.
+        // The disks are thrown away, so the daemon is killed before it copies anything to them. Fails if it has ended.
         let _ = self.daemon.process().kill();
     }
 }
@@ -203,7 +204,7 @@ struct Counters {
     written_bytes: u64,
 }
 
-/// Makes the disks of all guests in `place`. Returns their SPECs, and the guests with them.
+/// Creates the disks of all guests in `place`. Returns their SPECs, and the guests with them.
 fn make_disks(
     disks: &[DatabaseDisk],
     guests: usize,
@@ -223,7 +224,7 @@ fn make_disks(
     Ok((specs, machines))
 }
 
-/// Makes a guest's disk in `place`. Returns its SPEC.
+/// Creates a guest's disk in `place`. Returns its SPEC.
 fn make_disk(
     disk: DatabaseDisk,
     guest: usize,
@@ -250,7 +251,7 @@ fn make_disk(
     }
 }
 
-/// Makes a file whose blocks are all allocated. A sync of it writes data alone, which is the best case for a raw image.
+/// Creates a file whose blocks are all allocated: a sync then writes only data, which is the best case for a raw image.
 fn write_zeroes(path: &Path) -> Result<(), CommandError> {
     let write = || {
         let mut file = File::create(path)?;

@@ -1,4 +1,4 @@
-//! Failover under load: the primary is killed, the other machine takes over, and must have every commit whose FLUSH was
+//! Failover under load: the primary is killed, and the other machine takes over. It must have every commit whose FLUSH was
 //! acknowledged.
 
 use std::path::Path;
@@ -6,15 +6,15 @@ use std::time::{Duration, Instant};
 
 use walvisor::commands::CommandError;
 
-use super::pair::Pair;
+use super::pair::MachinePair;
 use crate::report::{Cell, Section};
 use crate::session::Session;
 
 /// Clients of the load.
 const CLIENTS: usize = 16;
-/// Estimated time of a failover, with booting the machines.
+/// Estimated time of a failover, including booting the machines.
 const EXPECTED: Duration = Duration::from_secs(15);
-/// Acknowledged commits before a delay is set, and from then to the first kill.
+/// Acknowledged commits before the network gets its delay, and from then to the first kill.
 const COMMITS: u64 = 200;
 
 /// How DRBD replicates.
@@ -22,7 +22,7 @@ const COMMITS: u64 = 200;
 struct Protocol {
     name: &'static str,
     title: &'static str,
-    /// The delay of what the primary sends, in milliseconds.
+    /// The delay of the frames that the primary sends, in milliseconds.
     delay: u32,
 }
 
@@ -32,7 +32,8 @@ const SYNCHRONOUS: Protocol = Protocol {
     title: "C",
     delay: 2,
 };
-/// The control. A write completes when the primary's disk has it, and what it sent in its last second is lost with it.
+/// The control. A write completes when the primary's disk has it, and the frames of the last second are lost with the
+/// primary.
 const ASYNCHRONOUS: Protocol = Protocol {
     name: "A",
     title: "A (control)",
@@ -44,7 +45,7 @@ const ASYNCHRONOUS: Protocol = Protocol {
 struct Failover {
     /// Number of commits that were acknowledged before the kill.
     acknowledged: u64,
-    /// Number of these that the other machine has.
+    /// How many of these the other machine has.
     present: u64,
     /// Time from the kill until the disk was open on the other machine.
     taken_over: Duration,
@@ -56,8 +57,8 @@ pub struct Failovers {
 }
 
 impl Failovers {
-    /// `rounds` failovers, then one as a control.
-    pub fn planned(rounds: usize) -> Self {
+    /// Plans `rounds` failovers and a control.
+    pub fn new(rounds: usize) -> Self {
         let rows = [(SYNCHRONOUS, rounds), (ASYNCHRONOUS, 1)];
         Self {
             rows: rows
@@ -80,7 +81,7 @@ impl Failovers {
         for (protocol, rounds, done) in &mut self.rows {
             for round in 0..*rounds {
                 let what = format!("failover {}, protocol {}", round + 1, protocol.name);
-                // Each kill is at another moment.
+                // Each kill comes at a different moment.
                 let commits = COMMITS + 61 * round as u64;
                 let one = session.step(&what, EXPECTED, || fail_over(*protocol, commits, dir))?;
                 done.extend(one);
@@ -90,8 +91,8 @@ impl Failovers {
     }
 
     /// The number of acknowledged commits that a failover lost with protocol C.
-    pub fn lost(&self) -> u64 {
-        self.rows[0].2.iter().map(Failover::lost).sum()
+    pub fn lost_commits(&self) -> u64 {
+        self.rows[0].2.iter().map(Failover::lost_commits).sum()
     }
 
     /// The results as a section.
@@ -130,7 +131,7 @@ impl Failovers {
                 Cell::count(done.len() as u64),
                 sum(|one| one.acknowledged),
                 sum(|one| one.present),
-                sum(Failover::lost),
+                sum(Failover::lost_commits),
                 Cell::of(&times, 1),
             ]);
         }
@@ -139,7 +140,7 @@ impl Failovers {
 }
 
 impl Failover {
-    fn lost(&self) -> u64 {
+    fn lost_commits(&self) -> u64 {
         self.acknowledged - self.present
     }
 }
@@ -173,12 +174,12 @@ impl Commits {
 
 /// Kills the primary once `commits` more commits were acknowledged after the network got its delay.
 fn fail_over(protocol: Protocol, commits: u64, dir: &Path) -> Result<Failover, CommandError> {
-    let mut pair = Pair::start(dir, protocol.name)?;
+    let mut pair = MachinePair::start(dir, protocol.name)?;
     pair.begin()?;
     let mut acknowledged = Commits([0; CLIENTS]);
     let mut said = pair.first.run(&format!("load {CLIENTS}"))?;
     while acknowledged.sum() < COMMITS {
-        said.push(pair.first.console.line()?);
+        said.push(pair.first.console.next_line()?);
         for line in said.drain(..) {
             acknowledged.read("acknowledged", &line)?;
         }
@@ -188,12 +189,12 @@ fn fail_over(protocol: Protocol, commits: u64, dir: &Path) -> Result<Failover, C
     }
     let end = acknowledged.sum() + commits;
     while acknowledged.sum() < end {
-        let line = pair.first.console.line()?;
+        let line = pair.first.console.next_line()?;
         acknowledged.read("acknowledged", &line)?;
     }
     let killed = Instant::now();
     for line in pair.first.console.kill() {
-        // The last line may be cut off.
+        // The last line may be incomplete.
         let _ = acknowledged.read("acknowledged", &line);
     }
     pair.second.run("take_over")?;

@@ -1,4 +1,4 @@
-//! The matrix: a commit's cost by the link between the machines and by the number of clients.
+//! The matrix: what a commit costs, by the link between the machines and by the number of clients.
 
 use std::path::Path;
 use std::time::Duration;
@@ -6,24 +6,24 @@ use std::time::Duration;
 use walvisor::commands::CommandError;
 use walvisor_storage::CommitWait;
 
-use super::pair::{Machine, Pair};
-use crate::commit::cell::{CommitCell, curve, every, plan};
-use crate::commit::latency::{COLUMNS, Line, rates, series};
+use super::pair::{Machine, MachinePair};
+use crate::commit::cell::{CommitCell, curve, plan, select_every};
+use crate::commit::latency::{COLUMNS, PlotLine, rates, series};
 use crate::report::{Cell, Section};
 use crate::session::Session;
 use crate::store::commit::{CommitPlan, CommitReport, Switch};
 
-/// The source's round trip and the rate that it reports there, without groups, for any number of clients.
+/// The round trip in the published source, and the rate that it reports without grouping, for any number of clients.
 const SOURCE: (u32, f64) = (4, 250.0);
-/// Time of a cell beyond that of its commits: making the log and removing it.
-const AROUND: Duration = Duration::from_millis(900);
+/// Time of a cell besides its commits: creating the log and removing it.
+const OVERHEAD: Duration = Duration::from_millis(900);
 /// Time to boot and connect the machines.
 const BOOT: Duration = Duration::from_secs(8);
 
 /// What replicates the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Link {
-    /// A disk of the first machine alone.
+    /// Nothing: a disk of the first machine.
     None,
     /// DRBD without its other machine.
     Disconnected,
@@ -83,18 +83,19 @@ struct Row {
     cells: Vec<CommitCell>,
 }
 
-/// The matrix, measured in `rounds`, each on machines of its own.
+/// The matrix, measured in rounds, each on new machines.
 pub struct Matrix {
     rows: Vec<Row>,
     rounds: usize,
 }
 
 impl Matrix {
-    /// All of it, or quickly a part.
-    pub fn planned(quick: bool, rounds: usize) -> Self {
-        let (links, clients): (&[Link], &[u16]) = match quick {
-            true => (&Link::QUICK, &[1, 8]),
-            false => (&Link::ALL, &[1, 2, 4, 8, 16, 32, 64]),
+    /// Plans all of it, or only a part if `quick`.
+    pub fn new(quick: bool, rounds: usize) -> Self {
+        let (links, clients): (&[Link], &[u16]) = if quick {
+            (&Link::QUICK, &[1, 8])
+        } else {
+            (&Link::ALL, &[1, 2, 4, 8, 16, 32, 64])
         };
         let seconds = if quick { 0.7 } else { 2.5 };
         let cells = |link: Link| {
@@ -128,7 +129,7 @@ impl Matrix {
     pub fn expected(&self) -> Duration {
         let cells = self.rows.iter().flat_map(|row| {
             let cells = row.cells.iter();
-            cells.map(|cell| AROUND + commits_take(row.link, &cell.plan))
+            cells.map(|cell| OVERHEAD + commits_take(row.link, &cell.plan))
         });
         (BOOT + cells.sum()) * self.rounds as u32
     }
@@ -140,7 +141,7 @@ impl Matrix {
     pub fn measure(&mut self, session: &Session, dir: &Path) -> Result<(), CommandError> {
         for round in 1..=self.rounds {
             let started = session.step("two machines boot", BOOT, || {
-                let mut pair = Pair::start(dir, "C")?;
+                let mut pair = MachinePair::start(dir, "C")?;
                 pair.begin()?;
                 Ok(pair)
             })?;
@@ -159,7 +160,7 @@ impl Matrix {
                 }
                 row.prepare(&mut pair)?;
                 for cell in &mut row.cells {
-                    let expected = AROUND + commits_take(row.link, &cell.plan);
+                    let expected = OVERHEAD + commits_take(row.link, &cell.plan);
                     let what = format!("{what}: {} clients", cell.plan.clients);
                     let report = session.step(&what, expected, || {
                         commit(&mut pair.first, row.link, &cell.plan)
@@ -201,10 +202,10 @@ impl Matrix {
             ]
             .concat(),
         );
-        let lines: Vec<Line> = self
+        let lines: Vec<PlotLine> = self
             .rows
             .iter()
-            .map(|row| Line {
+            .map(|row| PlotLine {
                 name: row.link.name(),
                 begin: vec![
                     Cell::text(row.link.name()),
@@ -246,7 +247,7 @@ impl Matrix {
         let [mut off, mut on] = [0, 1].map(|at| series(&lines, at));
         let link = Link::RoundTrip(SOURCE.0);
         if let Some(row) = self.rows.iter().find(|row| row.link == link) {
-            let cells: Vec<&CommitCell> = every(&row.cells, 2, 0);
+            let cells: Vec<&CommitCell> = select_every(&row.cells, 2, 0);
             let name = format!("source at {} ms", SOURCE.0);
             off.push(curve(&name, &cells, |_| SOURCE.1));
             let name = format!("ideal at {} ms: N/S", SOURCE.0);
@@ -266,8 +267,8 @@ impl Row {
         Cell::of(&self.pings.iter().map(figure).collect::<Vec<_>>(), 2)
     }
 
-    /// Makes the link of this row, and verifies its round trip.
-    fn prepare(&mut self, pair: &mut Pair) -> Result<(), CommandError> {
+    /// Sets up the link of this row, and verifies its round trip.
+    fn prepare(&mut self, pair: &mut MachinePair) -> Result<(), CommandError> {
         match self.link {
             Link::None => {
                 pair.first.run("mkdir plain && format /dev/ubdb plain")?;
@@ -281,7 +282,7 @@ impl Row {
                 let ping = Ping::measure(&mut pair.first)?;
                 if ping.shortest < asked {
                     return Err(CommandError::Failed(format!(
-                        "{}: a ping took {} ms: the delay is not there",
+                        "{}: a ping took {} ms: the delay is not in force",
                         self.link.name(),
                         ping.shortest
                     )));
@@ -292,8 +293,8 @@ impl Row {
         Ok(())
     }
 
-    /// Checks that the link lasted for the whole row.
-    fn verify(&self, pair: &mut Pair) -> Result<(), CommandError> {
+    /// Checks that the link was up during the whole row.
+    fn verify(&self, pair: &mut MachinePair) -> Result<(), CommandError> {
         let command = match self.link {
             Link::None => "umount plain",
             Link::Disconnected => "state StandAlone",
@@ -322,11 +323,11 @@ impl Ping {
     }
 }
 
-/// Estimated time of the commits of a cell.
+/// Estimated time of a cell's commits.
 fn commits_take(link: Link, plan: &CommitPlan) -> Duration {
     let served = match plan.group {
         Switch::Off => 1.0,
-        // More clients are more work for the processor.
+        // More clients need more processor time.
         Switch::On => f64::from(plan.clients.min(16)),
     };
     link.sync().mul_f64(plan.commits as f64 / served)

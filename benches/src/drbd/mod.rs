@@ -19,8 +19,8 @@ use matrix::Matrix;
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Part {
-    /// No DRBD, DRBD disconnected, and round trips to 20 ms, with 1 to 64 clients, grouping off and on
+enum DrbdPart {
+    /// No DRBD, DRBD disconnected, and round trips up to 20 ms, with 1 to 64 clients, grouping off and on
     Matrix,
     /// The primary is killed under load, and the other machine takes over
     Failover,
@@ -31,7 +31,7 @@ enum Part {
 pub struct DrbdArguments {
     /// Only these parts, with commas between
     #[arg(long, value_enum, value_delimiter = ',', value_name = "PART,PART")]
-    only: Vec<Part>,
+    only: Vec<DrbdPart>,
     #[command(flatten)]
     output: Output,
 }
@@ -44,8 +44,8 @@ pub fn run(arguments: &DrbdArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
     let wanted = |part| arguments.only.is_empty() || arguments.only.contains(&part);
     let mut matrix =
-        wanted(Part::Matrix).then(|| Matrix::planned(output.quick, output.rounds(1, 1)));
-    let mut failovers = wanted(Part::Failover).then(|| Failovers::planned(output.rounds(5, 1)));
+        wanted(DrbdPart::Matrix).then(|| Matrix::new(output.quick, output.rounds(1, 1)));
+    let mut failovers = wanted(DrbdPart::Failover).then(|| Failovers::new(output.rounds(5, 1)));
     let expected = [
         matrix.as_ref().map(Matrix::expected),
         failovers.as_ref().map(Failovers::expected),
@@ -60,15 +60,15 @@ pub fn run(arguments: &DrbdArguments) -> Result<(), CommandError> {
         failed = failovers.measure(&session, &output.dir).err();
         sections.push(failovers.section());
     }
-    // What was measured before a failure is reported with it.
+    // What was measured before a failure is still reported.
     let measured = |section: &Section| !section.table.rows.is_empty();
     if failed.is_none() || sections.iter().any(measured) {
-        output.give("Group commit on a replicated disk: DRBD", session, sections)?;
+        output.write("Group commit on a replicated disk: DRBD", session, sections)?;
     }
     if let Some(error) = failed {
         return Err(error);
     }
-    match failovers.map_or(0, |failovers| failovers.lost()) {
+    match failovers.map_or(0, |failovers| failovers.lost_commits()) {
         0 => Ok(()),
         lost => Err(CommandError::Failed(format!(
             "{lost} acknowledged commits were lost in a failover"

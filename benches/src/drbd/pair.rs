@@ -10,7 +10,7 @@ use crate::console::Console;
 use crate::output::failed;
 use crate::programs::require;
 
-/// The script of both machines. It describes the commands.
+/// The script of both machines, which documents the commands.
 const SCRIPT: &str = include_str!("../../scripts/drbd.sh");
 /// Programs of this machine that the machines use, each with its package.
 const NEEDS: [(&str, &str); 6] = [
@@ -25,8 +25,8 @@ const NEEDS: [(&str, &str); 6] = [
 const DISK_BYTES: u64 = 600 << 20;
 
 /// The pair. Dropping it kills both machines.
-pub struct Pair {
-    /// The machine that is the primary first.
+pub struct MachinePair {
+    /// The machine that starts as the primary.
     pub first: Machine,
     /// The other machine.
     pub second: Machine,
@@ -40,8 +40,8 @@ pub struct Machine {
     pub console: Console,
 }
 
-impl Pair {
-    /// Boots both machines with empty disks in `dir`, and connects them with DRBD's `protocol`. None is the primary.
+impl MachinePair {
+    /// Boots both machines with empty disks in `dir`, and connects them with DRBD's `protocol`. Neither is the primary yet.
     ///
     /// # Errors
     /// If a program is missing, a disk cannot be made, or a machine or DRBD does not start.
@@ -51,7 +51,7 @@ impl Pair {
             .prefix("walvisor-bench-")
             .tempdir_in(dir)
             .map_err(failed("make a directory", dir))?;
-        // The paths of the machines' sockets must be short.
+        // Socket paths must be short.
         let place = || tempfile::tempdir().map_err(CommandError::failed);
         let places = [place()?, place()?];
         let bench = std::env::current_exe().map_err(CommandError::failed)?;
@@ -82,10 +82,10 @@ impl Pair {
             machine.console.wait_for("ready")?;
         }
         // Each waits for the other.
-        first.console.tell("up")?;
-        second.console.tell("up")?;
-        first.done()?;
-        second.done()?;
+        first.console.send("up")?;
+        second.console.send("up")?;
+        first.wait_for_end()?;
+        second.wait_for_end()?;
         let [one, other] = places;
         Ok(Self {
             first,
@@ -94,7 +94,7 @@ impl Pair {
         })
     }
 
-    /// Makes the first machine the primary of a new file system on the replicated disk.
+    /// Makes the first machine the primary, with a new file system on the replicated disk.
     ///
     /// # Errors
     /// If a command fails.
@@ -122,21 +122,21 @@ impl Machine {
     /// # Errors
     /// If the command fails, or the machine ends.
     pub fn run(&mut self, command: &str) -> Result<Vec<String>, CommandError> {
-        self.console.tell(command)?;
-        self.done()
+        self.console.send(command)?;
+        self.wait_for_end()
             .map_err(|error| CommandError::Failed(format!("{command}: {error}")))
     }
 
-    /// Waits for the end of the command.
-    fn done(&mut self) -> Result<Vec<String>, CommandError> {
+    /// Waits until the command ends.
+    fn wait_for_end(&mut self) -> Result<Vec<String>, CommandError> {
         let mut said = Vec::new();
         loop {
-            let line = self.console.line()?;
+            let line = self.console.next_line()?;
             match line.strip_prefix("done ") {
                 Some("0") => return Ok(said),
                 Some(status) => {
                     return Err(CommandError::Failed(format!(
-                        "status {status}; the machine said last: {}",
+                        "status {status}; the machine's last lines: {}",
                         self.console.last()
                     )));
                 }

@@ -1,12 +1,12 @@
-//! fio in Linux kernels: on a machine whose KVM runs Linux (this one, or an emulated one), and in user-mode Linux,
-//! which is near native on any machine.
+//! fio in Linux kernels: on a machine whose KVM runs Linux (this one, or an emulated one), and in user-mode Linux, which
+//! runs at near-native speed anywhere.
 //!
 //! ```text
 //!   scripts/load.sh + a script ──▶ walvisor-guest-images run | user-mode ──▶ its console, line by line
 //!                                                                                  │
-//!        Measured ◀── reader.rs: measure: job, counters, fio .., counters, end ◀───┘
+//!  LinuxMeasurement ◀── reader.rs: measure: job, counters, fio .., counters, end ◀───┘
 //! ```
-//! `walvisor-guest-images` runs the guests in a process of its own, which is ended together with the comparison.
+//! `walvisor-guest-images` runs the guests in a process of its own, which ends with the comparison.
 
 mod outside;
 mod reader;
@@ -23,14 +23,14 @@ use clap::{Args, ValueEnum};
 
 use walvisor::commands::CommandError;
 
-use crate::programs::{GUEST_IMAGES, Killed, guest_images, walvisor};
+use crate::programs::{GUEST_IMAGES, KillGuard, guest_images, walvisor};
 use crate::session::Session;
-use outside::Outside;
-pub use reader::LinuxMeasured;
-use reader::{LinuxEvent, Reader};
+use outside::OutsideDaemon;
+pub use reader::LinuxMeasurement;
+use reader::{EventReader, LinuxEvent};
 
 const LOAD: &str = include_str!("../../scripts/load.sh");
-/// Marks the end of those settings in a machine's script that the guest's script needs too.
+/// In a machine's script, ends the settings that the guest's script needs too.
 const END_OF_SETTINGS: &str = "# end of settings\n";
 /// Modules that the SCSI target and the NBD client of user-mode Linux need.
 const MODULES: [&str; 6] = [
@@ -79,7 +79,7 @@ pub struct LinuxPlan {
     pub loops: &'static [(u32, u32)],
     /// Backend and job: `ram:randread`, `wal:randwrite+fsync`, ...
     pub jobs: Vec<&'static str>,
-    /// How often each measurement takes its turn.
+    /// Number of turns of each measurement.
     pub rounds: u32,
     /// Size of a request in fio's notation: `4k`.
     pub block: &'static str,
@@ -101,7 +101,7 @@ pub enum Amount {
 /// The place where Linux runs.
 #[derive(Clone, Copy, Debug)]
 pub enum LinuxPlace {
-    /// On a machine whose KVM can run Linux. It has a script of its own, and one for a guest on it, which may be empty.
+    /// On a machine whose KVM can run Linux. It has a script, and another for a guest on it, which may be empty.
     Kvm {
         /// The machine's script.
         machine: &'static str,
@@ -122,14 +122,14 @@ pub enum LinuxPlace {
 /// The results of a comparison.
 #[derive(Debug, Default)]
 pub struct LinuxOutcome {
-    /// The measurements, in the order of time.
-    pub measured: Vec<LinuxMeasured>,
-    /// The reason for each path that could not be measured.
+    /// The measurements, in chronological order.
+    pub measured: Vec<LinuxMeasurement>,
+    /// Why each missing path could not be measured.
     pub missing: Vec<String>,
 }
 
 impl LinuxOutcome {
-    /// Refuses results that cannot be compared: those of paths to one backend whose write caches differ.
+    /// Refuses results that cannot be compared, because the write caches of two paths to one backend differ.
     ///
     /// # Errors
     /// If two paths differ; the error names them.
@@ -154,17 +154,17 @@ impl LinuxOutcome {
     }
 }
 
-/// Measures `plan` at `place`, with disks in `dir`. `each` gets each measurement as soon as it is complete. If a signal
+/// Measures `plan` at `place`, with disks in `dir`. Calls `each` with each measurement as soon as it is complete. If a signal
 /// interrupts it, returns the measurements so far.
 ///
 /// # Errors
-/// If the program that makes guests is missing or fails, or a disk cannot be made.
+/// If the program that runs guests is missing or fails, or a disk cannot be created.
 pub fn measure(
     place: LinuxPlace,
     plan: &LinuxPlan,
     dir: &Path,
     session: &Session,
-    each: &mut dyn FnMut(&LinuxMeasured),
+    each: &mut dyn FnMut(&LinuxMeasurement),
 ) -> Result<LinuxOutcome, CommandError> {
     let walvisor = walvisor()?;
     let work = tempfile::tempdir_in(dir).map_err(|error| {
@@ -199,7 +199,7 @@ pub fn measure(
                 settings(plan)
             );
             let script = write(&at, "user-mode.sh", &text)?;
-            let outside = Outside::start(&walvisor, &at, SIZE)?;
+            let outside = OutsideDaemon::start(&walvisor, &at, SIZE)?;
             command.arg("user-mode").arg(script);
             command.arg("--files-of-this-machine");
             for disk in outside.disks() {
@@ -241,14 +241,14 @@ fn write(directory: &Path, name: &str, text: &str) -> Result<PathBuf, CommandErr
 }
 
 /// A line of the program's standard output, or of its standard error.
-type Line = Result<String, String>;
+type OutputLine = Result<String, String>;
 
 /// Reads the guests' lines, and answers their questions, until they end.
 fn follow(
     mut command: Command,
-    outside: Option<&Outside>,
+    outside: Option<&OutsideDaemon>,
     session: &Session,
-    each: &mut dyn FnMut(&LinuxMeasured),
+    each: &mut dyn FnMut(&LinuxMeasurement),
 ) -> Result<LinuxOutcome, CommandError> {
     let failed = |error| CommandError::Failed(format!("{GUEST_IMAGES} does not start: {error}"));
     let child = command
@@ -257,20 +257,20 @@ fn follow(
         .stderr(Stdio::piped())
         .spawn()
         .map_err(failed)?;
-    let mut child = Killed(child);
+    let mut child = KillGuard(child);
     let mut input = child.0.stdin.take();
     let (sender, lines) = mpsc::channel();
     if let (Some(output), Some(errors)) = (child.0.stdout.take(), child.0.stderr.take()) {
         forward(output, sender.clone(), Ok);
         forward(errors, sender, Err);
     }
-    let (mut reader, mut outcome) = (Reader::default(), LinuxOutcome::default());
+    let (mut reader, mut outcome) = (EventReader::default(), LinuxOutcome::default());
     let (mut last, mut complaint) = (VecDeque::new(), String::new());
     loop {
         let line = match lines.recv_timeout(Duration::from_millis(200)) {
             Ok(Ok(line)) => line,
             Ok(Err(line)) => {
-                // The program tries again after a machine has crashed, and the user sees its note.
+                // The program retries after a machine has crashed, and the user should see its note.
                 if line.starts_with("a guest hung") {
                     eprintln!("{GUEST_IMAGES}: {line}");
                 }
@@ -282,12 +282,12 @@ fn follow(
             Err(RecvTimeoutError::Disconnected) => break,
         };
         let Some((_, said)) = line.split_once("measure: ") else {
-            // A kernel that crashes prints the reason some lines before its last.
+            // A kernel that crashes prints the reason some lines before its last one.
             if last.len() == LAST_LINES {
                 last.pop_front();
             }
             if !line.trim().is_empty() {
-                last.push_back(beginning(line.trim()).to_owned());
+                last.push_back(first_part(line.trim()).to_owned());
             }
             continue;
         };
@@ -302,29 +302,29 @@ fn follow(
                 let (Some(outside), Some(input)) = (outside, &mut input) else {
                     continue;
                 };
-                reader.outside(outside.counters()?);
-                // The write fails if the guest has ended meanwhile. The end of its lines then shows this.
+                reader.add_outside_counters(outside.counters()?);
+                // Fails if the guest has ended, which the end of its lines will show.
                 let _ = input.write_all(b"go\n");
             }
         }
     }
     let status = child.0.wait().map_err(CommandError::failed)?;
-    match status.success() || session.interrupted() {
-        true => Ok(outcome),
-        false => Err(CommandError::Failed(format!(
-            "{GUEST_IMAGES} ended with {status} after {} measurements: {}; the guest said last: {}",
-            outcome.measured.len(),
-            beginning(&complaint),
-            Vec::from(last).join(" | ")
-        ))),
+    if status.success() || session.interrupted() {
+        return Ok(outcome);
     }
+    Err(CommandError::Failed(format!(
+        "{GUEST_IMAGES} ended with {status} after {} measurements: {}; the guest's last lines: {}",
+        outcome.measured.len(),
+        first_part(&complaint),
+        Vec::from(last).join(" | ")
+    )))
 }
 
-/// Sends the lines of `from` to `to`, from a thread of its own. `kind` marks each line as one of its stream.
+/// Sends the lines of `from` to `to`, in a thread of its own. `kind` marks which stream they come from.
 fn forward(
     from: impl Read + Send + 'static,
-    to: mpsc::Sender<Line>,
-    kind: impl Fn(String) -> Line + Send + 'static,
+    to: mpsc::Sender<OutputLine>,
+    kind: impl Fn(String) -> OutputLine + Send + 'static,
 ) {
     std::thread::spawn(move || {
         for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
@@ -340,6 +340,6 @@ fn forward(
 const LAST_LINES: usize = 30;
 
 /// The part of a line that an error shows.
-fn beginning(line: &str) -> &str {
+fn first_part(line: &str) -> &str {
     &line[..line.floor_char_boundary(400)]
 }

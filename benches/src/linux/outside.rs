@@ -1,4 +1,4 @@
-//! The daemon that serves the disks of user-mode Linux, outside of it.
+//! The daemon that serves the disks of user-mode Linux. It runs outside of the guest.
 
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
@@ -8,17 +8,17 @@ use walvisor::commands::CommandError;
 use walvisor::control_socket::{ControlCommand, Format, ask};
 
 use super::reader::DiskCounters;
-use crate::programs::Killed;
+use crate::programs::KillGuard;
 
-/// `walvisor serve vhost-user` with the disks `ram` and `wal`. Dropping it kills the daemon: the disks serve one
-/// comparison.
-pub struct Outside {
-    daemon: Killed,
+/// `walvisor serve vhost-user` with the disks `ram` and `wal`. Dropping it kills the daemon: the disks are for one comparison
+/// only.
+pub struct OutsideDaemon {
+    daemon: KillGuard,
     control: PathBuf,
     disks: [PathBuf; 2],
 }
 
-impl Outside {
+impl OutsideDaemon {
     /// Starts the daemon with disks of `size` in `directory`.
     ///
     /// # Errors
@@ -59,20 +59,20 @@ impl Outside {
             .spawn()
             .map_err(failed)?;
         let stdout = daemon.stdout.take();
-        let daemon = Killed(daemon);
+        let daemon = KillGuard(daemon);
         // The daemon prints a line for each disk that it serves.
         let lines = stdout.map(|stdout| BufReader::new(stdout).lines().take(disks.len()));
-        match lines.into_iter().flatten().map_while(Result::ok).count() == disks.len() {
-            true => Ok(Self {
-                daemon,
-                control,
-                disks,
-            }),
-            false => Err(CommandError::Failed(format!(
-                "{} serve vhost-user ended: it said why",
+        if lines.into_iter().flatten().map_while(Result::ok).count() < disks.len() {
+            return Err(CommandError::Failed(format!(
+                "{} serve vhost-user ended, for the reason above",
                 walvisor.display()
-            ))),
+            )));
         }
+        Ok(Self {
+            daemon,
+            control,
+            disks,
+        })
     }
 
     /// The sockets of `ram` and `wal`.

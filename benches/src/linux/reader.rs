@@ -20,7 +20,7 @@ use crate::load::sample::Sample;
 /// The meaning of a line.
 pub enum LinuxEvent {
     /// A job was measured.
-    Measured(Box<LinuxMeasured>),
+    Measured(Box<LinuxMeasurement>),
     /// A path cannot be measured: its name and the reason.
     Missing(String),
     /// The guest waits for the counters of the daemon outside.
@@ -29,7 +29,7 @@ pub enum LinuxEvent {
 
 /// A measured job.
 #[derive(Clone, Debug)]
-pub struct LinuxMeasured {
+pub struct LinuxMeasurement {
     /// The measurement.
     pub sample: Sample,
     /// The I/O scheduler of the disk.
@@ -49,14 +49,14 @@ pub struct DiskCounters {
 
 /// Combines lines into events.
 #[derive(Default)]
-pub struct Reader {
+pub struct EventReader {
     /// `direct`, `nested` or `user-mode`.
     machine: String,
-    job: Option<Job>,
+    job: Option<RunningJob>,
 }
 
 /// A job that is under way.
-struct Job {
+struct RunningJob {
     path: String,
     backend: String,
     job: String,
@@ -71,7 +71,7 @@ struct Job {
     fio: BTreeMap<String, [f64; 6]>,
 }
 
-impl Reader {
+impl EventReader {
     /// Takes a line, without its `measure: `.
     ///
     /// # Errors
@@ -85,7 +85,7 @@ impl Reader {
         let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
         match kind {
             "machine" => self.machine = rest.to_owned(),
-            "job" => self.job = Some(Job::parse(rest).ok_or_else(strange)?),
+            "job" => self.job = Some(RunningJob::parse(rest).ok_or_else(strange)?),
             "counters" => {
                 let (place, counters) = parse_counters(rest).ok_or_else(strange)?;
                 if let Some(job) = &mut self.job {
@@ -100,7 +100,7 @@ impl Reader {
             }
             "end" => {
                 let job = self.job.take().ok_or_else(strange)?;
-                let measured = job.measured(&self.machine).ok_or_else(strange)?;
+                let measured = job.into_measurement(&self.machine).ok_or_else(strange)?;
                 return Ok(Some(LinuxEvent::Measured(Box::new(measured))));
             }
             "failed" => return Err(CommandError::Failed(rest.to_owned())),
@@ -114,15 +114,15 @@ impl Reader {
         Ok(None)
     }
 
-    /// Takes the counters of the daemon outside, which the current job has asked for.
-    pub fn outside(&mut self, counters: DiskCounters) {
+    /// Adds the counters of the daemon outside, which the current job has asked for.
+    pub fn add_outside_counters(&mut self, counters: DiskCounters) {
         if let Some(job) = &mut self.job {
             job.monitor.push(counters);
         }
     }
 }
 
-impl Job {
+impl RunningJob {
     fn parse(text: &str) -> Option<Self> {
         let words: Vec<_> = text.split('|').collect();
         let &[path, backend, job, depth, queues, _, disk, cache, scheduler] = words.as_slice()
@@ -156,8 +156,8 @@ impl Job {
     }
 
     /// The measurement, or `None` if a part of it is missing.
-    fn measured(self, machine: &str) -> Option<LinuxMeasured> {
-        // The monitor's counters if the monitor serves the disk, else those of the daemon that runs beside fio.
+    fn into_measurement(self, machine: &str) -> Option<LinuxMeasurement> {
+        // The counters of the monitor if it serves the disk, or else of the daemon that runs next to fio.
         let user_mode = machine == "user-mode";
         let of_monitor = !user_mode || self.path == "vhost-user" || self.path == "tcmu-in-guest";
         let served = match (self.monitor.is_empty(), of_monitor) {
@@ -179,7 +179,7 @@ impl Job {
         }
         // fio reports a sync separately from the write before it, which the sync makes durable.
         let sync = self.fio.get("sync").copied().unwrap_or_default();
-        // fio measures the first syncs from the start of their machine, so each is limited to the job's duration.
+        // fio measures the first syncs from when their machine started, so each is capped at the job's duration.
         let longest = requests / iops * 1e9;
         let us = |index: usize| (data[index] + sync[index].min(longest)) / 1000.0;
         let grown = |path: &[&str]| {
@@ -204,7 +204,7 @@ impl Job {
                     .filter_map(Value::as_f64)
                     .sum()
             };
-            // Port exits come from the guest's console, over which the guest asks for counters.
+            // Port exits come from the guest's console, through which it asks for counters.
             for (kind, counts) in last.iter().filter(|(kind, _)| !kind.starts_with("port_")) {
                 let grown = sum(counts) - first.get(kind).map_or(0.0, sum);
                 exits.insert(kind.clone(), grown / requests);
@@ -215,9 +215,10 @@ impl Job {
             _ => 0.0,
         };
         // For TCMU in a guest: the daemon in the guest, and the monitor that serves the disk under it.
-        let vmm_cpu = match self.path == "tcmu-in-guest" {
-            true => cpu(&self.monitor) + cpu(&self.daemon),
-            false => cpu(served),
+        let vmm_cpu = if self.path == "tcmu-in-guest" {
+            cpu(&self.monitor) + cpu(&self.daemon)
+        } else {
+            cpu(served)
         };
         let whole = if self.monitor.is_empty() {
             served
@@ -226,7 +227,7 @@ impl Job {
         };
         let host_cpu = (whole.last()?.machine_cpu_ns - whole.first()?.machine_cpu_ns) / 1000.0;
         let is_nbd = self.path.starts_with("nbd");
-        Some(LinuxMeasured {
+        Some(LinuxMeasurement {
             sample: Sample {
                 path: label(&self.path).to_owned(),
                 load: load(machine).to_owned(),
@@ -305,8 +306,8 @@ mod tests {
     }
 
     #[test]
-    fn a_measurement_is_put_together_from_its_lines() {
-        let mut reader = Reader::default();
+    fn a_measurement_is_assembled_from_its_lines() {
+        let mut reader = EventReader::default();
         let (before, after) = (stats(10, 2), stats(30, 12));
         for line in [
             "machine nested".to_owned(),
@@ -335,8 +336,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_strange_is_refused() {
-        let mut reader = Reader::default();
+    fn unknown_lines_are_refused() {
+        let mut reader = EventReader::default();
         for line in [
             "end",
             "job a|b",

@@ -1,8 +1,8 @@
-//! The closed loops of a client in this process: they choose the next request, and time each one.
+//! The closed loops of a client in this process: they choose each request, and time it.
 
 use std::time::{Duration, Instant};
 
-use super::measured::Measured;
+use super::measured::Measurement;
 use super::point::{BLOCK, LoadJob};
 use walvisor_guest::histogram::Histogram;
 
@@ -11,11 +11,12 @@ use walvisor_guest::histogram::Histogram;
 pub struct Work {
     /// Bytes of each read and write.
     pub block: usize,
-    /// Of 100 requests, how many are reads; the others are writes.
+    /// Percentage of reads; the other requests are writes.
     pub reads_per_cent: u64,
-    /// A FLUSH follows each write, and belongs to it.
+    /// Whether a FLUSH follows each write, and is timed with it.
     pub flush: bool,
-    /// 80 % of the requests go to every fifth block, as a database has hot pages; otherwise each block is as likely.
+    /// Whether 80 % of the requests go to every fifth block, like the hot pages of a database. Otherwise all blocks are
+    /// equally likely.
     pub hot: bool,
 }
 
@@ -32,7 +33,7 @@ impl From<LoadJob> for Work {
 
 /// The next request of a loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Next {
+pub enum NextRequest {
     /// Read the block at this byte.
     Read(u64),
     /// Write the block at this byte.
@@ -41,7 +42,7 @@ pub enum Next {
     Flush,
 }
 
-/// Concurrent loops, one per slot, that run until the time is over.
+/// Concurrent loops, one per slot, that run until the turn is over.
 #[derive(Debug)]
 pub struct Loops {
     work: Work,
@@ -54,25 +55,25 @@ pub struct Loops {
     tally: Tally,
 }
 
-/// What a loop waits for.
+/// What a loop is waiting for.
 #[derive(Clone, Copy, Debug)]
 struct Slot {
     began: Instant,
     writes: bool,
-    /// The FLUSH of its write is in flight.
+    /// Whether the FLUSH of its write is in flight.
     flushing: bool,
 }
 
-/// The requests that ended in one second.
+/// Statistics of the requests that completed in one second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Second {
-    /// How many.
+pub struct SecondStats {
+    /// Number of requests.
     pub requests: u64,
-    /// The longest time of one.
+    /// The longest time of a request.
     pub longest: Duration,
 }
 
-impl Second {
+impl SecondStats {
     /// Adds requests that ended in the same second.
     fn add(&mut self, requests: u64, longest: Duration) {
         self.requests += requests;
@@ -90,19 +91,19 @@ pub struct Tally {
     /// The longest time of a request.
     pub longest: Duration,
     /// The seconds of the turn.
-    pub seconds: Vec<Second>,
+    pub seconds: Vec<SecondStats>,
     /// Bytes of the writes that ended.
     pub written_bytes: u64,
 }
 
 impl Tally {
-    /// Adds the result of loops that ran beside these.
+    /// Adds the result of loops that ran at the same time.
     pub fn add(&mut self, other: &Self) {
         self.histogram.add(&other.histogram);
         self.time = self.time.max(other.time);
         self.longest = self.longest.max(other.longest);
         let seconds = self.seconds.len().max(other.seconds.len());
-        self.seconds.resize(seconds, Second::default());
+        self.seconds.resize(seconds, SecondStats::default());
         for (second, more) in self.seconds.iter_mut().zip(&other.seconds) {
             second.add(more.requests, more.longest);
         }
@@ -114,16 +115,16 @@ impl Tally {
         self.histogram.total() as f64 / self.time.as_secs_f64().max(1e-9)
     }
 
-    /// The result, with the fields that a client can know.
-    pub fn measured(&self) -> Measured {
+    /// The result, as far as a client knows it.
+    pub fn measured(&self) -> Measurement {
         let within = |per_mille| Duration::from_nanos(self.histogram.quantile(per_mille));
-        Measured {
+        Measurement {
             requests: self.histogram.total(),
             time: self.time,
             p50: within(500),
             p99: within(990),
             p999: within(999),
-            ..Measured::default()
+            ..Measurement::default()
         }
     }
 }
@@ -147,13 +148,13 @@ impl Loops {
             bytes,
             slots: vec![slot; slots],
             tally: Tally {
-                seconds: vec![Second::default(); turn.as_secs() as usize],
+                seconds: vec![SecondStats::default(); turn.as_secs() as usize],
                 ..Tally::default()
             },
         }
     }
 
-    /// How many loops there are.
+    /// Number of loops.
     pub fn slots(&self) -> usize {
         self.slots.len()
     }
@@ -164,12 +165,12 @@ impl Loops {
     }
 
     /// The first request of `slot`.
-    pub fn begin(&mut self, slot: usize) -> Next {
+    pub fn begin(&mut self, slot: usize) -> NextRequest {
         self.start(slot, Instant::now())
     }
 
-    /// Records that the request of `slot` has ended, and returns the next request, if any.
-    pub fn ended(&mut self, slot: usize) -> Option<Next> {
+    /// Records that the request of `slot` has completed, and returns the next one, if any.
+    pub fn complete(&mut self, slot: usize) -> Option<NextRequest> {
         let now = Instant::now();
         let Slot {
             began,
@@ -178,7 +179,7 @@ impl Loops {
         } = self.slots[slot];
         if self.work.flush && writes && !flushing {
             self.slots[slot].flushing = true;
-            return Some(Next::Flush);
+            return Some(NextRequest::Flush);
         }
         let took = now.duration_since(began);
         let tally = &mut self.tally;
@@ -196,7 +197,7 @@ impl Loops {
         (now < self.end).then(|| self.start(slot, now))
     }
 
-    fn start(&mut self, slot: usize, now: Instant) -> Next {
+    fn start(&mut self, slot: usize, now: Instant) -> NextRequest {
         let writes = self.random() % 100 >= self.work.reads_per_cent;
         self.slots[slot] = Slot {
             began: now,
@@ -204,14 +205,16 @@ impl Loops {
             flushing: false,
         };
         let blocks = self.bytes / self.work.block as u64;
-        let block = match self.work.hot && !self.random().is_multiple_of(5) {
-            true => self.random() % (blocks / 5) * 5,
-            false => self.random() % blocks,
+        let block = if self.work.hot && !self.random().is_multiple_of(5) {
+            self.random() % (blocks / 5) * 5
+        } else {
+            self.random() % blocks
         };
         let offset = block * self.work.block as u64;
-        match writes {
-            true => Next::Write(offset),
-            false => Next::Read(offset),
+        if writes {
+            NextRequest::Write(offset)
+        } else {
+            NextRequest::Read(offset)
         }
     }
 
@@ -243,12 +246,12 @@ mod tests {
             Duration::from_secs(60),
             1,
         );
-        let Next::Write(first) = loops.begin(0) else {
+        let NextRequest::Write(first) = loops.begin(0) else {
             panic!("no write")
         };
         assert!(first < DISK_BYTES && first.is_multiple_of(BLOCK as u64));
-        assert_eq!(loops.ended(0), Some(Next::Flush));
-        assert!(matches!(loops.ended(0), Some(Next::Write(second)) if second != first));
+        assert_eq!(loops.complete(0), Some(NextRequest::Flush));
+        assert!(matches!(loops.complete(0), Some(NextRequest::Write(second)) if second != first));
         assert_eq!(loops.tally().histogram.total(), 1);
     }
 
@@ -256,26 +259,29 @@ mod tests {
     fn loops_end_with_their_time() {
         for (job, ended) in [
             (LoadJob::Read, [None, None]),
-            (LoadJob::WriteFsync, [Some(Next::Flush), None]),
+            (LoadJob::WriteFsync, [Some(NextRequest::Flush), None]),
         ] {
             let mut loops = Loops::new(job, 1, DISK_BYTES, Duration::ZERO, 2);
-            let reads = matches!(loops.begin(0), Next::Read(_));
+            let reads = matches!(loops.begin(0), NextRequest::Read(_));
             assert_eq!(reads, job == LoadJob::Read);
-            let found: Vec<_> = (0..2).map_while(|_| Some(loops.ended(0))).take(2).collect();
+            let found: Vec<_> = (0..2)
+                .map_while(|_| Some(loops.complete(0)))
+                .take(2)
+                .collect();
             assert_eq!(found[0], ended[0]);
             assert!(found.contains(&None));
         }
     }
 
     #[test]
-    fn a_tally_has_each_second_and_what_was_written() {
+    fn a_tally_has_every_second_and_the_bytes_written() {
         let mut loops = Loops::new(LoadJob::Write, 1, DISK_BYTES, Duration::from_secs(2), 3);
         for _ in 0..5 {
             loops.begin(0);
-            loops.ended(0);
+            loops.complete(0);
         }
         let mut tally = loops.tally();
-        let second = |requests, longest| Second {
+        let second = |requests, longest| SecondStats {
             requests,
             longest: Duration::from_secs(longest),
         };
@@ -305,9 +311,9 @@ mod tests {
         let (mut reads, mut hot) = (0, 0);
         for _ in 0..10_000 {
             let (offset, read) = match loops.begin(0) {
-                Next::Read(offset) => (offset, true),
-                Next::Write(offset) => (offset, false),
-                Next::Flush => panic!("no FLUSH was wanted"),
+                NextRequest::Read(offset) => (offset, true),
+                NextRequest::Write(offset) => (offset, false),
+                NextRequest::Flush => panic!("no FLUSH was wanted"),
             };
             assert!(offset.is_multiple_of(16 << 10) && offset < DISK_BYTES);
             reads += u32::from(read);

@@ -8,7 +8,7 @@ use super::sample::Sample;
 
 /// The result of one turn.
 #[derive(Clone, Debug, Default)]
-pub struct Measured {
+pub struct Measurement {
     /// Reads and writes that ended.
     pub requests: u64,
     /// Duration of the turn.
@@ -35,7 +35,7 @@ pub struct Measured {
     pub write_cache: bool,
 }
 
-impl Measured {
+impl Measurement {
     /// The result as a sample of `path` under `load`.
     pub fn sample(&self, path: &str, load: &str, point: &Point, real_seconds: bool) -> Sample {
         let requests = self.requests.max(1) as f64;
@@ -78,7 +78,7 @@ mod tests {
 
     #[test]
     fn figures_are_of_a_request() {
-        let measured = Measured {
+        let measured = Measurement {
             requests: 1000,
             time: Duration::from_millis(500),
             p50: Duration::from_nanos(1500),
@@ -87,7 +87,7 @@ mod tests {
             doorbells: Some(500),
             syncs: 250,
             write_cache: true,
-            ..Measured::default()
+            ..Measurement::default()
         };
         let point = Point {
             backend: BackendKind::Wal,

@@ -1,15 +1,15 @@
-//! Closed loops over NBD: a client in this process with one connection. It uses only the parts of the protocol that
-//! every server supports: fixed newstyle, OPT_GO, simple replies (its `doc/proto.md`).
+//! Closed loops over NBD: a client in this process with one connection. It uses only what every server supports: fixed
+//! newstyle, OPT_GO, simple replies (the protocol's `doc/proto.md`).
 
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use super::loops::{Loops, Next, Tally};
+use super::loops::{Loops, NextRequest, Tally};
 
-/// No request takes this long on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(600);
+/// Even on the slowest machine no request takes this long.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(600);
 
 const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
 /// Client flags: fixed newstyle, no zeroes.
@@ -28,21 +28,21 @@ const REPLY: u32 = 0x6744_6698;
 const LONGEST_OPTION_REPLY: u32 = 64 << 10;
 
 /// A connection in the transmission phase.
-pub struct Client {
+pub struct NbdClient {
     reader: BufReader<UnixStream>,
     writer: BufWriter<UnixStream>,
 }
 
-impl Client {
+impl NbdClient {
     /// Connects, and chooses `export`. Also returns the export's transmission flags.
     ///
     /// # Errors
     /// If there is no server, or it has no such export.
     pub fn connect(socket: &Path, export: &str) -> io::Result<(Self, u16)> {
         let stream = UnixStream::connect(socket)?;
-        stream.set_read_timeout(Some(PATIENCE))?;
-        stream.set_write_timeout(Some(PATIENCE))?;
-        // The buffer holds a full depth of requests, so that they are sent in one call.
+        stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
+        stream.set_write_timeout(Some(REPLY_TIMEOUT))?;
+        // Large enough for all requests in flight, so that they are sent in one call.
         let writer = BufWriter::with_capacity(256 << 10, stream.try_clone()?);
         let reader = BufReader::with_capacity(256 << 10, stream);
         let mut client = Self { reader, writer };
@@ -52,7 +52,7 @@ impl Client {
 
     fn choose(&mut self, export: &str) -> io::Result<u16> {
         if &self.take::<16>()? != GREETING {
-            return Err(io::Error::other("what answers there is no NBD server"));
+            return Err(io::Error::other("no NBD server answers there"));
         }
         self.take::<2>()?;
         let mut option = Vec::from(CLIENT_FLAGS.to_be_bytes());
@@ -71,13 +71,13 @@ impl Client {
             let kind = u32::from_be_bytes(self.take()?);
             let length = u32::from_be_bytes(self.take()?);
             if u64::from_be_bytes(magic) != OPTION_REPLY || length > LONGEST_OPTION_REPLY {
-                return Err(io::Error::other("the server's handshake makes no sense"));
+                return Err(io::Error::other("the server's handshake is invalid"));
             }
             let mut data = vec![0; length as usize];
             self.reader.read_exact(&mut data)?;
             match (kind, data.as_slice()) {
                 (ACK, _) => {
-                    return flags.ok_or_else(|| io::Error::other("the server tells no flags"));
+                    return flags.ok_or_else(|| io::Error::other("the server sends no flags"));
                 }
                 // The reply holds the information's number, the size and the flags.
                 (INFO, &[a, b, .., c, d]) if u16::from_be_bytes([a, b]) == INFO_EXPORT => {
@@ -97,7 +97,7 @@ impl Client {
         Ok(bytes)
     }
 
-    /// The connection's socket: shutting it down ends [`Self::drive`] with an error.
+    /// The connection's socket. Shutting it down ends [`Self::drive`] with an error.
     ///
     /// # Errors
     /// If the system has no descriptor left.
@@ -105,7 +105,7 @@ impl Client {
         self.reader.get_ref().try_clone()
     }
 
-    /// Runs all of `loops`, whose requests are then in flight together.
+    /// Runs all `loops`, with their requests in flight together.
     ///
     /// # Errors
     /// If a request fails, or no reply comes for ten minutes.
@@ -115,7 +115,7 @@ impl Client {
         let mut data = vec![0x5a; loops.block()];
         for (slot, reads) in reads.iter_mut().enumerate() {
             let next = loops.begin(slot);
-            *reads = matches!(next, Next::Read(_));
+            *reads = matches!(next, NextRequest::Read(_));
             self.request(slot, next, &data)?;
         }
         while running > 0 {
@@ -127,7 +127,7 @@ impl Client {
             let error = u32::from_be_bytes(self.take()?);
             let slot = u64::from_be_bytes(self.take()?) as usize;
             if magic != REPLY || slot >= reads.len() {
-                return Err(io::Error::other("the server's reply makes no sense"));
+                return Err(io::Error::other("the server's reply is invalid"));
             }
             if error != 0 {
                 // The protocol's error numbers are those of Linux.
@@ -136,9 +136,9 @@ impl Client {
             if reads[slot] {
                 self.reader.read_exact(&mut data)?;
             }
-            match loops.ended(slot) {
+            match loops.complete(slot) {
                 Some(next) => {
-                    reads[slot] = matches!(next, Next::Read(_));
+                    reads[slot] = matches!(next, NextRequest::Read(_));
                     self.request(slot, next, &data)?;
                 }
                 None => running -= 1,
@@ -147,11 +147,11 @@ impl Client {
         Ok(loops.tally())
     }
 
-    fn request(&mut self, slot: usize, next: Next, data: &[u8]) -> io::Result<()> {
+    fn request(&mut self, slot: usize, next: NextRequest, data: &[u8]) -> io::Result<()> {
         let (command, offset, length): (u16, u64, u32) = match next {
-            Next::Read(offset) => (0, offset, data.len() as u32),
-            Next::Write(offset) => (1, offset, data.len() as u32),
-            Next::Flush => (3, 0, 0),
+            NextRequest::Read(offset) => (0, offset, data.len() as u32),
+            NextRequest::Write(offset) => (1, offset, data.len() as u32),
+            NextRequest::Flush => (3, 0, 0),
         };
         self.writer.write_all(&REQUEST.to_be_bytes())?;
         self.writer.write_all(&[0, 0])?;
@@ -159,7 +159,7 @@ impl Client {
         self.writer.write_all(&(slot as u64).to_be_bytes())?;
         self.writer.write_all(&offset.to_be_bytes())?;
         self.writer.write_all(&length.to_be_bytes())?;
-        if let Next::Write(_) = next {
+        if let NextRequest::Write(_) = next {
             self.writer.write_all(data)?;
         }
         Ok(())

@@ -119,8 +119,8 @@ pub struct Point {
 }
 
 impl Point {
-    /// Whether the syncs are counted. If so, a checkpoint comes before the job. Otherwise its first FLUSH would also
-    /// sync the writes that earlier jobs left, in any number of the log's segments.
+    /// Whether syncs are counted. If so, a checkpoint precedes the job, whose first FLUSH would otherwise also sync the writes
+    /// of earlier jobs, in any number of the log's segments.
     pub fn counts_syncs(&self) -> bool {
         self.backend == BackendKind::Wal && self.job == LoadJob::WriteFsync
     }
@@ -153,9 +153,10 @@ pub struct LoadPlan {
 impl LoadPlan {
     /// All measurements, or those that fit in a minute, in `rounds` rounds.
     pub fn new(quick: bool, rounds: usize, backends: &[BackendKind]) -> Self {
-        let (depths, queues): (&[u8], &[u8]) = match quick {
-            true => (&[1, 32], &[1]),
-            false => (&[1, 4, 32], &[1, 4]),
+        let (depths, queues): (&[u8], &[u8]) = if quick {
+            (&[1, 32], &[1])
+        } else {
+            (&[1, 4, 32], &[1, 4])
         };
         let mut points = Vec::new();
         for &backend in backends {

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-/// One job on one path in one round. It may come from another program, which prints it as a line of JSON.
+/// One job on one path in one round. Another program may print it, as a line of JSON.
 ///
-/// A field is absent (`null`) if its value cannot be read on that path.
+/// A field is absent (`null`) if its value is not available on that path.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Sample {
     /// The way to the disk, such as `virtio-pci ioeventfd` or `nbd`.
@@ -52,10 +52,10 @@ pub struct Sample {
     /// Syncs of the medium per request.
     #[serde(default)]
     pub syncs_per_request: Option<f64>,
-    /// Whether the disk's write cache was on, as read through the path itself.
+    /// Whether the disk's write cache was on, according to the path itself.
     #[serde(default)]
     pub write_cache: Option<bool>,
-    /// Whether times are those of hardware. `false` under emulation, where only counts are meaningful.
+    /// Whether times are meaningful. `false` under emulation, where only counts are.
     pub seconds_mean_something: bool,
 }
 
@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_cannot_be_read_may_be_left_out() {
+    fn unavailable_fields_may_be_left_out() {
         let line = r#"{"path":"tcmu","load":"fio","backend":"ram","job":"randread","iodepth":4,"queues":1,
             "requests":1000,"iops":500.0,"mb_per_s":2.05,"p50_us":90.0,"p99_us":95.0,"p999_us":99.0,
             "exits_per_request":{"mmio_write":0.5},"seconds_mean_something":false}"#;

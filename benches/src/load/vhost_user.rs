@@ -4,11 +4,11 @@ use std::time::Duration;
 
 use walvisor_tests::vhost_user_client::VhostUserClient;
 
-use super::loops::{Loops, Next, Tally};
+use super::loops::{Loops, NextRequest, Tally};
 use super::point::{BLOCK, LoadJob};
 
-/// No request takes this long on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Even on the slowest machine no request takes this long.
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Runs closed loops in this thread, over `queues` queues of each of `clients`, with `depth` requests in flight in
 /// each queue, on disks of `bytes` bytes.
@@ -25,12 +25,12 @@ pub fn drive(
     let mut running = clients.len() * each;
     let mut loops = Loops::new(job, running, bytes, turn, 1);
     let data = [0x5a; BLOCK];
-    let submit = |client: &mut VhostUserClient, slot: usize, next: Next| {
+    let submit = |client: &mut VhostUserClient, slot: usize, next: NextRequest| {
         let queue = slot / depth;
         match next {
-            Next::Read(offset) => client.read(queue, slot, offset, BLOCK),
-            Next::Write(offset) => client.write(queue, slot, offset, &data),
-            Next::Flush => client.flush(queue, slot),
+            NextRequest::Read(offset) => client.read(queue, slot, offset, BLOCK),
+            NextRequest::Write(offset) => client.write(queue, slot, offset, &data),
+            NextRequest::Flush => client.flush(queue, slot),
         }
     };
     for (at, client) in clients.iter_mut().enumerate() {
@@ -48,7 +48,7 @@ pub fn drive(
                     if status != 0 {
                         return Err(std::io::Error::from_raw_os_error(-status));
                     }
-                    match loops.ended(at * each + slot) {
+                    match loops.complete(at * each + slot) {
                         Some(next) => submit(client, slot, next)?,
                         None => running -= 1,
                     }
@@ -60,7 +60,7 @@ pub fn drive(
             }
         }
         if !any {
-            VhostUserClient::wait_for_any(clients, PATIENCE)?;
+            VhostUserClient::wait_for_any(clients, REQUEST_TIMEOUT)?;
         }
     }
     Ok(loops.tally())

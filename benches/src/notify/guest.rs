@@ -17,13 +17,13 @@ use walvisor_vmm::disk::OpenDisk;
 use walvisor_vmm::vm::DiskConfig;
 
 use super::place::Directories;
-use crate::load::measured::Measured;
+use crate::load::measured::Measurement;
 use crate::load::point::{BLOCK, BackendKind, DISK_BYTES, Path, Point, QUEUES};
 
 /// The source of the requests on these paths, as tables name it.
 pub const EMBEDDED_GUEST: &str = "embedded guest";
 
-/// The disks that the guests use in turn: all four paths use the same two.
+/// The disks of the guests. All four paths use the same two, in turns.
 pub struct GuestDoor {
     ram: Arc<RamDisk>,
     /// The disk with a log, if that backend is measured.
@@ -32,7 +32,7 @@ pub struct GuestDoor {
 }
 
 impl GuestDoor {
-    /// Makes the disks of `backends`, for turns of the length `turn`.
+    /// Creates the disks of `backends`, for turns of length `turn`.
     ///
     /// # Errors
     /// If they cannot be made, or there is no usable KVM.
@@ -54,7 +54,7 @@ impl GuestDoor {
     ///
     /// # Errors
     /// If the VM does not run, or a request fails.
-    pub fn measure(&mut self, path: Path, point: &Point) -> Result<Measured, CommandError> {
+    pub fn measure(&mut self, path: Path, point: &Point) -> Result<Measurement, CommandError> {
         let (transport, notifications) = match path {
             Path::Mmio => (TransportKind::Mmio, Notifications::Eventfds),
             Path::MmioExits => (TransportKind::Mmio, Notifications::Exits),
@@ -92,15 +92,15 @@ impl GuestDoor {
             ticks: self.ticks,
             requests: u64::MAX,
         };
-        // The VM runs in a thread of its own: it blocks termination signals for good in its thread, and the session
-        // needs them here.
+        // The VM blocks termination signals in its thread for good. The session needs them in this thread, so the VM gets a
+        // thread of its own.
         let report = std::thread::scope(|scope| {
             let vm = scope.spawn(move || demo::run_load(disk, load));
             vm.join()
                 .unwrap_or_else(|_| Err(DemoError::Ended("panicked".to_owned())))
         });
         let report = report.map_err(CommandError::failed)?;
-        Ok(Measured {
+        Ok(Measurement {
             requests: report.counts.bytes / BLOCK as u64,
             time: report.time,
             p50: report.p50,

@@ -1,5 +1,5 @@
-//! fio in Linux kernels: in user-mode Linux, which is near native, and on a machine with KVM. That machine is
-//! emulated if this one cannot run Linux.
+//! fio in Linux kernels: in user-mode Linux, at near-native speed, and on a machine with KVM, which is emulated if this one
+//! cannot run Linux.
 
 use std::path::Path;
 use std::time::Duration;
@@ -58,9 +58,10 @@ impl LinuxLoad {
             jobs.into_iter().take(count)
         };
         let user_mode = LinuxPlan {
-            loops: match quick {
-                true => &[(4, 1)],
-                false => &[(1, 1), (4, 1), (32, 1)],
+            loops: if quick {
+                &[(4, 1)]
+            } else {
+                &[(1, 1), (4, 1), (32, 1)]
             },
             jobs: jobs(BackendKind::Ram, RAM_JOBS)
                 .chain(jobs(BackendKind::Wal, WAL_JOBS))
@@ -71,9 +72,10 @@ impl LinuxLoad {
             schedulers: &["none"],
         };
         let machine = LinuxPlan {
-            loops: match quick {
-                true => &[(4, 1)],
-                false => &[(1, 1), (4, 1), (32, 1), (4, 4)],
+            loops: if quick {
+                &[(4, 1)]
+            } else {
+                &[(1, 1), (4, 1), (32, 1), (4, 4)]
             },
             rounds: output.rounds(1, 1) as u32,
             amount: Amount::Requests(if quick { 64 } else { 240 }),
@@ -113,11 +115,11 @@ impl LinuxLoad {
     /// Runs all measurements, with disks in `dir`. If a signal interrupts them, returns the results so far.
     ///
     /// # Errors
-    /// If the program that makes guests is missing or fails, or the write caches of two paths differ.
+    /// If the program that runs guests is missing or fails, or the write caches of two paths differ.
     pub fn sections(&self, dir: &Path, session: &Session) -> Result<Vec<Section>, CommandError> {
         let mut sections = Vec::new();
         for kernel in &self.kernels {
-            // Measurements from before a signal count, so their results are kept outside of the step.
+            // Measurements before a signal still count, so results are kept outside of the step.
             let mut outcome = LinuxOutcome::default();
             session.step(kernel.title, kernel.expected(), || {
                 outcome = measure(kernel.place, &kernel.plan, dir, session, &mut |_| ())?;

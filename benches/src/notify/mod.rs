@@ -23,7 +23,7 @@ use walvisor::commands::CommandError;
 use walvisor_vmm::probe::{self, Ring0};
 
 use crate::linux::Kernels;
-use crate::load::measured::Measured;
+use crate::load::measured::Measurement;
 use crate::load::point::{BackendKind, LoadPlan, Path, Point};
 use crate::load::sample::Sample;
 use crate::output::Output;
@@ -70,8 +70,8 @@ enum Load {
     Linux,
 }
 
-/// Estimated time of starting and stopping around each turn.
-const AROUND: Duration = Duration::from_millis(60);
+/// Estimated time to start and stop around each turn.
+const OVERHEAD: Duration = Duration::from_millis(60);
 
 /// Runs `walvisor-bench notify`.
 ///
@@ -121,13 +121,13 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
         .map_or(Duration::ZERO, linux::LinuxLoad::expected);
     let session = arguments
         .output
-        .start((plan.turn + AROUND) * turns as u32 + expected)?;
+        .start((plan.turn + OVERHEAD) * turns as u32 + expected)?;
     let place = Directories::new(&arguments.output.dir)?;
-    let mut doors = Doors::open(&paths, &backends, &plan, &place)?;
+    let mut doors = PathServers::open(&paths, &backends, &plan, &place)?;
     let mut samples = Vec::new();
     'rounds: for round in 0..plan.rounds {
         for point in &plan.points {
-            // The order rotates, so that each path comes first in some round.
+            // The order rotates, so that no path is always first.
             let mut order = paths.clone();
             let first = round % order.len().max(1);
             order.rotate_left(first);
@@ -139,11 +139,11 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
                     plan.rounds
                 );
                 let turn = || doors.measure(path, point, plan.turn);
-                let Some(measured) = session.step(&what, plan.turn + AROUND, turn)? else {
+                let Some(measured) = session.step(&what, plan.turn + OVERHEAD, turn)? else {
                     break 'rounds;
                 };
                 let load = load(path);
-                let real = !emulated() && (guest_seconds || load != EMBEDDED_GUEST);
+                let real = !is_emulated() && (guest_seconds || load != EMBEDDED_GUEST);
                 let sample = measured.sample(path.name(), load, point, real);
                 check_cache(&sample)?;
                 samples.push(sample);
@@ -152,31 +152,32 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     }
     drop(doors);
     drop(place);
-    let mut sections = match paths.is_empty() {
-        true => Vec::new(),
-        false => section::sections(&samples, &notes),
+    let mut sections = if paths.is_empty() {
+        Vec::new()
+    } else {
+        section::sections(&samples, &notes)
     };
     if let Some(linux) = linux {
         sections.extend(linux.sections(&arguments.output.dir, &session)?);
     }
     let title = "What a notification costs, and what a flush costs, on each path";
-    arguments.output.give(title, session, sections)
+    arguments.output.write(title, session, sections)
 }
 
-/// Refuses a sample whose write cache is off: paths with different cache modes cannot be compared. A path that cannot
-/// report its mode is assumed to have the requested one.
+/// Refuses a sample whose write cache is off, because paths with different cache modes cannot be compared. A path that
+/// cannot report its mode is assumed to have the requested one.
 fn check_cache(sample: &Sample) -> Result<(), CommandError> {
     match sample.write_cache {
         Some(false) => Err(CommandError::Failed(format!(
-            "{} on the {} disk: its write cache is off, that of the others on: this is no comparison",
+            "{} on the {} disk: its write cache is off and that of the others is on: they cannot be compared",
             sample.path, sample.backend
         ))),
         Some(true) | None => Ok(()),
     }
 }
 
-/// Whether this machine is emulated by QEMU: then its times are not meaningful either.
-fn emulated() -> bool {
+/// Whether QEMU emulates this machine, which makes its times meaningless too.
+fn is_emulated() -> bool {
     let hypervisor = std::arch::x86_64::__cpuid(0x4000_0000);
     [hypervisor.ebx, hypervisor.ecx, hypervisor.edx]
         == ["TCGT", "CGTC", "GTCG"]
@@ -193,13 +194,13 @@ fn load(path: Path) -> &'static str {
 }
 
 /// The measured paths, by the kind of their server.
-struct Doors {
+struct PathServers {
     guest: Option<GuestDoor>,
     vhost_user: Option<VhostUserDoor>,
     nbd: Option<NbdDoor>,
 }
 
-impl Doors {
+impl PathServers {
     fn open(
         paths: &[Path],
         backends: &[BackendKind],
@@ -229,7 +230,7 @@ impl Doors {
         path: Path,
         point: &Point,
         turn: Duration,
-    ) -> Result<Measured, CommandError> {
+    ) -> Result<Measurement, CommandError> {
         let closed = || CommandError::Failed(format!("{} is not open", path.name()));
         match path {
             Path::VhostUser => {
@@ -261,7 +262,7 @@ mod tests {
             iodepth: 1,
             queues: 1,
         };
-        let mut sample = Measured::default().sample("nbd", "nbd client", &point, true);
+        let mut sample = Measurement::default().sample("nbd", "nbd client", &point, true);
         let error = check_cache(&sample).unwrap_err().to_string();
         assert!(
             error.starts_with("nbd on the wal disk: its write cache is off"),

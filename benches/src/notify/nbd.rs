@@ -10,8 +10,8 @@ use walvisor::processor_time::of_host;
 use super::place::Directories;
 use crate::daemon::{Daemon, spec};
 use crate::load::loops::{Loops, Tally};
-use crate::load::measured::Measured;
-use crate::load::nbd::{Client, SEND_FLUSH};
+use crate::load::measured::Measurement;
+use crate::load::nbd::{NbdClient, SEND_FLUSH};
 use crate::load::point::{BackendKind, DISK_BYTES, Point};
 
 /// A daemon, and the path of its socket.
@@ -40,7 +40,7 @@ impl NbdDoor {
     ///
     /// # Errors
     /// If a request fails or the daemon has ended.
-    pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measured, CommandError> {
+    pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measurement, CommandError> {
         if point.counts_syncs() {
             self.daemon.checkpoint()?;
         }
@@ -49,7 +49,7 @@ impl NbdDoor {
         let mut sends_flush = true;
         for _ in 0..point.queues {
             let (client, flags) =
-                Client::connect(&self.socket, point.backend.name()).map_err(failed)?;
+                NbdClient::connect(&self.socket, point.backend.name()).map_err(failed)?;
             sends_flush &= flags & SEND_FLUSH != 0;
             clients.push(client);
         }
@@ -82,11 +82,11 @@ impl NbdDoor {
             all.histogram.add(&tally.map_err(failed)?.histogram);
         }
         all.time = time;
-        Ok(Measured {
+        Ok(Measurement {
             cpu: cpu_after.zip(cpu).map(|(after, before)| after - before),
             host_cpu: host_after.zip(host).map(|(after, before)| after - before),
             syncs: after.syncs - before.syncs,
-            // The protocol shows whether there is a cache to flush. Only the daemon shows whether that cache is on.
+            // The protocol says whether there is a cache to flush. Only the daemon says whether it is on.
             write_cache: sends_flush && after.writeback,
             ..all.measured()
         })

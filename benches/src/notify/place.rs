@@ -15,7 +15,7 @@ pub struct Directories {
 }
 
 impl Directories {
-    /// Makes both directories, that of the disks in `parent`.
+    /// Creates both directories, the one for disks in `parent`.
     ///
     /// # Errors
     /// If a directory cannot be made.
@@ -47,8 +47,8 @@ impl Directories {
         self.sockets.path()
     }
 
-    /// Makes a disk called `name` with a log of its own if `backends` contains that backend, and returns the name of
-    /// its image. All its blocks hold data, because holes would be read faster.
+    /// Creates a disk called `name`, with a log of its own if that backend is in `backends`, and returns the name of its
+    /// image. All its blocks hold data, because holes would be read faster.
     ///
     /// # Errors
     /// If the disk cannot be made.
@@ -72,7 +72,7 @@ impl Directories {
         Ok(image)
     }
 
-    /// Makes a disk with a log of its own, and opens it.
+    /// Creates a disk with a log of its own, and opens it.
     ///
     /// # Errors
     /// If the disk cannot be made or opened.

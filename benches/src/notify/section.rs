@@ -4,7 +4,7 @@ use walvisor::demo::ALL_EXITS;
 
 use super::guest::EMBEDDED_GUEST;
 use crate::load::sample::Sample;
-use crate::report::plot::{Axis, Kind, Plot, Series};
+use crate::report::plot::{Axis, Plot, PlotKind, Series};
 use crate::report::{Cell, Section, Spread};
 
 /// The columns of a table.
@@ -57,21 +57,22 @@ impl Row<'_> {
         Spread::of(&self.of(figure)).map_or(Cell::None, |spread| Cell::Number(spread.median, 3))
     }
 
-    /// A time, or a figure derived from times, with its spread. Grey if times are not meaningful.
+    /// A time, or a figure derived from times, with its spread. Grey if times are meaningless.
     fn time(&self, figure: impl Fn(&Sample) -> Option<f64>, decimals: usize) -> Cell {
         self.maybe_grey(Cell::of(&self.of(figure), decimals))
     }
 
-    /// The median of such a figure without its spread, to keep tables narrow.
-    fn middle(&self, figure: impl Fn(&Sample) -> Option<f64>, decimals: usize) -> Cell {
+    /// Like [`time`](Self::time) without the spread, to keep tables narrow.
+    fn median_time(&self, figure: impl Fn(&Sample) -> Option<f64>, decimals: usize) -> Cell {
         let spread = Spread::of(&self.of(figure));
         self.maybe_grey(spread.map_or(Cell::None, |spread| Cell::Number(spread.median, decimals)))
     }
 
     fn maybe_grey(&self, cell: Cell) -> Cell {
-        match self.first().seconds_mean_something || cell == Cell::None {
-            true => cell,
-            false => cell.grey(),
+        if self.first().seconds_mean_something || cell == Cell::None {
+            cell
+        } else {
+            cell.grey()
         }
     }
 
@@ -83,12 +84,12 @@ impl Row<'_> {
             Cell::count(first.queues.into()),
             Cell::count(first.iodepth.into()),
             self.time(|sample| Some(sample.iops), 0),
-            self.middle(|sample| Some(sample.mb_per_s), 1),
+            self.median_time(|sample| Some(sample.mb_per_s), 1),
             self.time(|sample| Some(sample.p50_us), 1),
             self.time(|sample| Some(sample.p99_us), 1),
-            self.middle(|sample| Some(sample.p999_us), 1),
-            self.middle(|sample| sample.vmm_cpu_us_per_request, 1),
-            self.middle(|sample| sample.host_cpu_us_per_request, 1),
+            self.median_time(|sample| Some(sample.p999_us), 1),
+            self.median_time(|sample| sample.vmm_cpu_us_per_request, 1),
+            self.median_time(|sample| sample.host_cpu_us_per_request, 1),
             self.count(|sample| exits(sample, |kind| kind == "mmio_read")),
             self.count(|sample| exits(sample, |kind| kind == "mmio_write")),
             self.count(|sample| exits(sample, |kind| kind.starts_with("port_"))),
@@ -117,7 +118,7 @@ fn exits(sample: &Sample, which: impl Fn(&str) -> bool) -> Option<f64> {
 }
 
 /// Distinct values of `of`, in the order of their first occurrence.
-fn distinct<'a, T: PartialEq>(samples: &[&'a Sample], of: impl Fn(&'a Sample) -> T) -> Vec<T> {
+fn list_distinct<'a, T: PartialEq>(samples: &[&'a Sample], of: impl Fn(&'a Sample) -> T) -> Vec<T> {
     let mut values = Vec::new();
     for sample in samples {
         let value = of(sample);
@@ -130,9 +131,9 @@ fn distinct<'a, T: PartialEq>(samples: &[&'a Sample], of: impl Fn(&'a Sample) ->
 
 /// The rows for samples of one backend and job.
 fn rows<'a>(samples: &[&'a Sample]) -> Vec<Row<'a>> {
-    let mut keys = distinct(samples, |sample| (sample.queues, sample.iodepth));
+    let mut keys = list_distinct(samples, |sample| (sample.queues, sample.iodepth));
     keys.sort_unstable();
-    let paths = distinct(samples, |sample| (&sample.path, &sample.load));
+    let paths = list_distinct(samples, |sample| (&sample.path, &sample.load));
     let mut rows = Vec::new();
     for (queues, iodepth) in keys {
         for &(path, load) in &paths {
@@ -153,13 +154,13 @@ fn rows<'a>(samples: &[&'a Sample]) -> Vec<Row<'a>> {
 pub fn sections(samples: &[Sample], notes: &[String]) -> Vec<Section> {
     let all: Vec<&Sample> = samples.iter().collect();
     let mut sections = Vec::new();
-    for backend in distinct(&all, |sample| &sample.backend) {
+    for backend in list_distinct(&all, |sample| &sample.backend) {
         let of_backend: Vec<&Sample> = all
             .iter()
             .filter(|sample| &sample.backend == backend)
             .copied()
             .collect();
-        for job in distinct(&of_backend, |sample| &sample.job) {
+        for job in list_distinct(&of_backend, |sample| &sample.job) {
             let of_job: Vec<&Sample> = of_backend
                 .iter()
                 .filter(|sample| &sample.job == job)
@@ -239,9 +240,10 @@ fn section(backend: &str, job: &str, rows: &[Row<'_>]) -> Section {
 
 /// The name of a path in a plot, in brackets if its times are not meaningful.
 fn label(sample: &Sample) -> String {
-    match sample.seconds_mean_something {
-        true => sample.path.clone(),
-        false => format!("[{}]", sample.path),
+    if sample.seconds_mean_something {
+        sample.path.clone()
+    } else {
+        format!("[{}]", sample.path)
     }
 }
 
@@ -301,7 +303,7 @@ fn bars_by_depth(
     figure: fn(&Sample) -> f64,
 ) -> Plot {
     let first: Vec<&Sample> = rows.iter().map(|row| row.first()).collect();
-    let depths = distinct(&first, |sample| sample.iodepth);
+    let depths = list_distinct(&first, |sample| sample.iodepth);
     let bar = |path: &str, depth| {
         let row = rows
             .iter()
@@ -316,14 +318,17 @@ fn bars_by_depth(
         name,
         title,
         caption: String::new(),
-        kind: Kind::Bars {
+        kind: PlotKind::Bars {
             unit: unit.to_owned(),
             groups: depths
                 .iter()
                 .map(|depth| format!("iodepth {depth}"))
                 .collect(),
             even: None,
-            rows: distinct(&first, label).into_iter().map(of_path).collect(),
+            rows: list_distinct(&first, label)
+                .into_iter()
+                .map(of_path)
+                .collect(),
         },
     }
 }
@@ -348,7 +353,7 @@ fn latency(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
         name,
         title,
         caption: String::new(),
-        kind: Kind::Lines {
+        kind: PlotKind::Lines {
             x: Axis::log("iodepth"),
             y: Axis::log("p50, microseconds"),
             series: lines,
@@ -375,7 +380,7 @@ fn notices(name: String, title: String, rows: &[&Row<'_>]) -> Plot {
         name,
         title,
         caption: String::new(),
-        kind: Kind::Bars {
+        kind: PlotKind::Bars {
             unit: format!("a request, iodepth {}", least.unwrap_or(1)),
             groups: [
                 "exits",
@@ -459,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_measured_is_said() {
+    fn a_report_says_that_nothing_was_measured() {
         let sections = sections(&[], &["skipped: no KVM".to_owned()]);
         assert_eq!(sections[0].notes, ["skipped: no KVM"]);
         assert!(sections[0].table.rows.is_empty());

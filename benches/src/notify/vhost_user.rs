@@ -5,11 +5,11 @@ use std::time::Duration;
 
 use walvisor::commands::CommandError;
 use walvisor::processor_time::of_host;
-use walvisor_tests::vhost_user_client::{Notices, VhostUserClient};
+use walvisor_tests::vhost_user_client::{NotificationCounts, VhostUserClient};
 
 use super::place::Directories;
 use crate::daemon::{Daemon, spec};
-use crate::load::measured::Measured;
+use crate::load::measured::Measurement;
 use crate::load::point::{BackendKind, DISK_BYTES, Point, QUEUES};
 use crate::load::vhost_user::drive;
 
@@ -41,7 +41,7 @@ impl VhostUserDoor {
     ///
     /// # Errors
     /// If a request fails or the daemon has ended.
-    pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measured, CommandError> {
+    pub fn measure(&mut self, point: &Point, turn: Duration) -> Result<Measurement, CommandError> {
         if point.counts_syncs() {
             self.daemon.checkpoint()?;
         }
@@ -60,11 +60,11 @@ impl VhostUserDoor {
         let tally = drive(clients, loops, DISK_BYTES, turn).map_err(failed)?;
         let (cpu_after, host_after) = (self.daemon.cpu(), of_host());
         let after = self.daemon.disk(point.backend)?;
-        let Notices {
+        let NotificationCounts {
             doorbells,
             interrupts,
         } = client.notices();
-        Ok(Measured {
+        Ok(Measurement {
             cpu: cpu_after.zip(cpu).map(|(after, before)| after - before),
             host_cpu: host_after.zip(host).map(|(after, before)| after - before),
             doorbells: Some(doorbells),

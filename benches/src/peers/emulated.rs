@@ -1,4 +1,4 @@
-//! The disk of a guest that QEMU emulates: over vhost-user, beside QEMU's own virtio-blk with and without the host's
+//! The disk of a guest that QEMU emulates: over vhost-user, compared with QEMU's own virtio-blk with and without the host's
 //! page cache. One guest has all three disks, and runs one fio.
 
 use std::ffi::OsString;
@@ -25,20 +25,17 @@ const JOBS: [(&str, &str, usize, u8); 4] = [
 const OURS: &str = "walvisor";
 const PEERS: [&str; 2] = ["QEMU, cache=none", "QEMU, cache=writeback"];
 
-/// Time that a guest takes to boot and to end.
-const AROUND: Duration = Duration::from_secs(8);
+/// Time that a guest takes to boot and to shut down.
+const OVERHEAD: Duration = Duration::from_secs(8);
 
 /// Estimated time of the measurement.
 pub fn expected(pace: Schedule) -> Duration {
-    AROUND + expected_jobs(pace, of(pace, &JOBS).len() * 3)
+    OVERHEAD + expected_jobs(pace, of(pace, &JOBS).len() * 3)
 }
 
 /// The jobs that are measured: all, or the first two if quick.
 pub fn of<T>(pace: Schedule, jobs: &[T]) -> &[T] {
-    match pace.quick {
-        true => &jobs[..2],
-        false => jobs,
-    }
+    if pace.quick { &jobs[..2] } else { jobs }
 }
 
 /// Time of this many jobs of fio in all rounds.
@@ -60,7 +57,7 @@ pub fn measure(
     let socket = path("guest.sock");
     let image = path("peer-0.img");
     let direct = format!("file={image},format=raw,if=none,aio=io_uring,cache=none,discard=unmap");
-    // Both of QEMU's disks use the same image, because no job checks its content.
+    // QEMU's two disks can share an image, because no job checks its content.
     let cached =
         format!("file={image},format=raw,if=none,cache=writeback,discard=unmap,file.locking=off");
     let arguments = [
@@ -121,8 +118,8 @@ pub fn rows(door: PeerDoor, jobs: &[(&str, &str, usize, u8)], goal: Option<f64>)
     jobs.map(|job| PeerRow::new(door, job.0, goal)).collect()
 }
 
-/// Takes a rate from a line of the guest's, and refuses disks whose write caches differ. `peer` returns the peer of a
-/// disk in the script, or `None` for the disk of `walvisor`.
+/// Reads a rate from a line of the guest, and refuses disks whose write caches differ. `peer` returns the peer of a disk in
+/// the script, or `None` for the disk of `walvisor`.
 pub fn read<'a>(
     line: &str,
     rows: &mut [PeerRow],

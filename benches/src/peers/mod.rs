@@ -1,5 +1,5 @@
-//! `walvisor-bench peers`: the disk beside those of other programs. All use the same client and file system, and take
-//! turns.
+//! `walvisor-bench peers`: the disk compared with those of other programs. All use the same client and file system, and
+//! take turns.
 //!
 //! ```text
 //!   virtio driver in this process ─▶ serve vhost-user  │ qemu-storage-daemon         vhost_user.rs
@@ -7,8 +7,8 @@
 //!   fio in one emulated guest     ─▶ serve vhost-user  │ QEMU's own virtio-blk       emulated.rs
 //!   fio in user-mode Linux        ─▶ serve tcmu        │ tcmu-runner                 target.rs
 //! ```
-//! The peers open their images like a careful host (`cache.direct`, io_uring, FLUSH = fdatasync), and once like a
-//! careless one (`cache=writeback`). If a peer is missing, a note names its package, and the others are measured.
+//! The peers open their images like a careful host (`cache.direct`, io_uring, FLUSH = fdatasync), and once like a careless
+//! one (`cache=writeback`). If a peer is not installed, a note names its package, and the others are measured.
 
 mod emulated;
 mod nbd;
@@ -23,8 +23,8 @@ use clap::{Args, ValueEnum};
 use walvisor::commands::CommandError;
 
 use crate::output::Output;
-use crate::report::plot::{Kind, Plot};
-use crate::report::{Better, Cell, Section, Spread};
+use crate::report::plot::{Plot, PlotKind};
+use crate::report::{Cell, Preference, Section, Spread};
 use place::ImageDirectory;
 use turns::{PeerDoor, PeerFailure, PeerJob, PeerRow, Schedule, expected};
 
@@ -48,17 +48,10 @@ pub struct PeersArguments {
 pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     let Output { quick, dir, .. } = &arguments.output;
     let rounds = arguments.output.rounds(5, 1);
-    let pace = match quick {
-        true => Schedule {
-            rounds,
-            turn: Duration::from_secs(1),
-            quick: true,
-        },
-        false => Schedule {
-            rounds,
-            turn: Duration::from_secs(2),
-            quick: false,
-        },
+    let pace = Schedule {
+        rounds,
+        turn: Duration::from_secs(if *quick { 1 } else { 2 }),
+        quick: *quick,
     };
     let doors: Vec<PeerDoor> = PeerDoor::value_variants()
         .iter()
@@ -91,7 +84,7 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
         match measured {
             Ok(measured) => rows.extend(measured),
             Err(PeerFailure::Missing(what)) => missing.push(what),
-            // Ctrl-C also ends the other programs of the terminal.
+            // Ctrl-C also ends the other programs on the terminal.
             Err(PeerFailure::Failed(_)) if session.interrupted() => break,
             Err(PeerFailure::Failed(error)) => {
                 missing.push(format!("Not measured: {error}"));
@@ -102,7 +95,7 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     let title = "The disk beside its peers";
     arguments
         .output
-        .give(title, session, vec![section(&rows, &missing, pace)])?;
+        .write(title, session, vec![section(&rows, &missing, pace)])?;
     failed.map_or(Ok(()), Err)
 }
 
@@ -162,7 +155,9 @@ fn section(rows: &[PeerRow], missing: &[String], pace: Schedule) -> Section {
                 grey(Cell::of(&row.ours, 0)),
                 Cell::text(peer),
                 grey(Cell::of(rates, 0)),
-                ratio.map_or(Cell::None, |ratio| grey(Cell::ratio(ratio, Better::More))),
+                ratio.map_or(Cell::None, |ratio| {
+                    grey(Cell::ratio(ratio, Preference::More))
+                }),
                 // A goal is relative to a peer, so another mode of `walvisor` itself has none.
                 row.goal
                     .filter(|_| peer != nbd::FROM_MEMORY)
@@ -177,7 +172,7 @@ fn section(rows: &[PeerRow], missing: &[String], pace: Schedule) -> Section {
         title: "walvisor beside its peers".to_owned(),
         caption: "A green bar: walvisor does more than the peer. An orange one: it does less."
             .to_owned(),
-        kind: Kind::Bars {
+        kind: PlotKind::Bars {
             unit: "times what the peer does; the line is at 1, as much".to_owned(),
             groups: vec!["ratio".to_owned()],
             even: Some(1.0),

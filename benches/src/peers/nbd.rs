@@ -50,11 +50,11 @@ const SOCKETS: [&str; SIDES] = ["ours.nbd", "peer.nbd", "memory.nbd"];
 /// Number of sides that take turns.
 pub const SIDES: usize = 3;
 
-/// `walvisor` with `answer=memory`. The difference to the default is the cost of
-/// keeping answered writes when the daemon dies.
+/// `walvisor` with `answer=memory`. The difference to the default is what it costs to keep answered writes when the daemon
+/// dies.
 pub const FROM_MEMORY: &str = "walvisor, answer=memory";
 
-/// Time of a turn beyond the measured time.
+/// Time of a turn besides the measured time.
 pub const BEFORE: Duration = Duration::from_millis(400);
 
 /// Measures all jobs.

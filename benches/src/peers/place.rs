@@ -42,8 +42,8 @@ impl ImageDirectory {
         self.directory.path()
     }
 
-    /// Makes the images of the first `disks` disks, unless they exist. All their blocks hold data, because holes
-    /// would be read faster.
+    /// Creates the images of the first `disks` disks, unless they exist. All their blocks hold data, because holes would be
+    /// read faster.
     pub fn make_images(&self, disks: usize) -> Result<(), CommandError> {
         let words = (0..DISK_BYTES / 8).map(|word| word.wrapping_mul(0x9e37_79b9_7f4a_7c15));
         let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).collect();
@@ -60,7 +60,7 @@ impl ImageDirectory {
         Ok(())
     }
 
-    /// Makes a disk with the content of the peers' image number `raw`.
+    /// Creates a disk with the content of the peers' image number `raw`.
     pub fn import(&self, raw: usize, disk: &str, log: &str) -> Result<(), CommandError> {
         let mut import = Command::new(&self.walvisor);
         import
@@ -74,12 +74,10 @@ impl ImageDirectory {
             ])
             .current_dir(self.path());
         let output = import.output().map_err(CommandError::failed)?;
-        match output.status.success() {
-            true => Ok(()),
-            false => {
-                let error = String::from_utf8_lossy(&output.stderr);
-                Err(CommandError::Failed(error.trim().to_owned()))
-            }
+        if !output.status.success() {
+            let error = String::from_utf8_lossy(&output.stderr);
+            return Err(CommandError::Failed(error.trim().to_owned()));
         }
+        Ok(())
     }
 }

@@ -1,5 +1,5 @@
-//! A disk of the kernel's SCSI target, beside tcmu-runner. Both run in one user-mode Linux over the files of this
-//! machine. `walvisor` uses its RAM backend, tcmu-runner its qcow handler over an image in memory.
+//! A disk of the kernel's SCSI target, compared with tcmu-runner. Both run in one user-mode Linux over the files of this
+//! machine. `walvisor` uses its RAM backend, tcmu-runner its qcow handler with an image in memory.
 
 use std::ffi::OsString;
 use std::time::Duration;

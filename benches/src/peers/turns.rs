@@ -7,7 +7,7 @@ use std::time::Duration;
 use clap::ValueEnum;
 use walvisor::commands::CommandError;
 
-use crate::daemon::{Daemon, Halted};
+use crate::daemon::{Daemon, HaltGuard};
 use crate::load::point::LoadJob;
 use crate::peer::Peer;
 use crate::session::Session;
@@ -35,7 +35,7 @@ pub struct PeerJob {
     pub queues: usize,
     /// Requests in flight in each queue.
     pub depth: usize,
-    /// The ratio to its peer that `walvisor` should at least reach.
+    /// The ratio to its peer that `walvisor` should reach at least.
     pub goal: f64,
 }
 
@@ -81,7 +81,7 @@ impl PeerRow {
     }
 }
 
-/// The reason why a door was not measured.
+/// Why a door was not measured.
 pub enum PeerFailure {
     /// A program is missing; the text names it and its package.
     Missing(String),
@@ -94,11 +94,11 @@ impl From<CommandError> for PeerFailure {
     }
 }
 
-/// The unmeasured work of each side before its first turn. After it, all segment files of the log exist, and all blocks
-/// of the peers' images are allocated: the steady state.
+/// Unmeasured work of each side before its first turn, to reach the steady state: all segment files of the log exist, and
+/// all blocks of the peers' images are allocated.
 pub const WARM_UP: (LoadJob, Duration) = (LoadJob::Write, Duration::from_secs(5));
 
-/// Estimated time of the turns of `jobs` with so many sides. Each turn takes `before` longer than the pace specifies.
+/// Estimated time of the turns of `jobs` with this many sides. Each turn takes `before` longer than the pace specifies.
 pub fn expected(jobs: &[&PeerJob], sides: usize, pace: Schedule, before: Duration) -> Duration {
     let warm_up = if pace.quick { 0 } else { sides as u32 };
     WARM_UP.1 * warm_up + (pace.turn + before) * (sides * pace.rounds * jobs.len()) as u32
@@ -107,7 +107,7 @@ pub fn expected(jobs: &[&PeerJob], sides: usize, pace: Schedule, before: Duratio
 /// A side that takes turns with `walvisor`: a peer, or `walvisor` with another setting.
 pub trait Side {
     /// Stops the side's process until the returned value is dropped.
-    fn halt(&self) -> Halted;
+    fn halt(&self) -> HaltGuard;
 
     /// Finishes pending work, such as a checkpoint, before a job begins.
     fn settle(&self) -> Result<(), CommandError> {
@@ -116,13 +116,13 @@ pub trait Side {
 }
 
 impl Side for Peer {
-    fn halt(&self) -> Halted {
+    fn halt(&self) -> HaltGuard {
         Self::halt(self)
     }
 }
 
 impl Side for Daemon {
-    fn halt(&self) -> Halted {
+    fn halt(&self) -> HaltGuard {
         Self::halt(self)
     }
 
@@ -131,8 +131,8 @@ impl Side for Daemon {
     }
 }
 
-/// Lets the sides take turns at each of `jobs`; `walvisor` is the first side. While one side is measured, all others
-/// are stopped. `rate` measures the side with the given number for a time. A turn takes `before` longer than the pace
+/// Lets the sides take turns at each of `jobs`; `walvisor` is the first side. While one side is measured, all others are
+/// stopped. `rate` measures the side with the given number for the given time. A turn takes `before` longer than the pace
 /// specifies.
 pub fn take_turns(
     (door, jobs): (PeerDoor, &[&'static PeerJob]),
@@ -147,7 +147,7 @@ pub fn take_turns(
     let measured = |what: String, side: usize, job: &PeerJob, turn: Duration| {
         let others = sides.iter().enumerate();
         let others = others.filter(|(other, _)| *other != side);
-        let _halted: Vec<Halted> = others.map(|(_, (_, other))| other.halt()).collect();
+        let _halted: Vec<HaltGuard> = others.map(|(_, (_, other))| other.halt()).collect();
         session.step(&what, turn + before, || rate(side, job, turn))
     };
     if let (Some(job), false) = (jobs.first(), pace.quick) {

@@ -1,4 +1,4 @@
-//! The machine that a comparison ran on. The figures are meaningful only together with it.
+//! The machine that a comparison ran on, without which its figures mean nothing.
 
 use std::fmt;
 use std::fs;
@@ -10,7 +10,7 @@ use walvisor_vmm::probe::{self, Ring0};
 
 /// The properties of the machine.
 #[derive(Clone, Debug, Serialize)]
-pub struct Machine {
+pub struct MachineInfo {
     /// The version of this program.
     pub walvisor: &'static str,
     /// The processor's name.
@@ -27,9 +27,9 @@ pub struct Machine {
     pub medium: String,
 }
 
-impl Machine {
+impl MachineInfo {
     /// This machine; the disks are in `dir`.
-    pub fn this(dir: &Path) -> Self {
+    pub fn current(dir: &Path) -> Self {
         let kvm = match probe::ring0() {
             Ok(Ring0::Native) => "on the processor (VMX or SVM)".to_owned(),
             Ok(Ring0::Interpreted) => {
@@ -93,7 +93,7 @@ pub fn chosen(text: &str) -> Option<&str> {
     Some(rest.split_once(']')?.0)
 }
 
-impl fmt::Display for Machine {
+impl fmt::Display for MachineInfo {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self {
             walvisor,
@@ -118,8 +118,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_machine_is_told() {
-        let machine = Machine::this(Path::new("/"));
+    fn the_machine_is_described() {
+        let machine = MachineInfo::current(Path::new("/"));
         assert!(
             machine.processors > 0 && machine.memory_mib > 0,
             "{machine:?}"

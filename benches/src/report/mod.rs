@@ -10,5 +10,5 @@ mod scale;
 mod section;
 mod spread;
 
-pub use section::{Better, Cell, Report, Section};
+pub use section::{Cell, Preference, Report, Section};
 pub use spread::Spread;

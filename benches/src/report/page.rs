@@ -1,4 +1,4 @@
-//! A report as one self-contained page: no network, no script. It is light or dark, as the reader's system is.
+//! A report as a self-contained page: no network, no script, light or dark like the reader's system.
 
 use std::fmt::Write as _;
 
@@ -15,7 +15,7 @@ const STYLE: &str = include_str!("page.css");
 /// If a plot can't be drawn.
 pub fn page(report: &Report) -> Result<String, CommandError> {
     let mut body = String::new();
-    let title = escaped(&report.title);
+    let title = escape(&report.title);
     paragraph(&mut body, "machine", &report.machine.to_string());
     if report.interrupted {
         paragraph(
@@ -34,13 +34,13 @@ pub fn page(report: &Report) -> Result<String, CommandError> {
     if report.sections.len() > 1 {
         body.push_str("<nav><ul>\n");
         for section in &report.sections {
-            let (key, title) = (escaped(&section.key), escaped(&section.title));
+            let (key, title) = (escape(&section.key), escape(&section.title));
             let _ = writeln!(body, "<li><a href=\"#{key}\">{title}</a></li>");
         }
         body.push_str("</ul></nav>\n");
     }
     for section in &report.sections {
-        let (key, title) = (escaped(&section.key), escaped(&section.title));
+        let (key, title) = (escape(&section.key), escape(&section.title));
         let _ = writeln!(body, "<section id=\"{key}\">\n<h2>{title}</h2>");
         for note in &section.notes {
             paragraph(&mut body, "note", note);
@@ -60,20 +60,23 @@ pub fn page(report: &Report) -> Result<String, CommandError> {
 }
 
 fn paragraph(body: &mut String, class: &str, text: &str) {
-    let text = escaped(text).replace('\n', "<br>\n");
+    let text = escape(text).replace('\n', "<br>\n");
     let _ = writeln!(body, "<p class=\"{class}\">{text}</p>");
 }
 
 fn table(body: &mut String, table: &Table) {
     body.push_str("<div class=\"table\"><table>\n<thead><tr>");
     let classes: Vec<&str> = (0..table.columns.len())
-        .map(|at| match table.is_figures(at) {
-            true => " class=\"figure\"",
-            false => "",
+        .map(|at| {
+            if table.is_figures(at) {
+                " class=\"figure\""
+            } else {
+                ""
+            }
         })
         .collect();
     for (column, class) in table.columns.iter().zip(&classes) {
-        let _ = write!(body, "<th{class}>{}</th>", escaped(column.title));
+        let _ = write!(body, "<th{class}>{}</th>", escape(column.title));
     }
     body.push_str("</tr></thead>\n<tbody>\n");
     for row in &table.rows {
@@ -91,7 +94,7 @@ fn table(body: &mut String, table: &Table) {
                 Cell::Judged(cell, Verdict::Bad) => (format!("▼ {cell}"), " class=\"figure bad\""),
                 cell => (cell.to_string(), *class),
             };
-            let _ = write!(body, "<td{class}>{}</td>", escaped(&text));
+            let _ = write!(body, "<td{class}>{}</td>", escape(&text));
         }
         body.push_str("</tr>\n");
     }
@@ -110,7 +113,7 @@ fn table(body: &mut String, table: &Table) {
     }
 }
 
-/// The verdict of the cells of a row that have one, if they agree.
+/// The verdict of a row: that of its judged cells, if they agree.
 fn verdict(row: &[Cell]) -> Option<Verdict> {
     let mut verdicts = row.iter().filter_map(|cell| match cell {
         Cell::Judged(_, verdict) => Some(*verdict),
@@ -121,7 +124,7 @@ fn verdict(row: &[Cell]) -> Option<Verdict> {
 }
 
 /// The text with the characters of markup escaped.
-fn escaped(text: &str) -> String {
+fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for letter in text.chars() {
         match letter {
@@ -139,22 +142,22 @@ fn escaped(text: &str) -> String {
 mod tests {
     use std::path::Path;
 
-    use super::super::machine::Machine;
-    use super::super::section::{Better, Section};
+    use super::super::machine::MachineInfo;
+    use super::super::section::{Preference, Section};
     use super::*;
 
     #[test]
-    fn words_are_no_markup_and_nothing_is_fetched() {
+    fn text_is_escaped_and_nothing_is_fetched() {
         let mut section = Section::new("a", "A & <b>", &["\"note\""], &[("x_us", "x <us>")]);
         section.table.rows = vec![
             vec![Cell::text("<script>")],
             vec![Cell::Number(1.5, 1).grey()],
-            vec![Cell::ratio(6.1, Better::More)],
-            vec![Cell::ratio(6.2, Better::Less)],
+            vec![Cell::ratio(6.1, Preference::More)],
+            vec![Cell::ratio(6.2, Preference::Less)],
         ];
         let report = Report {
             title: "T".to_owned(),
-            machine: Machine::this(Path::new("/")),
+            machine: MachineInfo::current(Path::new("/")),
             interrupted: true,
             quick: false,
             elapsed_s: 1.0,

@@ -1,4 +1,4 @@
-//! What all plots have: sizes, colours, letters, and the head with the title and the legend.
+//! What all plots share: sizes, colours, fonts, and the head with the title and the legend.
 
 use plotters::coord::Shift;
 use plotters::prelude::*;
@@ -7,10 +7,10 @@ use plotters::style::text_anchor::{HPos, Pos, VPos};
 /// Pixels: a picture, the space between its edge and what is in it.
 pub(super) const WIDTH: i32 = 600;
 pub(super) const MARGIN: i32 = 12;
-/// Sizes of letters, in pixels times 1.24, as the library takes them: of the title, and of all others.
+/// Font sizes, in the library's unit, pixels times 1.24: of the title, and of everything else.
 const TITLE: i32 = 22;
 pub(super) const SMALL: i32 = 17;
-/// Pixels: the sign before a name in the legend, and the space behind the name.
+/// Pixels: the sign before a name in the legend, and the space after the name.
 const SIGN: i32 = 30;
 const BEHIND: i32 = 16;
 /// Pixels: the space below the head.
@@ -21,7 +21,7 @@ pub(super) const PAPER: RGBColor = RGBColor(0xff, 0xff, 0xff);
 pub(super) const INK: RGBColor = RGBColor(0x1f, 0x23, 0x28);
 pub(super) const MUTED: RGBColor = RGBColor(0x59, 0x63, 0x6e);
 pub(super) const GRID: RGBColor = RGBColor(0xd1, 0xd9, 0xe0);
-/// Colours that colour-blind readers can distinguish too, as far as possible in order of lightness.
+/// Colours that colour-blind readers can distinguish too, as far as possible ordered by lightness.
 pub(super) const COLOURS: [RGBColor; 8] = [
     RGBColor(0x09, 0x69, 0xda),
     RGBColor(0xcf, 0x5c, 0x00),
@@ -36,7 +36,7 @@ pub(super) const COLOURS: [RGBColor; 8] = [
 pub(super) const GOOD: RGBColor = COLOURS[2];
 pub(super) const BAD: RGBColor = COLOURS[1];
 
-/// Each colour, and the name of the page's variable that replaces it.
+/// Each colour, with the page's variable that replaces it.
 const NAMED: [(RGBColor, &str); 12] = [
     (PAPER, "var(--paper)"),
     (INK, "var(--ink)"),
@@ -65,28 +65,28 @@ pub(super) fn on_page(svg: &str) -> String {
 }
 
 pub(super) type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-pub(super) type Drawn = Result<(), Box<dyn std::error::Error>>;
+pub(super) type DrawResult = Result<(), Box<dyn std::error::Error>>;
 
 /// The sign before a name in a legend.
 #[derive(Clone, Copy)]
-pub(super) enum Sign {
+pub(super) enum LegendSign {
     Line,
     Dashes,
     Bar,
 }
 
-/// What stands above a plot: its title, what it shows, the names of its colours.
+/// The part above a plot: its title, what it shows, and the legend.
 pub(super) struct Head {
-    /// Each text with the left end and the middle of its line.
+    /// Each text, with the position of the left end and the middle of its line.
     texts: Vec<(String, (i32, i32), TextStyle<'static>)>,
-    signs: Vec<(Sign, RGBColor, (i32, i32))>,
-    /// Its pixels.
+    signs: Vec<(LegendSign, RGBColor, (i32, i32))>,
+    /// Its height in pixels.
     pub(super) height: i32,
 }
 
 impl Head {
-    /// Of a picture with this `title`, with paragraphs of `notes`, and the legend's names.
-    pub(super) fn new(title: &str, notes: &[&str], names: &[(&str, RGBColor, Sign)]) -> Self {
+    /// The head of a picture with this `title`, paragraphs of `notes`, and the names of the legend.
+    pub(super) fn new(title: &str, notes: &[&str], names: &[(&str, RGBColor, LegendSign)]) -> Self {
         let mut head = Self {
             texts: Vec::new(),
             signs: Vec::new(),
@@ -117,16 +117,16 @@ impl Head {
         head
     }
 
-    /// Adds lines of text, broken between words.
+    /// Adds lines of text, wrapped between words.
     fn paragraph(&mut self, text: &str, size: i32, colour: RGBColor) {
-        for line in broken(text, size) {
+        for line in wrap(text, size) {
             let place = (MARGIN, self.height + line_height(size) / 2);
             self.texts.push((line, place, style(size, colour)));
             self.height += line_height(size);
         }
     }
 
-    pub(super) fn draw(&self, root: &Area<'_>) -> Drawn {
+    pub(super) fn draw(&self, root: &Area<'_>) -> DrawResult {
         for (text, place, style) in &self.texts {
             root.draw(&Text::new(text.as_str(), *place, style.clone()))?;
         }
@@ -136,16 +136,16 @@ impl Head {
                 PathElement::new(ends, colour.stroke_width(2))
             };
             match sign {
-                Sign::Line => {
+                LegendSign::Line => {
                     root.draw(&stroke(0, 22))?;
                     root.draw(&Circle::new((left + 11, middle), 3, colour.filled()))?;
                 }
-                Sign::Dashes => {
+                LegendSign::Dashes => {
                     for from in [0, 8, 16] {
                         root.draw(&stroke(from, from + 5))?;
                     }
                 }
-                Sign::Bar => {
+                LegendSign::Bar => {
                     let corners = [(left + 10, middle - 6), (left + 22, middle + 6)];
                     root.draw(&Rectangle::new(corners, colour.filled()))?;
                 }
@@ -160,13 +160,13 @@ pub(super) fn line_height(size: i32) -> i32 {
     size + size / 6
 }
 
-/// About the pixels of a text: the letters of the fonts that viewers have differ a little.
+/// The approximate width of a text in pixels: viewers' fonts differ a little.
 pub(super) fn text_width(text: &str, size: i32) -> i32 {
     (text.chars().count() as f64 * f64::from(size) * 0.47).ceil() as i32
 }
 
-/// The text as lines that fit the picture, broken between words.
-pub(super) fn broken(text: &str, size: i32) -> Vec<String> {
+/// The text as lines that fit the picture, wrapped between words.
+pub(super) fn wrap(text: &str, size: i32) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in text.split_whitespace() {
         match lines.last_mut() {

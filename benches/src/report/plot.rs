@@ -1,5 +1,5 @@
-//! Plots as SVG: lines on linear or logarithmic axes, and bars. Their letters can be read when a plot is shown 500 pixels
-//! wide: names stand above what they name, not beside it.
+//! Plots as SVG: lines on linear or logarithmic axes, and bars. The text is readable even if a plot is shown 500 pixels
+//! wide, so names are above what they name and not beside it.
 
 use std::borrow::Cow;
 
@@ -8,8 +8,8 @@ use plotters::prelude::*;
 use walvisor::commands::CommandError;
 
 use super::picture::{
-    Area, BAD, COLOURS, Drawn, GOOD, GRID, Head, INK, MARGIN, MUTED, PAPER, SMALL, Sign, WIDTH,
-    broken, line_height, style, text, text_width,
+    Area, BAD, COLOURS, DrawResult, GOOD, GRID, Head, INK, LegendSign, MARGIN, MUTED, PAPER, SMALL,
+    WIDTH, line_height, style, text, text_width, wrap,
 };
 use super::scale::{Scale, short};
 use super::spread::Spread;
@@ -21,16 +21,16 @@ pub struct Plot {
     pub name: String,
     /// Its title.
     pub title: String,
-    /// What the names in it mean, and which side is good; may be empty.
+    /// What the names in it mean, and whether more is better; may be empty.
     pub caption: String,
     /// Its kind and data.
-    pub kind: Kind,
+    pub kind: PlotKind,
 }
 
 /// The kind of a plot, with its data.
 #[derive(Clone, Debug)]
-pub enum Kind {
-    /// Lines over an axis; bars if all points have one place on it.
+pub enum PlotKind {
+    /// Lines over an axis, or bars if all points are at the same place on it.
     Lines {
         /// The horizontal axis.
         x: Axis,
@@ -45,7 +45,7 @@ pub enum Kind {
         unit: String,
         /// The names of a label's bars, in order. With only one name there is no legend.
         groups: Vec<String>,
-        /// A length that is neither good nor bad. A line shows it; longer bars are good, and shorter ones bad.
+        /// The length that is neither good nor bad, shown as a line. Longer bars are good, shorter ones bad.
         even: Option<f64>,
         /// Each label with its bars; `None` leaves a bar out.
         rows: Vec<(String, Vec<Option<Spread>>)>,
@@ -90,8 +90,7 @@ pub struct Series {
     pub name: String,
     /// Its points, from left to right.
     pub points: Vec<(f64, f64)>,
-    /// Whether it is to compare the others with: computed, or without a place of its own on the axis. It is dashed, without
-    /// dots.
+    /// Whether it is a reference for the others: computed, or independent of the axis. It is dashed, without dots.
     pub ideal: bool,
 }
 
@@ -144,41 +143,41 @@ impl Plot {
         Ok(svg)
     }
 
-    fn draw(&self, svg: &mut String) -> Drawn {
-        let kind = self.kind.drawn();
+    fn draw(&self, svg: &mut String) -> DrawResult {
+        let kind = self.kind.as_drawn();
         let unit = match &*kind {
-            Kind::Bars { unit, .. } => unit,
-            Kind::Lines { .. } => "",
+            PlotKind::Bars { unit, .. } => unit,
+            PlotKind::Lines { .. } => "",
         };
         let head = Head::new(&self.title, &[unit, &self.caption], &kind.names());
         let height = head.height
             + match &*kind {
-                Kind::Lines { .. } => HEIGHT,
-                Kind::Bars { rows, .. } => bars_height(rows),
+                PlotKind::Lines { .. } => HEIGHT,
+                PlotKind::Bars { rows, .. } => bars_height(rows),
             };
         let root = SVGBackend::with_string(svg, (WIDTH as u32, height as u32)).into_drawing_area();
         root.fill(&PAPER)?;
         head.draw(&root)?;
         let (_, area) = root.split_vertically(head.height);
         match &*kind {
-            Kind::Lines { x, y, series } => lines(&area, x, y, series)?,
-            Kind::Bars { even, rows, .. } => bars(&area, *even, rows)?,
+            PlotKind::Lines { x, y, series } => lines(&area, x, y, series)?,
+            PlotKind::Bars { even, rows, .. } => bars(&area, *even, rows)?,
         }
         root.present()?;
         Ok(())
     }
 }
 
-impl Kind {
-    /// What is drawn: bars, if a line would be a single dot.
-    fn drawn(&self) -> Cow<'_, Self> {
+impl PlotKind {
+    /// The kind that is drawn: bars, if every line would be a single dot.
+    fn as_drawn(&self) -> Cow<'_, Self> {
         let Self::Lines { x, y, series } = self else {
             return Cow::Borrowed(self);
         };
-        let place = |line: &Series| seen(line, x, y).first().copied();
+        let place = |line: &Series| visible_points(line, x, y).first().copied();
         let all: Vec<f64> = series
             .iter()
-            .flat_map(|line| seen(line, x, y))
+            .flat_map(|line| visible_points(line, x, y))
             .map(|point| point.0)
             .collect();
         let Some(&only) = all
@@ -200,20 +199,26 @@ impl Kind {
     }
 
     /// The legend: each name with its colour, and whether its line is dashed.
-    fn names(&self) -> Vec<(&str, RGBColor, Sign)> {
+    fn names(&self) -> Vec<(&str, RGBColor, LegendSign)> {
         let coloured = |(at, name)| {
-            let (name, sign): (&str, Sign) = name;
+            let (name, sign): (&str, LegendSign) = name;
             (name, COLOURS[at % COLOURS.len()], sign)
         };
         match self {
             Self::Lines { series, .. } => {
-                let sign = |line: &Series| if line.ideal { Sign::Dashes } else { Sign::Line };
+                let sign = |line: &Series| {
+                    if line.ideal {
+                        LegendSign::Dashes
+                    } else {
+                        LegendSign::Line
+                    }
+                };
                 let names = series.iter().map(|line| (line.name.as_str(), sign(line)));
                 names.enumerate().map(coloured).collect()
             }
             Self::Bars { groups, .. } if groups.len() == 1 => Vec::new(),
             Self::Bars { groups, .. } => {
-                let names = groups.iter().map(|name| (name.as_str(), Sign::Bar));
+                let names = groups.iter().map(|name| (name.as_str(), LegendSign::Bar));
                 names.enumerate().map(coloured).collect()
             }
         }
@@ -221,15 +226,18 @@ impl Kind {
 }
 
 /// The points that have a place on both axes.
-fn seen(line: &Series, x: &Axis, y: &Axis) -> Vec<(f64, f64)> {
+fn visible_points(line: &Series, x: &Axis, y: &Axis) -> Vec<(f64, f64)> {
     let points = line.points.iter().copied();
     points
         .filter(|&(at, value)| x.has_place_for(at) && y.has_place_for(value))
         .collect()
 }
 
-fn lines(area: &Area<'_>, x: &Axis, y: &Axis, series: &[Series]) -> Drawn {
-    let all: Vec<(f64, f64)> = series.iter().flat_map(|line| seen(line, x, y)).collect();
+fn lines(area: &Area<'_>, x: &Axis, y: &Axis, series: &[Series]) -> DrawResult {
+    let all: Vec<(f64, f64)> = series
+        .iter()
+        .flat_map(|line| visible_points(line, x, y))
+        .collect();
     if all.is_empty() {
         let style = style(SMALL, MUTED);
         area.draw(&Text::new("nothing was measured", (MARGIN, MARGIN), style))?;
@@ -256,7 +264,7 @@ fn lines(area: &Area<'_>, x: &Axis, y: &Axis, series: &[Series]) -> Drawn {
         .draw()?;
     for (at, line) in series.iter().enumerate() {
         let colour = COLOURS[at % COLOURS.len()];
-        let points = seen(line, x, y);
+        let points = visible_points(line, x, y);
         if line.ideal {
             let dashes = DashedLineSeries::new(points, 5, 4, colour.stroke_width(2));
             chart.draw_series(dashes)?;
@@ -269,7 +277,7 @@ fn lines(area: &Area<'_>, x: &Axis, y: &Axis, series: &[Series]) -> Drawn {
     Ok(())
 }
 
-fn bars(area: &Area<'_>, even: Option<f64>, rows: &Rows) -> Drawn {
+fn bars(area: &Area<'_>, even: Option<f64>, rows: &Rows) -> DrawResult {
     let most = rows.iter().flat_map(|row| row.1.iter().flatten());
     let most = most
         .map(|spread| spread.high)
@@ -280,7 +288,7 @@ fn bars(area: &Area<'_>, even: Option<f64>, rows: &Rows) -> Drawn {
     let end = |value: f64| MARGIN + (value / most * f64::from(room)) as i32;
     let mut top = 0;
     for (label, bars) in rows {
-        for line in broken(label, SMALL) {
+        for line in wrap(label, SMALL) {
             let place = (MARGIN, top + line_height(SMALL) / 2);
             area.draw(&Text::new(line, place, style(SMALL, INK)))?;
             top += line_height(SMALL);
@@ -317,7 +325,7 @@ fn bars(area: &Area<'_>, even: Option<f64>, rows: &Rows) -> Drawn {
 
 fn bars_height(rows: &Rows) -> i32 {
     let row = |(label, bars): &(String, Vec<Option<Spread>>)| {
-        let lines = broken(label, SMALL).len() as i32;
+        let lines = wrap(label, SMALL).len() as i32;
         lines * line_height(SMALL) + bars.len() as i32 * BAR + GAP
     };
     rows.iter().map(row).sum::<i32>() + GAP
@@ -328,7 +336,7 @@ mod tests {
     use super::super::picture::on_page;
     use super::*;
 
-    fn plot(kind: Kind) -> Plot {
+    fn plot(kind: PlotKind) -> Plot {
         Plot {
             name: "a".to_owned(),
             title: "A < B".to_owned(),
@@ -339,7 +347,7 @@ mod tests {
 
     fn lines(points: Vec<(f64, f64)>) -> Plot {
         let end = points.last().map_or(64.0, |point| point.0);
-        plot(Kind::Lines {
+        plot(PlotKind::Lines {
             x: Axis::log("clients"),
             y: Axis::log("a second"),
             series: vec![
@@ -353,7 +361,7 @@ mod tests {
     }
 
     fn bars(unit: &str, groups: &[&str], rows: Vec<(String, Vec<Option<Spread>>)>) -> Plot {
-        plot(Kind::Bars {
+        plot(PlotKind::Bars {
             unit: unit.to_owned(),
             groups: groups.iter().map(|&name| name.to_owned()).collect(),
             even: None,
@@ -427,7 +435,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_with_one_place_are_bars() {
+    fn lines_of_single_points_become_bars() {
         let svg = lines(vec![(8.0, 3.0)]).svg().unwrap();
         let words: Vec<_> = texts(&svg).into_iter().map(|(_, text)| text).collect();
         assert_eq!(
@@ -441,10 +449,10 @@ mod tests {
     }
 
     #[test]
-    fn bars_beyond_even_are_good_and_others_bad() {
+    fn bars_longer_than_even_are_good_and_shorter_ones_bad() {
         let rows = [0.8, 1.0, 3.0].map(|value| (value.to_string(), vec![Spread::of(&[value])]));
         let mut plot = bars("times", &["ratio"], rows.to_vec());
-        if let Kind::Bars { even, .. } = &mut plot.kind {
+        if let PlotKind::Bars { even, .. } = &mut plot.kind {
             *even = Some(1.0);
         }
         let page = on_page(&plot.svg().unwrap());
@@ -460,7 +468,7 @@ mod tests {
         for points in [vec![], vec![(0.0, -1.0), (f64::NAN, 1.0)], vec![(3.0, 3.0)]] {
             lines(points).svg().unwrap();
         }
-        let empty = plot(Kind::Lines {
+        let empty = plot(PlotKind::Lines {
             x: Axis::log("x"),
             y: Axis::linear("y"),
             series: vec![Series::measured("none", vec![])],

@@ -32,9 +32,10 @@ impl Scale {
             // There are no values, so any range works.
             _ => 0.0..1.0,
         };
-        let ticks = match log {
-            true => log_ticks(&places),
-            false => linear_ticks(&places),
+        let ticks = if log {
+            log_ticks(&places)
+        } else {
+            linear_ticks(&places)
         };
         Self {
             log,
@@ -46,13 +47,11 @@ impl Scale {
 
     /// Puts the ticks at the values themselves if they are few, such as numbers of clients.
     pub(super) fn ticked_at_values(self) -> Self {
-        match self.log && self.values.len() <= 10 {
-            true => Self {
-                ticks: self.values.clone(),
-                ..self
-            },
-            false => self,
+        if self.log && self.values.len() <= 10 {
+            let ticks = self.values.clone();
+            return Self { ticks, ..self };
         }
+        self
     }
 }
 
@@ -67,9 +66,10 @@ impl Ranged for Scale {
     }
 
     fn key_points<Hint: KeyPointHint>(&self, hint: Hint) -> Vec<f64> {
-        match hint.weight().allow_light_points() {
-            true => Vec::new(),
-            false => self.ticks.clone(),
+        if hint.weight().allow_light_points() {
+            Vec::new()
+        } else {
+            self.ticks.clone()
         }
     }
 
@@ -97,7 +97,7 @@ fn linear_ticks(range: &Range<f64>) -> Vec<f64> {
     numbers.map(|number| number as f64 * step).collect()
 }
 
-/// Powers of ten. If there are few, also 2 and 5 times these; if that is less than three, round numbers.
+/// Powers of ten. If there are few, also 2 and 5 times these; if those are fewer than three, round numbers.
 fn log_ticks(places: &Range<f64>) -> Vec<f64> {
     let times: &[f64] = match places.end - places.start {
         ..2.5 => &[1.0, 2.0, 5.0],

@@ -5,9 +5,9 @@ use std::fmt::{self, Display, Write as _};
 
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use super::machine::Machine;
+use super::machine::MachineInfo;
 use super::plot::Plot;
-use super::spread::{Spread, figure, rounded};
+use super::spread::{Spread, figure, round_figure};
 
 /// A whole comparison.
 #[derive(Debug, serde::Serialize)]
@@ -15,7 +15,7 @@ pub struct Report {
     /// What was compared, as a title.
     pub title: String,
     /// The machine that it was measured on.
-    pub machine: Machine,
+    pub machine: MachineInfo,
     /// Whether the user interrupted it, so that some measurements are missing.
     pub interrupted: bool,
     /// Whether the user asked for fewer and shorter jobs.
@@ -96,15 +96,15 @@ pub enum Cell {
     Number(f64, usize),
     /// The median, the lowest and the highest of several rounds, shown with this many decimals.
     Spread(Spread, usize),
-    /// The figures of equal parts of a turn, in order; shown as a row of bars.
+    /// The figures of consecutive equal parts of a turn; shown as a row of bars.
     Series(Vec<f64>),
-    /// A figure that is not meaningful where it was measured, such as a time in an emulated machine.
+    /// A figure that means nothing where it was measured, such as a time in an emulated machine.
     Grey(Box<Cell>),
-    /// A figure that is good or bad beside what it is compared with.
+    /// A figure with a verdict: better or worse than what it is compared with.
     Judged(Box<Cell>, Verdict),
 }
 
-/// What a figure is beside the one that it is compared with.
+/// How a figure compares with another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Verdict {
     /// Better.
@@ -115,14 +115,14 @@ pub enum Verdict {
 
 /// Which of two figures is the better one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Better {
-    /// The larger one, as of rates.
+pub enum Preference {
+    /// The larger one, for instance of rates.
     More,
-    /// The smaller one, as of times and syncs.
+    /// The smaller one, for instance of times and syncs.
     Less,
 }
 
-/// How far from 1 a ratio is judged: less may be the scatter of rounds.
+/// How far from 1 a ratio must be to be judged: less may be scatter between rounds.
 pub const SCATTER: f64 = 0.05;
 
 impl Cell {
@@ -145,14 +145,14 @@ impl Cell {
         }
     }
 
-    /// A measured figure over the one that it is compared with, judged if it is further than a few per cent from 1.
-    pub fn ratio(ratio: f64, better: Better) -> Self {
+    /// The ratio of a figure to the one that it is compared with, judged if it is more than a few per cent from 1.
+    pub fn ratio(ratio: f64, better: Preference) -> Self {
         let number = Self::Number(ratio, 2);
         let (more, less) = (ratio >= 1.0 + SCATTER, ratio <= 1.0 - SCATTER);
         let verdict = match better {
             _ if !more && !less => return number,
-            Better::More if more => Verdict::Good,
-            Better::Less if less => Verdict::Good,
+            Preference::More if more => Verdict::Good,
+            Preference::Less if less => Verdict::Good,
             _ => Verdict::Bad,
         };
         Self::Judged(Box::new(number), verdict)
@@ -173,7 +173,7 @@ impl Cell {
     }
 }
 
-/// Most letters of a series.
+/// The most bars of a series.
 const BARS: usize = 30;
 
 /// A bar for each value. If there are many, a bar stands for several of them and shows the lowest.
@@ -194,9 +194,10 @@ impl Display for Cell {
             Self::Spread(spread, decimals) => {
                 let [median, low, high] =
                     [spread.median, spread.low, spread.high].map(|value| figure(value, *decimals));
-                match low == high {
-                    true => f.write_str(&median),
-                    false => write!(f, "{median} ({low} to {high})"),
+                if low == high {
+                    f.write_str(&median)
+                } else {
+                    write!(f, "{median} ({low} to {high})")
                 }
             }
             Self::Series(values) => f.write_str(&bars(values)),
@@ -212,11 +213,11 @@ impl Serialize for Cell {
             Self::None => serializer.serialize_none(),
             Self::Text(text) => serializer.serialize_str(text),
             Self::Number(value, 0) => serializer.serialize_i64(value.round() as i64),
-            Self::Number(value, _) => serializer.serialize_f64(rounded(*value)),
+            Self::Number(value, _) => serializer.serialize_f64(round_figure(*value)),
             Self::Spread(spread, _) => spread.serialize(serializer),
             Self::Series(values) => values
                 .iter()
-                .map(|value| rounded(*value))
+                .map(|value| round_figure(*value))
                 .collect::<Vec<_>>()
                 .serialize(serializer),
             Self::Grey(cell) | Self::Judged(cell, _) => cell.serialize(serializer),
@@ -253,12 +254,13 @@ impl Display for Report {
             write!(f, "\n{}", section.table)?;
         }
         let length = figure(self.elapsed_s, 0);
-        match self.interrupted {
-            true => writeln!(
+        if self.interrupted {
+            writeln!(
                 f,
                 "\ncut short after {length} s: what is missing was not measured"
-            ),
-            false => writeln!(f, "\nmeasured in {length} s"),
+            )
+        } else {
+            writeln!(f, "\nmeasured in {length} s")
         }
     }
 }
@@ -277,9 +279,10 @@ impl Display for Table {
             let mut text = String::new();
             for (at, cell) in line.iter().enumerate() {
                 let width = widths[at];
-                match self.is_figures(at) {
-                    true => write!(text, "  {cell:>width$}")?,
-                    false => write!(text, "  {cell:<width$}")?,
+                if self.is_figures(at) {
+                    write!(text, "  {cell:>width$}")?;
+                } else {
+                    write!(text, "  {cell:<width$}")?;
                 }
             }
             writeln!(f, "{}", text.trim_end())?;
@@ -311,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_stand_at_the_right_and_words_at_the_left() {
+    fn figures_are_right_aligned_and_text_is_left_aligned() {
         let text = "  who                   a second\n\
                     \x20 one      2.5 (1.0 to 20,000.0)\n\
                     \x20 another                 [0.25]\n\
@@ -321,7 +324,7 @@ mod tests {
 
     #[test]
     fn ratios_are_judged_by_which_is_better() {
-        use Better::{Less, More};
+        use Preference::{Less, More};
         let verdict = |ratio, better| match Cell::ratio(ratio, better) {
             Cell::Judged(_, verdict) => Some(verdict),
             _ => None,
@@ -365,7 +368,7 @@ mod tests {
     }
 
     #[test]
-    fn figures_have_their_thousands_apart() {
+    fn figures_have_separated_thousands() {
         assert_eq!(figure(1234.0, 0), "1234");
         assert_eq!(figure(-1_234_567.89, 1), "-1,234,567.9");
         assert_eq!(figure(0.5, 2), "0.50");

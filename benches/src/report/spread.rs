@@ -32,11 +32,11 @@ impl Spread {
 }
 
 fn serialize_rounded<S: Serializer>(value: &f64, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_f64(rounded(*value))
+    serializer.serialize_f64(round_figure(*value))
 }
 
 /// Rounds to four decimals, which is more than the precision of any measurement here.
-pub fn rounded(value: f64) -> f64 {
+pub fn round_figure(value: f64) -> f64 {
     (value * 10_000.0).round() / 10_000.0
 }
 

@@ -11,7 +11,7 @@ use walvisor_storage::{
     BUFFER_ALIGN, Buffer, CacheMode, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
 };
 
-use super::client::{Client, QueueClient, damaged, is_stamped, stamp, stamped};
+use super::client::{QueueClient, StoreClient, damage_error, is_stamped, stamp, stamped_block};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
@@ -88,7 +88,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
     let mib = |began: Instant| bytes as f64 / f64::from(1 << 20) / began.elapsed().as_secs_f64();
     let (mut rates, mut raw_rates) = (Vec::new(), Vec::new());
     let (mut log_bytes, mut syncs) = (0, 0);
-    // Round 0 does not count, because it makes the segment files.
+    // Round 0 does not count, because it creates the segment files.
     for round in 0..=ROUNDS {
         let mut queue = RawQueue::new(&raw_file, Direction::Write, block as usize, depth)?;
         (0..depth).for_each(|slot| stamp(queue.buffer(slot), 0, round));
@@ -107,8 +107,8 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
 
         let store = site.open(1, CacheMode::Writeback, &options)?;
         let mut queue = QueueClient::open(&store.disks()[0], depth)?;
-        // The data is stamped before the clock starts. Its copy stands for the copy from the guest's memory.
-        let template = stamped(block as usize, 1, round);
+        // The data is stamped before the clock starts. Copying it stands in for the copy from guest memory.
+        let template = stamped_block(block as usize, 1, round);
         let (mut next, began) = (0, Instant::now());
         let mut write = |_| {
             let sector = next * block / SECTOR_SIZE;
@@ -122,7 +122,7 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
         let counters = store.log_counters();
         drop(queue);
         if round == ROUNDS {
-            verify(&mut Client::open(&store.disks()[0])?, bytes, round)?;
+            verify(&mut StoreClient::open(&store.disks()[0])?, bytes, round)?;
         }
         if round > 0 {
             log_bytes += counters.log_bytes;
@@ -144,11 +144,11 @@ fn measure(arguments: &AppendArguments) -> Result<AppendReport, CommandError> {
     })
 }
 
-/// Reads back through the log 4 KiB in each MiB, and checks it.
-fn verify(client: &mut Client, bytes: u64, round: u64) -> Result<(), CommandError> {
+/// Reads 4 KiB of each MiB back through the log, and checks it.
+fn verify(client: &mut StoreClient, bytes: u64, round: u64) -> Result<(), CommandError> {
     for at in (0..bytes).step_by(1 << 20) {
         if !is_stamped(&client.read(at / SECTOR_SIZE)?, 1, round) {
-            return Err(damaged("the log", at / BLOCK as u64));
+            return Err(damage_error("the log", at / BLOCK as u64));
         }
     }
     Ok(())

@@ -9,7 +9,7 @@ use walvisor::commands::CommandError;
 use walvisor::size::parse_size;
 use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE};
 
-use super::client::{QueueClient, damaged, is_stamped, stamped};
+use super::client::{QueueClient, damage_error, is_stamped, stamped_block};
 use super::figures::{BLOCK, scattered, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
@@ -35,7 +35,7 @@ pub struct CheckpointArguments {
     /// Bytes of a record, a multiple of 4K up to 1M
     #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = parse_size)]
     block: u64,
-    /// Write the blocks in order (else each once, scattered over the disk)
+    /// Write the blocks in order (otherwise each once, scattered over the disk)
     #[arg(long)]
     sequential: bool,
     #[command(flatten)]
@@ -80,7 +80,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
     let raw_file = raw::create(&raw_path, bytes, RAW_BLOCK)?;
     let mib = |began: Instant| bytes as f64 / f64::from(1 << 20) / began.elapsed().as_secs_f64();
     let (mut rates, mut raw_rates) = (Vec::new(), Vec::new());
-    // Round 0 does not count, because it makes the segment files and allocates the blocks of the base image.
+    // Round 0 does not count, because it creates the segment files and allocates the blocks of the base image.
     for round in 0..=ROUNDS {
         let began = Instant::now();
         for direction in [Direction::Read, Direction::Write] {
@@ -97,14 +97,15 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         let mut queue = QueueClient::open(&store.disks()[0], DEPTH)?;
         let mut record = 0;
         let mut write = |_| {
-            let place = match arguments.sequential {
-                true => record,
-                false => scattered(record, blocks),
+            let place = if arguments.sequential {
+                record
+            } else {
+                scattered(record, blocks)
             };
             record += 1;
             (record <= blocks).then(|| Operation::Write {
                 sector: place * block / SECTOR_SIZE,
-                data: stamped(block as usize, 1 + round, place),
+                data: stamped_block(block as usize, 1 + round, place),
             })
         };
         while queue.step(&mut write)?.is_some() {}
@@ -112,7 +113,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         drop(queue);
         if store.log_counters().checkpoints > 0 {
             return Err(CommandError::Failed(
-                "a checkpoint came before it was asked for: give less --bytes".to_owned(),
+                "a checkpoint began too early: give less --bytes".to_owned(),
             ));
         }
         // Only the copy is left, so the close is the checkpoint.
@@ -144,7 +145,7 @@ fn verify(site: &StoreSite, bytes: u64, block: u64, writer: u64) -> Result<(), C
             .read_exact_at(&mut buffer, number * block)
             .map_err(raw::failed("read", &path))?;
         if !is_stamped(&buffer, writer, number) {
-            return Err(damaged("the base image", number));
+            return Err(damage_error("the base image", number));
         }
     }
     Ok(())
@@ -152,9 +153,10 @@ fn verify(site: &StoreSite, bytes: u64, block: u64, writer: u64) -> Result<(), C
 
 impl fmt::Display for CheckpointReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let order = match self.sequential {
-            true => "in order",
-            false => "scattered",
+        let order = if self.sequential {
+            "in order"
+        } else {
+            "scattered"
         };
         writeln!(
             f,

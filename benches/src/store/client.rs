@@ -10,7 +10,7 @@ use walvisor_storage::{BackendQueue, Buffer, Completion, Disk, Operation, Port, 
 use super::figures::BLOCK;
 
 /// A block of `len` bytes, filled with stamps of its writer and the number of the write.
-pub fn stamped(len: usize, writer: u64, number: u64) -> Buffer {
+pub fn stamped_block(len: usize, writer: u64, number: u64) -> Buffer {
     let mut block = Buffer::zeroed(len);
     stamp(&mut block, writer, number);
     block
@@ -35,15 +35,15 @@ pub fn is_stamped(block: &[u8], writer: u64, number: u64) -> bool {
 }
 
 /// The error for a block whose content is not what was written.
-pub fn damaged(what: &str, block: u64) -> CommandError {
+pub fn damage_error(what: &str, block: u64) -> CommandError {
     CommandError::Failed(format!(
-        "{what}: block {block} does not read as it was written: the medium or the store is at fault"
+        "{what}: block {block} does not read back as written: the medium or the store is at fault"
     ))
 }
 
 /// Sleeps until a port has completions.
 fn wait(event: BorrowedFd<'_>) {
-    // An interrupted wait is like any other wake-up: the caller checks the port again.
+    // If the wait is interrupted, the caller just checks the port again.
     let _ = rustix::event::poll(&mut [PollFd::from_borrowed_fd(event, PollFlags::IN)], None);
 }
 
@@ -53,12 +53,12 @@ fn data(completion: Completion) -> Result<Option<Buffer>, CommandError> {
 }
 
 /// A client with one request at a time.
-pub struct Client {
+pub struct StoreClient {
     port: Port,
     done: Vec<Completion>,
 }
 
-impl Client {
+impl StoreClient {
     /// A client of `disk`.
     ///
     /// # Errors
@@ -119,8 +119,8 @@ impl QueueClient {
         })
     }
 
-    /// Keeps the queue full with the requests that `next` returns for a slot, until it returns `None`. Waits for one
-    /// request to end, and returns its slot, its data and its time; `None` once no request is in flight.
+    /// Keeps the queue full with requests from `next`, until that returns `None`. Waits until a request completes, and
+    /// returns its slot, its data and its time; `None` once no request is in flight.
     ///
     /// # Errors
     /// If the request failed.

@@ -15,7 +15,7 @@ use walvisor_storage::{
     StoreOptions,
 };
 
-use super::client::{Client, damaged, is_stamped, stamp, stamped};
+use super::client::{StoreClient, damage_error, is_stamped, stamp, stamped_block};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw;
@@ -76,7 +76,7 @@ pub struct PaceArguments {
 /// How long a group waits for more to join it.
 #[derive(Args, Clone, Copy, Debug)]
 pub struct WaitArguments {
-    /// Longest wait of a group for more to join it, in microseconds; 0 for none [default: adaptive]
+    /// Longest time that a group waits for more to join it, in microseconds; 0 for none [default: adaptive]
     #[arg(long, value_name = "U", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     commit_wait_usec: Option<u32>,
     /// A group starts as soon as this many wait [default: as many as were served last, or came meanwhile]
@@ -120,7 +120,7 @@ pub enum Mode {
 pub struct MediumModel {
     /// Time added to each sync.
     pub sync_latency: Duration,
-    /// Most writes and syncs per second; `None` for no limit.
+    /// The most writes and syncs per second; `None` for no limit.
     pub operations_per_second: Option<NonZeroU32>,
     /// Time added to each write and each sync.
     pub operation_latency: Duration,
@@ -170,7 +170,7 @@ pub struct CommitReport {
     pub commit_wait_count: Option<u32>,
     /// Time added to each sync.
     pub sync_latency_us: u64,
-    /// Most writes and syncs per second; `None` for no limit.
+    /// The most writes and syncs per second; `None` for no limit.
     pub operations_per_second: Option<u32>,
     /// Time added to each write and each sync.
     pub operation_latency_us: u64,
@@ -216,7 +216,7 @@ pub fn run(arguments: &StoreCommitArguments) -> Result<(), CommandError> {
     }
     if arguments.disks > arguments.clients {
         return Err(CommandError::Usage(format!(
-            "--disks {}: {clients} clients can't use more disks than they are; give more --clients",
+            "--disks {}: {clients} clients can't use more disks than there are clients; give more --clients",
             arguments.disks
         )));
     }
@@ -245,9 +245,9 @@ pub fn run(arguments: &StoreCommitArguments) -> Result<(), CommandError> {
 
 /// A client of the store, with blocks of its own on one of the disks.
 struct Committer {
-    /// Set while a round lasts. A port can be the leader of all groups. So a client that stops polling its port must
-    /// drop it, which passes the leadership on.
-    client: Option<Client>,
+    /// Present during a round. A port can be the leader of all groups, so a client that stops polling its port must drop it,
+    /// which passes leadership on.
+    client: Option<StoreClient>,
     writer: u64,
     log: usize,
     /// Number of the disk among those of the log.
@@ -261,7 +261,7 @@ impl Committer {
     fn commit(&mut self) -> Result<Duration, CommandError> {
         let block = self.first_block + self.committed % CLIENT_BLOCKS;
         let sector = block * BLOCK as u64 / SECTOR_SIZE;
-        let data = stamped(BLOCK, self.writer, self.committed);
+        let data = stamped_block(BLOCK, self.writer, self.committed);
         let began = Instant::now();
         let client = self.client.as_mut().expect("opened for the round");
         client.run(Operation::Write { sector, data })?;
@@ -365,7 +365,7 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandErr
             committed: 0,
         })
         .collect();
-    let count = || Counted::of(&stores);
+    let count = || LogCounts::of(&stores);
     let before = count();
     let (mut logged, mut raw) = (Timing::default(), Timing::default());
     for share in shares(plan.commits, ROUNDS.min(plan.commits / clients)) {
@@ -375,7 +375,7 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandErr
         }
         for committer in &mut committers {
             let disk = &stores[committer.log].disks()[committer.disk];
-            committer.client = Some(Client::open(disk)?);
+            committer.client = Some(StoreClient::open(disk)?);
         }
         let leave = |committer: &mut Committer| committer.client = None;
         let ended = closed_loops(&mut committers, share, Committer::commit, leave)?;
@@ -415,21 +415,22 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandErr
         raw_commits_per_s: tenths(raw.rate()),
         raw_p50_us: tenths(raw.percentile_us(0.5)),
         raw_p99_us: tenths(raw.percentile_us(0.99)),
-        ratio: match plan.baseline {
-            true => thousandths(logged.rate() / raw.rate()),
-            false => 0.0,
+        ratio: if plan.baseline {
+            thousandths(logged.rate() / raw.rate())
+        } else {
+            0.0
         },
     })
 }
 
 /// The sums of the logs' counters.
-struct Counted {
+struct LogCounts {
     writes: u64,
     syncs: u64,
     group_sizes: [u64; GROUP_SIZE_CLASSES],
 }
 
-impl Counted {
+impl LogCounts {
     fn of(stores: &[Store]) -> Self {
         let mut sum = Self {
             writes: 0,
@@ -447,7 +448,7 @@ impl Counted {
     }
 }
 
-/// Checks in the images, which are plain files after the close, the last write of a client to each of its blocks.
+/// Checks the last write of a client to each of its blocks in the images, which are plain files after the close.
 fn verify(site: &StoreSite, committer: &Committer) -> Result<(), CommandError> {
     let mut block = Buffer::zeroed(BLOCK);
     let path = site.image(committer.disk);
@@ -457,7 +458,7 @@ fn verify(site: &StoreSite, committer: &Committer) -> Result<(), CommandError> {
         file.read_exact_at(&mut block, at * BLOCK as u64)
             .map_err(raw::failed("read", &path))?;
         if !is_stamped(&block, committer.writer, number) {
-            return Err(damaged(&path.display().to_string(), at));
+            return Err(damage_error(&path.display().to_string(), at));
         }
     }
     Ok(())
@@ -493,9 +494,10 @@ impl fmt::Display for CommitReport {
             self.clients,
             self.disks,
             if self.disks == 1 { "" } else { "s" },
-            match self.write_per_waiter {
-                true => ", a write per waiter",
-                false => "",
+            if self.write_per_waiter {
+                ", a write per waiter"
+            } else {
+                ""
             },
             self.sync_latency_us
         )?;

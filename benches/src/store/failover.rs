@@ -1,5 +1,5 @@
-//! For `walvisor-bench drbd`: clients that print each acknowledged commit until their machine dies, and what the
-//! machine that takes over has of these commits.
+//! For `walvisor-bench drbd`: clients that print each acknowledged commit until their machine dies, and a check of which
+//! commits the machine that takes over has.
 
 use std::path::PathBuf;
 use std::process::exit;
@@ -9,7 +9,7 @@ use clap::Args;
 use walvisor::commands::CommandError;
 use walvisor_storage::{CacheMode, Disk, Operation, SECTOR_SIZE, Store, create_disk};
 
-use super::client::{Client, damaged, is_stamped, stamped};
+use super::client::{StoreClient, damage_error, is_stamped, stamped_block};
 use super::figures::BLOCK;
 use super::site::{image, log, open, ring};
 
@@ -62,10 +62,10 @@ pub fn acknowledge(arguments: &FailoverArguments) -> Result<(), CommandError> {
 }
 
 fn commit(disk: &Disk, client: u64) -> Result<(), CommandError> {
-    let mut port = Client::open(disk)?;
+    let mut port = StoreClient::open(disk)?;
     for number in 1.. {
         let sector = sector(client, number % CLIENT_BLOCKS);
-        let data = stamped(BLOCK, client, number);
+        let data = stamped_block(BLOCK, client, number);
         port.run(Operation::Write { sector, data })?;
         port.run(Operation::Flush)?;
         println!("guest: acknowledged {client} {number}");
@@ -77,10 +77,10 @@ fn commit(disk: &Disk, client: u64) -> Result<(), CommandError> {
 /// that is there.
 ///
 /// # Errors
-/// If the log cannot be recovered, or what it holds of a client is not exactly its first commits.
+/// If the log cannot be recovered, or a client's commits in it are not exactly its first ones.
 pub fn survivors(arguments: &FailoverArguments) -> Result<(), CommandError> {
     let store = arguments.open()?;
-    let mut port = Client::open(&store.disks()[0])?;
+    let mut port = StoreClient::open(&store.disks()[0])?;
     for client in 0..arguments.clients.into() {
         let mut blocks = Vec::new();
         for block in 0..CLIENT_BLOCKS {
@@ -89,14 +89,17 @@ pub fn survivors(arguments: &FailoverArguments) -> Result<(), CommandError> {
         let number = |block: &[u8]| u64::from_le_bytes(block[8..16].try_into().expect("8 bytes"));
         let last = blocks.iter().map(|block| number(block)).max().unwrap_or(0);
         for (at, block) in (0..).zip(&blocks) {
-            // The newest commit to this block that is not newer than the last one; none if that is 0 or less.
+            // The newest commit to this block up to the last one; none if that is 0 or less.
             let newest = last.checked_sub((last + CLIENT_BLOCKS - at) % CLIENT_BLOCKS);
             let there = match newest {
                 None | Some(0) => block.iter().all(|byte| *byte == 0),
                 Some(newest) => is_stamped(block, client, newest),
             };
             if !there {
-                return Err(damaged(&format!("client {client}, last commit {last}"), at));
+                return Err(damage_error(
+                    &format!("client {client}, last commit {last}"),
+                    at,
+                ));
             }
         }
         println!("guest: found {client} {last}");

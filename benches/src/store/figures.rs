@@ -3,7 +3,7 @@
 /// Bytes of a commit's write and of a random read.
 pub const BLOCK: usize = 4096;
 
-/// The block that record number `record` of `blocks` writes: each block once, in a scattered order.
+/// The block that record number `record` of `blocks` writes. Each block comes once, in a scattered order.
 pub fn scattered(record: u64, blocks: u64) -> u64 {
     // A prime larger than any number of blocks here, so that no two records write the same block.
     const STEP: u64 = 2_654_435_761;

@@ -14,7 +14,7 @@ use walvisor::commands::threads::Threads;
 use walvisor::size::parse_size;
 use walvisor_storage::{Buffer, StoreOptions, export_disk, import_disk, inspect_telling};
 
-use super::client::{damaged, is_stamped};
+use super::client::{damage_error, is_stamped};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw;
@@ -46,15 +46,15 @@ struct LoadReport {
     log_bytes: u64,
     threads: usize,
     rounds: usize,
-    import: Pair,
-    export: Pair,
-    check: Pair,
-    recover: Pair,
+    import: ThreadRates,
+    export: ThreadRates,
+    check: ThreadRates,
+    recover: ThreadRates,
 }
 
 /// The rates with one thread and with all threads.
 #[derive(Debug, Default, Serialize)]
-struct Pair {
+struct ThreadRates {
     one_thread_mib_per_s: f64,
     all_threads_mib_per_s: f64,
     /// The rate with all threads divided by that with one.
@@ -80,14 +80,14 @@ pub fn run(arguments: &LoadArguments) -> Result<(), CommandError> {
     let site = StoreSite::new(&arguments.output.dir)?;
     let (image, disk) = (site.path().join("raw"), site.path().join("loaded.img"));
     raw::create(&image, bytes, BLOCK)?;
-    let import = measured(all, bytes, |threads| import(&image, &disk, threads))?;
+    let import = measure_both(all, bytes, |threads| import(&image, &disk, threads))?;
     import_into(&image, &disk, all)?;
-    let export = measured(all, bytes, |threads| export(&disk, threads))?;
+    let export = measure_both(all, bytes, |threads| export(&disk, threads))?;
 
     site.create(1, bytes, &ring(2 * bytes))?;
     let log_bytes = child(&site, "fill", bytes, &[])? as u64;
-    let check = measured(all, log_bytes, |threads| check(&site, threads))?;
-    let recover = measured(all, log_bytes, |threads| {
+    let check = measure_both(all, log_bytes, |threads| check(&site, threads))?;
+    let recover = measure_both(all, log_bytes, |threads| {
         let threads = threads.to_string();
         child(&site, "open", bytes, &["--verify", "--threads", &threads]).map(|us| us / 1e6)
     })?;
@@ -104,11 +104,11 @@ pub fn run(arguments: &LoadArguments) -> Result<(), CommandError> {
 }
 
 /// Runs `work` in turns with one thread and with all. `work` returns its time in seconds for `bytes` bytes.
-fn measured(
+fn measure_both(
     all: NonZeroUsize,
     bytes: u64,
     work: impl Fn(NonZeroUsize) -> Result<f64, CommandError>,
-) -> Result<Pair, CommandError> {
+) -> Result<ThreadRates, CommandError> {
     let mut rates = [Vec::new(), Vec::new()];
     for _ in 0..ROUNDS {
         for (rates, threads) in rates.iter_mut().zip([NonZeroUsize::MIN, all]) {
@@ -116,7 +116,7 @@ fn measured(
         }
     }
     let [one, all] = rates.map(median);
-    Ok(Pair {
+    Ok(ThreadRates {
         one_thread_mib_per_s: tenths(one),
         all_threads_mib_per_s: tenths(all),
         ratio: thousandths(all / one),
@@ -124,7 +124,7 @@ fn measured(
 }
 
 /// Removes a file from the page cache, so that it is read from the medium.
-fn forget(path: &Path) -> Result<(), CommandError> {
+fn drop_from_cache(path: &Path) -> Result<(), CommandError> {
     let file = File::open(path).map_err(raw::failed("open", path))?;
     file.sync_all().map_err(raw::failed("sync", path))?;
     // The kernel may ignore this hint. Then both sides gain equally.
@@ -134,7 +134,7 @@ fn forget(path: &Path) -> Result<(), CommandError> {
 
 /// Imports an image, checks the disk and removes it. Returns the time in seconds.
 fn import(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
-    forget(image)?;
+    drop_from_cache(image)?;
     let began = Instant::now();
     import_into(image, disk, threads)?;
     let time = began.elapsed();
@@ -156,7 +156,7 @@ fn import_into(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<(), C
 
 /// Exports a disk whose content is all in its base image, checks the image and removes it. Returns the time in seconds.
 fn export(disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
-    forget(disk)?;
+    drop_from_cache(disk)?;
     let image = disk.with_extension("raw");
     let began = Instant::now();
     export_disk(
@@ -195,7 +195,7 @@ fn verify(path: &Path) -> Result<(), CommandError> {
         file.read_exact_at(&mut block, number * BLOCK as u64)
             .map_err(raw::failed("read", path))?;
         if !is_stamped(&block, 0, number) {
-            return Err(damaged(&path.display().to_string(), number));
+            return Err(damage_error(&path.display().to_string(), number));
         }
     }
     Ok(())

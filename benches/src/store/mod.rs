@@ -1,4 +1,4 @@
-//! `walvisor-bench store`: the store alone, each figure beside that of a raw baseline from the same run.
+//! `walvisor-bench store`: the store alone, each figure compared with a raw baseline from the same run.
 //!
 //! ```text
 //!   commit   closed-loop clients: write 4 KiB, FLUSH     beside  write + fdatasync by as many threads
@@ -52,13 +52,13 @@ enum StoreAction {
     /// For `recover`: fills a log and dies
     #[command(hide = true)]
     Fill(recover::FillArguments),
-    /// For `recover`: opens a log, says how long that took, and dies
+    /// For `recover`: opens a log, prints how long that took, and dies
     #[command(hide = true)]
     Open(recover::OpenArguments),
     /// For `drbd`: clients that print each acknowledged commit, without end
     #[command(hide = true)]
     Acknowledge(failover::FailoverArguments),
-    /// For `drbd`: what is there of those commits
+    /// For `drbd`: prints which of those commits are there
     #[command(hide = true)]
     Survivors(failover::FailoverArguments),
 }

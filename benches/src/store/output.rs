@@ -26,11 +26,12 @@ impl StoreOutput {
         report: &(impl serde::Serialize + std::fmt::Display),
     ) -> Result<(), CommandError> {
         use std::io::Write;
-        let text = match self.json {
-            true => serde_json::to_string(report).map_err(CommandError::failed)? + "\n",
-            false => report.to_string(),
+        let text = if self.json {
+            serde_json::to_string(report).map_err(CommandError::failed)? + "\n"
+        } else {
+            report.to_string()
         };
-        // The write fails if a reader has closed the pipe early, which is fine.
+        // Fails if the reader has closed the pipe, which is fine.
         let _ = std::io::stdout().write_all(text.as_bytes());
         Ok(())
     }

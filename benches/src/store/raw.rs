@@ -40,7 +40,7 @@ pub fn open_direct(path: &Path) -> Result<File, CommandError> {
     }
 }
 
-/// Makes a file of `bytes` bytes. Every block is allocated, written and stamped with `writer` 0 and its number.
+/// Creates a file of `bytes` bytes, with every block written and stamped with writer 0 and its number.
 ///
 /// # Errors
 /// If the file can't be written.
@@ -132,7 +132,7 @@ impl<'a> RawQueue<'a> {
                         Ok(Some((slot, self.started[slot].elapsed())))
                     }
                     Ok(_) => Err(CommandError::Failed(
-                        "the raw file's I/O came short".to_owned(),
+                        "the raw file's I/O was short".to_owned(),
                     )),
                     Err(_) => Err(CommandError::Failed(format!(
                         "the raw file's I/O failed: {}",
@@ -173,8 +173,8 @@ impl<'a> RawQueue<'a> {
                 .offset(offset)
                 .build(),
         };
-        // SAFETY: the file and the slot's buffer live as long as `self`, whose drop waits for the requests in flight,
-        // and no code touches the buffer of a slot that is not idle.
+        // SAFETY: the file and the slot's buffer live as long as `self`, whose drop waits for the requests in flight, and no
+        // code touches the buffer of a slot that is not idle.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(slot as u64)) };
         pushed.expect("an entry for each slot");
     }

@@ -11,7 +11,7 @@ use walvisor::commands::CommandError;
 use walvisor::size::parse_size;
 use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
-use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
+use super::client::{QueueClient, StoreClient, damage_error, is_stamped, stamped_block};
 use super::figures::{BLOCK, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw::{self, Direction, RawQueue};
@@ -22,10 +22,10 @@ use super::timing::{Timing, closed_loops, shares};
 const ROUNDS: u64 = 4;
 /// Writes between two FLUSHes while the log is filled.
 const FILL_DEPTH: usize = 64;
-/// Writes in flight beside the reads.
+/// Writes in flight during the reads.
 const WRITES: usize = 32;
-/// A log that has copied nothing in this time is idle.
-const REST: Duration = Duration::from_millis(300);
+/// A log that has copied nothing for this long is idle.
+const IDLE_TIME: Duration = Duration::from_millis(300);
 
 /// Arguments of `walvisor-bench store read`.
 #[derive(Debug, Args)]
@@ -85,35 +85,35 @@ struct ReadReport {
     checkpointed_ratio: f64,
     logged_ratio: f64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    beside_syncs: Option<BesideSyncs>,
+    beside_syncs: Option<ReadsDuringSyncs>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    beside_writes: Option<BesideWrites>,
+    beside_writes: Option<ReadsDuringWrites>,
 }
 
-/// Reads while something else goes on, and the same reads alone, in turns.
+/// Reads while other work goes on, and the same reads alone, in turns.
 #[derive(Debug, Serialize)]
-struct Beside {
+struct LoadedReads {
     alone: Figures,
     beside: Figures,
-    /// How many times as long the slowest reads but 1 % take.
+    /// The ratio of the 99th percentiles.
     p99_ratio: f64,
 }
 
 /// Reads of one disk while another disk is synced.
 #[derive(Debug, Serialize)]
-struct BesideSyncs {
+struct ReadsDuringSyncs {
     sync_latency_us: u32,
     syncs: u64,
     #[serde(flatten)]
-    reads: Beside,
+    reads: LoadedReads,
 }
 
 /// Reads of one disk while another disk is written as fast as its log is copied.
 #[derive(Debug, Serialize)]
-struct BesideWrites {
+struct ReadsDuringWrites {
     checkpoints: u64,
-    store: Beside,
-    raw: Beside,
+    store: LoadedReads,
+    raw: LoadedReads,
 }
 
 /// Runs `walvisor-bench store read`.
@@ -156,14 +156,14 @@ impl Scatter {
 }
 
 /// A client of the store, with the block that each of its slots reads.
-struct Reader {
+struct StoreReader {
     queue: QueueClient,
     wanted: Vec<u64>,
     scatter: Scatter,
     writer: u64,
 }
 
-impl Reader {
+impl StoreReader {
     fn read(&mut self) -> Result<Duration, CommandError> {
         let (wanted, scatter) = (&mut self.wanted, &mut self.scatter);
         let next = |slot: usize| {
@@ -178,7 +178,7 @@ impl Reader {
         let block = self.wanted[slot];
         match data {
             Some(data) if is_stamped(&data, self.writer, block) => Ok(time),
-            _ => Err(damaged("the disk", block)),
+            _ => Err(damage_error("the disk", block)),
         }
     }
 }
@@ -200,10 +200,10 @@ impl RawReader<'_> {
         let ended = self.queue.step(next)?;
         let (slot, time) = ended.expect("the queue is never empty");
         let block = self.wanted[slot];
-        match is_stamped(self.queue.buffer(slot), 0, block) {
-            true => Ok(time),
-            false => Err(damaged("the raw file", block)),
+        if !is_stamped(self.queue.buffer(slot), 0, block) {
+            return Err(damage_error("the raw file", block));
         }
+        Ok(time)
     }
 }
 
@@ -222,7 +222,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
     };
     let readers = |store: &Store, writer| {
         let reader = |client| {
-            Ok(Reader {
+            Ok(StoreReader {
                 queue: QueueClient::open(&store.disks()[0], depth)?,
                 wanted: vec![0; depth],
                 scatter: scatter(client),
@@ -259,7 +259,12 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             RawReader::read,
             |_| (),
         )?);
-        checkpointed.add(closed_loops(&mut from_image, share, Reader::read, |_| ())?);
+        checkpointed.add(closed_loops(
+            &mut from_image,
+            share,
+            StoreReader::read,
+            |_| (),
+        )?);
     }
     drop(from_image);
     // Writer 2's data stays in the log.
@@ -273,7 +278,12 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             RawReader::read,
             |_| (),
         )?);
-        logged.add(closed_loops(&mut from_log, share, Reader::read, |_| ())?);
+        logged.add(closed_loops(
+            &mut from_log,
+            share,
+            StoreReader::read,
+            |_| (),
+        )?);
     }
     drop(from_log);
     let (checkpointed_ratio, logged_ratio) = (
@@ -291,22 +301,22 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             };
             let store = site.open(2, CacheMode::Writeback, &options)?;
             let syncs = store.log_counters().syncs;
-            let mut client = Client::open(&store.disks()[1])?;
+            let mut client = StoreClient::open(&store.disks()[1])?;
             let flush = || {
-                let data = stamped(BLOCK, 0, 0);
+                let data = stamped_block(BLOCK, 0, 0);
                 client.run(Operation::Write { sector: 0, data })?;
                 client.run(Operation::Flush).map(drop)
             };
-            let reads = beside(
+            let reads = measure_under_load(
                 &mut readers(&store, 2)?,
                 &rounds,
-                Reader::read,
+                StoreReader::read,
                 flush,
                 || (),
             )?;
             let syncs = store.log_counters().syncs - syncs;
             store.close().map_err(CommandError::failed)?;
-            Ok::<_, CommandError>(BesideSyncs {
+            Ok::<_, CommandError>(ReadsDuringSyncs {
                 sync_latency_us: latency,
                 syncs,
                 reads,
@@ -334,29 +344,36 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
                     let block = places.next();
                     Some(Operation::Write {
                         sector: block * BLOCK as u64 / SECTOR_SIZE,
-                        data: stamped(BLOCK, 1, block),
+                        data: stamped_block(BLOCK, 1, block),
                     })
                 };
                 queue.step(write).map(drop)
             };
             let rest = || {
-                // A checkpoint goes on for a while.
+                // A checkpoint continues for a while.
                 let copied = || store.log_counters().base_writes;
                 let mut before = u64::MAX;
                 while copied() != before {
                     before = copied();
-                    thread::sleep(REST);
+                    thread::sleep(IDLE_TIME);
                 }
             };
-            let of_store = beside(&mut readers(&store, 1)?, &rounds, Reader::read, write, rest)?;
+            let of_store = measure_under_load(
+                &mut readers(&store, 1)?,
+                &rounds,
+                StoreReader::read,
+                write,
+                rest,
+            )?;
             let checkpoints = store.log_counters().checkpoints - checkpoints;
             drop(queue);
             store.close().map_err(CommandError::failed)?;
             let written = raw::create(&site.path().join("written"), bytes, BLOCK)?;
             let mut queue = RawQueue::new(&written, Direction::Write, BLOCK, WRITES)?;
             let write = || queue.step(|_| Some(places.next() * BLOCK as u64)).map(drop);
-            let of_raw = beside(&mut raw_readers, &rounds, RawReader::read, write, || ())?;
-            Ok::<_, CommandError>(BesideWrites {
+            let of_raw =
+                measure_under_load(&mut raw_readers, &rounds, RawReader::read, write, || ())?;
+            Ok::<_, CommandError>(ReadsDuringWrites {
                 checkpoints,
                 store: of_store,
                 raw: of_raw,
@@ -378,14 +395,15 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
     })
 }
 
-/// Reads alone and while another thread does `work` repeatedly, in turns. `rest` waits until nothing of the work goes on.
-fn beside<R: Send>(
+/// Measures reads alone and while another thread repeats `work`, in turns. `rest` waits until the effects of the work are
+/// over.
+fn measure_under_load<R: Send>(
     readers: &mut [R],
     rounds: &[u64],
     read: impl Fn(&mut R) -> Result<Duration, CommandError> + Sync,
     mut work: impl FnMut() -> Result<(), CommandError> + Send,
     rest: impl Fn(),
-) -> Result<Beside, CommandError> {
+) -> Result<LoadedReads, CommandError> {
     let (mut alone, mut beside) = (Timing::default(), Timing::default());
     for &share in rounds {
         rest();
@@ -394,7 +412,7 @@ fn beside<R: Send>(
         thread::scope(|scope| {
             let (over, work) = (&over, &mut work);
             let working = scope.spawn(move || {
-                // The loop runs at least once: all reads may have ended before this thread first runs.
+                // Runs at least once, because all reads may end before this thread first runs.
                 loop {
                     work()?;
                     if over.load(Ordering::Relaxed) {
@@ -410,7 +428,7 @@ fn beside<R: Send>(
         })?;
     }
     let (alone, beside) = (Figures::new(alone), Figures::new(beside));
-    Ok(Beside {
+    Ok(LoadedReads {
         p99_ratio: thousandths(beside.p99_us / alone.p99_us),
         alone,
         beside,
@@ -426,7 +444,7 @@ fn fill(store: &Store, blocks: u64, writer: u64) -> Result<(), CommandError> {
         next += 1;
         (block < blocks).then(|| Operation::Write {
             sector: block * BLOCK as u64 / SECTOR_SIZE,
-            data: stamped(BLOCK, writer, block),
+            data: stamped_block(BLOCK, writer, block),
         })
     };
     while queue.step(&mut write)?.is_some() {}
@@ -480,7 +498,7 @@ impl fmt::Display for ReadReport {
     }
 }
 
-impl fmt::Display for Beside {
+impl fmt::Display for LoadedReads {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (name, row) in [("alone", &self.alone), ("beside", &self.beside)] {
             writeln!(

@@ -1,4 +1,4 @@
-//! `walvisor-bench store recover`: the time of opening after a crash. The crash is a process that ends without closing.
+//! `walvisor-bench store recover`: the time to open a log after a crash. The crash is a process that ends without closing.
 
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -14,7 +14,7 @@ use walvisor::commands::threads::Threads;
 use walvisor::size::parse_size;
 use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
-use super::client::{Client, QueueClient, damaged, is_stamped, stamped};
+use super::client::{QueueClient, StoreClient, damage_error, is_stamped, stamped_block};
 use super::figures::{BLOCK, scattered, tenths, thousandths};
 use super::output::StoreOutput;
 use super::raw;
@@ -27,7 +27,7 @@ const ROUNDS: usize = 3;
 const BURST: u64 = 256;
 /// Bytes of each read of the baseline.
 const RAW_BYTES: usize = 1 << 20;
-/// Full segments in which holes are dug together.
+/// Number of full segments in which holes are dug at once.
 const DUG_TOGETHER: usize = 16;
 /// One in this many blocks is verified.
 const VERIFY_EACH: u64 = 61;
@@ -38,8 +38,8 @@ pub struct RecoverArguments {
     /// Bytes of payload in the log, in records of 4 KiB
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size)]
     bytes: u64,
-    /// The payloads are zeroes, and their room in the log is given back to the file system: for a log that is larger
-    /// than the free space
+    /// Payloads are zeroes, and their space in the log is given back to the file system: for a log larger than the free
+    /// space
     #[arg(long)]
     sparse: bool,
     #[command(flatten)]
@@ -63,7 +63,7 @@ pub struct OpenArguments {
     /// Read back what was acknowledged
     #[arg(long)]
     verify: bool,
-    /// Print by how many bytes the memory of the process has grown, in place of the time
+    /// Print by how many bytes the process has grown, instead of the time
     #[arg(long)]
     memory: bool,
     #[command(flatten)]
@@ -101,7 +101,7 @@ pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
     let (mut recovered, mut read) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         if !arguments.sparse {
-            read.push(raw_read(&site::log(site.path()), log_bytes)?);
+            read.push(read_raw(&site::log(site.path()), log_bytes)?);
         }
         recovered.push(child(&site, "open", bytes, &[])?);
     }
@@ -161,7 +161,7 @@ pub fn child(
 pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
     let store = open_store(&arguments.site, arguments.bytes, None)?;
     let blocks = arguments.bytes / BLOCK as u64;
-    let mut holes = Holes {
+    let mut holes = HolePuncher {
         segment_size: ring(2 * arguments.bytes).segment_size,
         dug: 0,
     };
@@ -173,9 +173,10 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
             record += 1;
             (record <= blocks.min(first + BURST)).then(|| Operation::Write {
                 sector: block * BLOCK as u64 / SECTOR_SIZE,
-                data: match arguments.sparse {
-                    true => Buffer::zeroed(BLOCK),
-                    false => stamped(BLOCK, 1, block),
+                data: if arguments.sparse {
+                    Buffer::zeroed(BLOCK)
+                } else {
+                    stamped_block(BLOCK, 1, block)
                 },
             })
         };
@@ -194,19 +195,19 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
 /// # Errors
 /// If the store fails, or an acknowledged write does not read back.
 pub fn open(arguments: &OpenArguments) -> Result<(), CommandError> {
-    let before = resident()?;
+    let before = resident_bytes()?;
     let began = Instant::now();
     let store = open_store(&arguments.site, arguments.bytes, arguments.threads.get())?;
     let time = began.elapsed();
     if arguments.memory {
-        println!("{}", resident()?.saturating_sub(before));
+        println!("{}", resident_bytes()?.saturating_sub(before));
         exit(0);
     }
     if arguments.verify {
-        let mut client = Client::open(&store.disks()[0])?;
+        let mut client = StoreClient::open(&store.disks()[0])?;
         for block in (0..arguments.bytes / BLOCK as u64).step_by(VERIFY_EACH as usize) {
             if !is_stamped(&client.read(block * BLOCK as u64 / SECTOR_SIZE)?, 1, block) {
-                return Err(damaged("the recovered disk", block));
+                return Err(damage_error("the recovered disk", block));
             }
         }
     }
@@ -227,7 +228,7 @@ fn open_store(
 }
 
 /// Bytes of memory that this process uses.
-fn resident() -> Result<u64, CommandError> {
+fn resident_bytes() -> Result<u64, CommandError> {
     let path = Path::new("/proc/self/statm");
     let text = std::fs::read_to_string(path).map_err(raw::failed("read", path))?;
     let pages = text.split_whitespace().nth(1).and_then(|n| n.parse().ok());
@@ -236,13 +237,13 @@ fn resident() -> Result<u64, CommandError> {
 }
 
 /// Gives the zeroes in full segments back to the file system.
-struct Holes {
+struct HolePuncher {
     segment_size: u64,
     /// Segments in which holes were dug.
     dug: usize,
 }
 
-impl Holes {
+impl HolePuncher {
     /// `written`: bytes of the log so far.
     fn dig(&mut self, log: &Path, written: u64) -> Result<(), CommandError> {
         let full = written / self.segment_size;
@@ -283,7 +284,7 @@ fn segments(log: &Path) -> Result<Vec<PathBuf>, CommandError> {
 }
 
 /// Reads `bytes` of the log's segment files in order. Returns the time in microseconds.
-fn raw_read(log: &Path, bytes: u64) -> Result<f64, CommandError> {
+fn read_raw(log: &Path, bytes: u64) -> Result<f64, CommandError> {
     let segments = segments(log)?;
     let mut buffer = Buffer::zeroed(RAW_BYTES);
     let (mut left, began) = (bytes, Instant::now());

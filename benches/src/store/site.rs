@@ -8,7 +8,7 @@ use walvisor_storage::{
     CacheMode, DiskOptions, EngineKind, Operation, Store, StoreOptions, create_disk,
 };
 
-use super::client::{Client, stamped};
+use super::client::{StoreClient, stamped_block};
 use super::figures::BLOCK;
 
 /// A temporary directory on the measured medium.
@@ -44,7 +44,7 @@ impl StoreSite {
         image(self.path(), disk)
     }
 
-    /// Creates `disks` disks of `bytes` bytes on one log, and makes the log's first segments before the measurement.
+    /// Creates `disks` disks of `bytes` bytes on one log, and the log's first segments, which are then not measured.
     ///
     /// # Errors
     /// If the store can't create them.
@@ -59,8 +59,8 @@ impl StoreSite {
                 .map_err(CommandError::failed)?;
         }
         let store = open(self.path(), disks, CacheMode::Writeback, options)?;
-        let mut client = Client::open(&store.disks()[0])?;
-        let data = stamped(BLOCK, 0, 0);
+        let mut client = StoreClient::open(&store.disks()[0])?;
+        let data = stamped_block(BLOCK, 0, 0);
         client.run(Operation::Write { sector: 0, data })?;
         client.run(Operation::Flush)?;
         drop(client);
@@ -81,7 +81,7 @@ impl StoreSite {
     }
 }
 
-/// A ring with room for `bytes` of log before a checkpoint begins. Its segments are small, unless it is large.
+/// A ring with room for `bytes` of log before a checkpoint begins. Its segments are small unless the ring is large.
 pub fn ring(bytes: u64) -> StoreOptions {
     let segment_size = if bytes > 8 << 30 { 64 << 20 } else { 16 << 20 };
     let segments = (2 * bytes).div_ceil(segment_size) + 8;

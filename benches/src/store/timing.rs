@@ -28,7 +28,7 @@ impl Timing {
         self.latencies.len() as f64 / self.elapsed.as_secs_f64()
     }
 
-    /// The time in microseconds that a share `part` (0 to 1) of the steps did not exceed.
+    /// The time in microseconds that a share `part` (0 to 1) of the steps stayed within.
     pub fn percentile_us(&mut self, part: f64) -> f64 {
         let last = self.latencies.len().saturating_sub(1);
         if self.latencies.is_empty() {
@@ -40,8 +40,8 @@ impl Timing {
     }
 }
 
-/// Runs a thread for each client, which takes steps until all clients together have taken `total`. A step returns its
-/// time. A thread that has no more steps to take calls `leave`.
+/// Runs a thread per client, which takes steps until all clients together have taken `total`. A step returns its time. A
+/// thread without further steps calls `leave`.
 ///
 /// # Errors
 /// The first error of a step; the other clients stop then.
@@ -62,7 +62,7 @@ pub fn closed_loops<C: Send>(
                     let mut latencies = Vec::with_capacity(room);
                     let mut ended = Ok(());
                     start.wait();
-                    // Each thread reads the clock itself. A single reader could start late, and make the loops seem
+                    // Each thread reads the clock itself: a single reader could start late, and the loops would seem
                     // shorter than they were.
                     let began = Instant::now();
                     while !failed.load(Ordering::Relaxed)

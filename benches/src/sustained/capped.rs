@@ -1,10 +1,10 @@
-//! A volume that counts operations, as the small ones of clouds do: 1 ms for each, few at a time.
+//! A volume that is limited by operations, like small cloud volumes: 1 ms each, only a few at a time.
 //!
 //! ```text
 //!   file ◀── nbdkit -t 3, delay filter ◀── nbdfuse ◀── loop device, direct I/O ◀── ext4
 //! ```
-//! The mounts are in a namespace of this thread and its children: whatever ends this process, the kernel unmounts
-//! them and gives the loop device back.
+//! The mounts are in a namespace of this thread and its children: whatever ends this process, the kernel unmounts them and
+//! frees the loop device.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -28,8 +28,8 @@ const NEEDS: [(&str, &str); 5] = [
     ("mkfs.ext4", "e2fsprogs"),
     ("mount", "mount"),
 ];
-/// No step takes this long on the slowest machine.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// Even on the slowest machine no step takes this long.
+const STEP_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The mounted volume. Dropping it unmounts it and ends its programs.
 pub struct Volume {
@@ -39,7 +39,7 @@ pub struct Volume {
     device: String,
 }
 
-/// What keeps a volume from being made here, if anything does: a text for the report.
+/// Why a volume cannot be created here, as a text for the report; `None` if it can.
 pub fn missing() -> Option<String> {
     if !geteuid().is_root() {
         return Some(
@@ -58,7 +58,7 @@ pub fn missing() -> Option<String> {
 }
 
 impl Volume {
-    /// Makes a volume of `bytes` bytes in the directory `place`.
+    /// Creates a volume of `bytes` bytes in the directory `place`.
     ///
     /// # Errors
     /// If a program fails.
@@ -80,11 +80,11 @@ impl Volume {
         server.args(["--exit-with-parent", "--foreground", "--threads=3"]);
         server.args(["--filter=delay", "file", "volume"]);
         server.args(["wdelay=1ms", "rdelay=1ms", "]"]);
-        // In a process group of its own it does not hear the terminal's Ctrl-C, and outlives the disks on it.
+        // In a process group of its own it does not get the terminal's Ctrl-C, so it outlives the disks on it.
         leash(&mut server).process_group(0).current_dir(&place);
         server.stdin(Stdio::null()).stderr(Stdio::null());
         let server = server.spawn().map_err(CommandError::failed)?;
-        // From here on a failure undoes what was done.
+        // From here on, dropping the value cleans up after a failure.
         let mut volume = Self {
             server,
             place,
@@ -93,18 +93,18 @@ impl Volume {
         let served = volume.place.join("fuse/volume");
         let began = Instant::now();
         while !served.exists() {
-            if began.elapsed() > PATIENCE || !matches!(volume.server.try_wait(), Ok(None)) {
+            if began.elapsed() > STEP_TIMEOUT || !matches!(volume.server.try_wait(), Ok(None)) {
                 return Err(CommandError::Failed("nbdfuse does not serve".to_owned()));
             }
             std::thread::sleep(Duration::from_millis(10));
         }
         let served = served.display().to_string();
         let device = run("losetup", &["--direct-io=on", "--find", "--show", &served])?;
-        // All is written now, and nothing in the background of a turn.
+        // Everything is written now, so that nothing is written in the background of a turn.
         let options = "nodiscard,lazy_itable_init=0,lazy_journal_init=0";
         let made = run("mkfs.ext4", &["-q", "-E", options, &device])
             .and_then(|_| run("mount", &[&device, &volume.disks().display().to_string()]));
-        // While it is mounted this only says that it is to be detached when it is unmounted.
+        // While it is mounted, this only makes it detach once it is unmounted.
         run("losetup", &["--detach", &device])?;
         made?;
         volume.device = device.trim_start_matches("/dev/").to_owned();
@@ -126,7 +126,7 @@ impl Drop for Volume {
     fn drop(&mut self) {
         for mounted in [self.disks(), self.place.join("fuse")] {
             let mounted = mounted.display().to_string();
-            // If the volume could not be made there is nothing to unmount, which is fine.
+            // Fails if the volume was never mounted, which is fine.
             if run("umount", &[&mounted]).is_err() {
                 let _ = run("umount", &["--lazy", &mounted]);
             }
@@ -135,7 +135,7 @@ impl Drop for Volume {
         let _ = kill_process(Pid::from_child(&self.server), Signal::TERM);
         let began = Instant::now();
         while let Ok(None) = self.server.try_wait() {
-            if began.elapsed() > PATIENCE {
+            if began.elapsed() > STEP_TIMEOUT {
                 let _ = self.server.kill();
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -147,13 +147,13 @@ fn program(name: &str) -> PathBuf {
     find(name).unwrap_or_else(|| name.into())
 }
 
-/// Runs a program to its end and returns what it printed.
+/// Runs a program, waits until it ends, and returns what it printed.
 fn run(name: &str, arguments: &[&str]) -> Result<String, CommandError> {
     let failed = |why: &str| CommandError::Failed(format!("{name}: {}", why.trim()));
     let output = Command::new(program(name)).args(arguments).output();
     let output = output.map_err(|error| failed(&error.to_string()))?;
-    match output.status.success() {
-        true => Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned()),
-        false => Err(failed(&String::from_utf8_lossy(&output.stderr))),
+    if !output.status.success() {
+        return Err(failed(&String::from_utf8_lossy(&output.stderr)));
     }
+    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }

@@ -1,4 +1,4 @@
-//! The media: the given directory, and a capped volume; with the disks' images on them, and what reaches them.
+//! The media: the given directory and a capped volume, the disks' images on them, and the traffic that reaches them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -31,7 +31,7 @@ pub struct Traffic {
 }
 
 impl Traffic {
-    /// What came since `before`.
+    /// The traffic since `before`.
     pub fn since(self, before: Self) -> Self {
         let operations = self.operations.zip(before.operations);
         Self {
@@ -47,7 +47,7 @@ pub struct Place {
     // The order of the fields matters: the volume is unmounted before its directory is removed.
     volume: Option<Volume>,
     directory: TempDir,
-    /// How the logs are made.
+    /// The options of the logs.
     options: StoreOptions,
     /// Bytes of all disks of a side, and for how many disks there are images.
     bytes: u64,
@@ -55,7 +55,7 @@ pub struct Place {
 }
 
 impl Place {
-    /// Makes a directory in `parent`, and on [`Medium::Capped`] a volume in it, for sides of `bytes` bytes each and a log
+    /// Creates a directory in `parent`, with a volume in it for [`Medium::Capped`], for sides of `bytes` bytes each and a log
     /// with these options.
     ///
     /// # Errors
@@ -104,8 +104,8 @@ impl Place {
         self.bytes / self.disks.max(1) as u64
     }
 
-    /// Makes images for `disks` disks, unless they are there: `raw-N.img`, and `wal-N.img` on one log in `log`. All
-    /// their blocks hold data, because holes would be read and written differently.
+    /// Creates images for `disks` disks, unless they exist: `raw-N.img`, and `wal-N.img` on one log in `log`. All their
+    /// blocks hold data, because holes would be read and written differently.
     ///
     /// # Errors
     /// If they cannot be made.
@@ -134,10 +134,10 @@ impl Place {
         Ok(())
     }
 
-    /// What has reached the medium's own block device so far. `None` if it shares its device with others.
+    /// The traffic of the medium's block device so far. `None` if it shares its device with others.
     ///
     /// # Errors
-    /// If the system does not tell.
+    /// If the system does not report it.
     pub fn traffic(&self) -> Result<Option<Traffic>, CommandError> {
         let Some(volume) = &self.volume else {
             return Ok(None);

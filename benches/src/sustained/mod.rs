@@ -1,5 +1,5 @@
-//! `walvisor-bench sustained`: minutes, not seconds. The disk with its log beside qemu-nbd and a raw image, each
-//! second's rate, the longest wait, and the time to close; on the given directory and on a volume that counts
+//! `walvisor-bench sustained`: minutes instead of seconds. Compares the disk with its log with qemu-nbd and a raw image:
+//! each second's rate, the longest wait, and the time to close, in the given directory and on a volume that is limited by
 //! operations.
 //!
 //! ```text
@@ -68,28 +68,28 @@ pub struct SustainedArguments {
     output: Output,
 }
 
-/// Four disks of that many bytes are a quarter each, in pages.
+/// Parses the size, of which four disks get a quarter each, in whole pages.
 fn disk_bytes(text: &str) -> Result<u64, String> {
     let bytes = parse_size(text).map_err(|error| error.to_string())?;
-    match bytes >= 4 << 20 && bytes.is_multiple_of(1 << 20) {
-        true => Ok(bytes),
-        false => Err("not a multiple of 1M, at least 4M".to_owned()),
+    if bytes < 4 << 20 || !bytes.is_multiple_of(1 << 20) {
+        return Err("not a multiple of 1M, at least 4M".to_owned());
     }
+    Ok(bytes)
 }
 
 impl SustainedArguments {
     fn jobs(&self) -> Vec<Job> {
         let all = Job::value_variants().iter().copied();
         let most = if self.output.quick { 2 } else { 4 };
-        match self.only.is_empty() {
-            true => all
-                .enumerate()
+        if self.only.is_empty() {
+            all.enumerate()
                 .filter(|&(at, job)| {
                     at < most || (self.mix && job == Job::Mix) || (self.price && job.shows_price())
                 })
                 .map(|(_, job)| job)
-                .collect(),
-            false => all.filter(|job| self.only.contains(job)).collect(),
+                .collect()
+        } else {
+            all.filter(|job| self.only.contains(job)).collect()
         }
     }
 
@@ -143,20 +143,20 @@ pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
         };
         if missing.is_none() {
             let measured = run.measure(output, medium, &session, &mut rows);
-            // What was measured before a failure is reported with it.
+            // What was measured before a failure is still reported.
             failed = failed.or(measured.err());
         }
         sections.push(section::section(medium, &rows, run.time, missing));
     }
     let title = "The disk for minutes: rates of seconds, longest waits, time to close";
     let interrupted = session.interrupted();
-    output.give(title, session, sections)?;
-    // Ctrl-C also ends the daemons of the terminal.
+    output.write(title, session, sections)?;
+    // Ctrl-C also ends the daemons on the terminal.
     failed.filter(|_| !interrupted).map_or(Ok(()), Err)
 }
 
-/// The time of a turn beyond that of its job: starting and closing.
-const AROUND: Duration = Duration::from_secs(2);
+/// The time of a turn besides its job: starting and closing.
+const OVERHEAD: Duration = Duration::from_secs(2);
 
 /// What is measured on each medium.
 struct Run {
@@ -186,7 +186,7 @@ impl Run {
     fn expected(&self) -> Duration {
         let sides: usize = self.jobs.iter().map(|&job| self.sides(job).len()).sum();
         let turns = self.rounds * sides;
-        self.images() + (self.time + AROUND) * turns as u32
+        self.images() + (self.time + OVERHEAD) * turns as u32
     }
 
     fn measure(
@@ -199,7 +199,7 @@ impl Run {
         if session.interrupted() {
             return Ok(());
         }
-        // The paths of sockets must be short.
+        // Socket paths must be short.
         let sockets = tempfile::tempdir().map_err(CommandError::failed)?;
         let mut place = Place::new(&output.dir, medium, self.bytes, self.options)?;
         for &job in &self.jobs {
@@ -217,7 +217,7 @@ impl Run {
             let Some(row) = rows.last_mut() else { continue };
             for round in 0..self.rounds {
                 let mut sides = row.sides.clone();
-                // The order rotates, so that no side is always the first.
+                // The order rotates, so that no side is always first.
                 let first = round % sides.len();
                 sides.rotate_left(first);
                 for side in sides {
@@ -227,7 +227,7 @@ impl Run {
                         side.title(),
                         job.title()
                     );
-                    let turn = session.step(&what, self.time + AROUND, || {
+                    let turn = session.step(&what, self.time + OVERHEAD, || {
                         measure(&place, sockets.path(), (side, job), self.time, session)
                     })?;
                     row.turns[side.position()].extend(turn);

@@ -5,10 +5,10 @@ use std::time::Duration;
 use super::medium::Medium;
 use super::side::Side;
 use super::turn::{Row, Turn};
-use crate::report::plot::{Axis, Kind, Plot, Series};
-use crate::report::{Better, Cell, Section, Spread};
+use crate::report::plot::{Axis, Plot, PlotKind, Series};
+use crate::report::{Cell, Preference, Section, Spread};
 
-/// Most points of a plot's line.
+/// The most points of a line.
 const POINTS: usize = 300;
 
 const COLUMNS: [(&str, &str); 24] = [
@@ -93,7 +93,7 @@ fn cells(row: &Row, side: Side) -> Vec<Cell> {
             Spread::of(&figures).map(|spread| spread.median)
         };
         match (median(turns), median(&row.turns[other.position()])) {
-            (Some(this), Some(other)) if other > 0.0 => Cell::ratio(this / other, Better::More),
+            (Some(this), Some(other)) if other > 0.0 => Cell::ratio(this / other, Preference::More),
             _ => Cell::None,
         }
     };
@@ -102,7 +102,7 @@ fn cells(row: &Row, side: Side) -> Vec<Cell> {
             .first()
             .map_or(Cell::None, |turn| Cell::Series(figures(turn)))
     };
-    // A page is several times 4 KiB.
+    // A database page is several times 4 KiB.
     let operations: Option<Vec<f64>> = turns
         .iter()
         .map(|turn| Some(turn.each_byte(turn.traffic.operations?) * 4096.0))
@@ -138,7 +138,7 @@ fn cells(row: &Row, side: Side) -> Vec<Cell> {
     ]
 }
 
-/// The seconds of the first round. If there are many, a point stands for several and shows the slowest.
+/// The seconds of the first round. If there are many, each point stands for several of them and shows the slowest.
 fn plot(key: &str, title: &str, row: &Row) -> Plot {
     let series = row.sides.iter().map(|&side| {
         let seconds = row.turns[side.position()]
@@ -155,7 +155,7 @@ fn plot(key: &str, title: &str, row: &Row) -> Plot {
         name: format!("{key}-{}", row.job.name()),
         title: format!("{title}: {}", row.job.title()),
         caption: String::new(),
-        kind: Kind::Lines {
+        kind: PlotKind::Lines {
             x: Axis::linear("second"),
             y: Axis::linear("requests a second"),
             series: series.collect(),

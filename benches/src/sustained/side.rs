@@ -1,4 +1,4 @@
-//! The sides that take turns: each turn starts its daemons, and ends them with SIGTERM.
+//! The sides that take turns. Each turn starts its daemons, and ends them with SIGTERM.
 
 use std::path::Path;
 use std::process::{Child, Command};
@@ -26,7 +26,7 @@ pub enum Side {
     QemuNbdWriteback,
     /// The same daemon on the image alone
     Raw,
-    /// The disk with its log, which answers a FLUSH without a sync
+    /// The disk with its log, which answers FLUSHes without a sync
     Unsafe,
     /// The disk with its log, which keeps its history
     Keeping,
@@ -85,10 +85,10 @@ impl Side {
         disks: usize,
         images: &Path,
         sockets: &Path,
-    ) -> Result<Served, CommandError> {
+    ) -> Result<RunningDaemons, CommandError> {
         let socket = |disk: usize| sockets.join(format!("disk-{disk}"));
         for disk in 0..disks {
-            // What a daemon before left.
+            // An earlier daemon may have left it.
             let _ = std::fs::remove_file(socket(disk));
         }
         if self.is_peer() {
@@ -105,12 +105,12 @@ impl Side {
                 peer.arg(format!("raw-{disk}.img"));
                 Peer::start(&mut peer, &[socket(disk).display().to_string()], images)
             });
-            return Ok(Served::Peers(peers.collect::<Result<_, _>>()?));
+            return Ok(RunningDaemons::Peers(peers.collect::<Result<_, _>>()?));
         }
         let specs = (0..disks).map(|disk| {
             let place = match self {
                 Self::Raw => format!("path=raw-{disk}.img,backend=raw"),
-                // The log remembers what it was told to keep.
+                // The log remembers this setting.
                 Self::Keeping => format!("path=wal-{disk}.img,log=log,answer=written,retain=1G"),
                 _ => format!("path=wal-{disk}.img,log=log,answer=written,retain=off"),
             };
@@ -121,17 +121,17 @@ impl Side {
             )
         });
         let specs: Vec<String> = specs.collect();
-        Daemon::start("nbd", &specs, images, sockets).map(Served::Walvisor)
+        Daemon::start("nbd", &specs, images, sockets).map(RunningDaemons::Walvisor)
     }
 }
 
 /// Running daemons. Dropping them ends them.
-pub enum Served {
+pub enum RunningDaemons {
     Walvisor(Daemon),
     Peers(Vec<Peer>),
 }
 
-impl Served {
+impl RunningDaemons {
     fn processes(&mut self) -> Vec<&mut Child> {
         match self {
             Self::Walvisor(daemon) => vec![daemon.process()],
@@ -139,16 +139,16 @@ impl Served {
         }
     }
 
-    /// Kills the daemons: their disks are not needed any more.
+    /// Kills the daemons, whose disks are no longer needed.
     pub fn kill(mut self) {
         for process in self.processes() {
-            // It may have ended already, which is fine.
+            // Fails if it has ended, which is fine.
             let _ = process.kill();
         }
     }
 
-    /// Ends the daemons with SIGTERM. Returns the time until all have ended, and what they moved in their whole lives.
-    /// If the session is interrupted meanwhile, they are killed.
+    /// Ends the daemons with SIGTERM. Returns the time until all have ended, and the bytes that they moved in all. If the
+    /// session is interrupted, kills them.
     ///
     /// # Errors
     /// If one ends with an error.
@@ -161,7 +161,7 @@ impl Served {
         let mut traffic = Traffic::default();
         for process in &mut processes {
             let id = Pid::from_child(process);
-            // The process stays a zombie, whose counts can still be read.
+            // Leaves the process a zombie, because its counts are still to be read.
             let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
             while waitid(WaitId::Pid(id), options)
                 .map_err(CommandError::failed)?
@@ -172,7 +172,7 @@ impl Served {
                 }
                 std::thread::sleep(Duration::from_millis(2));
             }
-            let (read, written) = moved(process.id())?;
+            let (read, written) = bytes_moved(process.id())?;
             traffic.read_bytes += read;
             traffic.written_bytes += written;
         }
@@ -190,7 +190,7 @@ impl Served {
 }
 
 /// Bytes that a process has read from and written to devices (proc(5), `io`).
-fn moved(process: u32) -> Result<(u64, u64), CommandError> {
+fn bytes_moved(process: u32) -> Result<(u64, u64), CommandError> {
     let path = format!("/proc/{process}/io");
     let text = std::fs::read_to_string(&path);
     let text = text.map_err(|error| CommandError::Failed(format!("{path}: {error}")))?;

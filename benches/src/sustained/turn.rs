@@ -1,4 +1,4 @@
-//! One turn: a side serves its disks, the clients do their job, and the side is ended.
+//! One turn: a side starts its daemons, the clients do their job, and the daemons end.
 
 use std::net::Shutdown;
 use std::path::Path;
@@ -10,7 +10,7 @@ use super::job::Job;
 use super::medium::{Place, Traffic};
 use super::side::Side;
 use crate::load::loops::{Loops, Tally};
-use crate::load::nbd::Client;
+use crate::load::nbd::NbdClient;
 use crate::session::Session;
 
 /// The result of a turn.
@@ -18,9 +18,9 @@ use crate::session::Session;
 pub struct Turn {
     /// What the clients saw.
     pub tally: Tally,
-    /// From SIGTERM to the end of the last daemon.
+    /// The time from SIGTERM until the last daemon has ended.
     pub close: Duration,
-    /// What reached the device, from the daemons' start to their end.
+    /// What reached the device, from the start of the daemons to their end.
     pub traffic: Traffic,
 }
 
@@ -47,41 +47,41 @@ impl Turn {
             .collect()
     }
 
-    /// The requests of the second in the middle, when the seconds are sorted by their requests.
+    /// The median of the requests per second.
     pub fn median(&self) -> f64 {
-        median(&sorted(self.seconds()))
+        median(&sort(self.seconds()))
     }
 
-    /// The same of the worst tenth of the seconds.
+    /// The median over the slowest tenth of the seconds.
     pub fn worst_tenth(&self) -> f64 {
-        let seconds = sorted(self.seconds());
+        let seconds = sort(self.seconds());
         median(&seconds[..seconds.len().div_ceil(10)])
     }
 
-    /// The slowest second's share of the median one.
+    /// The slowest second as a fraction of the median one.
     pub fn slowest_share(&self) -> f64 {
         let slowest = self.seconds().into_iter().fold(f64::INFINITY, f64::min);
         slowest / self.median().max(1.0)
     }
 
-    /// Requests a second if the time to close counts too: what the side left undone is done then.
+    /// Requests per second if the time to close counts too, in which the side finishes its work.
     pub fn with_close(&self) -> f64 {
         let time = self.tally.time + self.close;
         self.tally.histogram.total() as f64 / time.as_secs_f64().max(1e-9)
     }
 
-    /// A time that so many of 1000 requests did not exceed, in microseconds.
+    /// The time that `per_mille` of 1000 requests stayed within, in microseconds.
     pub fn within_us(&self, per_mille: u64) -> f64 {
         self.tally.histogram.quantile(per_mille) as f64 / 1e3
     }
 
-    /// A count of the device for each byte that the clients wrote.
+    /// A count of the device per byte that the clients wrote.
     pub fn each_byte(&self, count: u64) -> f64 {
         count as f64 / self.tally.written_bytes.max(1) as f64
     }
 }
 
-fn sorted(mut values: Vec<f64>) -> Vec<f64> {
+fn sort(mut values: Vec<f64>) -> Vec<f64> {
     values.sort_by(f64::total_cmp);
     values
 }
@@ -90,7 +90,7 @@ fn median(sorted: &[f64]) -> f64 {
     sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
 }
 
-/// Runs one turn. The images are there.
+/// Runs one turn. The images must exist.
 ///
 /// # Errors
 /// If a daemon does not start, a request fails, or a daemon ends with an error.
@@ -122,7 +122,7 @@ pub fn measure(
     })
 }
 
-/// Runs the clients, each in a thread of its own. An interrupt ends them at once, also those that wait for a reply.
+/// Runs the clients, each in a thread of its own. An interrupt ends them at once, even those that wait for a reply.
 fn drive(
     sockets: &Path,
     job: Job,
@@ -135,10 +135,10 @@ fn drive(
     for disk in 0..job.disks() {
         let socket = sockets.join(format!("disk-{disk}"));
         for _ in 0..job.connections() {
-            clients.push(Client::connect(&socket, "disk").map_err(failed)?.0);
+            clients.push(NbdClient::connect(&socket, "disk").map_err(failed)?.0);
         }
     }
-    let streams: Result<Vec<_>, _> = clients.iter().map(Client::socket).collect();
+    let streams: Result<Vec<_>, _> = clients.iter().map(NbdClient::socket).collect();
     let streams = streams.map_err(failed)?;
     let tallies: Vec<std::io::Result<Tally>> = std::thread::scope(|scope| {
         let threads: Vec<_> = (1..)
@@ -156,7 +156,7 @@ fn drive(
             std::thread::sleep(Duration::from_millis(20));
             if session.interrupted() {
                 for stream in &streams {
-                    // The server may have closed it, which is as good.
+                    // Fails if the server has closed it, which is just as good.
                     let _ = stream.shutdown(Shutdown::Both);
                 }
             }
@@ -176,15 +176,15 @@ fn drive(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::load::loops::Second;
+    use crate::load::loops::SecondStats;
 
     #[test]
-    fn the_worst_seconds_are_told_beside_the_median() {
+    fn the_worst_seconds_are_reported_next_to_the_median() {
         let mut seconds = vec![100; 18];
         seconds.extend([10, 20]);
-        let seconds = seconds.into_iter().map(|requests| Second {
+        let seconds = seconds.into_iter().map(|requests| SecondStats {
             requests,
-            ..Second::default()
+            ..SecondStats::default()
         });
         let mut tally = Tally {
             seconds: seconds.collect(),

@@ -29,9 +29,9 @@ const REQUESTS: u64 = 0;
 const INTERRUPT: u64 = 1;
 
 /// A request on its way to the loop: its token, what it asks for, and whom to tell how it ended.
-type Job = (u64, Operation, Arc<Ended>);
+type Job = (u64, Operation, Arc<CompletionList>);
 
-struct Ended {
+struct CompletionList {
     completions: Mutex<Vec<Completion>>,
     event: EventFd,
 }
@@ -61,7 +61,7 @@ impl Backend for Disk {
     fn set_write_cache(&self, _on: bool) {}
 
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
-        let ended = Ended {
+        let ended = CompletionList {
             completions: Mutex::default(),
             event: EventFd::new(EFD_NONBLOCK)?,
         };
@@ -70,7 +70,7 @@ impl Backend for Disk {
 }
 
 /// One queue's way to the disk, and what ended. It belongs to the queue's worker.
-struct Queue(Disk, Arc<Ended>);
+struct Queue(Disk, Arc<CompletionList>);
 
 impl BackendQueue for Queue {
     fn submit(&mut self, token: u64, operation: Operation) {

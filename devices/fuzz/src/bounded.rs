@@ -5,16 +5,18 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// The system's allocator, which aborts on what an unchecked length would ask for: one allocation of more than
 /// `LONGEST` bytes, or more than `MOST` bytes at a time.
-pub struct Bounded<const LONGEST: usize, const MOST: usize>;
+pub struct BoundedAllocator<const LONGEST: usize, const MOST: usize>;
 
 /// Bounds for a device over a disk of 32 KiB: no request may need more memory. A RAM disk's chunk, the inputs and the
 /// copies of guest memory are 64 KiB; queues have 16 descriptors.
-pub type DeviceBounds = Bounded<{ 128 << 10 }, { 2 << 20 }>;
+pub type DeviceBounds = BoundedAllocator<{ 128 << 10 }, { 2 << 20 }>;
 
 static ALLOCATED: AtomicUsize = AtomicUsize::new(0);
 
 // SAFETY: every call is passed on to the system's allocator, which keeps the promises of this trait.
-unsafe impl<const LONGEST: usize, const MOST: usize> GlobalAlloc for Bounded<LONGEST, MOST> {
+unsafe impl<const LONGEST: usize, const MOST: usize> GlobalAlloc
+    for BoundedAllocator<LONGEST, MOST>
+{
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         Self::account(layout.size(), 0);
         // SAFETY: the caller keeps the rules of this function, which are those of the called one.
@@ -40,7 +42,7 @@ unsafe impl<const LONGEST: usize, const MOST: usize> GlobalAlloc for Bounded<LON
     }
 }
 
-impl<const LONGEST: usize, const MOST: usize> Bounded<LONGEST, MOST> {
+impl<const LONGEST: usize, const MOST: usize> BoundedAllocator<LONGEST, MOST> {
     /// Aborts the process if an allocation exceeds a bound: libFuzzer then keeps the input.
     fn account(more: usize, less: usize) {
         let before = ALLOCATED.fetch_add(more, Ordering::Relaxed);

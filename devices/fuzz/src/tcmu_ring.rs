@@ -131,9 +131,10 @@ impl Machine {
         let place = usize::from(input.byte()) % self.taken.len();
         let command = self.taken.remove(place);
         let (status, byte) = (input.of(&[0, 2]), input.byte());
-        let buffer = match command.bidi.is_empty() {
-            true => &command.data,
-            false => &command.bidi,
+        let buffer = if command.bidi.is_empty() {
+            &command.data
+        } else {
+            &command.bidi
         };
         let bytes = vec![byte; buffer.len().min(2 * BLOCK)];
         buffer.write(buffer.len() - bytes.len(), &bytes);
@@ -155,7 +156,7 @@ impl Machine {
         if self.hostile {
             return;
         }
-        for ended in self.kernel.ended() {
+        for ended in self.kernel.take_ended() {
             let (status, byte) = self.expected.remove(&ended.id).expect("was answered");
             assert_eq!(ended.status, status);
             if status == 2 {

@@ -8,18 +8,18 @@ pub(crate) const CONFIG_LEN: usize = 72;
 /// Offset of `writeback`, the only field that a driver may write.
 pub(super) const WRITEBACK: usize = 32;
 
-/// The most sectors that one DISCARD, WRITE_ZEROES or SECURE_ERASE may cover: 2 GiB, so that every request is bounded
-/// work.
+/// The most sectors that one DISCARD, WRITE_ZEROES or SECURE_ERASE may cover: 2 GiB, so that the work of a request is
+/// bounded.
 pub(crate) const MAX_ERASE_SECTORS: u32 = 1 << 22;
 
-/// The most data segments of a request, whatever the queue size. With [`size_max`] it keeps every request that a driver
-/// may make within the backend's limit.
+/// The most data segments of a request, whatever the queue size. Together with [`size_max`] it keeps every request that a
+/// driver may make within the backend's limit.
 const MAX_SEGMENTS: u32 = 254;
 
-/// Smallest segment that a driver must be able to send: a page.
+/// A driver must be able to send segments of at least this size: a page.
 const PAGE: u32 = 4096;
 
-/// Physical block in bytes: the alignment of the log, and the usual block of today's media under base images.
+/// Physical block in bytes: the alignment of the log, and the usual block size of the media under base images.
 const PHYSICAL_BLOCK: u32 = 4096;
 
 /// `seg_max`: the queue must also hold the header and the status, and the backend must take a page per segment.
@@ -32,11 +32,11 @@ pub(super) fn seg_max(queue_size: u16, max_request: u32) -> u32 {
 
 /// `size_max`: the largest power of two for which `seg_max` segments stay within `max_request` bytes.
 pub(super) fn size_max(queue_size: u16, max_request: u32) -> u32 {
-    let fair = max_request / seg_max(queue_size, max_request);
-    1 << fair.max(SECTOR_SIZE as u32).ilog2()
+    let share = max_request / seg_max(queue_size, max_request);
+    1 << share.max(SECTOR_SIZE as u32).ilog2()
 }
 
-/// The values of the fields that differ from device to device.
+/// The fields that differ from device to device.
 pub(super) struct ConfigFields {
     pub(super) capacity: u64,
     pub(super) queue_size: u16,
@@ -46,12 +46,12 @@ pub(super) struct ConfigFields {
     pub(super) secure_erase: bool,
     /// Logical block in bytes.
     pub(super) block_size: u32,
-    /// Longest request in bytes that the backend takes.
+    /// The longest request that the backend takes, in bytes.
     pub(super) max_request: u32,
 }
 
-/// The configuration space, little-endian.
-pub(super) fn layout(fields: &ConfigFields) -> [u8; CONFIG_LEN] {
+/// Encodes the configuration space, little-endian.
+pub(super) fn encode(fields: &ConfigFields) -> [u8; CONFIG_LEN] {
     let mut space = [0; CONFIG_LEN];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
     put(0, &fields.capacity.to_le_bytes());

@@ -1,4 +1,4 @@
-//! Feature bits: what is offered, and what follows from the driver's choice (virtio 1.2, 5.2.3 and 6).
+//! Feature bits: which are offered, and which choices are acceptable (virtio 1.2, 5.2.3 and 6).
 
 use virtio_bindings::virtio_blk::{
     VIRTIO_BLK_F_BLK_SIZE, VIRTIO_BLK_F_CONFIG_WCE, VIRTIO_BLK_F_DISCARD, VIRTIO_BLK_F_FLUSH,
@@ -15,14 +15,14 @@ use crate::backend::Capabilities;
 pub(crate) struct Features(pub(crate) u64);
 
 impl Features {
-    /// The features that a device with this number of queues offers over a backend with these capabilities: none that
-    /// the backend does not really implement.
+    /// The features that a device with this number of queues offers over a backend with these capabilities: only what the
+    /// backend really implements.
     ///
-    /// Never offered: LIFETIME, because no backend knows the wear of flash (5.2.6.2: it MUST NOT be offered then);
-    /// GEOMETRY, because there are no cylinders; ACCESS_PLATFORM and ORDER_PLATFORM, because the device accesses
-    /// memory as the guest's processor does; RING_PACKED, because no maintained crate implements it;
-    /// NOTIFICATION_DATA, because the worker reads the ring's index anyway.
-    pub(crate) fn offered(backend: Capabilities, queues: u16) -> Self {
+    /// Never offered: LIFETIME, because no backend knows the wear of flash (5.2.6.2: then it MUST NOT be offered);
+    /// GEOMETRY, because there are no cylinders; ACCESS_PLATFORM and ORDER_PLATFORM, because the device accesses memory
+    /// as the guest's processor does; RING_PACKED, because no maintained crate implements it; NOTIFICATION_DATA, because
+    /// the worker reads the ring's index anyway.
+    pub(crate) fn for_backend(backend: Capabilities, queues: u16) -> Self {
         let mut set = Self(0);
         for bit in [
             VIRTIO_F_VERSION_1,
@@ -72,7 +72,7 @@ impl Features {
     }
 
     /// Whether a driver may choose `self` from `offered`: a subset (2.2.1) with VERSION_1 (6.2).
-    pub(crate) fn acceptable(self, offered: Self) -> bool {
+    pub(crate) fn is_acceptable(self, offered: Self) -> bool {
         self.0 & !offered.0 == 0 && self.has(VIRTIO_F_VERSION_1)
     }
 }
@@ -91,7 +91,7 @@ mod tests {
     };
 
     #[test]
-    fn a_bit_is_offered_only_if_the_backend_does_it() {
+    fn a_bit_is_offered_only_if_the_backend_implements_it() {
         let bits = [
             (
                 VIRTIO_BLK_F_FLUSH,
@@ -172,15 +172,15 @@ mod tests {
             ),
         ];
         for (bit, without) in bits {
-            assert!(Features::offered(ALL, 1).has(bit));
+            assert!(Features::for_backend(ALL, 1).has(bit));
             assert!(
-                !Features::offered(without, 1).has(bit),
+                !Features::for_backend(without, 1).has(bit),
                 "bit {bit} with {without:?}"
             );
         }
-        assert!(!Features::offered(ALL, 1).has(VIRTIO_BLK_F_RO));
+        assert!(!Features::for_backend(ALL, 1).has(VIRTIO_BLK_F_RO));
         assert!(
-            Features::offered(
+            Features::for_backend(
                 Capabilities {
                     read_only: true,
                     ..ALL
@@ -189,16 +189,16 @@ mod tests {
             )
             .has(VIRTIO_BLK_F_RO)
         );
-        assert!(!Features::offered(ALL, 1).has(VIRTIO_BLK_F_MQ));
-        assert!(Features::offered(ALL, 2).has(VIRTIO_BLK_F_MQ));
+        assert!(!Features::for_backend(ALL, 1).has(VIRTIO_BLK_F_MQ));
+        assert!(Features::for_backend(ALL, 2).has(VIRTIO_BLK_F_MQ));
     }
 
     #[test]
     fn a_choice_must_be_a_subset_with_version_1() {
-        let offered = Features::offered(ALL, 1);
-        assert!(offered.acceptable(offered));
-        assert!(Features(1 << VIRTIO_F_VERSION_1).acceptable(offered));
-        assert!(!Features(offered.0 & !(1 << VIRTIO_F_VERSION_1)).acceptable(offered));
-        assert!(!Features(offered.0 | 1 << VIRTIO_BLK_F_MQ).acceptable(offered));
+        let offered = Features::for_backend(ALL, 1);
+        assert!(offered.is_acceptable(offered));
+        assert!(Features(1 << VIRTIO_F_VERSION_1).is_acceptable(offered));
+        assert!(!Features(offered.0 & !(1 << VIRTIO_F_VERSION_1)).is_acceptable(offered));
+        assert!(!Features(offered.0 | 1 << VIRTIO_BLK_F_MQ).is_acceptable(offered));
     }
 }

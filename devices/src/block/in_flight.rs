@@ -1,4 +1,4 @@
-//! The requests of a queue that its disk has, by token.
+//! The requests of a queue that the backend is working on, by token.
 
 use std::time::Instant;
 
@@ -7,32 +7,31 @@ use slab::Slab;
 use super::request::PendingChain;
 use crate::latency::OperationKind;
 
-/// Payload bytes that one queue may have in flight before it leaves further chains in the ring. One
-/// request may overshoot it.
+/// Cap on the payload bytes that a queue has in flight; above it, chains stay in the ring. One request may exceed it.
 pub(super) const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
 
 /// A request that was handed to the backend.
-pub(super) struct Flying {
+pub(super) struct InFlightRequest {
     pub(super) pending: PendingChain,
     pub(super) kind: OperationKind,
-    pub(super) unasked: bool,
-    /// When the batch that the request belongs to was taken.
+    /// Whether the answer has to wait until the change is written.
+    pub(super) await_written: bool,
+    /// When the request's batch was taken.
     pub(super) since: Instant,
 }
 
 /// Requests handed to the backend, by token.
-pub(super) struct InFlight {
-    requests: Slab<Flying>,
-    /// The most requests.
-    most: usize,
+pub(super) struct RequestTable {
+    requests: Slab<InFlightRequest>,
+    max_requests: usize,
     bytes: usize,
 }
 
-impl InFlight {
-    pub(super) fn new(most: u16) -> Self {
+impl RequestTable {
+    pub(super) fn new(max_requests: u16) -> Self {
         Self {
             requests: Slab::new(),
-            most: most.into(),
+            max_requests: max_requests.into(),
             bytes: 0,
         }
     }
@@ -46,38 +45,38 @@ impl InFlight {
     }
 
     pub(super) fn has_room(&self) -> bool {
-        self.len() < self.most && self.bytes < MAX_BYTES_IN_FLIGHT
+        self.len() < self.max_requests && self.bytes < MAX_BYTES_IN_FLIGHT
     }
 
     /// Adds a request, and returns its token.
-    pub(super) fn insert(&mut self, flying: Flying) -> u64 {
-        self.bytes += flying.pending.bytes as usize;
-        self.requests.insert(flying) as u64
+    pub(super) fn insert(&mut self, request: InFlightRequest) -> u64 {
+        self.bytes += request.pending.bytes as usize;
+        self.requests.insert(request) as u64
     }
 
-    /// Whether the request still needs a flush before it is answered; returns `true` once.
+    /// Whether the request needs a flush before it is answered; returns `true` only once.
     pub(super) fn take_flush_after(&mut self, token: u64) -> bool {
-        let flying = self.requests.get_mut(token as usize);
-        flying.is_some_and(|flying| std::mem::take(&mut flying.pending.flush_after))
+        let request = self.requests.get_mut(token as usize);
+        request.is_some_and(|request| std::mem::take(&mut request.pending.flush_after))
     }
 
-    /// Whether the request has changed the disk and `when_written` was not yet called for it; returns `true` once.
-    pub(super) fn take_unasked(&mut self, token: u64) -> bool {
-        let flying = self.requests.get_mut(token as usize);
-        flying.is_some_and(|flying| std::mem::take(&mut flying.unasked))
+    /// Whether the caller still has to call `when_written` for the request; returns `true` only once.
+    pub(super) fn take_await_written(&mut self, token: u64) -> bool {
+        let request = self.requests.get_mut(token as usize);
+        request.is_some_and(|request| std::mem::take(&mut request.await_written))
     }
 
-    pub(super) fn remove(&mut self, token: u64) -> Option<Flying> {
-        let flying = self.requests.try_remove(token as usize)?;
-        self.bytes -= flying.pending.bytes as usize;
-        Some(flying)
+    pub(super) fn remove(&mut self, token: u64) -> Option<InFlightRequest> {
+        let request = self.requests.try_remove(token as usize)?;
+        self.bytes -= request.pending.bytes as usize;
+        Some(request)
     }
 }
 
-impl Drop for InFlight {
+impl Drop for RequestTable {
     fn drop(&mut self) {
-        for flying in self.requests.drain() {
-            flying.pending.abandon();
+        for request in self.requests.drain() {
+            request.pending.abandon();
         }
     }
 }

@@ -4,9 +4,9 @@
 //!            VirtioBlock ── offered features, configuration space, cache mode
 //!                │ start_queue (DRIVER_OK)
 //!                ▼
-//!   queue 0: Worker ── Virtqueue ── parse ── BackendQueue ─┐
-//!   queue 1: Worker ── Virtqueue ── parse ── BackendQueue ─┼── Backend
-//!   …  (served by the threads of a WorkerPool)             ┘
+//!   queue 0: QueueWorker ── Virtqueue ── parse ── BackendQueue ─┐
+//!   queue 1: QueueWorker ── Virtqueue ── parse ── BackendQueue ─┼── Backend
+//!   …  (served by the threads of a WorkerPool)                  ┘
 //! ```
 //!
 //! ```
@@ -36,8 +36,8 @@ mod config;
 mod features;
 mod in_flight;
 mod pool;
+mod queue_slot;
 mod request;
-mod seat;
 mod tracker;
 mod virtqueue;
 mod worker;
@@ -64,23 +64,23 @@ use crate::throttle::Throttle;
 
 pub use crate::latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
 pub use crate::metrics::{BlockCounts, BlockMetrics};
+pub(crate) use pool::{QueueHandle, max_threads};
 pub use pool::{Starter, WorkerPool};
-pub(crate) use pool::{Worker, most_threads};
 
 pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};
 pub(crate) use features::Features;
-pub(crate) use seat::QueueStart;
+pub(crate) use queue_slot::QueueStart;
 pub(crate) use tracker::Tracker;
 pub(crate) use virtqueue::QueueSetup;
 
 /// Device type of a block device (virtio 1.2, 5).
 pub(crate) const DEVICE_ID_BLOCK: u16 = 2;
 
-/// Most queues a device may have: their notification addresses fit one page of the PCI notify BAR.
+/// The most queues of a device: their notification addresses fit in one page of the PCI notify BAR.
 pub const MAX_QUEUES: u16 = 256;
 /// Largest queue size in descriptors.
 pub const MAX_QUEUE_SIZE: u16 = 1024;
-/// Longest time that a worker polls its ring before it sleeps.
+/// The longest time that a worker may poll its ring before it sleeps.
 pub const MAX_POLL: Duration = Duration::from_millis(1);
 /// Smallest queue size in descriptors: a header, a status and a segment need three.
 pub const MIN_QUEUE_SIZE: u16 = 4;
@@ -94,11 +94,11 @@ pub struct BlockConfig {
     pub queue_size: u16,
     /// The string that GET_ID returns, at most 20 bytes.
     pub serial: String,
-    /// Logical block in bytes, 512 or 4096: a driver should make its requests multiples of it. A request of whole
-    /// sectors works with either (virtio 1.2, 5.2.5).
+    /// Logical block in bytes, 512 or 4096. A driver's requests should be multiples of it, but any whole number of sectors
+    /// works (virtio 1.2, 5.2.5).
     pub block_size: u32,
-    /// Whether IN_ORDER is offered. A driver that accepts it gets its requests back in the order in which it made them,
-    /// so each request waits for the slowest one before it.
+    /// Whether IN_ORDER is offered. A driver that accepts it gets its requests back in the order in which it sent them, so
+    /// each request waits for the slowest one before it.
     pub in_order: bool,
     /// Processors for the queues' workers: the worker of queue `i` runs only on the processor at index `i` modulo the
     /// length of the list. Empty: the system decides.
@@ -106,8 +106,8 @@ pub struct BlockConfig {
     /// How long a worker with nothing in flight polls its ring for the next request before it sleeps, at most
     /// [`MAX_POLL`]. Zero: no polling. Polling keeps a processor busy, and saves the doorbell and the wake-up.
     pub poll: Duration,
-    /// When a write is answered to a driver that outlives this process: one whose front-end records the requests in
-    /// flight (vhost-user). Other drivers end with this process, and their writes are answered at once.
+    /// When a write is answered, for a driver that outlives this process: its front-end (vhost-user) records the requests
+    /// in flight. Other drivers end with this process, and their writes are answered at once.
     pub answer: Answer,
 }
 
@@ -127,13 +127,13 @@ impl Default for BlockConfig {
     }
 }
 
-/// Reasons why a device cannot be made.
+/// Why a device cannot be created.
 #[derive(Debug, thiserror::Error)]
 pub enum BlockError {
     /// [`BlockConfig::queues`] is out of range.
     #[error("queues={0}: a disk has 1 to {MAX_QUEUES} queues")]
     Queues(u16),
-    /// [`BlockConfig::queue_size`] is out of range or no power of two.
+    /// [`BlockConfig::queue_size`] is out of range or not a power of two.
     #[error("queue-size={0}: must be a power of two from {MIN_QUEUE_SIZE} to {MAX_QUEUE_SIZE}")]
     QueueSize(u16),
     /// [`BlockConfig::serial`] is too long.
@@ -142,7 +142,7 @@ pub enum BlockError {
     /// [`BlockConfig::block_size`] is neither 512 nor 4096.
     #[error("block-size={0}: give 512 or 4096")]
     BlockSize(u32),
-    /// The disk does not end with a whole block.
+    /// The disk is not a whole number of blocks.
     #[error(
         "block-size={0}: the disk has {1} sectors of 512 bytes, which is not a whole number of blocks: give block-size=512"
     )]
@@ -158,7 +158,7 @@ pub enum BlockError {
     /// The backend's capacity in bytes does not fit 64 bits.
     #[error("the disk has {0} sectors: more than 2^55 - 1")]
     Capacity(u64),
-    /// The system gives no event descriptor.
+    /// The system refuses an event descriptor.
     #[error("cannot create the doorbell of a queue: {0}")]
     Doorbell(#[source] io::Error),
 }
@@ -179,10 +179,10 @@ pub struct VirtioBlock {
 }
 
 impl VirtioBlock {
-    /// Makes a device. Nothing runs before the driver sets DRIVER_OK.
+    /// Creates a device. Nothing runs before the driver sets DRIVER_OK.
     ///
     /// # Errors
-    /// If `config` is out of range, or the system gives no event descriptor.
+    /// If `config` is out of range, or the system refuses an event descriptor.
     pub fn new(backend: Arc<dyn Backend>, config: BlockConfig) -> Result<Self, BlockError> {
         if !(1..=MAX_QUEUES).contains(&config.queues) {
             return Err(BlockError::Queues(config.queues));
@@ -201,7 +201,7 @@ impl VirtioBlock {
             return Err(BlockError::Poll(config.poll));
         }
         if !config.worker_cpus.is_empty() {
-            // If the affinity cannot be read, no processor is refused for it: a worker warns if it cannot be pinned.
+            // If the affinity cannot be read, any processor is accepted; a worker that cannot be pinned logs a warning.
             let allowed = sched_getaffinity(None).ok();
             let forbidden = |cpu: &&u16| {
                 usize::from(**cpu) >= CpuSet::MAX_CPU
@@ -255,7 +255,7 @@ impl VirtioBlock {
         self.config.queues
     }
 
-    /// Largest size the driver may choose for a queue.
+    /// The largest queue size that the driver may choose.
     pub(crate) fn queue_size(&self) -> u16 {
         self.config.queue_size
     }
@@ -265,17 +265,17 @@ impl VirtioBlock {
         &self.doorbells
     }
 
-    /// The features on offer.
-    pub(crate) fn offered(&self) -> Features {
-        let mut features = Features::offered(self.capabilities, self.config.queues);
+    /// The features that the device offers.
+    pub(crate) fn offered_features(&self) -> Features {
+        let mut features = Features::for_backend(self.capabilities, self.config.queues);
         if self.config.in_order {
             features.insert(VIRTIO_F_IN_ORDER);
         }
         features
     }
 
-    /// Whether the device has to flush after every write: the driver expects each write to be stable on completion,
-    /// and the backend cannot be switched to writethrough (virtio 1.2, 5.2.6.2).
+    /// Whether the device has to flush after every write, because the driver expects completed writes to be stable and the
+    /// backend cannot be switched to writethrough (virtio 1.2, 5.2.6.2).
     fn flush_after_write(&self, features: Features) -> bool {
         expects_writethrough(features)
             && self.capabilities.flush
@@ -284,13 +284,13 @@ impl VirtioBlock {
 
     /// FEATURES_OK: sets the cache mode that follows from the driver's choice.
     ///
-    /// Without FLUSH the driver cannot make a write stable, so writes must be stable when they complete
-    /// (5.2.6.2), and `writeback` starts as 0 (5.2.5.2). Otherwise the mode is the configured one.
-    pub(crate) fn negotiated(&self, features: Features) {
-        self.cache.negotiated(!expects_writethrough(features));
+    /// A driver without FLUSH cannot make writes stable, so they must be stable when they complete (5.2.6.2), and
+    /// `writeback` starts as 0 (5.2.5.2). Otherwise the configured mode applies.
+    pub(crate) fn accept_features(&self, features: Features) {
+        self.cache.set_negotiated(!expects_writethrough(features));
     }
 
-    /// Reset: back to the configured cache mode. Only once no worker runs.
+    /// Reset: back to the configured cache mode. No worker may be running.
     pub(crate) fn reset(&self) {
         self.cache.set_for_driver(None);
     }
@@ -300,7 +300,7 @@ impl VirtioBlock {
         &self.cache
     }
 
-    /// Takes over a new capacity of the backend. `true`: it has changed, and the driver has to be notified.
+    /// Takes over the backend's capacity. `true`: it has changed, so the driver has to be notified.
     pub(crate) fn refresh_capacity(&self) -> bool {
         let block = u64::from(self.config.block_size) / SECTOR_SIZE;
         // The driver does not see a partial block at the end.
@@ -310,13 +310,13 @@ impl VirtioBlock {
 
     /// Reads the configuration space; zero bytes beyond its end.
     pub(crate) fn read_config(&self, offset: u64, data: &mut [u8]) {
-        let space = config::layout(&config::ConfigFields {
+        let space = config::encode(&config::ConfigFields {
             capacity: self.capacity.load(Ordering::Relaxed),
             queue_size: self.config.queue_size,
             queues: self.config.queues,
-            writeback: self.cache.driver_sees(),
+            writeback: self.cache.driver_mode(),
             may_unmap: self.capabilities.discard,
-            secure_erase: self.offered().has(VIRTIO_BLK_F_SECURE_ERASE),
+            secure_erase: self.offered_features().has(VIRTIO_BLK_F_SECURE_ERASE),
             block_size: self.config.block_size,
             // At most 16 MiB, MAX_REQUEST_BYTES.
             max_request: u32::try_from(self.backend.max_request_bytes()).unwrap_or(u32::MAX),
@@ -331,8 +331,8 @@ impl VirtioBlock {
         }
     }
 
-    /// Writes the configuration space: `writeback`, if CONFIG_WCE was negotiated. The rest is read-only
-    /// (5.2.4), and a write to it does nothing.
+    /// Writes the configuration space: only `writeback`, and only if CONFIG_WCE was negotiated. Other writes do nothing
+    /// (5.2.4).
     pub(crate) fn write_config(&self, offset: u64, data: &[u8], features: Features) {
         if let (config::WRITEBACK, [value]) = (offset as usize, data)
             && features.has(VIRTIO_BLK_F_CONFIG_WCE)
@@ -345,12 +345,12 @@ impl VirtioBlock {
         }
     }
 
-    /// Makes durable what was written while the cache was volatile. virtio does not require it, but Linux sends no
-    /// FLUSH in writethrough mode, so an fsync of earlier writes would make nothing durable.
+    /// Flushes what was written while the cache was volatile. virtio does not require it, but Linux sends no FLUSH in
+    /// writethrough mode, so an fsync would not make these writes durable.
     fn flush_before_writethrough(&self) {
         let backend = Arc::clone(&self.backend);
-        // The register write waits for one sync. It delays only other accesses to this device's registers.
-        if let Err(error) = self.workers.opened_by_starter(move || flush(&*backend)) {
+        // The register write waits for a sync, which delays only other accesses to this device's registers.
+        if let Err(error) = self.workers.run_in_starter(move || flush(&*backend)) {
             tracing::error!(%error, "a driver asked for writethrough, and earlier writes cannot be flushed");
         }
     }
@@ -363,18 +363,18 @@ impl VirtioBlock {
             .try_clone()
     }
 
-    /// Starts the worker of a queue.
+    /// Starts serving a queue.
     pub(crate) fn start_queue<M: DeviceMemory>(
         &self,
         queue: QueueStart,
         features: Features,
         memory: M,
         status: Arc<DeviceStatus>,
-    ) -> io::Result<Worker> {
-        let plan = seat::WorkerPlan {
+    ) -> io::Result<QueueHandle> {
+        let config = queue_slot::WorkerConfig {
             flush_after_write: self.flush_after_write(features),
-            // A driver that outlives this process expects completed writes to be there, flushed or not.
-            written_first: queue.tracker.is_some() && self.config.answer == Answer::Written,
+            // A driver that outlives this process expects its completed writes to survive, flushed or not.
+            answer_when_written: queue.tracker.is_some() && self.config.answer == Answer::Written,
             cpu: {
                 let cpus = &self.config.worker_cpus;
                 let at = usize::from(queue.index).checked_rem(cpus.len());
@@ -392,18 +392,17 @@ impl VirtioBlock {
             metrics: Arc::clone(&self.metrics),
             status,
         };
-        Worker::start(plan, memory, &self.workers)
+        QueueHandle::start(config, memory, &self.workers)
     }
 
-    /// Lets the threads of `pool`, which several devices may share, serve the queues. Without it the device has a pool
-    /// of its own.
+    /// Lets the threads of `pool` serve the queues. Several devices may share a pool; by default each has its own.
     pub fn serve_with(&mut self, pool: Arc<WorkerPool>) {
         self.workers = pool;
     }
 }
 
-/// Whether a driver that chose `features` relies on writes that are stable when they complete, at least
-/// until it writes `writeback` itself.
+/// Whether a driver that chose `features` expects completed writes to be stable, at least until it writes `writeback`
+/// itself.
 fn expects_writethrough(features: Features) -> bool {
     !features.has(VIRTIO_BLK_F_FLUSH)
 }

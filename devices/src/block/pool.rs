@@ -1,4 +1,4 @@
-//! Starts threads, places queues at them, and is the owner's side of a queue.
+//! Starts threads, assigns queues to them, and holds the owner's handle of a queue.
 
 use std::io;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
@@ -7,32 +7,32 @@ use std::thread;
 use rustix::thread::{CpuSet, sched_setaffinity};
 use walvisor_block::short_slice;
 
-use super::seat::{Inbox, QueueControl, Seat, Served, WorkerPlan};
+use super::queue_slot::{PooledQueue, QueueControl, QueueSlot, ThreadInbox, WorkerConfig};
 use super::virtqueue::Virtqueue;
-use super::worker::{QueueWorker, Thread, give_up};
+use super::worker::{PoolThread, QueueWorker, give_up};
 use crate::event_loop::EventLoop;
 use crate::memory::DeviceMemory;
 
-/// Runs jobs in a thread of its own. Queue workers then inherit what threads inherit, such as a system call filter,
-/// from that thread and not from a vCPU.
+/// Runs jobs in a thread of its own. What threads inherit, such as a system call filter, queue workers then inherit from
+/// that thread and not from a vCPU.
 pub trait Starter: Send + Sync {
-    /// Runs `job` once, soon, without waiting for anything that the caller holds. A starter that cannot run `job`
-    /// drops it.
+    /// Runs `job` once and soon. It must not wait for anything that the caller holds, such as a lock. A starter that
+    /// cannot run `job` drops it.
     fn run(&self, job: Box<dyn FnOnce() + Send>);
 }
 
-/// Threads that serve the queues of any number of devices. The pool starts them as queues start, up to one for two
+/// Threads that serve the queues of any number of devices. The pool starts them as queues start, up to one per two
 /// processors, and each ends with its last queue. A queue whose worker is pinned, polls, or blocks on reads of its disk
 /// has a thread of its own.
 pub struct WorkerPool {
     starter: Option<Arc<dyn Starter>>,
     /// The most shared threads.
-    most: usize,
-    shared: Mutex<Vec<Arc<Inbox>>>,
+    max_shared: usize,
+    shared: Mutex<Vec<Arc<ThreadInbox>>>,
 }
 
-/// The most threads that serve side by side: one for two processors. The other half is left to the clients.
-pub(crate) fn most_threads() -> usize {
+/// The most threads that serve requests: one per two processors. The other processors are left to the clients.
+pub(crate) fn max_threads() -> usize {
     thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2))
 }
 
@@ -40,15 +40,15 @@ impl Default for WorkerPool {
     fn default() -> Self {
         Self {
             starter: None,
-            most: most_threads(),
+            max_shared: max_threads(),
             shared: Mutex::default(),
         }
     }
 }
 
 impl WorkerPool {
-    /// A pool whose threads are started, and whose queues are opened, by `starter`. In a pool made by
-    /// [`default`](Self::default) the thread that sets DRIVER_OK or enables the queue does both.
+    /// A pool that starts threads and opens queues in `starter`'s thread. A pool made by [`default`](Self::default) does
+    /// both in the thread that sets DRIVER_OK or enables the queue.
     pub fn with_starter(starter: Arc<dyn Starter>) -> Self {
         Self {
             starter: Some(starter),
@@ -56,18 +56,18 @@ impl WorkerPool {
         }
     }
 
-    /// Serves the queue that `open` opens until it is told to stop. `alone`: in a thread of its own.
+    /// Opens a queue and serves it, in a thread of its own if `dedicated` is given, until the handle stops it.
     pub(super) fn serve(
         self: &Arc<Self>,
-        alone: Option<Alone>,
-        open: impl FnOnce() -> io::Result<Box<dyn Served>> + Send + 'static,
-    ) -> io::Result<Worker> {
+        dedicated: Option<DedicatedThread>,
+        open: impl FnOnce() -> io::Result<Box<dyn PooledQueue>> + Send + 'static,
+    ) -> io::Result<QueueHandle> {
         let pool = Arc::clone(self);
-        self.opened_by_starter(move || open().and_then(|served| pool.place(alone, served)))
+        self.run_in_starter(move || open().and_then(|queue| pool.assign(dedicated, queue)))
     }
 
-    /// Runs `work`, which opens queues, in the starter's thread if there is a starter, and waits for it.
-    pub(super) fn opened_by_starter<T: Send + 'static>(
+    /// Runs `work`, which opens queues, and waits for its result. It runs in the starter's thread if there is one.
+    pub(super) fn run_in_starter<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> io::Result<T> + Send + 'static,
     ) -> io::Result<T> {
@@ -80,51 +80,55 @@ impl WorkerPool {
         waiting.recv().unwrap_or_else(|_| Err(gone()))
     }
 
-    /// Gives a queue to a thread.
-    fn place(&self, alone: Option<Alone>, served: Box<dyn Served>) -> io::Result<Worker> {
-        let mut seat = Seat::new(served);
-        let control = Arc::clone(&seat.control);
-        let placed = |inbox| Worker {
+    /// Assigns a queue to a thread.
+    fn assign(
+        &self,
+        dedicated: Option<DedicatedThread>,
+        queue: Box<dyn PooledQueue>,
+    ) -> io::Result<QueueHandle> {
+        let mut slot = QueueSlot::new(queue);
+        let control = Arc::clone(&slot.control);
+        let handle = |inbox| QueueHandle {
             queue: Some((control, inbox)),
         };
-        if let Some(alone) = alone {
-            return start(seat, &alone.name, alone.cpu).map(placed);
+        if let Some(thread) = dedicated {
+            return start(slot, &thread.name, thread.cpu).map(handle);
         }
         // A panic leaves no partial change in the list.
         let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.retain(|inbox| !inbox.closed());
+        shared.retain(|inbox| !inbox.is_closed());
         let least = shared.iter().min_by_key(|inbox| inbox.load());
-        if let Some(inbox) = least.filter(|_| shared.len() >= self.most) {
-            seat = match inbox.put(seat) {
-                None => return Ok(placed(Arc::clone(inbox))),
-                // The thread has ended just now.
-                Some(seat) => seat,
+        if let Some(inbox) = least.filter(|_| shared.len() >= self.max_shared) {
+            slot = match inbox.add_queue(slot) {
+                None => return Ok(handle(Arc::clone(inbox))),
+                // The thread has just ended.
+                Some(slot) => slot,
             };
         }
-        let inbox = start(seat, "virtio-blk", None)?;
+        let inbox = start(slot, "virtio-blk", None)?;
         shared.push(Arc::clone(&inbox));
-        Ok(placed(inbox))
+        Ok(handle(inbox))
     }
 }
 
 /// Starts a thread with its first queue.
-fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
+fn start(slot: QueueSlot, name: &str, cpu: Option<u16>) -> io::Result<Arc<ThreadInbox>> {
     let events = EventLoop::new()?;
-    let inbox = Arc::new(Inbox::new(events.remote()));
-    // Before the thread begins, because a thread without a queue ends.
-    drop(inbox.put(seat));
+    let inbox = Arc::new(ThreadInbox::new(events.sender()));
+    // Add the queue before the thread starts, because a thread without a queue ends.
+    drop(inbox.add_queue(slot));
     let own = Arc::clone(&inbox);
     thread::Builder::new().name(name.into()).spawn(move || {
         short_slice();
         if let Some(cpu) = cpu {
             pin(cpu);
         }
-        Thread::new(events, own).serve();
+        PoolThread::new(events, own).serve();
     })?;
     Ok(inbox)
 }
 
-/// Keeps the calling thread on one processor. If the system refuses, the worker goes on unpinned.
+/// Pins the calling thread to a processor. If the system refuses, the worker runs unpinned.
 fn pin(cpu: u16) {
     let mut set = CpuSet::new();
     set.set(cpu.into());
@@ -133,90 +137,90 @@ fn pin(cpu: u16) {
     }
 }
 
-/// The properties of a thread that serves only one queue.
-pub(super) struct Alone {
+/// A thread that serves one queue only.
+pub(super) struct DedicatedThread {
     pub(super) name: String,
     /// The processor to run on.
     pub(super) cpu: Option<u16>,
 }
 
-/// The running worker of one queue. Dropping it drains the queue: requests in flight end and are answered
-/// without an interrupt, chains still in the ring stay there.
-pub(crate) struct Worker {
-    /// The queue, and the inbox of its thread. `None`: the driver's rings are broken, and it never ran.
-    queue: Option<(Arc<QueueControl>, Arc<Inbox>)>,
+/// The owner's handle of a running queue. Dropping it drains the queue: requests in flight complete and are answered
+/// without an interrupt, and chains in the ring stay there.
+pub(crate) struct QueueHandle {
+    /// The queue, and the inbox of its thread. `None`: the driver's rings are broken, and the queue never ran.
+    queue: Option<(Arc<QueueControl>, Arc<ThreadInbox>)>,
 }
 
-impl Worker {
-    /// Starts serving the queue. A broken ring is the driver's fault and no error here: it sets DEVICE_NEEDS_RESET.
+impl QueueHandle {
+    /// Starts serving the queue. A broken ring is the driver's fault and not an error here: it sets DEVICE_NEEDS_RESET.
     pub(super) fn start<M: DeviceMemory>(
-        mut plan: WorkerPlan,
+        mut config: WorkerConfig,
         memory: M,
         pool: &Arc<WorkerPool>,
     ) -> io::Result<Self> {
         let queue = Virtqueue::new(
-            &plan.queue.setup,
-            plan.max_size,
-            plan.event_idx,
+            &config.queue.setup,
+            config.max_size,
+            config.event_idx,
             &*memory.memory(),
-            plan.queue.tracker.take(),
+            config.queue.tracker.take(),
         );
         let queue = match queue {
             Ok(queue) => queue,
             Err(error) => {
-                give_up(&plan.status, plan.queue.index, &error);
+                give_up(&config.status, config.queue.index, &error);
                 return Ok(Self { queue: None });
             }
         };
-        // A worker that polls, or whose disk blocks, would delay other queues of its thread.
-        let own = plan.cpu.is_some() || !plan.poll.is_zero() || plan.backend.blocks();
-        let alone = own.then(|| Alone {
-            name: format!("virtio-blk-q{}", plan.queue.index),
-            cpu: plan.cpu,
+        // A worker that polls, or whose disk blocks, would delay the other queues of its thread.
+        let needs_own_thread =
+            config.cpu.is_some() || !config.poll.is_zero() || config.backend.blocks();
+        let dedicated = needs_own_thread.then(|| DedicatedThread {
+            name: format!("virtio-blk-q{}", config.queue.index),
+            cpu: config.cpu,
         });
-        pool.serve(alone, move || {
-            Ok(Box::new(QueueWorker::open(plan, queue, memory)?))
+        pool.serve(dedicated, move || {
+            Ok(Box::new(QueueWorker::open(config, queue, memory)?))
         })
     }
 
-    /// Asks the worker to stop without waiting for it, so that several can drain at once.
+    /// Starts draining the queue without waiting, so that several queues can drain at once.
     pub(crate) fn request_stop(&self) {
         if let Some((queue, inbox)) = &self.queue {
             inbox.stop(queue);
         }
     }
 
-    /// Whether the queue is drained: then dropping the worker does not wait.
-    pub(crate) fn finished(&self) -> bool {
-        self.queue.as_ref().is_none_or(|(queue, _)| queue.is_over())
+    /// Whether the queue is drained. Then dropping the handle does not wait.
+    pub(crate) fn is_drained(&self) -> bool {
+        self.queue.as_ref().is_none_or(|(queue, _)| queue.is_gone())
     }
 
-    /// Drains the queue. Chains that the worker has taken are completed, unless the queue breaks.
-    pub(crate) fn stop(mut self) -> Drained {
-        let next = self.drain();
-        // Only now: the worker may have met an error while it drained. The queue is taken, so dropping the worker does not
-        // drain it again.
+    /// Drains the queue. Chains already taken are completed, unless the queue breaks.
+    pub(crate) fn stop(mut self) -> DrainResult {
+        let next_avail = self.drain();
+        // Checked only now, because draining may have met an error. Taking the queue keeps `drop` from draining it again.
         let queue = self.queue.take();
-        let broken = queue.is_none_or(|(queue, _)| queue.broken());
-        Drained { next, broken }
+        let broken = queue.is_none_or(|(queue, _)| queue.is_broken());
+        DrainResult { next_avail, broken }
     }
 
     fn drain(&self) -> Option<u16> {
         self.request_stop();
         let (queue, _) = self.queue.as_ref()?;
-        Some(queue.wait_until_over())
+        Some(queue.wait_until_gone())
     }
 }
 
-/// A queue that was served and is drained.
-pub(crate) struct Drained {
-    /// The index of the first chain that was not taken; `None` if the worker never ran.
-    pub(crate) next: Option<u16>,
-    /// The queue has met an error: only a reset lets it go on.
+/// How a queue was drained.
+pub(crate) struct DrainResult {
+    /// The index of the first chain that was not taken; `None` if the queue never ran.
+    pub(crate) next_avail: Option<u16>,
+    /// Whether the queue met an error. Then only a reset lets it run again.
     pub(crate) broken: bool,
 }
 
-impl Drop for Worker {
+impl Drop for QueueHandle {
     fn drop(&mut self) {
         self.drain();
     }

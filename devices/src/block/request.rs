@@ -1,11 +1,11 @@
-//! One virtio-blk request: from a descriptor chain to an [`Operation`], and back to a status byte.
+//! A virtio-blk request: from a descriptor chain to an [`Operation`], and back to a status byte.
 //!
 //! ```text
 //!  device-readable bytes:  type u32 │ reserved u32 │ sector u64 │ data out …      (virtio 1.2, 5.2.6)
 //!  device-writable bytes:  data in … │ status u8
 //! ```
 //!
-//! Descriptor boundaries mean nothing (2.7.4.2): both halves are byte streams.
+//! Descriptor boundaries have no meaning (2.7.4.2): both halves are byte streams.
 
 use std::cmp::Ordering;
 use std::sync::atomic::AtomicU64;
@@ -20,7 +20,7 @@ use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, Permissions};
 
 use super::config::MAX_ERASE_SECTORS;
 use super::features::Features;
-use super::tracker::Used;
+use super::tracker::UsedElement;
 use super::virtqueue::{Chain, QueueError};
 use crate::backend::{Buffer, Operation, SECTOR_SIZE};
 use crate::latency::add;
@@ -54,20 +54,20 @@ impl BlockStatus {
     }
 }
 
-/// A piece of guest memory that one descriptor names, never empty. It has not been checked to exist.
+/// The guest memory that one descriptor names. Never empty; it may not exist.
 #[derive(Clone, Copy, Debug)]
 struct GuestRange {
     address: GuestAddress,
     len: u32,
 }
 
-/// The rules by which a request is accepted or refused.
+/// What a request is checked against.
 pub(super) struct BlockRules<'a> {
     /// Features the driver has negotiated.
     pub(super) features: Features,
     /// Whether the disk refuses writes.
     pub(super) read_only: bool,
-    /// Whether the backend has a FLUSH.
+    /// Whether the backend can flush.
     pub(super) flush: bool,
     /// Whether a change must be stable when it is answered.
     pub(super) flush_after_write: bool,
@@ -83,7 +83,7 @@ pub(super) struct BlockRules<'a> {
     pub(super) metrics: &'a BlockMetrics,
 }
 
-/// The next step for a request.
+/// What to do with a request.
 pub(super) enum BlockAction {
     /// Hand it to the backend.
     Submit(Operation),
@@ -93,7 +93,7 @@ pub(super) enum BlockAction {
     AnswerId,
 }
 
-/// Which way a request's payload goes.
+/// Direction of a request's payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Direction {
     /// No payload.
@@ -104,7 +104,7 @@ pub(super) enum Direction {
     FromDriver,
 }
 
-/// The promise to answer one chain. Dropping it unanswered panics in debug builds.
+/// A chain that must be answered. Dropping it unanswered panics in debug builds.
 #[derive(Debug)]
 pub(super) struct PendingChain {
     head: u16,
@@ -112,43 +112,42 @@ pub(super) struct PendingChain {
     /// Device-writable bytes before the status byte.
     data: Vec<GuestRange>,
     data_len: u32,
-    /// Which way the payload goes.
-    pub(super) transfer: Direction,
-    /// Payload bytes: the host memory that the request takes.
+    pub(super) direction: Direction,
+    /// Payload bytes, which is also the host memory that the request takes.
     pub(super) bytes: u32,
-    /// Whether a FLUSH follows before the answer.
+    /// Whether a FLUSH has to follow before the answer.
     pub(super) flush_after: bool,
-    settled: bool,
+    answered: bool,
 }
 
 impl PendingChain {
     /// Writes `data` and the status into guest memory.
     ///
-    /// Data that does not fit, or that lies outside guest memory, turns the answer into an I/O error.
+    /// If the data does not fit, or would go outside guest memory, the answer is an I/O error.
     pub(super) fn answer<G: GuestMemory>(
         mut self,
         memory: &G,
         status: BlockStatus,
         data: Option<&[u8]>,
-    ) -> Result<(Used, BlockStatus), QueueError> {
-        self.settled = true;
+    ) -> Result<(UsedElement, BlockStatus), QueueError> {
+        self.answered = true;
         let (written, status) = match data {
             None => (0, status),
             Some(bytes) => match self.copy_to_guest(memory, bytes) {
                 Ok(written) => (written, status),
-                Err(NotAccessible) => (0, BlockStatus::IoError),
+                Err(MemoryFault) => (0, BlockStatus::IoError),
             },
         };
         memory.write_obj(status.byte(), self.status)?;
-        // 2.7.8.2: never claim bytes that were not written. The status byte comes last, so it counts only
-        // if everything before it was written too.
+        // 2.7.8.2: never claim bytes that were not written. The status byte comes last, so it counts only if everything
+        // before it was written.
         let written = if written == self.data_len {
             written + 1
         } else {
             written
         };
         Ok((
-            Used {
+            UsedElement {
                 head: self.head,
                 written,
             },
@@ -156,52 +155,48 @@ impl PendingChain {
         ))
     }
 
-    /// Drops the request without an answer, because the queue is gone.
+    /// Drops the request without an answer, because the queue is broken or gone.
     pub(super) fn abandon(mut self) {
-        self.settled = true;
+        self.answered = true;
     }
 
-    fn copy_to_guest<G: GuestMemory>(
-        &self,
-        memory: &G,
-        bytes: &[u8],
-    ) -> Result<u32, NotAccessible> {
+    fn copy_to_guest<G: GuestMemory>(&self, memory: &G, bytes: &[u8]) -> Result<u32, MemoryFault> {
         let mut rest = bytes;
         for segment in &self.data {
             let (now, later) = rest.split_at(rest.len().min(segment.len as usize));
             memory
                 .write_slice(now, segment.address)
-                .map_err(|_| NotAccessible)?;
+                .map_err(|_| MemoryFault)?;
             rest = later;
             if rest.is_empty() {
                 break;
             }
         }
-        u32::try_from(bytes.len() - rest.len()).map_err(|_| NotAccessible)
+        u32::try_from(bytes.len() - rest.len()).map_err(|_| MemoryFault)
     }
 }
 
 impl Drop for PendingChain {
     fn drop(&mut self) {
         debug_assert!(
-            self.settled || std::thread::panicking(),
+            self.answered || std::thread::panicking(),
             "the request of descriptor chain {} was dropped without an answer",
             self.head
         );
     }
 }
 
-/// Guest memory named by the request does not exist.
-struct NotAccessible;
+/// Guest memory that a request names does not exist.
+struct MemoryFault;
 
-/// Parses one chain. An error means that the chain cannot even be answered.
+/// Parses a chain. An error means that the chain cannot even be answered.
 pub(super) fn parse<G: GuestMemory>(
     memory: &G,
     chain: Chain<'_, G>,
     rules: &BlockRules,
 ) -> Result<(PendingChain, BlockAction), QueueError> {
     let head = chain.head();
-    let (mut readable, mut data) = collect(chain, rules.max_descriptors)
+    let (mut readable, mut data) = split_chain(chain, rules.max_descriptors)
         .map_err(|reason| QueueError::Chain { head, reason })?;
     let status =
         take_status(memory, &mut data).map_err(|reason| QueueError::Chain { head, reason })?;
@@ -211,10 +206,10 @@ pub(super) fn parse<G: GuestMemory>(
         status,
         data,
         data_len,
-        transfer: Direction::None,
+        direction: Direction::None,
         bytes: 0,
         flush_after: false,
-        settled: false,
+        answered: false,
     };
     let action = match read_header(memory, &mut readable) {
         Ok((kind, sector)) => decide(memory, kind, sector, readable, &mut pending, rules),
@@ -223,15 +218,15 @@ pub(super) fn parse<G: GuestMemory>(
     Ok((pending, action))
 }
 
-/// Splits a chain into its device-readable and its device-writable half (2.7.4.2: in this order).
-fn collect<G: GuestMemory>(
+/// Splits a chain into its device-readable half and its device-writable half (2.7.4.2: in this order).
+fn split_chain<G: GuestMemory>(
     chain: Chain<'_, G>,
     max_descriptors: usize,
-) -> Result<(Readable, Vec<GuestRange>), &'static str> {
+) -> Result<(ReadableBytes, Vec<GuestRange>), &'static str> {
     let mut readable = Vec::new();
     let mut writable = Vec::new();
-    // The walk ends after as many steps as its table has entries, and at a nested indirect table. An early end shows in
-    // the last descriptor, which names a next one.
+    // The iterator stops after as many steps as the table has entries, and at a nested indirect table. After such an early
+    // stop the last descriptor still names a next one.
     let mut complete = false;
     for (count, descriptor) in chain.enumerate() {
         if count == max_descriptors {
@@ -255,10 +250,10 @@ fn collect<G: GuestMemory>(
     if !complete {
         return Err("it loops, or a descriptor is not valid");
     }
-    Ok((Readable { segments: readable }, writable))
+    Ok((ReadableBytes { segments: readable }, writable))
 }
 
-/// Takes the last device-writable byte off the chain, the status byte. Descriptor boundaries do not matter.
+/// Removes the last device-writable byte, the status byte, and returns its address. Descriptor boundaries do not matter.
 fn take_status<G: GuestMemory>(
     memory: &G,
     writable: &mut Vec<GuestRange>,
@@ -276,12 +271,12 @@ fn take_status<G: GuestMemory>(
         .ok_or("its status byte lies outside guest memory")
 }
 
-/// The device-readable half of a chain: a stream of bytes.
-struct Readable {
+/// The device-readable half of a chain, as a stream of bytes.
+struct ReadableBytes {
     segments: Vec<GuestRange>,
 }
 
-impl Readable {
+impl ReadableBytes {
     fn len(&self) -> u64 {
         self.segments
             .iter()
@@ -289,8 +284,8 @@ impl Readable {
             .sum()
     }
 
-    /// Fills `bytes` from the front and removes what was read.
-    fn take<G: GuestMemory>(&mut self, memory: &G, bytes: &mut [u8]) -> Result<(), NotAccessible> {
+    /// Fills `bytes` from the front of the stream, and removes what was read.
+    fn take<G: GuestMemory>(&mut self, memory: &G, bytes: &mut [u8]) -> Result<(), MemoryFault> {
         let mut done = 0;
         let mut used_up = 0;
         for segment in &mut self.segments {
@@ -300,9 +295,9 @@ impl Readable {
             let len = (bytes.len() - done).min(segment.len as usize);
             memory
                 .read_slice(&mut bytes[done..done + len], segment.address)
-                .map_err(|_| NotAccessible)?;
+                .map_err(|_| MemoryFault)?;
             done += len;
-            // If the address wraps, the read above has failed already. `len` is at most `segment.len`.
+            // If the address wraps, the read above has failed. `len` is at most `segment.len`.
             segment.address = GuestAddress(segment.address.0.wrapping_add(len as u64));
             segment.len -= len as u32;
             if segment.len == 0 {
@@ -313,48 +308,48 @@ impl Readable {
         if done == bytes.len() {
             Ok(())
         } else {
-            Err(NotAccessible)
+            Err(MemoryFault)
         }
     }
 }
 
 fn read_header<G: GuestMemory>(
     memory: &G,
-    readable: &mut Readable,
+    readable: &mut ReadableBytes,
 ) -> Result<(u32, u64), BlockStatus> {
     let mut header = [0; HEADER_LEN];
     readable
         .take(memory, &mut header)
-        .map_err(|NotAccessible| BlockStatus::IoError)?;
+        .map_err(|MemoryFault| BlockStatus::IoError)?;
     Ok((le32(&header, 0), le64(&header, 8)))
 }
 
-/// Decides what the request asks for and whether it is allowed.
+/// Works out what the request asks for, and whether that is allowed.
 fn decide<G: GuestMemory>(
     memory: &G,
     kind: u32,
     sector: u64,
-    mut readable: Readable,
+    mut readable: ReadableBytes,
     pending: &mut PendingChain,
     rules: &BlockRules,
 ) -> BlockAction {
     let metrics = rules.metrics;
-    let counted = |counter: &AtomicU64| add(counter, 1);
+    let count = |counter: &AtomicU64| add(counter, 1);
     let operation = match kind {
         VIRTIO_BLK_T_IN => {
-            counted(&metrics.reads);
-            pending.transfer = Direction::ToDriver;
+            count(&metrics.reads);
+            pending.direction = Direction::ToDriver;
             pending.bytes = pending.data_len;
-            data_range(sector, pending.data_len.into(), rules)
+            check_data_range(sector, pending.data_len.into(), rules)
                 .map(|sectors| Operation::Read { sector, sectors })
         }
         VIRTIO_BLK_T_OUT => {
-            counted(&metrics.writes);
-            write(memory, sector, &mut readable, pending, rules)
+            count(&metrics.writes);
+            parse_write(memory, sector, &mut readable, pending, rules)
         }
         VIRTIO_BLK_T_FLUSH => {
-            counted(&metrics.flushes);
-            // Nothing can be volatile on a disk that cannot be written to.
+            count(&metrics.flushes);
+            // A read-only disk has nothing volatile.
             if rules.read_only {
                 return BlockAction::Answer(BlockStatus::Ok);
             }
@@ -365,19 +360,19 @@ fn decide<G: GuestMemory>(
             }
         }
         VIRTIO_BLK_T_GET_ID => {
-            counted(&metrics.get_ids);
+            count(&metrics.get_ids);
             return BlockAction::AnswerId;
         }
         VIRTIO_BLK_T_DISCARD => {
-            counted(&metrics.discards);
+            count(&metrics.discards);
             pending.flush_after = rules.flush_after_write;
-            erase(memory, readable, rules, VIRTIO_BLK_F_DISCARD)
+            parse_erase(memory, readable, rules, VIRTIO_BLK_F_DISCARD)
                 .map(|(sector, sectors, _)| Operation::Discard { sector, sectors })
         }
         VIRTIO_BLK_T_WRITE_ZEROES => {
-            counted(&metrics.write_zeroes);
+            count(&metrics.write_zeroes);
             pending.flush_after = rules.flush_after_write;
-            erase(memory, readable, rules, VIRTIO_BLK_F_WRITE_ZEROES).map(
+            parse_erase(memory, readable, rules, VIRTIO_BLK_F_WRITE_ZEROES).map(
                 |(sector, sectors, unmap)| Operation::WriteZeroes {
                     sector,
                     sectors,
@@ -386,16 +381,16 @@ fn decide<G: GuestMemory>(
             )
         }
         VIRTIO_BLK_T_SECURE_ERASE => {
-            counted(&metrics.secure_erases);
+            count(&metrics.secure_erases);
             // An erase is complete only when no power loss can bring the data back.
             pending.flush_after = true;
-            erase(memory, readable, rules, VIRTIO_BLK_F_SECURE_ERASE).map(|(sector, sectors, _)| {
-                Operation::WriteZeroes {
+            parse_erase(memory, readable, rules, VIRTIO_BLK_F_SECURE_ERASE).map(
+                |(sector, sectors, _)| Operation::WriteZeroes {
                     sector,
                     sectors,
                     unmap: false,
-                }
-            })
+                },
+            )
         }
         // GET_LIFETIME too: the feature is never offered.
         _ => Err(BlockStatus::Unsupported),
@@ -406,11 +401,11 @@ fn decide<G: GuestMemory>(
     }
 }
 
-/// OUT: copies the payload out of guest memory once, so that the guest cannot change it afterwards.
-fn write<G: GuestMemory>(
+/// OUT: copies the payload out of guest memory, once, so that the guest cannot change it afterwards.
+fn parse_write<G: GuestMemory>(
     memory: &G,
     sector: u64,
-    readable: &mut Readable,
+    readable: &mut ReadableBytes,
     pending: &mut PendingChain,
     rules: &BlockRules,
 ) -> Result<Operation, BlockStatus> {
@@ -419,32 +414,32 @@ fn write<G: GuestMemory>(
         return Err(BlockStatus::IoError);
     }
     let len = readable.len();
-    let sectors = data_range(sector, len, rules)?;
+    let sectors = check_data_range(sector, len, rules)?;
     // `take` fills the whole buffer or fails.
     let mut data = Buffer::for_overwrite(sectors as usize * SECTOR_SIZE as usize);
     readable
         .take(memory, &mut data)
-        .map_err(|NotAccessible| BlockStatus::IoError)?;
-    pending.transfer = Direction::FromDriver;
+        .map_err(|MemoryFault| BlockStatus::IoError)?;
+    pending.direction = Direction::FromDriver;
     pending.bytes = data.len() as u32;
     pending.flush_after = rules.flush_after_write;
     Ok(Operation::Write { sector, data })
 }
 
-/// Checks the range of an IN or OUT request and returns its length in sectors.
-fn data_range(sector: u64, bytes: u64, rules: &BlockRules) -> Result<u32, BlockStatus> {
+/// Checks the range of an IN or OUT request, and returns its length in sectors.
+fn check_data_range(sector: u64, bytes: u64, rules: &BlockRules) -> Result<u32, BlockStatus> {
     if bytes > rules.max_request as u64 || !bytes.is_multiple_of(SECTOR_SIZE) {
         return Err(BlockStatus::IoError);
     }
-    // At most 16 MiB, MAX_REQUEST_BYTES, so the cast loses nothing.
+    // The cast is lossless: at most 16 MiB, MAX_REQUEST_BYTES.
     let sectors = (bytes / SECTOR_SIZE) as u32;
-    in_range(sector, sectors, rules.capacity)?;
+    check_range(sector, sectors, rules.capacity)?;
     Ok(sectors)
 }
 
-/// Checks that `sectors` sectors from `sector` on are at least one and lie on the disk. It counts in sectors, because
-/// `sector * 512` wraps at 2^55.
-fn in_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), BlockStatus> {
+/// Checks that a range has at least one sector and lies on the disk. Counts in sectors, because `sector * 512` wraps at
+/// 2^55.
+fn check_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), BlockStatus> {
     match sector.checked_add(u64::from(sectors)) {
         Some(end) if sectors > 0 && end <= capacity => Ok(()),
         _ => Err(BlockStatus::IoError),
@@ -452,9 +447,9 @@ fn in_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), BlockStatus>
 }
 
 /// DISCARD, WRITE_ZEROES and SECURE_ERASE: one segment `{ sector u64, num_sectors u32, flags u32 }`.
-fn erase<G: GuestMemory>(
+fn parse_erase<G: GuestMemory>(
     memory: &G,
-    mut readable: Readable,
+    mut readable: ReadableBytes,
     rules: &BlockRules,
     feature: u32,
 ) -> Result<(u64, u32, bool), BlockStatus> {
@@ -471,7 +466,7 @@ fn erase<G: GuestMemory>(
     let mut segment = [0; ERASE_SEGMENT_LEN];
     readable
         .take(memory, &mut segment)
-        .map_err(|NotAccessible| BlockStatus::IoError)?;
+        .map_err(|MemoryFault| BlockStatus::IoError)?;
     let (sector, sectors, flags) = (le64(&segment, 0), le32(&segment, 8), le32(&segment, 12));
     // 5.2.6.2: UNSUPP for an unknown flag, and for unmap in a discard.
     let known = if feature == VIRTIO_BLK_F_WRITE_ZEROES {
@@ -485,7 +480,7 @@ fn erase<G: GuestMemory>(
     if sectors > MAX_ERASE_SECTORS {
         return Err(BlockStatus::IoError);
     }
-    in_range(sector, sectors, rules.capacity)?;
+    check_range(sector, sectors, rules.capacity)?;
     Ok((
         sector,
         sectors,
@@ -515,22 +510,22 @@ mod tests {
             status: GuestAddress(0),
             data: Vec::new(),
             data_len: 0,
-            transfer: Direction::None,
+            direction: Direction::None,
             bytes: 0,
             flush_after: false,
-            settled: false,
+            answered: false,
         }
     }
 
     #[test]
     #[cfg(debug_assertions)]
     #[should_panic(expected = "descriptor chain 3 was dropped without an answer")]
-    fn a_request_dropped_unanswered_is_a_bug() {
+    fn dropping_an_unanswered_request_is_a_bug() {
         drop(pending());
     }
 
     #[test]
-    fn a_request_can_be_given_up_on_purpose() {
+    fn a_request_can_be_abandoned_on_purpose() {
         pending().abandon();
     }
 }

@@ -5,9 +5,9 @@
 //!   0 features u64 │ 8 version u16 │ 10 descriptors u16 │ 12 head of the last batch u16 │ 14 used index u16
 //!  16 for each descriptor: in flight u8 │ 5 unused │ 6 next of the batch u16 │ 8 counter u64
 //! ```
-//! A kill can come between any two stores and leaves those before it, so only their order matters. The worker marks a
-//! chain before it works on it. It links a batch, publishes the used index, clears the marks, and then notes the index.
-//! If the noted index differs from the published one, marks of the last batch may be left over.
+//! The process may be killed between any two stores, and the stores before the kill stay: so only their order matters.
+//! The worker marks a chain before it works on it. It then links a batch, publishes the used index, clears the marks, and
+//! records the index. If the recorded index differs from the published one, the last batch may still have marks.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -26,10 +26,10 @@ const NEXT: usize = 6;
 const COUNTER: usize = 8;
 const ENTRY: usize = 16;
 
-/// The record of each queue begins at a multiple of this.
+/// Each queue's record starts at a multiple of this.
 const ALIGNMENT: usize = 64;
 
-/// The record of one queue.
+/// The in-flight record of one queue.
 pub(crate) struct Tracker {
     area: Arc<MmapRegion>,
     at: usize,
@@ -38,12 +38,12 @@ pub(crate) struct Tracker {
 }
 
 impl Tracker {
-    /// Bytes that a queue of `entries` descriptors takes.
+    /// Bytes that the record of a queue with `entries` descriptors takes.
     pub(crate) const fn bytes(entries: u16) -> usize {
         (HEADER + entries as usize * ENTRY).next_multiple_of(ALIGNMENT)
     }
 
-    /// The record of queue `index`, one of several of `entries` descriptors each. `None` if `area` is too small.
+    /// The record of queue `index` in an area for queues of `entries` descriptors each. `None` if `area` is too small.
     pub(crate) fn new(area: Arc<MmapRegion>, index: u16, entries: u16) -> Option<Self> {
         let at = usize::from(index) * Self::bytes(entries);
         (at + Self::bytes(entries) <= area.size()).then_some(Self {
@@ -54,8 +54,8 @@ impl Tracker {
         })
     }
 
-    /// Resumes the record of a queue whose used ring is at index `used`. Returns the chains in flight, in the order in
-    /// which they were taken; `None` if the record is new.
+    /// Continues the record of a queue whose used index is `used`. Returns the heads of the chains in flight, in the order
+    /// in which they were taken; `None` if the record is new.
     pub(super) fn resume(&mut self, used: u16) -> Option<Vec<u16>> {
         let fresh = self.load::<u16>(VERSION_AT) == 0;
         if fresh {
@@ -86,8 +86,8 @@ impl Tracker {
         Some(marked.into_iter().map(|(_, head)| head).collect())
     }
 
-    /// Marks a chain that is taken from the available ring.
-    pub(super) fn take(&mut self, head: u16) {
+    /// Marks a chain that was taken from the available ring.
+    pub(super) fn mark(&mut self, head: u16) {
         if let Some(entry) = self.entry(head) {
             self.store(entry + COUNTER, self.counter);
             self.counter = self.counter.wrapping_add(1);
@@ -95,8 +95,8 @@ impl Tracker {
         }
     }
 
-    /// Links a batch, before its used index is published.
-    pub(super) fn link(&mut self, batch: &[Used]) {
+    /// Links the chains of a batch, before its used index is published.
+    pub(super) fn link(&mut self, batch: &[UsedElement]) {
         for used in batch {
             if let Some(entry) = self.entry(used.head) {
                 self.store(entry + NEXT, self.load::<u16>(BATCH_HEAD_AT));
@@ -105,8 +105,8 @@ impl Tracker {
         }
     }
 
-    /// Forgets a batch, after its used index was published.
-    pub(super) fn forget(&mut self, batch: &[Used], index: u16) {
+    /// Clears the marks of a batch, after its used index was published.
+    pub(super) fn clear(&mut self, batch: &[UsedElement], index: u16) {
         for used in batch {
             if let Some(entry) = self.entry(used.head) {
                 self.store(entry + IN_FLIGHT, 0_u8);
@@ -115,13 +115,13 @@ impl Tracker {
         self.store(USED_AT, index);
     }
 
-    /// Where the record of a descriptor begins; `None` if there is none.
+    /// Offset of a descriptor's entry; `None` if there is none.
     fn entry(&self, head: u16) -> Option<usize> {
         (head < self.entries).then(|| HEADER + usize::from(head) * ENTRY)
     }
 
     fn load<T: AtomicAccess + Default>(&self, at: usize) -> T {
-        // `new` has checked that the area holds the field, and every field is aligned.
+        // The field lies in the area, as `new` has checked, and every field is aligned.
         let value = self
             .area
             .as_volatile_slice()
@@ -129,7 +129,7 @@ impl Tracker {
         value.unwrap_or_default()
     }
 
-    /// Stores with Release: no store becomes visible before an earlier one.
+    /// Stores with Release, so that no store becomes visible before an earlier one.
     fn store<T: AtomicAccess>(&self, at: usize, value: T) {
         let stored = self
             .area
@@ -141,10 +141,10 @@ impl Tracker {
 
 /// One element of the used ring (virtio 1.2, 2.7.8).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Used {
-    /// Head of the chain that has been used.
+pub(crate) struct UsedElement {
+    /// Head of the used chain.
     pub(crate) head: u16,
-    /// Bytes written into its device-writable part, from the start of that part and without a gap.
+    /// Bytes written to its device-writable part, from its start and without gaps.
     pub(crate) written: u32,
 }
 
@@ -156,52 +156,52 @@ mod tests {
         Arc::new(MmapRegion::new(4096).unwrap())
     }
 
-    fn batch(heads: &[u16]) -> Vec<Used> {
+    fn batch(heads: &[u16]) -> Vec<UsedElement> {
         heads
             .iter()
-            .map(|&head| Used { head, written: 1 })
+            .map(|&head| UsedElement { head, written: 1 })
             .collect()
     }
 
     #[test]
-    fn what_is_in_flight_comes_back_in_its_order() {
+    fn chains_in_flight_are_resumed_in_order() {
         let area = area();
         let mut before = Tracker::new(Arc::clone(&area), 1, 8).unwrap();
         assert_eq!(before.resume(0), None);
-        [5, 2, 7, 0].into_iter().for_each(|head| before.take(head));
+        [5, 2, 7, 0].into_iter().for_each(|head| before.mark(head));
         before.link(&batch(&[2]));
-        before.forget(&batch(&[2]), 1);
+        before.clear(&batch(&[2]), 1);
         let mut after = Tracker::new(area, 1, 8).unwrap();
         assert_eq!(after.resume(1), Some(vec![5, 7, 0]));
-        // A chain taken by the new one comes behind those of the old one.
-        after.take(2);
+        // A chain that the new process takes comes after those of the old one.
+        after.mark(2);
         assert_eq!(after.resume(1), Some(vec![5, 7, 0, 2]));
     }
 
-    /// A kill after each of the stores with which a batch ends.
+    /// A kill after each of the stores that end a batch.
     #[test]
-    fn a_batch_counts_from_the_moment_that_its_index_is_published() {
+    fn a_batch_counts_once_its_index_is_published() {
         for (stores, used, expected) in [
             (0, 3, &[1_u16, 3, 4][..]),
             // Linked, but not published.
             (1, 3, &[1, 3, 4]),
             // Published: the marks are left over.
             (1, 5, &[4]),
-            // One mark is gone, the index is not noted.
+            // One mark is cleared, the index is not recorded yet.
             (2, 5, &[4]),
             (3, 5, &[4]),
         ] {
             let mut tracker = Tracker::new(area(), 0, 8).unwrap();
             tracker.resume(0);
-            [0, 1, 2, 3].into_iter().for_each(|head| tracker.take(head));
+            [0, 1, 2, 3].into_iter().for_each(|head| tracker.mark(head));
             let first = batch(&[0, 2]);
             tracker.link(&first);
-            tracker.forget(&first, 2);
-            // Slot 2 again: the list of the last batch goes over it.
-            tracker.take(2);
+            tracker.clear(&first, 2);
+            // Descriptor 2 again: the list of the last batch leads through its entry.
+            tracker.mark(2);
             tracker.link(&batch(&[2]));
-            tracker.forget(&batch(&[2]), 3);
-            tracker.take(4);
+            tracker.clear(&batch(&[2]), 3);
+            tracker.mark(4);
             let last = batch(&[3, 1]);
             if stores > 0 {
                 tracker.link(&last);
@@ -211,7 +211,7 @@ mod tests {
                 tracker.store(entry + IN_FLIGHT, 0_u8);
             }
             if stores == 3 {
-                tracker.forget(&last, 5);
+                tracker.clear(&last, 5);
             }
             assert_eq!(
                 tracker.resume(used),
@@ -222,13 +222,13 @@ mod tests {
     }
 
     #[test]
-    fn nonsense_in_the_record_ends() {
+    fn a_garbage_record_does_no_harm() {
         let area = area();
         let slice = area.as_volatile_slice();
         slice.write_slice(&[0xff; 4096], 0).unwrap();
         let mut tracker = Tracker::new(area, 0, 8).unwrap();
         assert!(tracker.resume(7).unwrap().len() <= 8);
-        tracker.take(0xffff);
+        tracker.mark(0xffff);
         tracker.link(&batch(&[0xffff]));
     }
 

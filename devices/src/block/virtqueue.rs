@@ -2,13 +2,13 @@
 //!
 //! ```text
 //!  avail ring ──▶ available() ──▶ chains ──▶ (requests run) ──▶ publish([used, used, …])
-//!                                                                │ elements, then one index store,
-//!                                                                ▼ then one look at used_event
+//!                                                                │ elements, then one store of the index,
+//!                                                                ▼ then one load of used_event
 //!                                                              interrupt or not
 //! ```
 //!
-//! `virtio-queue` walks the rings and checks the driver's addresses and indices. The used half is done here, because
-//! `add_used` of that crate stores the index after every element, and its `needs_notification` ignores
+//! `virtio-queue` walks the rings and checks the driver's addresses and indices. The used ring is handled here, because
+//! that crate's `add_used` stores the index after every element, and its `needs_notification` ignores
 //! VRING_AVAIL_F_NO_INTERRUPT.
 
 use std::collections::VecDeque;
@@ -20,12 +20,12 @@ use virtio_queue::desc::split::Descriptor;
 use virtio_queue::{AvailIter, Queue, QueueOwnedT, QueueState, QueueT};
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, GuestMemoryError};
 
-use super::tracker::{Tracker, Used};
+use super::tracker::{Tracker, UsedElement};
 
 /// Length of a descriptor in bytes.
 const DESCRIPTOR_LEN: u32 = 16;
 
-/// The driver's settings in the registers of one queue, not checked yet.
+/// What the driver has written to the registers of a queue, not yet checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct QueueSetup {
     /// Number of descriptors.
@@ -38,12 +38,12 @@ pub(crate) struct QueueSetup {
     pub(crate) driver: u64,
     /// Guest physical address of the device area (used ring).
     pub(crate) device: u64,
-    /// `None`: a new ring, from which no chain was taken yet. Otherwise the ring was in use before, and this is the
-    /// index of the next available chain; the used ring holds the used index.
+    /// `None`: a new ring, from which no chain was taken yet. Otherwise the ring was in use before; this is the index of
+    /// its next available chain, and the used index is in the used ring.
     pub(crate) resume_at: Option<u16>,
 }
 
-/// Reasons why a queue cannot go on. The device needs a reset.
+/// Why a queue cannot go on. The device then needs a reset.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum QueueError {
     #[error("the size or an address of the rings is not valid: {0}")]
@@ -51,7 +51,7 @@ pub(crate) enum QueueError {
     #[error("a ring lies outside guest memory")]
     OutsideMemory,
     #[error("the available ring is broken: {0}")]
-    Available(virtio_queue::Error),
+    AvailableChains(virtio_queue::Error),
     #[error("the available ring cannot be read")]
     Unreadable,
     #[error("a ring cannot be accessed: {0}")]
@@ -64,30 +64,30 @@ pub(crate) enum QueueError {
 pub(crate) struct Virtqueue {
     queue: Queue,
     tracker: Option<Tracker>,
-    /// Heads of chains that were in flight when the device before this one died.
-    left_over: VecDeque<u16>,
+    /// Heads of chains that were in flight when the previous back-end died.
+    resumed: VecDeque<u16>,
 }
 
-/// The available chains: first those in flight before a restart, in their order.
-pub(crate) struct Available<'a, G> {
+/// Iterates over the available chains. Those that were in flight before a restart come first, in their order.
+pub(crate) struct AvailableChains<'a, G> {
     memory: &'a G,
     table: GuestAddress,
     size: u16,
     ring: AvailIter<'a, &'a G>,
     tracker: Option<&'a mut Tracker>,
-    left_over: &'a mut VecDeque<u16>,
+    resumed: &'a mut VecDeque<u16>,
 }
 
-impl<'a, G: GuestMemory> Iterator for Available<'a, G> {
+impl<'a, G: GuestMemory> Iterator for AvailableChains<'a, G> {
     type Item = Chain<'a, G>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        let head = match self.left_over.pop_front() {
+        let head = match self.resumed.pop_front() {
             Some(head) => head,
             None => {
                 let head = self.ring.next()?.head_index();
                 if let Some(tracker) = &mut self.tracker {
-                    tracker.take(head);
+                    tracker.mark(head);
                 }
                 head
             }
@@ -96,18 +96,18 @@ impl<'a, G: GuestMemory> Iterator for Available<'a, G> {
     }
 }
 
-/// The descriptors of a chain, walked from its head (virtio 1.2, 2.7.5). `virtio-queue` gives only chains of the
-/// available ring. A chain that was in flight when a device died has left that ring already, and only its head is known.
+/// Iterates over the descriptors of a chain from its head (virtio 1.2, 2.7.5). `virtio-queue` can walk only chains of
+/// the available ring, but a chain that was in flight when a back-end died is no longer there, and only its head is known.
 ///
 /// The iterator ends early at an unreadable descriptor, a nested indirect table or a loop.
 pub(crate) struct Chain<'a, G> {
     memory: &'a G,
     head: u16,
     table: GuestAddress,
-    /// Descriptors in the table.
+    /// Number of descriptors in the table.
     entries: u16,
     next: u16,
-    /// Descriptors that may still follow.
+    /// The most descriptors that may still follow.
     left: u16,
     indirect: bool,
     bytes: u32,
@@ -133,8 +133,8 @@ impl<'a, G: GuestMemory> Chain<'a, G> {
         self.head
     }
 
-    /// Goes on in the table that `descriptor` refers to (2.7.5.3).
-    fn enter(&mut self, descriptor: Descriptor) -> Option<()> {
+    /// Continues in the indirect table that `descriptor` refers to (2.7.5.3).
+    fn enter_table(&mut self, descriptor: Descriptor) -> Option<()> {
         if self.indirect || !descriptor.len().is_multiple_of(DESCRIPTOR_LEN) {
             return None;
         }
@@ -159,13 +159,14 @@ impl<G: GuestMemory> Iterator for Chain<'_, G> {
             if !descriptor.refers_to_indirect_table() {
                 break descriptor;
             }
-            self.enter(descriptor)?;
+            self.enter_table(descriptor)?;
         };
         // 2.7.5.2: at most 2^32 bytes.
         self.bytes = self.bytes.checked_add(descriptor.len())?;
-        self.left = match descriptor.has_next() {
-            true => self.left - 1,
-            false => 0,
+        self.left = if descriptor.has_next() {
+            self.left - 1
+        } else {
+            0
         };
         self.next = descriptor.next();
         Some(descriptor)
@@ -173,7 +174,7 @@ impl<G: GuestMemory> Iterator for Chain<'_, G> {
 }
 
 impl Virtqueue {
-    /// Opens the queue after checking what the driver has set up.
+    /// Checks what the driver has set up, and opens the queue.
     pub(crate) fn new<G: GuestMemory>(
         setup: &QueueSetup,
         max_size: u16,
@@ -196,78 +197,81 @@ impl Virtqueue {
         if !queue.is_valid(memory) {
             return Err(QueueError::OutsideMemory);
         }
-        let mut left_over = VecDeque::new();
+        let mut resumed = VecDeque::new();
         if setup.resume_at.is_some() {
             let index = GuestAddress(setup.device + 2);
             let used = u16::from_le(memory.load(index, Ordering::Acquire)?);
             queue.set_next_used(used);
             if let Some(heads) = tracker.as_mut().and_then(|tracker| tracker.resume(used)) {
-                // A front-end whose device died resumes at the used index, so the chains in flight are added here.
+                // A front-end whose back-end died resumes at the used index, so the chains in flight are added here.
                 queue.set_next_avail(used.wrapping_add(heads.len() as u16));
-                left_over = heads.into();
+                resumed = heads.into();
             }
         }
         Ok(Self {
             queue,
             tracker,
-            left_over,
+            resumed,
         })
     }
 
-    /// Number of descriptors, the most chains a well-behaved driver can have in flight.
+    /// Number of descriptors: the most chains that a well-behaved driver has in flight.
     pub(crate) fn size(&self) -> u16 {
         self.queue.size()
     }
 
-    /// The chains that are available now. An index more than the queue size ahead is an error.
+    /// The chains that are available now. An available index that is ahead by more than the queue size is an error.
     pub(crate) fn available<'a, G: GuestMemory>(
         &'a mut self,
         memory: &'a G,
-    ) -> Result<Available<'a, G>, QueueError> {
+    ) -> Result<AvailableChains<'a, G>, QueueError> {
         let (table, size) = (GuestAddress(self.queue.desc_table()), self.queue.size());
-        Ok(Available {
+        Ok(AvailableChains {
             memory,
             table,
             size,
-            ring: self.queue.iter(memory).map_err(QueueError::Available)?,
+            ring: self
+                .queue
+                .iter(memory)
+                .map_err(QueueError::AvailableChains)?,
             tracker: self.tracker.as_mut(),
-            left_over: &mut self.left_over,
+            resumed: &mut self.resumed,
         })
     }
 
     /// Number of chains taken so far, modulo 2^16.
-    pub(crate) fn taken(&self) -> u16 {
+    pub(crate) fn chains_taken(&self) -> u16 {
         self.queue.next_avail()
     }
 
-    /// Whether there is a chain to be taken. Changes nothing.
+    /// Whether a chain is available. Takes nothing.
     pub(crate) fn has_available<G: GuestMemory>(&self, memory: &G) -> Result<bool, QueueError> {
         let index = self
             .queue
             .avail_idx(memory, Ordering::Acquire)
-            .map_err(QueueError::Available)?;
+            .map_err(QueueError::AvailableChains)?;
         Ok(index.0 != self.queue.next_avail())
     }
 
-    /// Asks the driver not to ring the doorbell. With EVENT_IDX this does nothing, because the driver rings only once
-    /// for each `avail_event`.
+    /// Asks the driver not to ring the doorbell. Does nothing with EVENT_IDX, where the driver rings only once per
+    /// `avail_event`.
     pub(crate) fn disable_doorbell<G: GuestMemory>(
         &mut self,
         memory: &G,
     ) -> Result<(), QueueError> {
         self.queue
             .disable_notification(memory)
-            .map_err(QueueError::Available)
+            .map_err(QueueError::AvailableChains)
     }
 
-    /// Asks for a doorbell with the next chain. `true`: a chain came in the meantime, so look again.
+    /// Asks for a doorbell with the next chain. `true`: a chain has already arrived, so look again.
     pub(crate) fn enable_doorbell<G: GuestMemory>(
         &mut self,
         memory: &G,
     ) -> Result<bool, QueueError> {
         self.queue
             .enable_notification(memory)
-            .map_err(QueueError::Available)
+            .map_err(QueueError::AvailableChains)
     }
 
     /// Puts `batch` into the used ring, publishes it with one store of the index, and says whether the
@@ -275,7 +279,7 @@ impl Virtqueue {
     pub(crate) fn publish<G: GuestMemory>(
         &mut self,
         memory: &G,
-        batch: &[Used],
+        batch: &[UsedElement],
     ) -> Result<bool, QueueError> {
         if batch.is_empty() {
             return Ok(false);
@@ -288,7 +292,7 @@ impl Virtqueue {
             let mut element = [0; 8];
             element[..4].copy_from_slice(&u32::from(used.head).to_le_bytes());
             element[4..].copy_from_slice(&used.written.to_le_bytes());
-            // `is_valid` has checked that the whole ring lies in guest memory, so this cannot wrap.
+            // Cannot wrap: `is_valid` has checked that the whole ring lies in guest memory.
             let slot = u64::from(index.0 % size);
             memory.write_slice(&element, GuestAddress(ring + 4 + slot * 8))?;
             index += 1;
@@ -296,14 +300,15 @@ impl Virtqueue {
         if let Some(tracker) = &mut self.tracker {
             tracker.link(batch);
         }
-        // Release: a driver that sees the index sees the elements, and the data and status bytes before them.
+        // Release: a driver that sees the index also sees the elements, and the data and status bytes before them.
         memory.store(index.0.to_le(), GuestAddress(ring + 2), Ordering::Release)?;
         self.queue.set_next_used(index.0);
         if let Some(tracker) = &mut self.tracker {
-            tracker.forget(batch, index.0);
+            tracker.clear(batch, index.0);
         }
 
-        // The index must be visible before the driver's wish is read: the driver accesses them in the opposite order.
+        // The index must be visible before the driver's notification setting is read; the driver accesses the two in the
+        // opposite order.
         fence(Ordering::SeqCst);
         let available = self.queue.avail_ring();
         if self.queue.event_idx_enabled() {
@@ -317,19 +322,20 @@ impl Virtqueue {
     }
 }
 
-/// Whether an index that moved from `old` to `new` has passed `event` (virtio 1.2, 2.7.10.1: the event
-/// comes with the entry at index `event`), all modulo 2^16.
+/// Whether an index that moved from `old` to `new` has passed `event`, all modulo 2^16 (virtio 1.2, 2.7.10.1: the entry
+/// at index `event` triggers the event).
 fn wants_event(event: Wrapping<u16>, new: Wrapping<u16>, old: Wrapping<u16>) -> bool {
     new - event - Wrapping(1) < new - old
 }
 
-/// The ended chains that are published next: all of them, or with IN_ORDER only those whose predecessors have all ended
-/// (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have been available"). Kept between
-/// batches for its memory.
+/// The chains to publish next: all answered ones, or with IN_ORDER only those whose predecessors are all answered
+/// (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have been available"). Kept between batches
+/// for its allocation.
 pub(super) struct UsedBatch {
-    used: Vec<Used>,
-    /// Chains in the order in which they were taken, each with its answer once it has ended. `None`: any order will do.
-    order: Option<VecDeque<(u16, Option<Used>)>>,
+    used: Vec<UsedElement>,
+    /// The chains in the order in which they were taken, each with its answer once there is one. `None`: any order will
+    /// do.
+    order: Option<VecDeque<(u16, Option<UsedElement>)>>,
 }
 
 impl UsedBatch {
@@ -340,23 +346,23 @@ impl UsedBatch {
         }
     }
 
-    /// Whether no more chains may be taken, because too many wait for one before them: as many as the queue has
-    /// descriptors, more than a driver may have in flight.
+    /// Whether no more chains may be taken: as many as the queue has descriptors are taken and not published yet, which is
+    /// all that a driver may have in flight.
     pub(super) fn is_full(&self, size: u16) -> bool {
         self.order
             .as_ref()
             .is_some_and(|order| order.len() >= usize::from(size))
     }
 
-    /// The chain that begins at `head` has been taken.
-    pub(super) fn taken(&mut self, head: u16) {
+    /// Records that the chain at `head` was taken.
+    pub(super) fn record_taken(&mut self, head: u16) {
         if let Some(order) = &mut self.order {
             order.push_back((head, None));
         }
     }
 
-    /// A chain has been answered. A driver that offers one head twice gets the answers in the order of their ends.
-    pub(super) fn push(&mut self, used: Used) {
+    /// Adds an answered chain. If a driver makes one head available twice, its answers are in the order of completion.
+    pub(super) fn push(&mut self, used: UsedElement) {
         let Some(order) = &mut self.order else {
             self.used.push(used);
             return;
@@ -373,12 +379,12 @@ impl UsedBatch {
         }
     }
 
-    /// The chains that can be published.
-    pub(super) fn ready(&self) -> &[Used] {
+    /// The chains that can be published now.
+    pub(super) fn ready_elements(&self) -> &[UsedElement] {
         &self.used
     }
 
-    /// Removes the ready chains: they have been published, or never will be.
+    /// Removes the ready chains, which were published or never will be.
     pub(super) fn clear(&mut self) {
         self.used.clear();
     }
@@ -402,22 +408,28 @@ mod tests {
         assert!(!due(0xfffd, 3, 0xfffe));
     }
 
-    fn used(head: u16) -> Used {
-        Used { head, written: 1 }
+    fn used_element(head: u16) -> UsedElement {
+        UsedElement { head, written: 1 }
     }
 
     fn heads(batch: &mut UsedBatch) -> Vec<u16> {
-        let heads = batch.ready().iter().map(|used| used.head).collect();
+        let heads = batch
+            .ready_elements()
+            .iter()
+            .map(|used| used.head)
+            .collect();
         batch.clear();
         heads
     }
 
     #[test]
-    fn in_any_order_everything_is_ready() {
+    fn in_any_order_every_answer_is_ready() {
         let mut batch = UsedBatch::new(false);
-        [3, 1, 2].into_iter().for_each(|head| batch.taken(head));
-        batch.push(used(2));
-        batch.push(used(3));
+        [3, 1, 2]
+            .into_iter()
+            .for_each(|head| batch.record_taken(head));
+        batch.push(used_element(2));
+        batch.push(used_element(3));
         assert_eq!(heads(&mut batch), [2, 3]);
         assert!(heads(&mut batch).is_empty() && !batch.is_full(1));
     }
@@ -425,14 +437,16 @@ mod tests {
     #[test]
     fn in_order_a_chain_waits_for_those_before_it() {
         let mut batch = UsedBatch::new(true);
-        [3, 1, 2, 1].into_iter().for_each(|head| batch.taken(head));
+        [3, 1, 2, 1]
+            .into_iter()
+            .for_each(|head| batch.record_taken(head));
         assert!(batch.is_full(4) && !batch.is_full(5));
-        batch.push(used(2));
-        batch.push(used(1));
+        batch.push(used_element(2));
+        batch.push(used_element(1));
         assert!(heads(&mut batch).is_empty());
-        batch.push(used(3));
+        batch.push(used_element(3));
         assert_eq!(heads(&mut batch), [3, 1, 2]);
-        batch.push(used(1));
+        batch.push(used_element(1));
         assert_eq!(heads(&mut batch), [1]);
         assert!(!batch.is_full(1));
     }

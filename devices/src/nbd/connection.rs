@@ -7,38 +7,38 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use super::ended::ConnectionEnd;
-use super::export::{Client, Export};
-use super::handshake::Agreed;
-use super::incoming::Incoming;
-use super::outgoing::Outgoing;
+use super::connection_end::ConnectionEnd;
+use super::export::{ClientGuard, Export};
+use super::handshake::HandshakeResult;
 use super::protocol::command;
-use super::request::{NbdAction, NbdRules, PendingRequest, judge, refuse};
+use super::reply_queue::ReplyQueue;
+use super::request::{NbdAction, NbdRules, PendingRequest, check_request, refuse};
+use super::request_reader::RequestReader;
 use super::wire::Wire;
 use crate::backend::{Failure, SECTOR_SIZE};
-use crate::control::Pass;
+use crate::control::GateGuard;
 use crate::event_loop::EventSet;
 use crate::latency::add;
 use crate::metrics::BlockMetrics;
 
-/// Bytes of requests in flight and unsent replies above which the connection reads no more. One request may exceed it.
+/// Cap on the bytes of requests in flight and unsent replies; above it the connection reads no more. One request may exceed it.
 const MAX_BYTES: usize = 32 << 20;
-/// How long a client may take to read its last replies when its connection ends from here.
-const PARTING: Duration = Duration::from_secs(2);
+/// How long a client may take to read its last replies when the server ends the connection.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most requests in flight on one connection.
 const MAX_REQUESTS: usize = 256;
 
-/// One client counted against its listener's limit, until this is dropped.
-pub(super) struct Seat(Arc<AtomicUsize>);
+/// Permission for one more client of a listener. It counts against the listener's limit until it is dropped.
+pub(super) struct ConnectionPermit(Arc<AtomicUsize>);
 
-impl Seat {
-    pub(super) fn take(seats: &Arc<AtomicUsize>) -> Self {
-        seats.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(seats))
+impl ConnectionPermit {
+    pub(super) fn take(clients: &Arc<AtomicUsize>) -> Self {
+        clients.fetch_add(1, Ordering::Relaxed);
+        Self(Arc::clone(clients))
     }
 }
 
-impl Drop for Seat {
+impl Drop for ConnectionPermit {
     fn drop(&mut self) {
         self.0.fetch_sub(1, Ordering::Relaxed);
     }
@@ -47,19 +47,19 @@ impl Drop for Seat {
 /// A connection that has chosen its export.
 pub(super) struct Connection {
     wire: Wire,
-    incoming: Incoming,
-    outgoing: Outgoing,
+    reader: RequestReader,
+    replies: ReplyQueue,
     /// Requests in flight, and the bytes of memory that they hold.
     requests: usize,
     bytes: usize,
     /// The connection reads no more requests; those in flight are still completed and answered.
     closing: bool,
-    /// Set when the connection ends from here: a client that has not read its replies by then is disconnected.
-    end: Option<Instant>,
-    _seat: Seat,
-    _client: Client,
-    /// The last field, so that the use of the export ends when nothing of the connection has the export any more.
-    agreed: Agreed,
+    /// Set once the server ends the connection: a client that has not read its replies by then is disconnected.
+    deadline: Option<Instant>,
+    _permit: ConnectionPermit,
+    _client: ClientGuard,
+    /// The last field, so that the export stays in use until everything else of the connection is dropped.
+    handshake: HandshakeResult,
 }
 
 impl AsFd for Connection {
@@ -69,29 +69,29 @@ impl AsFd for Connection {
 }
 
 impl Connection {
-    pub(super) fn new(agreed: Agreed, wire: Wire, seat: Seat) -> Self {
-        let part = part(&agreed.export);
+    pub(super) fn new(handshake: HandshakeResult, wire: Wire, permit: ConnectionPermit) -> Self {
+        let max_step = max_step_bytes(&handshake.export);
         Self {
-            incoming: Incoming::new(agreed.framing, part),
-            outgoing: Outgoing::default(),
+            reader: RequestReader::new(handshake.framing, max_step),
+            replies: ReplyQueue::default(),
             requests: 0,
             bytes: 0,
             closing: false,
-            end: None,
-            _seat: seat,
-            _client: Client::of(&agreed.export),
-            agreed,
+            deadline: None,
+            _permit: permit,
+            _client: ClientGuard::new(&handshake.export),
+            handshake,
             wire,
         }
     }
 
     pub(super) fn export(&self) -> &Arc<Export> {
-        &self.agreed.export
+        &self.handshake.export
     }
 
-    /// When a client that does not read its replies is to be disconnected; `None`: not soon.
-    pub(super) fn end(&self) -> Option<Instant> {
-        self.end.filter(|_| self.has_unsent())
+    /// When a client that does not read its replies will be disconnected; `None`: no deadline yet.
+    pub(super) fn deadline(&self) -> Option<Instant> {
+        self.deadline.filter(|_| self.has_unsent())
     }
 
     /// Requests in flight.
@@ -102,7 +102,8 @@ impl Connection {
     /// Stops taking requests: the server stops, or the export is removed.
     pub(super) fn close(&mut self) {
         self.closing = true;
-        self.end.get_or_insert_with(|| Instant::now() + PARTING);
+        self.deadline
+            .get_or_insert_with(|| Instant::now() + CLOSE_TIMEOUT);
     }
 
     /// Whether the connection is closing and every request has been answered and sent.
@@ -111,28 +112,28 @@ impl Connection {
     }
 
     pub(super) fn has_unsent(&self) -> bool {
-        !self.outgoing.is_empty() || self.wire.has_unsent()
+        !self.replies.is_empty() || self.wire.has_unsent()
     }
 
     /// The events for which the worker must watch the socket.
     pub(super) fn interest(&self) -> EventSet {
         let mut interest = EventSet::empty();
-        interest.set(EventSet::IN, self.is_listening());
+        interest.set(EventSet::IN, self.wants_requests());
         interest.set(EventSet::OUT, self.has_unsent());
         interest
     }
 
-    /// Whether there may be decrypted data to read that the socket does not report.
+    /// Whether decrypted data may be waiting, which makes no socket readable.
     pub(super) fn has_decrypted(&self) -> bool {
-        self.is_listening() && self.wire.may_have_data()
+        self.wants_requests() && self.wire.may_have_data()
     }
 
-    fn is_listening(&self) -> bool {
+    fn wants_requests(&self) -> bool {
         !self.closing && self.has_room()
     }
 
     fn has_room(&self) -> bool {
-        let full = self.bytes + self.outgoing.len() >= MAX_BYTES || self.requests >= MAX_REQUESTS;
+        let full = self.bytes + self.replies.len() >= MAX_BYTES || self.requests >= MAX_REQUESTS;
         !full && !self.export().gate.is_closed()
     }
 
@@ -141,10 +142,10 @@ impl Connection {
     /// # Errors
     /// If the socket fails.
     pub(super) fn receive(&mut self) -> Result<(), ConnectionEnd> {
-        if !self.is_listening() {
+        if !self.wants_requests() {
             return Ok(());
         }
-        match self.incoming.receive(&mut self.wire) {
+        match self.reader.receive(&mut self.wire) {
             Ok(0) => self.closing = true,
             Ok(_) => {}
             Err(error)
@@ -164,33 +165,33 @@ impl Connection {
             self.close();
         }
         while !self.closing && self.has_room() {
-            // The request enters the gate before it is parsed, so a thread that closes the gate waits for it.
-            let Some(pass) = Pass::take(&self.agreed.export.gate) else {
+            // Enter the gate before parsing, so that a thread that closes the gate waits for this request.
+            let Some(guard) = GateGuard::enter(&self.handshake.export.gate) else {
                 break;
             };
-            let broken = |_| ConnectionEnd::Broken("a request does not begin as one");
-            let Some(message) = self.incoming.next().map_err(broken)? else {
+            let broken = |_| ConnectionEnd::Broken("a request has the wrong magic number");
+            let Some(message) = self.reader.next().map_err(broken)? else {
                 break;
             };
-            let export = &self.agreed.export;
+            let export = &self.handshake.export;
             let rules = NbdRules {
                 backend: export.backend.as_ref(),
                 capabilities: export.backend.capabilities(),
-                framing: self.agreed.framing,
-                contexts: &self.agreed.contexts,
+                framing: self.handshake.framing,
+                contexts: &self.handshake.contexts,
             };
             add(&export.metrics.requests, 1);
             count(&export.metrics, message.request.command);
-            match judge(message, &rules) {
+            match check_request(message, &rules) {
                 NbdAction::Run(pending) => {
-                    pass.keep();
+                    guard.keep();
                     self.requests += 1;
                     self.bytes += pending.bytes();
                     return Ok(Some(pending));
                 }
                 NbdAction::Refuse(request, error) => {
                     add(&export.metrics.errors, 1);
-                    refuse(&request, error, rules.framing, &mut self.outgoing);
+                    refuse(&request, error, rules.framing, &mut self.replies);
                 }
                 NbdAction::Disconnect => self.closing = true,
             }
@@ -198,13 +199,13 @@ impl Connection {
         Ok(None)
     }
 
-    /// Answers a request that [`next`](Self::next) gave.
+    /// Answers a request that [`next`](Self::next) has returned.
     pub(super) fn answer(&mut self, pending: PendingRequest, result: Result<(), Failure>) {
-        let metrics = &self.agreed.export.metrics;
+        let metrics = &self.handshake.export.metrics;
         let (command, bytes) = (pending.command(), pending.bytes());
         self.requests -= 1;
         self.bytes -= bytes;
-        let answered = pending.answer(result, self.agreed.framing, &mut self.outgoing);
+        let answered = pending.answer(result, self.handshake.framing, &mut self.replies);
         match command {
             _ if !answered => add(&metrics.errors, 1),
             command::READ => add(&metrics.bytes_read, bytes as u64),
@@ -218,17 +219,17 @@ impl Connection {
     /// # Errors
     /// If the client is gone.
     pub(super) fn send(&mut self) -> Result<(), ConnectionEnd> {
-        Ok(self.outgoing.send(&mut self.wire)?)
+        Ok(self.replies.send(&mut self.wire)?)
     }
 
     /// Sends the TLS closure alert, if there is TLS and the socket takes it at once.
-    pub(super) fn say_goodbye(&mut self) {
+    pub(super) fn close_tls(&mut self) {
         self.wire.close();
     }
 }
 
-/// The longest step of a request to an export, in bytes: whole sectors.
-pub(super) fn part(export: &Export) -> usize {
+/// The most bytes that one step of a request may move on this export: whole sectors.
+pub(super) fn max_step_bytes(export: &Export) -> usize {
     let sector = SECTOR_SIZE as usize;
     (export.backend.max_request_bytes() / sector).max(1) * sector
 }
@@ -254,12 +255,12 @@ mod tests {
 
     use super::*;
     use crate::backend::ram::RamDisk;
-    use crate::nbd::export::Used;
+    use crate::nbd::export::ExportGuard;
     use crate::nbd::protocol::Framing;
 
-    /// A connection may end before a worker has taken it on, so that it alone uses the export.
+    /// A connection may end before a worker takes it on; then it is the export's only user.
     #[test]
-    fn an_export_is_removed_after_its_last_connection_has_let_go_of_it() {
+    fn an_export_is_removed_only_after_its_last_connection_is_gone() {
         let order = Arc::new(Mutex::new(Vec::new()));
         let note = |what| {
             let order = Arc::clone(&order);
@@ -268,19 +269,19 @@ mod tests {
         let (let_go, removed) = (note("let go"), note("removed"));
         let export = Arc::new(
             Export::new("disk", "", Arc::new(RamDisk::new(8))).when_deserted(move || {
-                // Long enough for the other thread to go on, if nothing holds it up.
+                // Long enough for the other thread to run ahead, if nothing blocks it.
                 thread::sleep(Duration::from_millis(100));
                 let_go();
             }),
         );
-        let agreed = Agreed {
-            export: Used::begin(&export).unwrap(),
+        let handshake = HandshakeResult {
+            export: ExportGuard::enter(&export).unwrap(),
             framing: Framing::Simple,
             contexts: Arc::new([]),
         };
         let (socket, _client) = UnixStream::pair().unwrap();
-        let seat = Seat::take(&Arc::default());
-        let connection = Connection::new(agreed, Wire::new(socket.into()), seat);
+        let permit = ConnectionPermit::take(&Arc::default());
+        let connection = Connection::new(handshake, Wire::new(socket.into()), permit);
         let removing = thread::spawn(move || {
             export.users.close();
             removed();

@@ -5,7 +5,7 @@ use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, PoisonError, RwLock, Weak};
 
-use super::mapper::Mapper;
+use super::extent_mapper::ExtentMapper;
 use crate::backend::{Answer, Backend, SECTOR_SIZE};
 use crate::control::{DeviceControl, Gate};
 use crate::metrics::BlockMetrics;
@@ -22,9 +22,10 @@ pub struct Export {
     pub(super) users: Arc<Gate>,
     pub(super) throttle: Arc<Throttle>,
     pub(super) answer: Answer,
-    pub(super) mapper: Mapper,
-    /// Clients that have chosen this export, and what follows when the last of them is gone.
+    pub(super) mapper: ExtentMapper,
+    /// Number of clients that have chosen this export.
     clients: AtomicUsize,
+    /// Called whenever the last client is gone.
     deserted: Option<Box<dyn Fn() + Send + Sync>>,
 }
 
@@ -32,26 +33,27 @@ impl Export {
     /// Longest name, and longest description, in bytes (the protocol's limit on strings).
     pub const MAX_NAME_BYTES: usize = 4096;
 
-    /// Presents `backend` as `name`; `description` is for people. Both are cut to [`MAX_NAME_BYTES`](Self::MAX_NAME_BYTES).
+    /// Presents `backend` as `name`; `description` is for people. Both are truncated to [`MAX_NAME_BYTES`](Self::MAX_NAME_BYTES).
     pub fn new(name: &str, description: &str, backend: Arc<dyn Backend>) -> Self {
-        let cut = |text: &str| text[..text.floor_char_boundary(Self::MAX_NAME_BYTES)].to_owned();
+        let truncate =
+            |text: &str| text[..text.floor_char_boundary(Self::MAX_NAME_BYTES)].to_owned();
         Self {
-            name: cut(name),
-            description: cut(description),
+            name: truncate(name),
+            description: truncate(description),
             backend,
             metrics: Arc::new(BlockMetrics::of_queues(1)),
             gate: Arc::default(),
             users: Arc::default(),
             throttle: Arc::default(),
             answer: Answer::default(),
-            mapper: Mapper::default(),
+            mapper: ExtentMapper::default(),
             clients: AtomicUsize::new(0),
             deserted: None,
         }
     }
 
-    /// Calls `deserted` each time when no client is left. A client counts from the end of its handshake on. The call comes from
-    /// a thread of the server, so it must not wait for the server's end.
+    /// Calls `deserted` whenever the last client has left. A client counts from the end of its handshake on. A thread of the
+    /// server makes the call, so the callback must not wait for the server to stop.
     pub fn when_deserted(self, deserted: impl Fn() + Send + Sync + 'static) -> Self {
         let deserted: Box<dyn Fn() + Send + Sync> = Box::new(deserted);
         Self {
@@ -60,7 +62,7 @@ impl Export {
         }
     }
 
-    /// Sets when the server answers writes to this export.
+    /// Sets when a write to this export is answered.
     pub fn answering(self, answer: Answer) -> Self {
         Self { answer, ..self }
     }
@@ -98,7 +100,7 @@ impl Export {
         use super::protocol::transmission as flag;
         let can = self.backend.capabilities();
         let when = |condition: bool, flags: u16| if condition { flags } else { 0 };
-        // CAN_MULTI_CONN: a FLUSH waits for the disk's newest record, whichever connection wrote it.
+        // CAN_MULTI_CONN: a FLUSH covers the completed writes of every connection.
         flag::HAS_FLAGS
             | flag::CAN_MULTI_CONN
             | when(can.read_only, flag::READ_ONLY)
@@ -111,32 +113,33 @@ impl Export {
     }
 }
 
-/// An export in use, which is not removed meanwhile. Dropping it ends the use.
-pub(super) struct Used {
-    /// Dropped before the use ends.
+/// Keeps an export in use: its removal waits until this is dropped.
+pub(super) struct ExportGuard {
+    /// Dropped before `_user`.
     export: Arc<Export>,
-    _use: Use,
+    _user: UserGuard,
 }
 
-struct Use(Arc<Gate>);
+/// Leaves the gate of an export's users when it is dropped.
+struct UserGuard(Arc<Gate>);
 
-impl Drop for Use {
+impl Drop for UserGuard {
     fn drop(&mut self) {
         self.0.leave();
     }
 }
 
-impl Used {
+impl ExportGuard {
     /// `None`: the export is being removed.
-    pub(super) fn begin(export: &Arc<Export>) -> Option<Self> {
+    pub(super) fn enter(export: &Arc<Export>) -> Option<Self> {
         export.users.enter().then(|| Self {
             export: Arc::clone(export),
-            _use: Use(Arc::clone(&export.users)),
+            _user: UserGuard(Arc::clone(&export.users)),
         })
     }
 }
 
-impl Deref for Used {
+impl Deref for ExportGuard {
     type Target = Arc<Export>;
 
     fn deref(&self) -> &Arc<Export> {
@@ -144,24 +147,24 @@ impl Deref for Used {
     }
 }
 
-/// The exports of a listener, which come and go.
+/// The exports of a listener. They may be added and removed while it runs.
 #[derive(Default)]
 pub(super) struct Exports(RwLock<Vec<Arc<Export>>>);
 
 impl Exports {
-    /// All of them, in the order in which they came.
-    pub(super) fn all(&self) -> Vec<Used> {
+    /// All exports that are not being removed, in the order in which they were added.
+    pub(super) fn all(&self) -> Vec<ExportGuard> {
         let all = self.0.read().unwrap_or_else(PoisonError::into_inner);
-        all.iter().filter_map(Used::begin).collect()
+        all.iter().filter_map(ExportGuard::enter).collect()
     }
 
-    /// This one, unless it has been removed.
-    pub(super) fn find(&self, export: &Weak<Export>) -> Option<Used> {
+    /// `export`, unless it has been removed.
+    pub(super) fn find(&self, export: &Weak<Export>) -> Option<ExportGuard> {
         let mut all = self.all().into_iter();
         all.find(|other| Arc::as_ptr(other) == export.as_ptr())
     }
 
-    /// Adds one, unless its name is taken.
+    /// Adds an export; `false`: its name is taken.
     pub(super) fn add(&self, export: Export) -> bool {
         let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
         let free = all.iter().all(|other| other.name != export.name);
@@ -171,27 +174,27 @@ impl Exports {
         free
     }
 
-    /// Takes one away, and returns when nobody uses it any more; `false`: there is none of this name.
+    /// Removes an export, and returns once nobody uses it any more; `false`: no export has this name.
     pub(super) fn remove(&self, name: &str) -> bool {
         let mut all = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        let place = all.iter().position(|export| export.name == name);
-        let removed = place.map(|place| all.remove(place));
+        let index = all.iter().position(|export| export.name == name);
+        let removed = index.map(|index| all.remove(index));
         drop(all);
         removed.inspect(|export| export.users.close()).is_some()
     }
 }
 
-/// A client that has chosen an export, until this is dropped.
-pub(super) struct Client(Arc<Export>);
+/// Counts a client of an export until this is dropped.
+pub(super) struct ClientGuard(Arc<Export>);
 
-impl Client {
-    pub(super) fn of(export: &Arc<Export>) -> Self {
+impl ClientGuard {
+    pub(super) fn new(export: &Arc<Export>) -> Self {
         export.clients.fetch_add(1, Ordering::Relaxed);
         Self(Arc::clone(export))
     }
 }
 
-impl Drop for Client {
+impl Drop for ClientGuard {
     fn drop(&mut self) {
         let last = self.0.clients.fetch_sub(1, Ordering::AcqRel) == 1;
         if let Some(deserted) = self.0.deserted.as_ref().filter(|_| last) {
@@ -207,10 +210,10 @@ struct ExportControl {
 }
 
 impl DeviceControl for ExportControl {
-    /// NBD has no message for a new size. New connections learn it, and existing ones can access the new sectors too.
+    /// NBD has no message for a new size. New connections see it, and existing ones may access the new sectors too.
     fn capacity_changed(&self) {}
 
-    /// Both cache modes announce FLUSH to clients, so clients flush where they have to.
+    /// FLUSH is advertised in both cache modes, so clients flush wherever they have to.
     fn set_write_cache(&self, on: bool) -> bool {
         if self.backend.capabilities().write_cache_toggle {
             self.backend.set_write_cache(on);

@@ -4,9 +4,9 @@ use std::io::{self, ErrorKind, IoSlice};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use super::ended::ConnectionEnd;
-use super::export::{Export, Exports, Used};
-use super::mapper::Context;
+use super::connection_end::ConnectionEnd;
+use super::export::{Export, ExportGuard, Exports};
+use super::extent_mapper::MetaContext;
 use super::protocol::{
     ALLOCATION, DIRTY_BITMAP, FieldReader, Framing, GREETING, MAX_PAYLOAD, NAMESPACES, OPTION,
     handshake, info, option, option_reply, reply,
@@ -15,50 +15,50 @@ use super::tls::TlsConfig;
 use super::wire::{Tls, Wire};
 use crate::backend::SECTOR_SIZE;
 use crate::event_loop::EventSet;
-use crate::listen::{Stop, Waited, Waiter};
+use crate::listen::{Stop, Waiter, WakeReason};
 
 /// How long a client may take to choose its export.
-const LIMIT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 const TOO_LONG: &str = "it took too long to choose an export";
 /// Longest data of an option, in bytes. A string has at most 4096 bytes, and an option needs only a few strings.
 const MAX_OPTION: usize = 32 << 10;
-/// The preferred block size in bytes: a page, as file systems use it.
+/// The preferred block size in bytes: a page, the block size of most file systems.
 const PREFERRED_BLOCK: u32 = 4096;
-/// The least maximum block size that a server should announce, in bytes.
-const LEAST_MAXIMUM_BLOCK: u32 = 1 << 20;
+/// The smallest maximum block size that a server should advertise, in bytes.
+const MIN_MAXIMUM_BLOCK: u32 = 1 << 20;
 
 /// The result of a handshake.
-pub(super) struct Agreed {
-    pub(super) export: Used,
+pub(super) struct HandshakeResult {
+    pub(super) export: ExportGuard,
     pub(super) framing: Framing,
     /// What the client may ask about with BLOCK_STATUS.
-    pub(super) contexts: Arc<[Context]>,
+    pub(super) contexts: Arc<[MetaContext]>,
 }
 
-/// A non-blocking socket on which reads and writes wait, until a deadline.
-struct Channel<'a> {
+/// A non-blocking socket whose reads and writes wait, at most until a deadline.
+struct HandshakeChannel<'a> {
     wire: &'a mut Wire,
     waiter: Waiter,
-    end: Instant,
+    deadline: Instant,
 }
 
-impl Channel<'_> {
+impl HandshakeChannel<'_> {
     fn wait(&mut self, events: EventSet) -> Result<(), ConnectionEnd> {
         let now = Instant::now();
-        if now >= self.end {
+        if now >= self.deadline {
             return Err(ConnectionEnd::Broken(TOO_LONG));
         }
-        // Decrypted data can be read without waiting, but a stop of the server must be noticed all the same.
+        // Decrypted data can be read without waiting, but a server that stops must be noticed here too.
         let decrypted = events.contains(EventSet::IN) && self.wire.may_have_data();
-        let end = if decrypted { now } else { self.end };
-        match self.waiter.wait(&*self.wire, events, Some(end))? {
-            Waited::Stopped => Err(ConnectionEnd::Gone),
-            Waited::Late if !decrypted => Err(ConnectionEnd::Broken(TOO_LONG)),
+        let until = if decrypted { now } else { self.deadline };
+        match self.waiter.wait(&*self.wire, events, Some(until))? {
+            WakeReason::Stopped => Err(ConnectionEnd::Gone),
+            WakeReason::TimedOut if !decrypted => Err(ConnectionEnd::Broken(TOO_LONG)),
             _ => Ok(()),
         }
     }
 
-    /// Waits if `error` is that the socket would block; returns any other error but EINTR.
+    /// Waits if the error is "would block", ignores EINTR, and returns any other error.
     fn wait_after(&mut self, error: io::Error, events: EventSet) -> Result<(), ConnectionEnd> {
         match error.kind() {
             ErrorKind::WouldBlock => self.wait(events),
@@ -79,7 +79,7 @@ impl Channel<'_> {
         Ok(())
     }
 
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], ConnectionEnd> {
+    fn read_array<const N: usize>(&mut self) -> Result<[u8; N], ConnectionEnd> {
         let mut bytes = [0; N];
         self.read(&mut bytes)?;
         Ok(bytes)
@@ -127,30 +127,32 @@ pub(super) fn negotiate(
     stop: &Stop,
     exports: &Exports,
     tls: &Tls,
-) -> Result<Agreed, ConnectionEnd> {
-    let mut channel = Channel {
+) -> Result<HandshakeResult, ConnectionEnd> {
+    let mut channel = HandshakeChannel {
         waiter: Waiter::new(&*wire, stop)?,
         wire,
-        end: Instant::now() + LIMIT,
+        deadline: Instant::now() + TIMEOUT,
     };
     let mut greeting = Vec::from(GREETING.to_be_bytes());
     greeting.extend(OPTION.to_be_bytes());
     greeting.extend((handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes());
     channel.write(&greeting)?;
-    let flags = u32::from_be_bytes(channel.array()?);
+    let flags = u32::from_be_bytes(channel.read_array()?);
     let known = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
     if flags & !known != 0 {
         return Err(ConnectionEnd::Broken("it has unknown handshake flags"));
     }
-    let mut talk = Talk::new(exports);
+    let mut negotiation = Negotiation::new(exports);
     loop {
-        // This wait checks the time limit even for a client that sends options without a pause.
+        // Enforces the time limit even on a client that sends options without a pause.
         channel.wait(EventSet::IN)?;
-        let header: [u8; 16] = channel.array()?;
+        let header: [u8; 16] = channel.read_array()?;
         let mut fields = FieldReader(&header);
         let (magic, option, len) = (fields.u64(), fields.u32(), fields.u32());
         let (Some(OPTION), Some(option), Some(len)) = (magic, option, len) else {
-            return Err(ConnectionEnd::Broken("an option does not begin as one"));
+            return Err(ConnectionEnd::Broken(
+                "an option has the wrong magic number",
+            ));
         };
         if len as usize > MAX_OPTION {
             return Err(ConnectionEnd::Broken("an option is too long"));
@@ -169,11 +171,11 @@ pub(super) fn negotiate(
                     Ok(config) => {
                         channel.write(&option_reply(option, reply::ACK, &[]))?;
                         channel.start_tls(config)?;
-                        // An attacker may have altered the options that came unencrypted, so they are forgotten.
-                        talk = Talk::new(exports);
+                        // An attacker may have tampered with the unencrypted options, so they are forgotten.
+                        negotiation = Negotiation::new(exports);
                     }
-                    Err((kind, why)) => {
-                        channel.write(&option_reply(option, kind, why.as_bytes()))?;
+                    Err((kind, reason)) => {
+                        channel.write(&option_reply(option, kind, reason.as_bytes()))?;
                     }
                 }
                 None
@@ -183,11 +185,11 @@ pub(super) fn negotiate(
                 return Err(ConnectionEnd::Broken("it asks for an export without TLS"));
             }
             option::EXPORT_NAME => {
-                let export = talk.find(&data);
+                let export = negotiation.find(&data);
                 let export =
                     export.ok_or(ConnectionEnd::Broken("it asks for an unknown export"))?;
                 let mut out = Vec::from(export.size().to_be_bytes());
-                let structured = talk.framing != Framing::Simple;
+                let structured = negotiation.framing != Framing::Simple;
                 out.extend(export.flags(structured).to_be_bytes());
                 if flags & u32::from(handshake::NO_ZEROES) == 0 {
                     out.extend([0; 124]);
@@ -203,42 +205,42 @@ pub(super) fn negotiate(
                 return Err(ConnectionEnd::Gone);
             }
             _ if tls.forbids(channel.wire) => {
-                let why = b"start TLS first";
-                channel.write(&option_reply(option, reply::ERR_TLS_REQUIRED, why))?;
+                let reason = b"start TLS first";
+                channel.write(&option_reply(option, reply::ERR_TLS_REQUIRED, reason))?;
                 None
             }
             _ => {
-                let (out, chosen) = talk.answer(option, &data);
+                let (out, chosen) = negotiation.answer(option, &data);
                 channel.write(&out)?;
                 chosen
             }
         };
         if let Some(export) = chosen {
-            return Ok(Agreed {
-                framing: talk.framing,
-                contexts: match talk.contexts {
+            return Ok(HandshakeResult {
+                framing: negotiation.framing,
+                contexts: match negotiation.contexts {
                     Some((of, contexts)) if of.ptr_eq(&export) => contexts.into(),
                     _ => Arc::default(),
                 },
-                // A client may take long to read, and the export may have been removed meanwhile.
+                // The export may have been removed while a slow client read the reply.
                 export: exports.find(&export).ok_or(ConnectionEnd::Gone)?,
             });
         }
     }
 }
 
-/// What client and server have agreed on so far.
-struct Talk<'a> {
+/// What the client and the server have agreed on so far.
+struct Negotiation<'a> {
     exports: &'a Exports,
     framing: Framing,
-    /// The export for which SET_META_CONTEXT chose contexts, and these; the choice holds for that export alone.
-    contexts: Option<(Weak<Export>, Vec<Context>)>,
+    /// The export that SET_META_CONTEXT named, and the contexts it chose. The choice is valid for that export alone.
+    contexts: Option<(Weak<Export>, Vec<MetaContext>)>,
 }
 
 /// An error reply to an option: its type and message.
-type Refusal = (u32, &'static str);
+type OptionError = (u32, &'static str);
 
-impl<'a> Talk<'a> {
+impl<'a> Negotiation<'a> {
     fn new(exports: &'a Exports) -> Self {
         Self {
             exports,
@@ -247,8 +249,8 @@ impl<'a> Talk<'a> {
         }
     }
 
-    /// The export with a name. The empty name finds the export if there is only one.
-    fn find(&self, name: &[u8]) -> Option<Used> {
+    /// The export of this name. The empty name finds the only export, if there is just one.
+    fn find(&self, name: &[u8]) -> Option<ExportGuard> {
         let mut all = self.exports.all();
         if name.is_empty() && all.len() == 1 {
             return all.pop();
@@ -257,9 +259,9 @@ impl<'a> Talk<'a> {
             .find(|export| export.name.as_bytes() == name)
     }
 
-    fn find_or_refuse(&self, name: &[u8]) -> Result<Used, Refusal> {
-        let why = "no such export: ask for the list";
-        self.find(name).ok_or((reply::ERR_UNKNOWN, why))
+    fn find_or_refuse(&self, name: &[u8]) -> Result<ExportGuard, OptionError> {
+        let reason = "no such export: ask for the list";
+        self.find(name).ok_or((reply::ERR_UNKNOWN, reason))
     }
 
     /// The replies to an option, and the export that the option has chosen, if any.
@@ -294,11 +296,11 @@ impl<'a> Talk<'a> {
                 out.extend(option_reply(option, reply::ACK, &[]));
                 (out, chosen)
             }
-            Err((kind, why)) => (option_reply(option, kind, why.as_bytes()), None),
+            Err((kind, reason)) => (option_reply(option, kind, reason.as_bytes()), None),
         }
     }
 
-    fn list(&self, data: &[u8], out: &mut Vec<u8>) -> Result<Option<Weak<Export>>, Refusal> {
+    fn list(&self, data: &[u8], out: &mut Vec<u8>) -> Result<Option<Weak<Export>>, OptionError> {
         if !data.is_empty() {
             return Err((reply::ERR_INVALID, "this option has no data"));
         }
@@ -317,7 +319,7 @@ impl<'a> Talk<'a> {
         option: u32,
         data: &[u8],
         out: &mut Vec<u8>,
-    ) -> Result<Option<Weak<Export>>, Refusal> {
+    ) -> Result<Option<Weak<Export>>, OptionError> {
         let malformed = (reply::ERR_INVALID, "the option is malformed");
         let mut fields = FieldReader(data);
         let name = fields.string().ok_or(malformed)?;
@@ -326,27 +328,27 @@ impl<'a> Talk<'a> {
         let wanted = wanted.filter(|_| fields.0.is_empty()).ok_or(malformed)?;
         let export = self.find_or_refuse(name)?;
 
-        let mut tell = |kind: u16, parts: &[&[u8]]| {
+        let mut send = |kind: u16, parts: &[&[u8]]| {
             let mut data = Vec::from(kind.to_be_bytes());
             parts.iter().for_each(|part| data.extend(*part));
             out.extend(option_reply(option, reply::INFO, &data));
         };
         let flags = export.flags(self.framing != Framing::Simple);
         let size = export.size().to_be_bytes();
-        tell(info::EXPORT, &[&size, &flags.to_be_bytes()]);
+        send(info::EXPORT, &[&size, &flags.to_be_bytes()]);
         if wanted.contains(&info::NAME) {
-            tell(info::NAME, &[export.name.as_bytes()]);
+            send(info::NAME, &[export.name.as_bytes()]);
         }
         if wanted.contains(&info::DESCRIPTION) {
-            tell(info::DESCRIPTION, &[export.description.as_bytes()]);
+            send(info::DESCRIPTION, &[export.description.as_bytes()]);
         }
-        // A write within the maximum block size is all-or-nothing after a crash.
+        // After a crash, a write no longer than the maximum block size is there in full or not at all.
         let largest = export
             .backend
             .max_request_bytes()
-            .clamp(LEAST_MAXIMUM_BLOCK as usize, MAX_PAYLOAD as usize);
+            .clamp(MIN_MAXIMUM_BLOCK as usize, MAX_PAYLOAD as usize);
         let blocks = [SECTOR_SIZE as u32, PREFERRED_BLOCK, largest as u32].map(u32::to_be_bytes);
-        tell(info::BLOCK_SIZE, &[&blocks[0], &blocks[1], &blocks[2]]);
+        send(info::BLOCK_SIZE, &[&blocks[0], &blocks[1], &blocks[2]]);
         Ok((option == option::GO).then(|| Arc::downgrade(&export)))
     }
 
@@ -355,9 +357,9 @@ impl<'a> Talk<'a> {
         option: u32,
         data: &[u8],
         out: &mut Vec<u8>,
-    ) -> Result<Option<Weak<Export>>, Refusal> {
+    ) -> Result<Option<Weak<Export>>, OptionError> {
         if self.framing == Framing::Simple {
-            return Err((reply::ERR_INVALID, "agree upon structured replies first"));
+            return Err((reply::ERR_INVALID, "negotiate structured replies first"));
         }
         let setting = option == option::SET_META_CONTEXT;
         if setting {
@@ -382,9 +384,9 @@ impl<'a> Talk<'a> {
         let points = export.backend.past_points().into_iter();
         let changes = points.map(|point| {
             let name = format!("{DIRTY_BITMAP}{}", point.name);
-            (name, Context::Changes(point.number))
+            (name, MetaContext::Changes(point.number))
         });
-        let all = std::iter::once((ALLOCATION.to_owned(), Context::Allocation)).chain(changes);
+        let all = std::iter::once((ALLOCATION.to_owned(), MetaContext::Allocation)).chain(changes);
         let mut chosen = Vec::new();
         for (name, context) in all.filter(|(name, _)| wanted(name)) {
             let id = if setting { chosen.len() as u32 } else { 0 };

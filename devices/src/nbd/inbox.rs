@@ -1,71 +1,71 @@
-//! Messages from other threads to a worker: connections, answers about a disk's extents, and the order to stop.
+//! Messages from other threads to a worker: new connections, results of extent queries, and the command to stop.
 
 use std::io;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use super::connection::Connection;
-use super::mapper::Status;
-use crate::control::Wake;
-use crate::event_loop::Remote;
+use super::extent_mapper::ExtentStatus;
+use crate::control::GateWatcher;
+use crate::event_loop::MessageSender;
 
-/// A descriptor that a worker watches.
+/// What made a worker's event loop wake up: a descriptor that it watches.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Source {
-    /// The completion event of this desk's queue.
-    Desk(usize),
-    /// The timer of the limits of this desk's disk.
+pub(super) enum WorkerEvent {
+    /// The completion event of this session's queue.
+    DiskSession(usize),
+    /// The limits' timer of this session.
     Timer(usize),
     /// A client's socket.
     Client(usize),
 }
 
 /// A message to a worker.
-pub(super) enum Mail {
+pub(super) enum WorkerMessage {
     /// A client to serve.
     Connection(Box<Connection>),
-    /// The answer of an export's `Mapper`.
-    Answer(Mapped),
+    /// The result of a query to an export's `ExtentMapper`.
+    Extents(ExtentAnswer),
     /// An export's gate has opened or closed, or an export is being removed.
     Gate,
     /// No more connections will arrive; the worker ends when its clients are gone.
     Closed,
-    /// No more connections will arrive, and the worker is to end those it has.
+    /// No more connections will arrive, and the worker has to end those it has.
     Stop,
 }
 
-/// What is told of a disk's parts: the answer to the request with this token at this desk.
-pub(super) struct Mapped {
-    pub(super) desk: usize,
+/// The result of an extent query, for the request with this token in this session.
+pub(super) struct ExtentAnswer {
+    pub(super) session: usize,
     pub(super) token: usize,
-    pub(super) extents: io::Result<Vec<Vec<Status>>>,
+    pub(super) extents: io::Result<Vec<Vec<ExtentStatus>>>,
 }
 
 /// The sending end of a worker's messages.
-pub(super) struct Inbox {
-    remote: Remote<Source, Mail>,
-    /// How many connections the worker has.
+pub(super) struct WorkerInbox {
+    sender: MessageSender<WorkerEvent, WorkerMessage>,
+    /// Number of the worker's connections.
     pub(super) load: AtomicUsize,
 }
 
-impl Inbox {
-    pub(super) fn new(remote: Remote<Source, Mail>) -> Self {
+impl WorkerInbox {
+    pub(super) fn new(sender: MessageSender<WorkerEvent, WorkerMessage>) -> Self {
         let load = AtomicUsize::new(0);
-        Self { remote, load }
+        Self { sender, load }
     }
 
-    pub(super) fn put(&self, connection: Connection) {
+    pub(super) fn add_connection(&self, connection: Connection) {
         self.load.fetch_add(1, Ordering::Relaxed);
-        self.send(Mail::Connection(Box::new(connection)));
+        self.send(WorkerMessage::Connection(Box::new(connection)));
     }
 
     /// Sends a message. It is lost if the worker has ended.
-    pub(super) fn send(&self, mail: Mail) {
-        self.remote.send(mail);
+    pub(super) fn send(&self, message: WorkerMessage) {
+        self.sender.send(message);
     }
 }
 
-impl Wake for Inbox {
+impl GateWatcher for WorkerInbox {
     fn wake(&self) {
-        self.send(Mail::Gate);
+        self.send(WorkerMessage::Gate);
     }
 }

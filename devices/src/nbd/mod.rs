@@ -1,18 +1,18 @@
-//! The disk for NBD clients: fixed newstyle handshake, structured and extended replies (the protocol's `doc/proto.md`).
+//! An NBD server: fixed newstyle handshake, structured and extended replies (the protocol's `doc/proto.md`).
 //!
 //! ```text
 //!   Server     a thread per listener: accept                                  server.rs
 //!     ├─────   a thread per client in the handshake: TLS, export, framing     handshake.rs, tls.rs
 //!     └ Pool   a thread per two processors, and one per connection to a
-//!              disk that blocks: an event loop over sockets and disks         worker.rs, inbox.rs, desk.rs
+//!              disk that blocks: an event loop over sockets and disks         worker.rs, inbox.rs, disk_session.rs
 //!         Connection                                                          connection.rs
-//!           incoming ─▶ requests ─▶ BackendQueue ─▶ outgoing                  incoming.rs, request.rs, outgoing.rs
-//!           Wire   the socket, bare or under TLS                              wire.rs, session.rs
-//!   Mapper     a thread per export that a client asks for its holes           mapper.rs
+//!           RequestReader ─▶ requests ─▶ BackendQueue ─▶ ReplyQueue           request_reader.rs, request.rs, reply_queue.rs
+//!           Wire   the socket, bare or under TLS                              wire.rs, tls_session.rs
+//!   ExtentMapper   a thread per export whose extents a client asks for        extent_mapper.rs
 //! ```
 //! Requests of a connection run concurrently, and each is answered as it ends. The memory of a connection is bounded:
 //! above the bound the worker reads nothing more from its socket. Connections share nothing but the disk, and a FLUSH
-//! on one covers the completed writes of all (CAN_MULTI_CONN).
+//! on one covers the completed writes of all of them (CAN_MULTI_CONN).
 //!
 //! A write is answered once it would survive the end of this process ([`Answer`](crate::backend::Answer)), since a
 //! client that reconnects does not repeat it. A FLUSH makes it durable, so a write with FUA needs only its FLUSH.
@@ -21,9 +21,9 @@
 //! so the event loop is the same with and without TLS. The one difference: decrypted bytes may be left when the socket
 //! is empty, and the event loop does not report those.
 //!
-//! Why no crate from crates.io: `nbd` calls itself a first sketch and serves one request at a time from anything that
-//! can seek, without structured replies, block status or FUA, and `nbdkit` writes plugins for another server. The codec
-//! is small, and pipelining, back-pressure and group commit are the reason to have this server.
+//! Why no crate from crates.io: `nbd` calls itself a first sketch. It serves one request at a time from anything that can
+//! seek, without structured replies, block status or FUA. `nbdkit` is for plugins of another server. The codec is small,
+//! and pipelining, back-pressure and group commit are the reason to have this server.
 //!
 //! ```
 //! use std::io::Read;
@@ -47,20 +47,20 @@
 //! ```
 
 mod connection;
-mod desk;
-mod ended;
+mod connection_end;
+mod disk_session;
 mod export;
+mod extent_mapper;
 mod handshake;
 mod inbox;
-mod incoming;
-mod mapper;
-mod outgoing;
 mod protocol;
+mod reply_queue;
 mod request;
+mod request_reader;
 mod server;
-mod session;
 #[cfg_attr(not(feature = "tls"), path = "no_tls.rs")]
 mod tls;
+mod tls_session;
 mod wire;
 mod worker;
 

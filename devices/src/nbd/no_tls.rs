@@ -2,14 +2,14 @@
 
 use std::io;
 
-use super::session::Session;
+use super::tls_session::TlsSession;
 
 /// The server's key and certificates. Without the feature `tls` there is no value of this type.
 #[derive(Clone, Debug)]
 pub enum TlsConfig {}
 
 impl TlsConfig {
-    pub(super) fn session(&self) -> io::Result<Box<dyn Session>> {
+    pub(super) fn session(&self) -> io::Result<Box<dyn TlsSession>> {
         match *self {}
     }
 }

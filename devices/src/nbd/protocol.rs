@@ -104,11 +104,11 @@ pub(super) mod extent {
     pub(crate) const DIRTY: u32 = 1;
 }
 
-/// The metadata context that tells which parts of a disk hold data.
+/// The metadata context that says which parts of a disk hold data.
 pub(super) const ALLOCATION: &str = "base:allocation";
-/// The name of a point of the past follows: the metadata context that tells what has changed since.
+/// Prefix of the metadata contexts that say what has changed; the name of a point in the past follows.
 pub(super) const DIRTY_BITMAP: &str = "qemu:dirty-bitmap:";
-/// Queries for all metadata contexts that begin so.
+/// Queries that match every metadata context with this prefix.
 pub(super) const NAMESPACES: [&str; 3] = ["base:", "qemu:", DIRTY_BITMAP];
 
 /// Error numbers in replies.
@@ -122,19 +122,19 @@ pub(super) enum Error {
     Shutdown = 108,
 }
 
-/// Longest payload of a request or reply in bytes, whatever block size was agreed on. Clients that do not ask for block
-/// sizes keep to this limit.
+/// Longest payload of a request or reply in bytes, whatever block size was negotiated. Clients that do not ask for block
+/// sizes stay within this limit.
 pub(super) const MAX_PAYLOAD: u64 = 32 << 20;
 
 /// The format of requests and replies on a connection.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) enum Framing {
-    /// Simple replies alone.
+    /// Only simple replies.
     #[default]
     Simple,
     /// Structured replies to READ and BLOCK_STATUS, simple ones to the rest.
     Structured,
-    /// Extended headers both ways.
+    /// Extended headers in both directions.
     Extended,
 }
 
@@ -163,7 +163,7 @@ impl NbdRequest {
         }
     }
 
-    /// Decodes a header of [`len`](Self::len) bytes. `None`: its magic number is wrong: the stream cannot be parsed.
+    /// Decodes a header of [`len`](Self::len) bytes. `None`: the magic number is wrong, so the stream cannot be parsed.
     pub(super) fn decode(bytes: &[u8], framing: Framing) -> Option<Self> {
         let mut fields = FieldReader(bytes);
         let magic = fields.u32()?;
@@ -189,7 +189,7 @@ impl NbdRequest {
     }
 }
 
-/// Takes big-endian fields off the front of a message; `None` when it is too short.
+/// Reads big-endian fields from the front of a message; each method returns `None` if the message is too short.
 pub(super) struct FieldReader<'a>(pub(super) &'a [u8]);
 
 impl<'a> FieldReader<'a> {
@@ -229,7 +229,7 @@ pub(super) fn put_simple(out: &mut Vec<u8>, cookie: u64, error: Option<Error>) {
     out.extend(cookie.to_be_bytes());
 }
 
-/// Appends the header of the one chunk of a structured or extended reply, with `len` bytes to follow.
+/// Appends the header of the only chunk of a structured or extended reply; `len` bytes follow it.
 pub(super) fn put_chunk(
     out: &mut Vec<u8>,
     framing: Framing,
@@ -237,11 +237,11 @@ pub(super) fn put_chunk(
     request: &NbdRequest,
     len: usize,
 ) {
-    put_part(out, framing, (kind, chunk::DONE), request, len);
+    put_chunk_with_flags(out, framing, (kind, chunk::DONE), request, len);
 }
 
-/// As [`put_chunk`], for a chunk of this type and with these flags, of which there may be several.
-pub(super) fn put_part(
+/// As [`put_chunk`], with the chunk's type and flags: without [`chunk::DONE`] more chunks follow.
+pub(super) fn put_chunk_with_flags(
     out: &mut Vec<u8>,
     framing: Framing,
     (kind, flags): (u16, u16),
@@ -262,12 +262,12 @@ pub(super) fn put_part(
         out.extend(request.offset.to_be_bytes());
         out.extend((len as u64).to_be_bytes());
     } else {
-        // It fits: at most MAX_PAYLOAD and a few bytes.
+        // The cast is lossless: at most MAX_PAYLOAD and a few bytes.
         out.extend((len as u32).to_be_bytes());
     }
 }
 
-/// An option's reply.
+/// Encodes a reply to an option.
 pub(super) fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     let mut out = Vec::with_capacity(20 + data.len());
     out.extend(OPTION_REPLY.to_be_bytes());

@@ -1,14 +1,15 @@
-//! One request: its checks, its steps at the backend, its reply.
+//! One request: how it is checked, its backend operations ("steps"), and its reply.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use super::incoming::{NbdMessage, Payload};
-use super::mapper::{Context, Question, Status};
-use super::outgoing::Outgoing;
+use super::extent_mapper::{ExtentQuery, ExtentStatus, MetaContext};
 use super::protocol::{
-    Error, Framing, MAX_PAYLOAD, NbdRequest, chunk, command, flag, put_chunk, put_part, put_simple,
+    Error, Framing, MAX_PAYLOAD, NbdRequest, chunk, command, flag, put_chunk, put_chunk_with_flags,
+    put_simple,
 };
+use super::reply_queue::ReplyQueue;
+use super::request_reader::{NbdMessage, Payload};
 use crate::backend::{Backend, Buffer, Capabilities, Failure, Operation, SECTOR_SIZE};
 
 /// Most sectors zeroed or discarded in one step: a multiple of every block size, 1 TiB.
@@ -16,18 +17,18 @@ const ZERO_STEP: u64 = 1 << 31;
 /// Most extents in one reply, for all contexts together.
 const MAX_EXTENTS: usize = 4096;
 
-/// What the checks of a request depend on.
+/// What a request is checked against.
 pub(super) struct NbdRules<'a> {
     pub(super) backend: &'a dyn Backend,
     pub(super) capabilities: Capabilities,
     pub(super) framing: Framing,
     /// What the client may ask about with BLOCK_STATUS.
-    pub(super) contexts: &'a Arc<[Context]>,
+    pub(super) contexts: &'a Arc<[MetaContext]>,
 }
 
-/// How to go on with a request.
+/// What to do with a request.
 pub(super) enum NbdAction {
-    /// Run it: it has steps for the backend, or a question to it.
+    /// Run it: it has steps, or an extent query.
     Run(PendingRequest),
     /// Answer it with this error.
     Refuse(NbdRequest, Error),
@@ -40,14 +41,15 @@ pub(super) struct PendingRequest {
     pub(super) request: NbdRequest,
     work: Work,
     sector: u64,
-    /// The last step is a FLUSH, not submitted yet.
+    /// Whether the last step is a FLUSH that is not submitted yet.
     flush_after: bool,
-    /// The request changes the disk, and [`take_unasked`](Self::take_unasked) was not called yet.
-    unasked: bool,
-    /// The request was cut short by a stop of the server.
+    /// Whether the request changes the disk, and [`take_await_written`](Self::take_await_written) was not called yet.
+    await_written: bool,
+    /// Whether the request was cut short because the server stops.
     cut: bool,
 }
 
+/// What is left to do for a request.
 enum Work {
     Read {
         left: u64,
@@ -58,23 +60,24 @@ enum Work {
     },
     Zero {
         left: u64,
-        kind: Zero,
+        kind: ZeroKind,
     },
     Flush,
     Map {
-        question: Question,
-        extents: Vec<Vec<Status>>,
+        query: ExtentQuery,
+        extents: Vec<Vec<ExtentStatus>>,
     },
 }
 
+/// The operation of a [`Work::Zero`].
 #[derive(Clone, Copy)]
-enum Zero {
+enum ZeroKind {
     Trim,
     Zeroes { unmap: bool },
 }
 
 /// Checks a request.
-pub(super) fn judge(message: NbdMessage, rules: &NbdRules<'_>) -> NbdAction {
+pub(super) fn check_request(message: NbdMessage, rules: &NbdRules<'_>) -> NbdAction {
     let request = message.request;
     match check(message, rules) {
         Ok(action) => action,
@@ -104,45 +107,45 @@ fn check(message: NbdMessage, rules: &NbdRules<'_>) -> Result<NbdAction, Error> 
             if request.length > MAX_PAYLOAD {
                 return Err(Error::Invalid);
             }
-            let (done, left) = (Vec::new(), range(&request, rules, Error::Invalid)?);
+            let (done, left) = (Vec::new(), check_range(&request, rules, Error::Invalid)?);
             Work::Read { left, done }
         }
         command::WRITE => {
-            writable(can)?;
+            check_writable(can)?;
             let Payload::Data(rest) = payload else {
                 return Err(Error::Invalid);
             };
-            range(&request, rules, Error::NoSpace)?;
+            check_range(&request, rules, Error::NoSpace)?;
             Work::Write { rest }
         }
         command::FLUSH if can.flush => Work::Flush,
         command::TRIM if can.discard || can.read_only => {
-            writable(can)?;
-            let left = range(&request, rules, Error::Invalid)?;
-            let kind = Zero::Trim;
+            check_writable(can)?;
+            let left = check_range(&request, rules, Error::Invalid)?;
+            let kind = ZeroKind::Trim;
             Work::Zero { left, kind }
         }
         command::WRITE_ZEROES if can.write_zeroes || can.read_only => {
-            writable(can)?;
-            let left = range(&request, rules, Error::NoSpace)?;
+            check_writable(can)?;
+            let left = check_range(&request, rules, Error::NoSpace)?;
             let unmap = request.flags & flag::NO_HOLE == 0;
-            let kind = Zero::Zeroes { unmap };
+            let kind = ZeroKind::Zeroes { unmap };
             Work::Zero { left, kind }
         }
         command::BLOCK_STATUS if !rules.contexts.is_empty() => {
-            let sectors = range(&request, rules, Error::Invalid)?;
+            let sectors = check_range(&request, rules, Error::Invalid)?;
             let most = match request.flags & flag::REQUEST_ONE {
                 0 => (MAX_EXTENTS / rules.contexts.len()).max(1),
                 _ => 1,
             };
-            let question = Question {
+            let query = ExtentQuery {
                 sector: request.offset / SECTOR_SIZE,
                 sectors,
                 most,
                 contexts: Arc::clone(rules.contexts),
             };
             let extents = Vec::new();
-            Work::Map { question, extents }
+            Work::Map { query, extents }
         }
         _ => return Err(Error::Invalid),
     };
@@ -152,30 +155,31 @@ fn check(message: NbdMessage, rules: &NbdRules<'_>) -> Result<NbdAction, Error> 
         request,
         sector: request.offset / SECTOR_SIZE,
         flush_after: durable || matches!(work, Work::Flush),
-        unasked: changes && !durable,
+        await_written: changes && !durable,
         cut: false,
         work,
     }))
 }
 
-fn writable(can: Capabilities) -> Result<(), Error> {
-    match can.read_only {
-        true => Err(Error::Permission),
-        false => Ok(()),
+fn check_writable(can: Capabilities) -> Result<(), Error> {
+    if can.read_only {
+        return Err(Error::Permission);
     }
+    Ok(())
 }
 
-/// The sectors of a request, at least one. `beyond` is the error for a range that exceeds the disk.
-fn range(request: &NbdRequest, rules: &NbdRules<'_>, beyond: Error) -> Result<u64, Error> {
+/// Checks a request's range, and returns its length in sectors, at least one. `beyond` is the error for a range that
+/// exceeds the disk.
+fn check_range(request: &NbdRequest, rules: &NbdRules<'_>, beyond: Error) -> Result<u64, Error> {
     let end = request.offset.checked_add(request.length).ok_or(beyond)?;
     if end > rules.backend.sectors().saturating_mul(SECTOR_SIZE) {
         return Err(beyond);
     }
     let whole = |bytes: u64| bytes.is_multiple_of(SECTOR_SIZE);
-    match request.length > 0 && whole(request.offset) && whole(request.length) {
-        true => Ok(request.length / SECTOR_SIZE),
-        false => Err(Error::Invalid),
+    if request.length == 0 || !whole(request.offset) || !whole(request.length) {
+        return Err(Error::Invalid);
     }
+    Ok(request.length / SECTOR_SIZE)
 }
 
 impl PendingRequest {
@@ -184,18 +188,18 @@ impl PendingRequest {
         match self.work {
             Work::Read { .. } | Work::Write { .. } => self.request.length as usize,
             Work::Zero { .. } | Work::Flush => 0,
-            Work::Map { ref question, .. } => {
-                question.contexts.len() * question.most * size_of::<Status>()
+            Work::Map { ref query, .. } => {
+                query.contexts.len() * query.most * size_of::<ExtentStatus>()
             }
         }
     }
 
-    /// The next step; `None`: there are no more.
-    pub(super) fn step(&mut self, part: usize) -> Option<Operation> {
+    /// The next step, of at most `max_bytes` of data; `None`: there are no more.
+    pub(super) fn next_step(&mut self, max_bytes: usize) -> Option<Operation> {
         let sector = self.sector;
         let (operation, sectors) = match &mut self.work {
             Work::Read { left, .. } if *left > 0 => {
-                let sectors = (*left).min(part as u64 / SECTOR_SIZE);
+                let sectors = (*left).min(max_bytes as u64 / SECTOR_SIZE);
                 *left -= sectors;
                 let read = Operation::Read {
                     sector,
@@ -213,8 +217,8 @@ impl PendingRequest {
                 *left -= step;
                 let sectors = step as u32;
                 let operation = match *kind {
-                    Zero::Trim => Operation::Discard { sector, sectors },
-                    Zero::Zeroes { unmap } => Operation::WriteZeroes {
+                    ZeroKind::Trim => Operation::Discard { sector, sectors },
+                    ZeroKind::Zeroes { unmap } => Operation::WriteZeroes {
                         sector,
                         sectors,
                         unmap,
@@ -229,8 +233,8 @@ impl PendingRequest {
         Some(operation)
     }
 
-    /// Cuts short a request that has more zeroing steps to come: there may be millions of them.
-    pub(super) fn cut(&mut self) {
+    /// Drops the remaining zeroing steps of a request, of which there may be millions.
+    pub(super) fn cut_short(&mut self) {
         if let Work::Zero { left, .. } = &mut self.work
             && *left > 0
         {
@@ -240,39 +244,39 @@ impl PendingRequest {
         }
     }
 
-    /// The question about extents; `None` if the request has steps instead.
-    pub(super) fn question(&self) -> Option<Question> {
+    /// The extent query; `None` if the request has steps instead.
+    pub(super) fn query(&self) -> Option<ExtentQuery> {
         match &self.work {
-            Work::Map { question, .. } => Some(question.clone()),
+            Work::Map { query, .. } => Some(query.clone()),
             _ => None,
         }
     }
 
-    /// Takes the answer to the question.
-    pub(super) fn mapped(&mut self, found: Vec<Vec<Status>>) {
+    /// Stores the result of the query.
+    pub(super) fn set_extents(&mut self, found: Vec<Vec<ExtentStatus>>) {
         if let Work::Map { extents, .. } = &mut self.work {
             *extents = found;
         }
     }
 
-    /// Whether the caller must still ask if the request's changes are written. Returns `true` only once.
-    pub(super) fn take_unasked(&mut self) -> bool {
-        std::mem::take(&mut self.unasked)
+    /// Whether the caller still has to make sure that the request's changes are written. Returns `true` only once.
+    pub(super) fn take_await_written(&mut self) -> bool {
+        std::mem::take(&mut self.await_written)
     }
 
-    /// Takes the data that a step has read.
-    pub(super) fn stepped(&mut self, data: Option<Buffer>) {
+    /// Stores the data that a step has read.
+    pub(super) fn store_data(&mut self, data: Option<Buffer>) {
         if let (Work::Read { done, .. }, Some(data)) = (&mut self.work, data) {
             done.push(data);
         }
     }
 
-    /// Answers the request, once all steps are done or one has failed. Returns whether it succeeded.
+    /// Answers the request after its last step, or after a step that failed. Returns whether the request succeeded.
     pub(super) fn answer(
         self,
         result: Result<(), Failure>,
         framing: Framing,
-        out: &mut Outgoing,
+        out: &mut ReplyQueue,
     ) -> bool {
         let request = &self.request;
         let error = match result {
@@ -287,22 +291,22 @@ impl PendingRequest {
         };
         match (error, self.work) {
             (Some(error), _) => return refuse(request, error, framing, out),
-            // A read that returned less data than requested has failed too.
+            // A read that returned less data than requested is an error too.
             (None, Work::Read { .. }) if len as u64 != request.length => {
                 return refuse(request, Error::Io, framing, out);
             }
             (None, Work::Read { done, .. }) => {
                 match framing {
-                    Framing::Simple => out.header(|out| put_simple(out, request.cookie, None)),
-                    _ => out.header(|out| {
+                    Framing::Simple => out.push_header(|out| put_simple(out, request.cookie, None)),
+                    _ => out.push_header(|out| {
                         put_chunk(out, framing, chunk::OFFSET_DATA, request, 8 + len);
                         out.extend(request.offset.to_be_bytes());
                     }),
                 }
-                done.into_iter().for_each(|part| out.data(part));
+                done.into_iter().for_each(|part| out.push_data(part));
             }
             (None, Work::Map { extents, .. }) => answer_extents(request, &extents, framing, out),
-            (None, _) => out.header(|out| match framing {
+            (None, _) => out.push_header(|out| match framing {
                 Framing::Extended => put_chunk(out, framing, chunk::NONE, request, 0),
                 _ => put_simple(out, request.cookie, None),
             }),
@@ -321,14 +325,14 @@ pub(super) fn refuse(
     request: &NbdRequest,
     error: Error,
     framing: Framing,
-    out: &mut Outgoing,
+    out: &mut ReplyQueue,
 ) -> bool {
     let chunked = match framing {
         Framing::Simple => false,
         Framing::Structured => matches!(request.command, command::READ | command::BLOCK_STATUS),
         Framing::Extended => true,
     };
-    out.header(|out| {
+    out.push_header(|out| {
         if !chunked {
             return put_simple(out, request.cookie, Some(error));
         }
@@ -343,20 +347,18 @@ pub(super) fn refuse(
 /// Answers a BLOCK_STATUS with a chunk for each context.
 fn answer_extents(
     request: &NbdRequest,
-    contexts: &[Vec<Status>],
+    contexts: &[Vec<ExtentStatus>],
     framing: Framing,
-    out: &mut Outgoing,
+    out: &mut ReplyQueue,
 ) {
-    out.header(|out| {
+    out.push_header(|out| {
         for (id, extents) in contexts.iter().enumerate() {
-            let flags = match id + 1 == contexts.len() {
-                true => chunk::DONE,
-                false => 0,
-            };
+            let is_last = id + 1 == contexts.len();
+            let flags = if is_last { chunk::DONE } else { 0 };
             let id = (id as u32).to_be_bytes();
             if framing == Framing::Extended {
                 let (kind, len) = (chunk::BLOCK_STATUS_EXTENDED, 8 + 16 * extents.len());
-                put_part(out, framing, (kind, flags), request, len);
+                put_chunk_with_flags(out, framing, (kind, flags), request, len);
                 out.extend(id);
                 out.extend((extents.len() as u32).to_be_bytes());
                 for (sectors, state) in extents {
@@ -366,10 +368,10 @@ fn answer_extents(
                 continue;
             }
             let (kind, len) = (chunk::BLOCK_STATUS, 4 + 8 * extents.len());
-            put_part(out, framing, (kind, flags), request, len);
+            put_chunk_with_flags(out, framing, (kind, flags), request, len);
             out.extend(id);
             for (sectors, state) in extents {
-                // It fits: an extent is no longer than the requested range, whose length has 32 bits.
+                // The cast is lossless: no extent is longer than the requested range, whose length has 32 bits.
                 out.extend(((sectors * SECTOR_SIZE) as u32).to_be_bytes());
                 out.extend(state.to_be_bytes());
             }

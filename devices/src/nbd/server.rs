@@ -1,5 +1,5 @@
-//! Listeners, and clients in the handshake: a thread each; one event stops them all. After its handshake a client's
-//! connection goes to a worker.
+//! Listeners and handshakes. Each listener, and each client in the handshake, has a thread, and one event stops them all.
+//! After the handshake a worker takes the connection.
 
 use std::io;
 use std::net::TcpListener;
@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 
-use super::connection::{Connection, Seat};
-use super::ended::{ConnectionEnd, report};
+use super::connection::{Connection, ConnectionPermit};
+use super::connection_end::{ConnectionEnd, report};
 use super::export::{Export, Exports};
 use super::handshake::negotiate;
 use super::wire::{Tls, Wire};
@@ -47,7 +47,7 @@ impl Listener {
             Self::Tcp(listener) => {
                 let (stream, _) = listener.accept()?;
                 stream.set_nonblocking(true)?;
-                // A reply is a whole message, so TCP must not delay it to wait for more data.
+                // A reply is a whole message: Nagle's algorithm must not delay it.
                 stream.set_nodelay(true)?;
                 Ok(stream.into())
             }
@@ -68,7 +68,7 @@ impl AsFd for Listener {
 pub struct Service {
     /// The socket where clients connect.
     pub listener: Listener,
-    /// The exports. Their names differ.
+    /// The exports, each with a name of its own.
     pub exports: Vec<Export>,
     /// Whether clients use TLS.
     pub tls: Tls,
@@ -77,7 +77,7 @@ pub struct Service {
 /// A running server. Dropping it stops it.
 pub struct Server {
     stop: Stop,
-    /// Joined before the pool is dropped, since these threads hand connections to it.
+    /// Joined before the pool is dropped: these threads hand connections to it.
     listeners: Threads,
     pool: Arc<Pool>,
     /// The exports of each service, in the order of the services.
@@ -111,29 +111,29 @@ impl Server {
             let (stop, pool) = (server.stop.clone(), Arc::clone(&server.pool));
             let thread = thread::Builder::new().name("nbd-listener".into());
             server.listeners.start(thread, move || {
-                listen(&listener, &offered, &tls, &stop, &pool);
+                accept_clients(&listener, &offered, &tls, &stop, &pool);
             })?;
         }
         Ok(server)
     }
 
     /// Offers another export at the listener of the service with this number, counted from 0 in the order of
-    /// [`start`](Self::start). Returns whether it does: another export may have the name, or there is no such service.
+    /// [`start`](Self::start). `false`: another export has this name, or there is no such service.
     pub fn add(&self, service: usize, export: Export) -> bool {
         let exports = self.exports.get(service);
         exports.is_some_and(|exports| exports.add(export))
     }
 
-    /// Removes an export of a service. Its clients get the replies to the requests that were taken, and are disconnected; one
-    /// that does not read its replies gets two seconds. Returns when no client and no thread of the server uses the disk any
-    /// more; `false`: there is no such export.
+    /// Removes an export of a service. Its clients get the replies to requests already taken, and are disconnected; one that
+    /// does not read its replies gets two seconds. Returns once no client and no thread of the server uses the disk;
+    /// `false`: there is no such export.
     pub fn remove(&self, service: usize, name: &str) -> bool {
         let exports = self.exports.get(service);
         exports.is_some_and(|exports| exports.remove(name))
     }
 
-    /// Stops accepting clients, answers the requests in flight, and returns when every connection has ended. Zeroing of
-    /// more than 1 TiB is cut short with ESHUTDOWN. A client that does not read its replies gets two seconds.
+    /// Stops accepting clients, answers the requests in flight, and returns when every connection has ended. A
+    /// request that zeroes more than 1 TiB is cut short with ESHUTDOWN. A client that does not read its replies gets two seconds.
     pub fn stop(self) {
         drop(self);
     }
@@ -145,22 +145,32 @@ impl Drop for Server {
     }
 }
 
-/// Accepts clients until `stop` is signalled, then waits for those still in the handshake.
-fn listen(listener: &Listener, exports: &Arc<Exports>, tls: &Tls, stop: &Stop, pool: &Arc<Pool>) {
-    let seats = Arc::new(AtomicUsize::new(0));
-    let mut choosing = Threads::new("NBD");
+/// Accepts clients until `stop` is signalled, then waits for the handshakes still running.
+fn accept_clients(
+    listener: &Listener,
+    exports: &Arc<Exports>,
+    tls: &Tls,
+    stop: &Stop,
+    pool: &Arc<Pool>,
+) {
+    let clients = Arc::new(AtomicUsize::new(0));
+    let mut handshakes = Threads::new("NBD");
     accept_each(listener, stop, "NBD", Listener::accept, |socket| {
-        if seats.load(Ordering::Relaxed) >= MAX_CONNECTIONS {
+        if clients.load(Ordering::Relaxed) >= MAX_CONNECTIONS {
             tracing::warn!(
                 "NBD: {MAX_CONNECTIONS} clients are connected: one more was turned away"
             );
             return;
         }
-        let (exports, tls, seat) = (Arc::clone(exports), tls.clone(), Seat::take(&seats));
+        let (exports, tls, permit) = (
+            Arc::clone(exports),
+            tls.clone(),
+            ConnectionPermit::take(&clients),
+        );
         let (stop, pool) = (stop.clone(), Arc::clone(pool));
         let thread = thread::Builder::new().name("nbd-handshake".into());
-        let started = choosing.start(thread, move || {
-            report(choose(socket, &exports, &tls, &stop, seat, &pool));
+        let started = handshakes.start(thread, move || {
+            report(run_handshake(socket, &exports, &tls, &stop, permit, &pool));
         });
         if let Err(error) = started {
             tracing::warn!("NBD: a client could not be served: {error}");
@@ -169,17 +179,17 @@ fn listen(listener: &Listener, exports: &Arc<Exports>, tls: &Tls, stop: &Stop, p
 }
 
 /// Runs the handshake, in which the client chooses its export, then gives the connection to a worker.
-fn choose(
+fn run_handshake(
     socket: OwnedFd,
     exports: &Exports,
     tls: &Tls,
     stop: &Stop,
-    seat: Seat,
+    permit: ConnectionPermit,
     pool: &Pool,
 ) -> Result<(), ConnectionEnd> {
     let mut wire = Wire::new(socket);
     match negotiate(&mut wire, stop, exports, tls) {
-        Ok(agreed) => Ok(pool.serve(Connection::new(agreed, wire, seat))?),
+        Ok(handshake) => Ok(pool.serve(Connection::new(handshake, wire, permit))?),
         Err(ended) => {
             wire.close();
             Err(ended)

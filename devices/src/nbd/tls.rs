@@ -1,5 +1,5 @@
-//! TLS: certificates in the layout that QEMU, libvirt and nbdkit share (the NBD protocol, "TLS support"). 1.2 and 1.3, by
-//! rustls.
+//! TLS 1.2 and 1.3, by rustls. Certificates are laid out as QEMU, libvirt and nbdkit expect (the NBD protocol, "TLS
+//! support").
 
 use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
@@ -12,7 +12,7 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::{VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{RootCertStore, ServerConfig, ServerConnection};
 
-use super::session::{Session, Socket};
+use super::tls_session::{Socket, TlsSession};
 
 /// The server's key and certificates.
 #[derive(Clone)]
@@ -20,23 +20,24 @@ pub struct TlsConfig {
     server: Arc<ServerConfig>,
 }
 
-/// Why TLS cannot be set up. Names the file.
+/// Why TLS cannot be set up, with the file that is to blame.
 #[derive(Debug, thiserror::Error)]
-#[error("{}: {why}", path.display())]
+#[error("{}: {reason}", path.display())]
 pub struct TlsError {
     path: PathBuf,
-    why: Why,
+    reason: PemError,
 }
 
+/// What is wrong with a file of keys or certificates.
 #[derive(Debug, thiserror::Error)]
-enum Why {
+enum PemError {
     #[error(
         "{0}: the directory needs server-cert.pem and server-key.pem, and ca-cert.pem to verify clients"
     )]
     Io(#[from] io::Error),
     #[error("{0}: `openssl pkcs8 -topk8 -nocrypt` converts a key to a supported format")]
     Key(rustls::Error),
-    #[error("it is no PEM file: {0}")]
+    #[error("it is not a PEM file: {0}")]
     Pem(pem::Error),
     #[error("it lacks the required PEM section: {0}")]
     Missing(&'static str),
@@ -47,8 +48,8 @@ enum Why {
 }
 
 impl TlsConfig {
-    /// Reads `server-cert.pem` and `server-key.pem` in `directory`. With `verify_peer` a client has to show a certificate
-    /// that is signed by one in `ca-cert.pem`, and that `ca-crl.pem`, where there is one, does not revoke.
+    /// Reads `server-cert.pem` and `server-key.pem` in `directory`. With `verify_peer` a client must present a certificate
+    /// that is signed by one in `ca-cert.pem` and not revoked by `ca-crl.pem`, if that file exists.
     ///
     /// # Errors
     /// If a file cannot be read or used.
@@ -59,17 +60,17 @@ impl TlsConfig {
         let private = PrivateKeyDer::from_pem_file(&key);
         let private = private.map_err(|error| failed(&key, error, "PRIVATE KEY"))?;
         let provider = Arc::new(ring::default_provider());
-        // The key is checked here, since a failure in `with_single_cert` would be reported for the certificate.
+        // Checks the key here, because `with_single_cert` would blame the certificate for a bad key.
         let loaded = provider.key_provider.load_private_key(private.clone_key());
         loaded.map_err(|error| TlsError {
             path: key,
-            why: Why::Key(error),
+            reason: PemError::Key(error),
         })?;
         let refused = |path: &Path| {
             let path = path.to_owned();
             move |error: rustls::Error| TlsError {
                 path,
-                why: error.into(),
+                reason: error.into(),
             }
         };
         let builder = ServerConfig::builder_with_provider(Arc::clone(&provider))
@@ -93,7 +94,7 @@ impl TlsConfig {
                     VerifierBuilderError::InvalidCrl(_) => crl,
                     _ => ca,
                 },
-                why: error.into(),
+                reason: error.into(),
             })?;
             builder.with_client_cert_verifier(verifier)
         } else {
@@ -111,13 +112,13 @@ impl TlsConfig {
     ///
     /// # Errors
     /// If rustls refuses its configuration.
-    pub(super) fn session(&self) -> io::Result<Box<dyn Session>> {
+    pub(super) fn session(&self) -> io::Result<Box<dyn TlsSession>> {
         let connection = ServerConnection::new(Arc::clone(&self.server));
         Ok(Box::new(connection.map_err(invalid)?))
     }
 }
 
-impl Session for ServerConnection {
+impl TlsSession for ServerConnection {
     fn is_shaking_hands(&self) -> bool {
         self.is_handshaking()
     }
@@ -174,13 +175,13 @@ fn sections<T: PemObject>(path: &Path, kind: &'static str) -> Result<Vec<T>, Tls
 }
 
 fn failed(path: &Path, error: pem::Error, kind: &'static str) -> TlsError {
-    let why = match error {
-        pem::Error::Io(error) => Why::Io(error),
-        pem::Error::NoItemsFound => Why::Missing(kind),
-        error => Why::Pem(error),
+    let reason = match error {
+        pem::Error::Io(error) => PemError::Io(error),
+        pem::Error::NoItemsFound => PemError::Missing(kind),
+        error => PemError::Pem(error),
     };
     TlsError {
         path: path.to_owned(),
-        why,
+        reason,
     }
 }

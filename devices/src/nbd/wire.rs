@@ -3,8 +3,8 @@
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
-use super::session::{Session, Socket};
 use super::tls::TlsConfig;
+use super::tls_session::{Socket, TlsSession};
 
 /// Whether clients use TLS.
 #[derive(Clone, Debug, Default)]
@@ -21,8 +21,8 @@ pub enum Tls {
 /// A non-blocking socket, with the TLS state if the connection is encrypted.
 pub(super) struct Wire {
     socket: Socket,
-    tls: Option<Box<dyn Session>>,
-    /// There may be decrypted bytes that were not read yet.
+    tls: Option<Box<dyn TlsSession>>,
+    /// Whether there may be decrypted bytes that were not read yet.
     decrypted: bool,
 }
 
@@ -83,7 +83,7 @@ impl Wire {
         };
         let mut read = tls.read(bytes);
         if matches!(&read, Err(error) if error.kind() == io::ErrorKind::WouldBlock) {
-            // Once only: a client that keeps sending records without data must not keep the thread here.
+            // Only once: a client that keeps sending empty records must not hold this thread.
             if self.decrypt()? == 0 {
                 return Ok(0);
             }
@@ -111,9 +111,10 @@ impl Wire {
             return self.socket.write_vectored(slices);
         };
         // rustls takes as much as its send buffer holds, which is 64 KiB.
-        let written = match tls.has_unsent() {
-            true => 0,
-            false => tls.write(slices)?,
+        let written = if tls.has_unsent() {
+            0
+        } else {
+            tls.write(slices)?
         };
         if written == 0 {
             return Err(io::ErrorKind::WouldBlock.into());
@@ -165,7 +166,7 @@ impl Wire {
             // Application data may arrive together with the end of the handshake.
             Ok(decrypted) => self.decrypted = decrypted,
             Err(error) => {
-                // Sends the alert that gives the reason.
+                // Sends the alert that tells the client why.
                 let _ = self.flush();
                 return Err(error);
             }

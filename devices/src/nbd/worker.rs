@@ -1,8 +1,8 @@
-//! Threads that serve connections. Each is an event loop over many sockets, with a port to each disk that they use.
+//! Threads that serve connections. Each is an event loop over many sockets, with a session for each disk that they use.
 //!
-//! A thread per connection would cost two context switches per request, which with many clients that flush is most of a
-//! request's cost. One thread serves a dozen clients better: it submits the requests of all of them to the disk as one
-//! batch, and a commit group wakes it once for all the clients that the group served.
+//! A thread per connection would cost two context switches per request, most of a request's cost when many clients
+//! flush. One thread serves a dozen clients better: it submits all their requests to the disk as one batch, and a commit
+//! group wakes it once for all clients whose requests the group completed.
 
 use std::io;
 use std::sync::atomic::Ordering;
@@ -13,50 +13,50 @@ use std::time::{Duration, Instant};
 use slab::Slab;
 use walvisor_block::short_slice;
 
-use super::connection::{Connection, part};
-use super::desk::{Desk, kind};
-use super::ended::{ConnectionEnd, report};
-use super::export::{Export, Used};
-use super::inbox::{Inbox, Mail, Mapped, Source};
+use super::connection::{Connection, max_step_bytes};
+use super::connection_end::{ConnectionEnd, report};
+use super::disk_session::{DiskSession, kind};
+use super::export::{Export, ExportGuard};
+use super::inbox::{ExtentAnswer, WorkerEvent, WorkerInbox, WorkerMessage};
 use crate::backend::{Buffer, Completion, Failure};
-use crate::block::most_threads;
-use crate::control::Wake;
+use crate::block::max_threads;
+use crate::control::GateWatcher;
 use crate::event_loop::{Event, EventLoop, EventSet};
 use crate::listen::join;
 use crate::throttle::QueueLimits;
 
-/// How many rounds of completions a worker handles before it looks at sockets again. The steps of one long request may
-/// complete as they are submitted, for a long time.
+/// Rounds of completions that a worker handles before it looks at its sockets again. Without this limit a long request
+/// whose steps complete at once would starve the other clients.
 const ROUNDS: usize = 64;
 
-/// The threads of a server. The pool starts them as connections arrive, up to [`most_threads`] shared ones.
+/// The threads of a server. The pool starts them as connections arrive, up to [`max_threads`] shared ones.
 pub(super) struct Pool {
     most: usize,
-    workers: Mutex<Vec<Handle>>,
+    workers: Mutex<Vec<WorkerHandle>>,
 }
 
-struct Handle {
-    inbox: Arc<Inbox>,
-    /// The thread serves one connection and no other.
-    alone: bool,
+struct WorkerHandle {
+    inbox: Arc<WorkerInbox>,
+    /// Whether the thread serves one connection only.
+    dedicated: bool,
     thread: JoinHandle<()>,
 }
 
 impl Default for Pool {
     fn default() -> Self {
         Self {
-            most: most_threads(),
+            most: max_threads(),
             workers: Mutex::default(),
         }
     }
 }
 
 impl Pool {
-    fn lock(&self) -> MutexGuard<'_, Vec<Handle>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<WorkerHandle>> {
         self.workers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Hands a connection to a worker, which serves it to its end.
+    /// Hands a connection to a worker, which serves it until it ends.
     ///
     /// # Errors
     /// If the system refuses a thread or a descriptor.
@@ -66,22 +66,22 @@ impl Pool {
             join(ended.thread, "NBD");
         }
         // A read that blocks must not hold up other clients.
-        let alone = connection.export().backend.blocks();
-        let shared = || workers.iter().filter(|worker| !worker.alone);
+        let dedicated = connection.export().backend.blocks();
+        let shared = || workers.iter().filter(|worker| !worker.dedicated);
         let least = shared().min_by_key(|worker| worker.inbox.load.load(Ordering::Relaxed));
         match least {
             Some(worker)
-                if !alone
+                if !dedicated
                     && (shared().count() >= self.most
                         || worker.inbox.load.load(Ordering::Relaxed) == 0) =>
             {
-                worker.inbox.put(connection);
+                worker.inbox.add_connection(connection);
             }
             _ => {
-                let worker = start(alone)?;
-                worker.inbox.put(connection);
-                if alone {
-                    worker.inbox.send(Mail::Closed);
+                let worker = start(dedicated)?;
+                worker.inbox.add_connection(connection);
+                if dedicated {
+                    worker.inbox.send(WorkerMessage::Closed);
                 }
                 workers.push(worker);
             }
@@ -91,74 +91,75 @@ impl Pool {
 }
 
 impl Drop for Pool {
-    /// Ends every connection, and waits for the workers.
+    /// Ends every connection, and waits for the workers to exit.
     fn drop(&mut self) {
-        let workers: Vec<Handle> = self.lock().drain(..).collect();
+        let workers: Vec<WorkerHandle> = self.lock().drain(..).collect();
         workers
             .iter()
-            .for_each(|worker| worker.inbox.send(Mail::Stop));
+            .for_each(|worker| worker.inbox.send(WorkerMessage::Stop));
         workers
             .into_iter()
             .for_each(|worker| join(worker.thread, "NBD"));
     }
 }
 
-fn start(alone: bool) -> io::Result<Handle> {
+fn start(dedicated: bool) -> io::Result<WorkerHandle> {
     let events = EventLoop::new()?;
-    let inbox = Arc::new(Inbox::new(events.remote()));
+    let inbox = Arc::new(WorkerInbox::new(events.sender()));
     let worker = Worker {
         events,
-        happened: Vec::new(),
+        ready: Vec::new(),
         inbox: Arc::clone(&inbox),
-        desks: Slab::new(),
+        sessions: Slab::new(),
         clients: Slab::new(),
-        touched: Vec::new(),
+        dirty: Vec::new(),
         decrypted: Vec::new(),
-        ended: Vec::new(),
-        next_desk: 0,
+        completions: Vec::new(),
+        next_session: 0,
         closed: false,
         stopping: false,
     };
     let thread = thread::Builder::new()
         .name("nbd-worker".into())
         .spawn(move || worker.run())?;
-    Ok(Handle {
+    Ok(WorkerHandle {
         inbox,
-        alone,
+        dedicated,
         thread,
     })
 }
 
+/// A client that the worker serves, or whose last requests are still in flight.
 struct Client {
     /// `None`: the client is gone, but some of its requests are still in flight.
     connection: Option<Connection>,
-    /// Requests in flight of a client that is gone.
-    left: usize,
-    desk: usize,
-    /// The events for which its socket is watched; empty: the socket is not watched.
+    /// Requests still in flight, once the client is gone.
+    abandoned: usize,
+    session: usize,
+    /// The events that the worker watches its socket for; empty: it does not watch the socket.
     watched: EventSet,
-    /// The client is in [`Worker::touched`].
-    touched: bool,
+    /// Whether the client is in [`Worker::dirty`].
+    dirty: bool,
 }
 
 struct Worker {
-    events: EventLoop<Source, Mail>,
+    events: EventLoop<WorkerEvent, WorkerMessage>,
     /// The events of this turn. Empty between turns, and kept for its allocation.
-    happened: Vec<Event<Source, Mail>>,
-    inbox: Arc<Inbox>,
-    desks: Slab<Desk>,
+    ready: Vec<Event<WorkerEvent, WorkerMessage>>,
+    inbox: Arc<WorkerInbox>,
+    sessions: Slab<DiskSession>,
     clients: Slab<Client>,
-    /// Clients that may have something to send, or need their socket watched for other events.
-    touched: Vec<usize>,
-    /// Clients with decrypted data to read that their sockets do not report.
+    /// Clients that may have replies to send, or whose socket may have to be watched for other events.
+    dirty: Vec<usize>,
+    /// Clients with decrypted data to read, which makes no socket readable.
     decrypted: Vec<usize>,
     /// Completions being handled. Empty between turns, and kept for its allocation.
-    ended: Vec<Completion>,
-    /// The key after that of the desk served last.
-    next_desk: usize,
-    /// No more connections will arrive.
+    completions: Vec<Completion>,
+    /// One more than the key of the session served last.
+    next_session: usize,
+    /// Whether no more connections will arrive.
     closed: bool,
-    /// The server stops.
+    /// Whether the server is stopping.
     stopping: bool,
 }
 
@@ -178,83 +179,86 @@ impl Worker {
 
     /// Waits for events, and handles them.
     fn turn(&mut self) -> io::Result<()> {
-        let mut happened = std::mem::take(&mut self.happened);
-        self.events.wait(self.timeout(), &mut happened)?;
+        let mut ready = std::mem::take(&mut self.ready);
+        self.events.wait(self.timeout(), &mut ready)?;
         for key in std::mem::take(&mut self.decrypted) {
             self.receive(key);
         }
-        for event in happened.drain(..) {
+        for event in ready.drain(..) {
             match event {
-                Event::Ready(Source::Desk(key), _) => {
-                    if let Some(desk) = self.desks.get_mut(key) {
-                        desk.rung = true;
+                Event::Ready(WorkerEvent::DiskSession(key), _) => {
+                    if let Some(session) = self.sessions.get_mut(key) {
+                        session.signalled = true;
                     }
                 }
-                Event::Ready(Source::Timer(key), _) => {
-                    if let Some(desk) = self.desks.get_mut(key) {
-                        desk.limits.release(&mut *desk.queue);
-                        desk.submitted = true;
+                Event::Ready(WorkerEvent::Timer(key), _) => {
+                    if let Some(session) = self.sessions.get_mut(key) {
+                        session.limits.release(&mut *session.queue);
+                        session.submitted = true;
                     }
                 }
-                // The read finds out whether the socket has data, an error or its end.
-                Event::Ready(Source::Client(key), what) if what != EventSet::OUT => {
+                // The read will tell data, an error and the end of the stream apart.
+                Event::Ready(WorkerEvent::Client(key), what) if what != EventSet::OUT => {
                     self.receive(key);
                 }
-                Event::Ready(Source::Client(key), _) => self.touch(key),
-                Event::Message(mail) => self.open(mail),
+                Event::Ready(WorkerEvent::Client(key), _) => self.mark_dirty(key),
+                Event::Message(message) => self.handle_message(message),
             }
         }
-        self.happened = happened;
-        self.serve_desks();
-        self.settle();
+        self.ready = ready;
+        self.serve_sessions();
+        self.update_clients();
         Ok(())
     }
 
     fn timeout(&self) -> Option<Duration> {
-        if !self.decrypted.is_empty() || self.busy_desk().is_some() {
+        if !self.decrypted.is_empty() || self.busy_session().is_some() {
             return Some(Duration::ZERO);
         }
         let connections = self.clients.iter();
         let connections = connections.filter_map(|(_, client)| client.connection.as_ref());
-        let end = connections.filter_map(Connection::end).min()?;
-        Some(end.saturating_duration_since(Instant::now()))
+        let deadline = connections.filter_map(Connection::deadline).min()?;
+        Some(deadline.saturating_duration_since(Instant::now()))
     }
 
     /// Handles a message from another thread.
-    fn open(&mut self, mail: Mail) {
-        match mail {
-            Mail::Connection(connection) => self.welcome(*connection),
-            Mail::Answer(answer) => self.end_question(answer),
-            // With an open gate, received requests go on; with a closed one, sockets are no longer watched for input. The
-            // connections to a removed export end.
-            Mail::Gate => self.keys().into_iter().for_each(|key| self.submit(key)),
-            Mail::Closed => self.closed = true,
-            Mail::Stop => {
+    fn handle_message(&mut self, message: WorkerMessage) {
+        match message {
+            WorkerMessage::Connection(connection) => self.add_client(*connection),
+            WorkerMessage::Extents(answer) => self.end_query(answer),
+            // If the gate is open, requests already received are submitted; if it is closed, sockets are no longer watched
+            // for input. Connections to a removed export end.
+            WorkerMessage::Gate => self
+                .session_keys()
+                .into_iter()
+                .for_each(|key| self.submit(key)),
+            WorkerMessage::Closed => self.closed = true,
+            WorkerMessage::Stop => {
                 self.closed = true;
-                self.part();
+                self.close_connections();
             }
         }
     }
 
-    fn keys(&self) -> Vec<usize> {
+    fn session_keys(&self) -> Vec<usize> {
         self.clients.iter().map(|(key, _)| key).collect()
     }
 
-    /// The server stops: clients get the replies to requests already taken, and no more are read.
-    fn part(&mut self) {
+    /// Begins to end all connections: clients get the replies to requests already taken, and no more requests are read.
+    fn close_connections(&mut self) {
         self.stopping = true;
-        for key in self.keys() {
+        for key in self.session_keys() {
             if let Some(connection) = &mut self.clients[key].connection {
                 connection.close();
             }
-            self.touch(key);
+            self.mark_dirty(key);
         }
     }
 
     /// Takes on a new client.
-    fn welcome(&mut self, connection: Connection) {
-        let desk = match self.desk(connection.export()) {
-            Ok(desk) => desk,
+    fn add_client(&mut self, connection: Connection) {
+        let session = match self.session(connection.export()) {
+            Ok(session) => session,
             Err(ended) => {
                 if let ConnectionEnd::Socket(error) = ended {
                     let name = connection.export().name();
@@ -264,57 +268,67 @@ impl Worker {
                 return;
             }
         };
-        self.desks[desk].count(1);
+        self.sessions[session].add_clients(1);
         let key = self.clients.insert(Client {
             connection: Some(connection),
-            left: 0,
-            desk,
+            abandoned: 0,
+            session,
             watched: EventSet::empty(),
-            touched: false,
+            dirty: false,
         });
-        // Data that the client has sent already may have been decrypted with the handshake.
+        // The client's first requests may have been decrypted together with the end of the handshake.
         self.receive(key);
     }
 
-    /// The desk of an export, opened if this worker has none yet.
+    /// The session of an export, opened if this worker has none yet.
     ///
     /// # Errors
     /// If the export is being removed, or the system refuses a descriptor.
-    fn desk(&mut self, export: &Arc<Export>) -> Result<usize, ConnectionEnd> {
-        let same = |(_, desk): &(usize, &Desk)| Arc::ptr_eq(&desk.export, export);
-        if let Some((key, _)) = self.desks.iter().find(same) {
+    fn session(&mut self, export: &Arc<Export>) -> Result<usize, ConnectionEnd> {
+        let same = |(_, session): &(usize, &DiskSession)| Arc::ptr_eq(&session.export, export);
+        if let Some((key, _)) = self.sessions.iter().find(same) {
             return Ok(key);
         }
-        let used = Used::begin(export).ok_or(ConnectionEnd::Gone)?;
+        let guard = ExportGuard::enter(export).ok_or(ConnectionEnd::Gone)?;
         let (queue, limits) = (
             export.backend.open_queue()?,
             QueueLimits::new(&export.throttle)?,
         );
-        let watcher: Arc<dyn Wake> = Arc::clone(&self.inbox) as _;
+        let watcher: Arc<dyn GateWatcher> = Arc::clone(&self.inbox) as _;
         export.gate.watch(Arc::downgrade(&watcher));
         export.users.watch(Arc::downgrade(&watcher));
-        let key = self.desks.insert(Desk {
-            export: used,
-            part: part(export),
+        let key = self.sessions.insert(DiskSession {
+            export: guard,
+            max_step: max_step_bytes(export),
             queue,
             limits,
             in_flight: Slab::new(),
             clients: 0,
             submitted: false,
-            rung: false,
+            signalled: false,
         });
-        let (desk, events) = (&self.desks[key], &mut self.events);
-        let watched = events.watch(desk.queue.event(), Source::Desk(key), EventSet::IN);
+        let (session, events) = (&self.sessions[key], &mut self.events);
+        let watched = events.watch(
+            session.queue.event(),
+            WorkerEvent::DiskSession(key),
+            EventSet::IN,
+        );
         watched
-            .and_then(|()| events.watch(desk.limits.timer(), Source::Timer(key), EventSet::IN))
-            .inspect_err(|_| self.close_desk(key))?;
+            .and_then(|()| {
+                events.watch(
+                    session.limits.timer(),
+                    WorkerEvent::Timer(key),
+                    EventSet::IN,
+                )
+            })
+            .inspect_err(|_| self.close_session(key))?;
         Ok(key)
     }
 
-    /// Closes a desk that no client of this worker uses any more.
-    fn close_desk(&mut self, key: usize) {
-        let desk = self.desks.remove(key);
-        for event in [desk.queue.event(), desk.limits.timer()] {
+    /// Closes a session that no client of this worker uses any more.
+    fn close_session(&mut self, key: usize) {
+        let session = self.sessions.remove(key);
+        for event in [session.queue.event(), session.limits.timer()] {
             if let Err(error) = self.events.unwatch(event) {
                 tracing::debug!("NBD: a queue's event was not watched: {error}");
             }
@@ -329,13 +343,13 @@ impl Worker {
         };
         match connection.receive() {
             Ok(()) => self.submit(key),
-            Err(ended) => self.leave(key, Err(ended)),
+            Err(ended) => self.disconnect(key, Err(ended)),
         }
     }
 
-    /// Submits a client's received requests, as far as its connection has room.
+    /// Submits the requests that a client has sent, as far as its connection has room.
     fn submit(&mut self, key: usize) {
-        // The clock is read once for all of them.
+        // One clock reading for all of them.
         let mut since = None;
         loop {
             let client = &mut self.clients[key];
@@ -345,56 +359,66 @@ impl Worker {
             let pending = match connection.next() {
                 Ok(Some(pending)) => pending,
                 Ok(None) => break,
-                Err(ended) => return self.leave(key, Err(ended)),
+                Err(ended) => return self.disconnect(key, Err(ended)),
             };
-            let desk = &mut self.desks[client.desk];
+            let session = &mut self.sessions[client.session];
             let token =
-                desk.in_flight
+                session
+                    .in_flight
                     .insert((key, pending, *since.get_or_insert_with(Instant::now)));
-            desk.begin(client.desk, token, &self.inbox);
+            session.begin(client.session, token, &self.inbox);
         }
-        self.touch(key);
+        self.mark_dirty(key);
     }
 
-    /// Kicks what was submitted and handles completions, until no desk has work or [`ROUNDS`] have passed.
-    fn serve_desks(&mut self) {
-        let mut ended = std::mem::take(&mut self.ended);
+    /// Kicks queues and handles completions until no session has work, for at most [`ROUNDS`] rounds.
+    fn serve_sessions(&mut self) {
+        let mut completions = std::mem::take(&mut self.completions);
         for _ in 0..ROUNDS {
-            let Some(key) = self.busy_desk() else {
+            let Some(key) = self.busy_session() else {
                 break;
             };
-            self.next_desk = key + 1;
-            let in_flight = self.desks.iter().map(|(_, desk)| desk.in_flight.len());
+            self.next_session = key + 1;
+            let in_flight = self
+                .sessions
+                .iter()
+                .map(|(_, session)| session.in_flight.len());
             let alone = in_flight.sum::<usize>() == 1;
-            let desk = &mut self.desks[key];
-            if std::mem::take(&mut desk.submitted) {
-                match alone {
-                    true => desk.queue.kick_alone(),
-                    false => desk.queue.kick(),
+            let session = &mut self.sessions[key];
+            if std::mem::take(&mut session.submitted) {
+                if alone {
+                    session.queue.kick_alone();
+                } else {
+                    session.queue.kick();
                 }
             }
-            desk.rung = false;
-            desk.queue.completions(&mut ended);
-            for Completion { token, result } in ended.drain(..) {
+            session.signalled = false;
+            session.queue.completions(&mut completions);
+            for Completion { token, result } in completions.drain(..) {
                 self.end_step(key, token as usize, result);
             }
         }
-        self.ended = ended;
+        self.completions = completions;
     }
 
-    /// A desk with something to do, chosen round-robin.
-    fn busy_desk(&self) -> Option<usize> {
-        let busy = |(_, desk): &(usize, &Desk)| desk.submitted || desk.rung;
-        let mut desks = self.desks.iter();
-        let next = desks.find(|desk| desk.0 >= self.next_desk && busy(desk));
-        let found = next.or_else(|| self.desks.iter().find(busy));
+    /// A session with something to do, chosen round-robin.
+    fn busy_session(&self) -> Option<usize> {
+        let busy = |(_, session): &(usize, &DiskSession)| session.submitted || session.signalled;
+        let mut sessions = self.sessions.iter();
+        let next = sessions.find(|session| session.0 >= self.next_session && busy(session));
+        let found = next.or_else(|| self.sessions.iter().find(busy));
         found.map(|(key, _)| key)
     }
 
-    /// Goes on after a step of a request has ended: submits the next step, or answers.
-    fn end_step(&mut self, desk_key: usize, token: usize, result: Result<Option<Buffer>, Failure>) {
-        let desk = &mut self.desks[desk_key];
-        let Some((key, pending, _)) = desk.in_flight.get_mut(token) else {
+    /// Handles the end of a step: submits the request's next step, or answers the request.
+    fn end_step(
+        &mut self,
+        session_key: usize,
+        token: usize,
+        result: Result<Option<Buffer>, Failure>,
+    ) {
+        let session = &mut self.sessions[session_key];
+        let Some((key, pending, _)) = session.in_flight.get_mut(token) else {
             debug_assert!(false, "completion of unknown token {token}");
             return;
         };
@@ -402,36 +426,36 @@ impl Worker {
         let gone = self.clients[key].connection.is_none();
         let result = match result {
             Ok(data) => {
-                pending.stepped(data);
+                pending.store_data(data);
                 if self.stopping {
-                    pending.cut();
+                    pending.cut_short();
                 }
-                if !gone && (desk.step(token) || desk.waits(token)) {
+                if !gone && (session.submit_step(token) || session.waits_for_write(token)) {
                     return;
                 }
                 Ok(())
             }
             Err(failure) => Err(failure),
         };
-        self.end_request(desk_key, token, result);
+        self.end_request(session_key, token, result);
     }
 
-    /// Takes the answer to a BLOCK_STATUS question about a disk, and answers the request.
-    fn end_question(&mut self, answer: Mapped) {
-        let Mapped {
-            desk,
+    /// Answers a BLOCK_STATUS request whose query has its result.
+    fn end_query(&mut self, answer: ExtentAnswer) {
+        let ExtentAnswer {
+            session,
             token,
             extents,
         } = answer;
-        // The desk and the token live as long as the request is in flight.
-        let in_flight = &mut self.desks[desk].in_flight;
+        // The session and the token are valid as long as the request is in flight.
+        let in_flight = &mut self.sessions[session].in_flight;
         let result = match (extents, in_flight.get_mut(token)) {
             (Ok(extents), Some((_, pending, _))) => {
-                pending.mapped(extents);
+                pending.set_extents(extents);
                 Ok(())
             }
             (Ok(_), None) => return,
-            // Such as a snapshot that was deleted after the client had asked for its context.
+            // For instance a snapshot that was deleted after the client chose its context.
             (Err(error), _) if error.kind() == io::ErrorKind::NotFound => Err(Failure::OutOfRange),
             (Err(error), _) => {
                 tracing::error!(
@@ -440,56 +464,56 @@ impl Worker {
                 Err(Failure::Io)
             }
         };
-        self.end_request(desk, token, result);
+        self.end_request(session, token, result);
     }
 
     /// Answers a request.
-    fn end_request(&mut self, desk: usize, token: usize, result: Result<(), Failure>) {
-        let desk = &mut self.desks[desk];
-        let (key, pending, since) = desk.in_flight.remove(token);
+    fn end_request(&mut self, session: usize, token: usize, result: Result<(), Failure>) {
+        let session = &mut self.sessions[session];
+        let (key, pending, since) = session.in_flight.remove(token);
         if let Some(kind) = kind(pending.command()) {
-            let latencies = &desk.export.metrics.latencies;
+            let latencies = &session.export.metrics.latencies;
             latencies.count(0, kind, since.elapsed());
         }
-        desk.export.gate.leave();
+        session.export.gate.leave();
         let client = &mut self.clients[key];
         match &mut client.connection {
             Some(connection) => {
                 connection.answer(pending, result);
-                // The connection may have room now for requests that arrived before.
+                // There may be room now for requests that have already arrived.
                 self.submit(key);
             }
             None => {
-                client.left -= 1;
-                self.forget(key);
+                client.abandoned -= 1;
+                self.remove_if_idle(key);
             }
         }
     }
 
-    fn touch(&mut self, key: usize) {
+    fn mark_dirty(&mut self, key: usize) {
         if let Some(client) = self.clients.get_mut(key)
-            && !std::mem::replace(&mut client.touched, true)
+            && !std::mem::replace(&mut client.dirty, true)
         {
-            self.touched.push(key);
+            self.dirty.push(key);
         }
     }
 
-    /// Sends pending replies, updates the watched events of sockets, and drops clients that are over or too late.
-    fn settle(&mut self) {
-        for key in std::mem::take(&mut self.touched) {
+    /// Sends pending replies, updates which events sockets are watched for, and drops clients that are done or too late.
+    fn update_clients(&mut self) {
+        for key in std::mem::take(&mut self.dirty) {
             let Some(client) = self.clients.get_mut(key) else {
                 continue;
             };
-            client.touched = false;
+            client.dirty = false;
             let Some(connection) = &mut client.connection else {
                 continue;
             };
             if let Err(ended) = connection.send() {
-                self.leave(key, Err(ended));
+                self.disconnect(key, Err(ended));
                 continue;
             }
             if connection.is_over() {
-                self.leave(key, Ok(()));
+                self.disconnect(key, Ok(()));
                 continue;
             }
             if connection.has_decrypted() {
@@ -498,29 +522,30 @@ impl Worker {
             let wanted = connection.interest();
             let watched = match (client.watched.is_empty(), wanted.is_empty()) {
                 _ if client.watched == wanted => Ok(()),
-                (true, _) => self.events.watch(&*connection, Source::Client(key), wanted),
-                // When a client that is neither read from nor written to hangs up, its socket would wake this thread
-                // over and over.
+                (true, _) => self
+                    .events
+                    .watch(&*connection, WorkerEvent::Client(key), wanted),
+                // A watched socket reports a hang-up again and again, even if nothing is read from it or written to it.
                 (_, true) => self.events.unwatch(&*connection),
                 _ => self.events.rewatch(&*connection, wanted),
             };
             match watched {
                 Ok(()) => client.watched = wanted,
-                Err(error) => self.leave(key, Err(error.into())),
+                Err(error) => self.disconnect(key, Err(error.into())),
             }
         }
         let is_late = |client: &Client| {
-            let end = client.connection.as_ref().and_then(Connection::end);
-            end.is_some_and(|end| end <= Instant::now())
+            let deadline = client.connection.as_ref().and_then(Connection::deadline);
+            deadline.is_some_and(|deadline| deadline <= Instant::now())
         };
         let late = self.clients.iter().filter(|(_, client)| is_late(client));
         for key in late.map(|(key, _)| key).collect::<Vec<_>>() {
-            self.leave(key, Err(ConnectionEnd::Gone));
+            self.disconnect(key, Err(ConnectionEnd::Gone));
         }
     }
 
-    /// Ends a connection. Its requests in flight are carried out all the same.
-    fn leave(&mut self, key: usize, outcome: Result<(), ConnectionEnd>) {
+    /// Ends a connection. Its requests in flight are still carried out.
+    fn disconnect(&mut self, key: usize, outcome: Result<(), ConnectionEnd>) {
         let client = &mut self.clients[key];
         if let Some(mut connection) = client.connection.take() {
             if !client.watched.is_empty()
@@ -528,25 +553,25 @@ impl Worker {
             {
                 tracing::debug!("NBD: a client's socket was not watched: {error}");
             }
-            connection.say_goodbye();
-            client.left = connection.requests();
+            connection.close_tls();
+            client.abandoned = connection.requests();
             report(outcome);
         }
-        self.forget(key);
+        self.remove_if_idle(key);
     }
 
-    /// Forgets a client that is gone once it has no requests in flight, and closes its desk if no other client uses it.
-    fn forget(&mut self, key: usize) {
+    /// Removes a client that is gone and has no requests in flight, and closes its session if it was the last client there.
+    fn remove_if_idle(&mut self, key: usize) {
         let client = &self.clients[key];
-        if client.connection.is_some() || client.left > 0 {
+        if client.connection.is_some() || client.abandoned > 0 {
             return;
         }
-        let desk = client.desk;
+        let session = client.session;
         self.clients.remove(key);
         self.inbox.load.fetch_sub(1, Ordering::Relaxed);
-        self.desks[desk].count(-1);
-        if self.desks[desk].clients == 0 {
-            self.close_desk(desk);
+        self.sessions[session].add_clients(-1);
+        if self.sessions[session].clients == 0 {
+            self.close_session(session);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The commands: one table, by which CDBs are checked and from which REPORT SUPPORTED OPERATION CODES is answered.
+//! The table of commands. CDBs are checked against it, and it answers REPORT SUPPORTED OPERATION CODES.
 
 use super::capacity::{read_capacity_10, read_capacity_16};
 use super::control::{report_luns, report_opcodes, request_sense, start_stop, test_unit_ready};
@@ -6,7 +6,7 @@ use super::data::DataBuffer;
 use super::inquiry::inquiry;
 use super::io::{read, synchronize, write};
 use super::mode;
-use super::plan::{ACTION, ALL, CommandEntry, CommandPlan, Decoder, Needs, ScsiRequest};
+use super::plan::{ACTION, ALL, CommandEntry, CommandPlan, Decoder, Precondition, ScsiRequest};
 use super::provisioning::{lba_status, unmap, write_same};
 use super::sense::Sense;
 use super::unit::LogicalUnit;
@@ -15,12 +15,12 @@ use super::verify::{compare_and_write, verify, write_and_verify};
 /// The table, in the order of opcodes.
 #[rustfmt::skip]
 const COMMANDS: &[CommandEntry] = {
-    use Needs::{Medium, Nothing, Unit};
+    use Precondition::{Medium, Nothing, Unit};
     const A: u8 = ALL;
-    const fn row(needs: Needs, usage: &'static [u8], decode: Decoder) -> CommandEntry {
+    const fn row(needs: Precondition, usage: &'static [u8], decode: Decoder) -> CommandEntry {
         CommandEntry::new(needs, usage, decode)
     }
-    const fn act(needs: Needs, usage: &'static [u8], decode: Decoder) -> CommandEntry {
+    const fn act(needs: Precondition, usage: &'static [u8], decode: Decoder) -> CommandEntry {
         CommandEntry::action(needs, usage, decode)
     }
     &[
@@ -38,8 +38,8 @@ const COMMANDS: &[CommandEntry] = {
         row(Medium, &[0x2e, 0x16, A, A, A, A, 0, A, A, 0], write_and_verify),
         row(Medium, &[0x2f, 0x16, A, A, A, A, 0, A, A, 0], verify),
         row(Medium, &[0x35, 0x02, A, A, A, A, 0, A, A, 0], synchronize),
-        row(Medium, &[0x41, 0x08, A, A, A, A, 0, A, A, 0], write_same).thin(0x08),
-        row(Medium, &[0x42, 0, 0, 0, 0, 0, 0, A, A, 0], unmap).thin(ALL),
+        row(Medium, &[0x41, 0x08, A, A, A, A, 0, A, A, 0], write_same).with_thin_bits(0x08),
+        row(Medium, &[0x42, 0, 0, 0, 0, 0, 0, A, A, 0], unmap).with_thin_bits(ALL),
         row(Unit, &[0x55, 0x10, 0, 0, 0, 0, 0, A, A, 0], mode::select),
         row(Unit, &[0x5a, 0x18, A, A, 0, 0, 0, A, A, 0], mode::sense),
         row(Medium, &[0x88, 0x18, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], read),
@@ -48,7 +48,7 @@ const COMMANDS: &[CommandEntry] = {
         row(Medium, &[0x8e, 0x16, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], write_and_verify),
         row(Medium, &[0x8f, 0x16, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], verify),
         row(Medium, &[0x91, 0x02, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], synchronize),
-        row(Medium, &[0x93, 0x09, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], write_same).thin(0x08),
+        row(Medium, &[0x93, 0x09, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], write_same).with_thin_bits(0x08),
         act(Medium, &[0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, A, A, A, A, 0, 0], read_capacity_16),
         act(Medium, &[0x9e, 0x12, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], lba_status),
         row(Nothing, &[0xa0, 0, A, 0, 0, 0, A, A, A, A, 0, 0], report_luns),
@@ -60,7 +60,7 @@ const COMMANDS: &[CommandEntry] = {
     ]
 };
 
-/// The index of each opcode's first row; the length of the table if there is none.
+/// The index of each opcode's first row, or the length of the table if it has none.
 const FIRST: [u8; 256] = {
     let mut first = [COMMANDS.len() as u8; 256];
     let mut at = COMMANDS.len();
@@ -72,14 +72,14 @@ const FIRST: [u8; 256] = {
 };
 
 /// Checks a command and plans its work.
-pub(super) fn judge(
+pub(super) fn plan_command(
     unit: &LogicalUnit,
     cdb: &[u8],
     data: &dyn DataBuffer,
 ) -> Result<CommandPlan, Sense> {
-    let command = find(cdb).filter(|command| command.offered(unit));
+    let command = find(cdb).filter(|command| command.is_supported(unit));
     let command = command.ok_or(Sense::OPERATION_CODE)?;
-    if command.needs != Needs::Nothing
+    if command.needs != Precondition::Nothing
         && let Some(attention) = unit.take_attention()
     {
         return Err(attention);
@@ -91,7 +91,7 @@ pub(super) fn judge(
         return Err(Sense::cdb(1, Some(4)));
     }
     let Some(cdb) = cdb.get(..command.usage.len()) else {
-        // The transport has cut the CDB off: report its first missing field.
+        // The transport has truncated the CDB: report the first missing byte.
         return Err(Sense::cdb(cdb.len() as u16, None));
     };
     for (at, byte) in cdb.iter().enumerate().skip(1) {
@@ -100,7 +100,7 @@ pub(super) fn judge(
             return Err(Sense::cdb(at as u16, Some(extra.ilog2() as u8)));
         }
     }
-    if command.needs == Needs::Medium && unit.stopped() {
+    if command.needs == Precondition::Medium && unit.is_stopped() {
         return Err(Sense::STOPPED);
     }
     (command.decode)(&ScsiRequest {
@@ -111,7 +111,7 @@ pub(super) fn judge(
     })
 }
 
-/// The row of a CDB's opcode and service action; a row with another service action if there is none with this one.
+/// The row of a CDB's opcode and service action, or a row of the opcode with another service action.
 fn find(cdb: &[u8]) -> Option<&'static CommandEntry> {
     let &opcode = cdb.first()?;
     let rows = COMMANDS.get(FIRST[usize::from(opcode)].into()..)?;

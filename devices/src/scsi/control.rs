@@ -1,20 +1,20 @@
 //! Commands about the unit itself: TEST UNIT READY, REQUEST SENSE, REPORT LUNS, START STOP UNIT and REPORT SUPPORTED
 //! OPERATION CODES.
 
-use super::job::{Job, Range, ScsiAction};
+use super::job::{BlockRange, Job, ScsiAction};
 use super::plan::{CommandEntry, CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
-/// TEST UNIT READY (SPC-5, 6.52). The check of the command has already found the unit ready.
+/// TEST UNIT READY (SPC-5, 6.52). Checking the command has already shown that the unit is ready.
 pub(super) fn test_unit_ready(_: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
-    Ok(CommandPlan::Run(Job::nothing()))
+    Ok(CommandPlan::Run(Job::without_actions()))
 }
 
 /// REQUEST SENSE (SPC-5, 6.40): reports and clears a unit attention condition, or reports that the unit is not ready.
 pub(super) fn request_sense(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
-    let stopped = unit.stopped().then_some(Sense::STOPPED);
+    let stopped = unit.is_stopped().then_some(Sense::STOPPED);
     let sense = unit.take_attention().or(stopped).unwrap_or(Sense::NONE);
     let bytes = sense.data(request.bit(1, 0x01)).to_vec();
     let allocation = request.length(4, 1);
@@ -45,11 +45,11 @@ pub(super) fn start_stop(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense
     let no_flush = request.bit(4, 0x04);
     unit.set_stopped(!start);
     let flush = !start && !no_flush && unit.can().flush;
-    let script = [flush.then_some(ScsiAction::Flush), None, None];
+    let actions = [flush.then_some(ScsiAction::Flush), None, None];
     Ok(CommandPlan::Run(Job::new(
         OperationKind::Flush,
-        Range::default(),
-        script,
+        BlockRange::default(),
+        actions,
     )))
 }
 
@@ -65,11 +65,11 @@ pub(super) fn report_opcodes(request: &ScsiRequest<'_>) -> Result<CommandPlan, S
     let exact = |command: &&CommandEntry| command.action.unwrap_or(0) as u64 == action;
     let bytes = match (request.byte(2) & 0x07, has_actions) {
         (0, _) => list(all(), timeouts),
-        // 1 is by opcode alone, 2 by opcode and service action: an opcode of the other kind is an error.
+        // 1 is by opcode alone, 2 by opcode and service action; an opcode of the other kind is an error.
         (1, Some(true)) | (2, Some(false)) => return Err(Sense::cdb(2, Some(2))),
-        (1, _) => one(request, same.next(), timeouts),
+        (1, _) => describe_command(request, same.next(), timeouts),
         // 3: by opcode, and by service action if the opcode has any.
-        (2 | 3, _) => one(request, same.find(exact), timeouts),
+        (2 | 3, _) => describe_command(request, same.find(exact), timeouts),
         _ => return Err(Sense::cdb(2, Some(2))),
     };
     Ok(CommandPlan::Answer { bytes, allocation })
@@ -97,7 +97,11 @@ fn list<'a>(commands: impl Iterator<Item = &'a CommandEntry>, timeouts: bool) ->
 }
 
 /// The one_command parameter data (SPC-5, 6.35.3).
-fn one(request: &ScsiRequest<'_>, command: Option<&CommandEntry>, timeouts: bool) -> Vec<u8> {
+fn describe_command(
+    request: &ScsiRequest<'_>,
+    command: Option<&CommandEntry>,
+    timeouts: bool,
+) -> Vec<u8> {
     let Some(command) = command else {
         // SUPPORT: the command is not supported.
         return vec![0, 0x01, 0, 0];

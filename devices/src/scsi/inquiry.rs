@@ -12,12 +12,12 @@ const PRODUCT: &[u8; 16] = b"Virtual disk    ";
 /// The standards that the unit follows: SAM-5, SPC-4, SBC-3, SPC-5, SBC-4, no version claimed (SPC-5, table 151).
 const VERSIONS: [u16; 5] = [0x00a0, 0x0460, 0x04c0, 0x05c0, 0x0600];
 
-/// OPTIMAL TRANSFER LENGTH in bytes. A log record of this length takes 1 % more than its payload, a record of a page
-/// 100 % more. Linux makes no requests of its own longer than this.
+/// OPTIMAL TRANSFER LENGTH in bytes. A log record of this length takes 1 % more room than its payload; a record of one
+/// page takes 100 % more. Linux itself makes no longer requests than this.
 const OPTIMAL_BYTES: usize = 1 << 20;
 
 /// The vital product data pages in ascending order, as page 00h lists them.
-const PAGES: &[(u8, Page)] = &[
+const PAGES: &[(u8, PageBuilder)] = &[
     (0x00, supported),
     (0x80, serial),
     (0x83, identification),
@@ -26,8 +26,8 @@ const PAGES: &[(u8, Page)] = &[
     (0xb2, provisioning),
 ];
 
-/// Makes the bytes after a page's header.
-type Page = fn(&LogicalUnit) -> Vec<u8>;
+/// Returns the bytes after a page's header.
+type PageBuilder = fn(&LogicalUnit) -> Vec<u8>;
 
 /// INQUIRY (SPC-5, 6.7).
 pub(super) fn inquiry(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
@@ -51,7 +51,7 @@ pub(super) fn inquiry(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
 /// Standard INQUIRY data (SPC-5, 6.7.2).
 fn standard() -> Vec<u8> {
     let mut bytes = vec![0; 96];
-    bytes[2] = 0x06; // SPC-4: initiators older than SPC-5 rank 07h lower, if they know it.
+    bytes[2] = 0x06; // SPC-4: initiators older than SPC-5 may not know 07h.
     bytes[3] = 0x02; // response data format
     bytes[4] = 96 - 5;
     bytes[7] = 0x02; // CMDQUE
@@ -92,7 +92,7 @@ fn identification(unit: &LogicalUnit) -> Vec<u8> {
     bytes
 }
 
-/// FNV-1a: different for different serial numbers, as far as 64 bits allow, and the same in every version.
+/// FNV-1a: as unique as 64 bits allow, and the same in every version.
 fn digest(bytes: &[u8]) -> u64 {
     let step = |hash: u64, &byte: &u8| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, step)
@@ -101,7 +101,7 @@ fn digest(bytes: &[u8]) -> u64 {
 /// B0h, Block Limits (SBC-4, 6.6.4).
 fn block_limits(unit: &LogicalUnit) -> Vec<u8> {
     let mut page = vec![0; 0x3c];
-    // Offsets are the page's own, which count its header.
+    // Offsets are those of the standard, which count the page's header.
     let mut put =
         |at: usize, field: &[u8]| page[at - 4..at - 4 + field.len()].copy_from_slice(field);
     let in_blocks = |bytes: u64| bytes / u64::from(unit.block_size());
@@ -111,7 +111,7 @@ fn block_limits(unit: &LogicalUnit) -> Vec<u8> {
     put(6, &(physical as u16).to_be_bytes()); // OPTIMAL TRANSFER LENGTH GRANULARITY
     put(8, &unit.max_transfer_blocks().to_be_bytes()); // MAXIMUM TRANSFER LENGTH
     put(12, &(in_blocks(optimal) as u32).to_be_bytes()); // OPTIMAL TRANSFER LENGTH
-    if unit.thin() {
+    if unit.is_thin() {
         put(20, &max_unmap_blocks(unit.block_size()).to_be_bytes()); // MAXIMUM UNMAP LBA COUNT
         put(24, &(MAX_UNMAP_RANGES as u32).to_be_bytes()); // MAXIMUM UNMAP BLOCK DESCRIPTOR COUNT
         put(28, &physical.to_be_bytes()); // OPTIMAL UNMAP GRANULARITY
@@ -124,16 +124,17 @@ fn block_limits(unit: &LogicalUnit) -> Vec<u8> {
 /// B1h, Block Device Characteristics (SBC-4, 6.6.2).
 fn characteristics(_: &LogicalUnit) -> Vec<u8> {
     let mut page = vec![0; 0x3c];
-    // MEDIUM ROTATION RATE: none. The distance between two blocks says nothing about access times.
+    // MEDIUM ROTATION RATE: non-rotating.
     page[1] = 1;
     page
 }
 
 /// B2h, Logical Block Provisioning (SBC-4, 6.6.7).
 fn provisioning(unit: &LogicalUnit) -> Vec<u8> {
-    match unit.thin() {
+    if unit.is_thin() {
         // LBPU, LBPWS, LBPWS10; LBPRZ: discarded blocks read as zeroes. Thin.
-        true => vec![0, 0xe0 | 1 << 2, 2, 0],
-        false => vec![0; 4],
+        vec![0, 0xe0 | 1 << 2, 2, 0]
+    } else {
+        vec![0; 4]
     }
 }

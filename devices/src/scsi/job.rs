@@ -1,21 +1,21 @@
-//! The work of a command that has been checked: a few steps on blocks.
+//! The work of a checked command: a few actions on blocks.
 
 use crate::latency::OperationKind;
 
-/// Consecutive blocks, all of them on the disk when the command was checked.
+/// Consecutive blocks. All of them were on the disk when the command was checked.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Range {
+pub(super) struct BlockRange {
     pub(super) lba: u64,
     pub(super) blocks: u32,
 }
 
-/// A step of a job.
+/// An action of a job.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum ScsiAction {
     Flush,
     /// Read the range.
-    Read(Then),
-    /// Write the range from the Data-Out Buffer, beginning at this byte of it.
+    Read(AfterRead),
+    /// Write the range from the Data-Out Buffer, starting at this byte of the buffer.
     Write {
         from: usize,
     },
@@ -29,12 +29,12 @@ pub(super) enum ScsiAction {
     Unmap,
 }
 
-/// How blocks that were read are used.
+/// What to do with blocks that were read.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum Then {
+pub(super) enum AfterRead {
     /// Copy them to the Data-In Buffer, as much as fits.
     Return,
-    /// Drop them: the command only checks that they are readable.
+    /// Drop them: the command only checks that they can be read.
     Forget,
     /// Compare them with the start of the Data-Out Buffer.
     Compare,
@@ -42,49 +42,53 @@ pub(super) enum Then {
     CompareEach,
 }
 
-/// Whether other commands may change a job's blocks while it runs.
+/// How a job shares its blocks with other commands while it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Change {
-    /// The job changes no blocks.
-    None,
-    /// Other commands may change the blocks too.
+pub(super) enum BlockAccess {
+    /// It changes no blocks.
+    ReadOnly,
+    /// Other commands may change them too.
     Shared,
-    /// No other command may: the job relies on what it has read or written.
-    Alone,
+    /// No other command may change them: the job relies on what it has read or written.
+    Exclusive,
 }
 
 /// The work of a command.
 #[derive(Debug)]
 pub(super) struct Job {
     pub(super) kind: Option<OperationKind>,
-    pub(super) range: Range,
-    pub(super) list: Vec<Range>,
-    pub(super) script: [Option<ScsiAction>; 3],
-    pub(super) change: Change,
+    pub(super) range: BlockRange,
+    pub(super) list: Vec<BlockRange>,
+    pub(super) actions: [Option<ScsiAction>; 3],
+    pub(super) access: BlockAccess,
 }
 
 impl Job {
-    /// A job that runs `script` on `range`.
-    pub(super) fn new(kind: OperationKind, range: Range, script: [Option<ScsiAction>; 3]) -> Self {
+    /// A job that runs `actions` on `range`, one after the other.
+    pub(super) fn new(
+        kind: OperationKind,
+        range: BlockRange,
+        actions: [Option<ScsiAction>; 3],
+    ) -> Self {
         Self {
             kind: Some(kind),
             range,
             list: Vec::new(),
-            script,
-            change: Change::None,
+            actions,
+            access: BlockAccess::ReadOnly,
         }
     }
 
-    /// A job without steps: checking the command has done all its work.
-    pub(super) fn nothing() -> Self {
+    /// A job without actions: checking the command has done all its work.
+    pub(super) fn without_actions() -> Self {
         Self {
             kind: None,
-            ..Self::new(OperationKind::Flush, Range::default(), [None; 3])
+            ..Self::new(OperationKind::Flush, BlockRange::default(), [None; 3])
         }
     }
 
-    pub(super) fn changing(mut self, change: Change) -> Self {
-        self.change = change;
+    pub(super) fn with_access(mut self, access: BlockAccess) -> Self {
+        self.access = access;
         self
     }
 }

@@ -1,14 +1,14 @@
-//! A SCSI block device server: commands as CDBs, whatever transport brings them (SAM-5, SPC-5, SBC-4).
+//! A SCSI block device server (SAM-5, SPC-5, SBC-4), independent of the transport that delivers the CDBs.
 //!
 //! ```text
-//!   transport ──CDB, DataBuffer──▶ Task::new      find the command, check the CDB               command.rs
-//!      ▲                             │            answer at once, or a job: a few backend steps  inquiry.rs, …
-//!      │ Outcome      ┌─ Step ◀── Task::next                                                     task.rs
-//!      │              ▼                           commands that must not overlap wait            order.rs
-//!      └───────── BackendQueue ──▶ Task::ended    data, or sense                                 sense.rs
+//!   transport ──CDB, DataBuffer──▶ Task::new      find the command, check the CDB                   command.rs
+//!      ▲                             │            answer at once, or a job: a few backend operations  inquiry.rs, …
+//!      │ TaskOutcome  ┌ TaskStep ◀ Task::next                                                        task.rs
+//!      │              ▼                           commands that must not overlap wait                order.rs
+//!      └───────── BackendQueue ──▶ Task::complete data, or sense                                     sense.rs
 //! ```
 //!
-//! Every command is checked in full before its first step is submitted. Its data is copied once, between the
+//! Every command is fully checked before its first operation is submitted. Its data is copied once, between the
 //! transport's memory and the backend's [`Buffer`](crate::backend::Buffer).
 //!
 //! # How a transport runs a command
@@ -49,7 +49,7 @@
 //!             let mut done = Vec::new();
 //!             queue.completions(&mut done);
 //!             for completion in done {
-//!                 task.ended(&unit, &data, completion.result);
+//!                 task.complete(&unit, &data, completion.result);
 //!             }
 //!         }
 //!         TaskStep::Blocked => unreachable!("there is no other task: see below"),
@@ -61,22 +61,21 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! A task that is [blocked](TaskStep::Blocked) goes on, first come first, whenever another task of the unit is over.
-//! A unit's tasks may run in any number of threads, as long as each thread is notified when a task of another thread is
-//! over. A task may be dropped only while none of its operations is in flight.
+//! Whenever a task of a unit ends, the [blocked](TaskStep::Blocked) tasks of the unit have to be retried, the oldest
+//! first. A unit's tasks may run in any number of threads, as long as each thread learns when a task of another thread
+//! ends. A task may be dropped only while none of its operations is in flight.
 //!
-//! # Choices where the standards leave one
+//! # Choices that the standards leave open
 //!
-//! - **Lengths**: a Data-In Buffer shorter than the CDB asks for gets as much as fits, with GOOD; the transport knows
-//!   both lengths and reports the residual. A command with too short a Data-Out Buffer is refused, and nothing is
-//!   written. The rest of too long a one is ignored, except by WRITE SAME and COMPARE AND WRITE, because there it shows
-//!   that the initiator divides the buffer differently.
+//! - **Lengths**: a Data-In Buffer shorter than the CDB asks for gets as much as fits, with GOOD; the transport knows both
+//!   lengths and reports the residual. A command whose Data-Out Buffer is too short is refused, and nothing is written.
+//!   Excess data is ignored, except by WRITE SAME and COMPARE AND WRITE, where it shows that the initiator divides the
+//!   buffer differently.
 //! - **Reserved bits** of a CDB must be zero; otherwise the command gets CHECK CONDITION with the byte and the bit. The
-//!   same holds for features that this server lacks (protection information, groups, NACA, ANCHOR): it does not ignore
-//!   them.
-//! - **Reservations** are refused as unknown commands. They belong to I_T nexuses, which a transport in user space such
-//!   as TCMU does not report. With TCMU the kernel answers them before they reach this server.
-//! - **IMMED** is accepted, but status comes only when the work is done: later than it might, but true.
+//!   same goes for features that this server lacks (protection information, groups, NACA, ANCHOR).
+//! - **Reservations** are refused as unknown commands. They belong to I_T nexuses, which a user-space transport such as
+//!   TCMU does not report. With TCMU the kernel handles them before they reach this server.
+//! - **IMMED** is accepted, but the status is sent only when the work is done.
 
 mod capacity;
 mod command;

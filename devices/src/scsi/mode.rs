@@ -4,7 +4,7 @@
 //!   header 4 or 8 │ block descriptor 0, 8 or 16 │ page │ page        (SPC-5, 7.5.5; SBC-4, 6.5.2)
 //! ```
 
-use super::job::{Job, Range, ScsiAction};
+use super::job::{BlockRange, Job, ScsiAction};
 use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use super::unit::LogicalUnit;
@@ -20,9 +20,9 @@ const WCE: u8 = 0x04;
 /// D_SENSE, in byte 2 of the control page: sense data in the descriptor format.
 const D_SENSE: u8 = 0x04;
 
-/// PC (SPC-5, table 191): which values of a page are asked for.
+/// PC (SPC-5, table 191): which values of a page the initiator asks for.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Values {
+enum PageControl {
     Current,
     /// A mask of the bits that MODE SELECT can change.
     Changeable,
@@ -30,12 +30,12 @@ enum Values {
 }
 
 /// A mode page, including its header of two bytes.
-fn page(unit: &LogicalUnit, code: u8, values: Values) -> Option<Vec<u8>> {
-    let on = |bit: u8, current: bool, changeable: bool, default: bool| {
+fn page(unit: &LogicalUnit, code: u8, values: PageControl) -> Option<Vec<u8>> {
+    let bit_if = |bit: u8, current: bool, changeable: bool, default: bool| {
         let set = match values {
-            Values::Current => current,
-            Values::Changeable => changeable,
-            Values::Default => default,
+            PageControl::Current => current,
+            PageControl::Changeable => changeable,
+            PageControl::Default => default,
         };
         if set { bit } else { 0 }
     };
@@ -46,7 +46,7 @@ fn page(unit: &LogicalUnit, code: u8, values: Values) -> Option<Vec<u8>> {
             page[..2].copy_from_slice(&[CACHING, 18]);
             let can = unit.can();
             let changeable = can.flush && can.write_cache_toggle;
-            page[2] = on(
+            page[2] = bit_if(
                 WCE,
                 unit.write_cache(),
                 changeable,
@@ -58,8 +58,8 @@ fn page(unit: &LogicalUnit, code: u8, values: Values) -> Option<Vec<u8>> {
         CONTROL => {
             let mut page = vec![0; 12];
             page[..2].copy_from_slice(&[CONTROL, 10]);
-            page[2] = on(D_SENSE, unit.descriptor_sense(), true, false);
-            if values != Values::Changeable {
+            page[2] = bit_if(D_SENSE, unit.descriptor_sense(), true, false);
+            if values != PageControl::Changeable {
                 // QUEUE ALGORITHM MODIFIER: commands end in any order.
                 page[3] = 0x10;
                 // BUSY TIMEOUT PERIOD: no limit.
@@ -75,14 +75,15 @@ fn page(unit: &LogicalUnit, code: u8, values: Values) -> Option<Vec<u8>> {
 pub(super) fn sense(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     let unit = request.unit;
     let short = request.cdb_len() == 6;
-    let allocation = match short {
-        true => request.length(4, 1),
-        false => request.length(7, 2),
+    let allocation = if short {
+        request.length(4, 1)
+    } else {
+        request.length(7, 2)
     };
     let values = match request.byte(2) >> 6 {
-        0 => Values::Current,
-        1 => Values::Changeable,
-        2 => Values::Default,
+        0 => PageControl::Current,
+        1 => PageControl::Changeable,
+        2 => PageControl::Default,
         _ => return Err(Sense::SAVING),
     };
     if !matches!(request.byte(3), 0 | ALL_SUBPAGES) {
@@ -98,23 +99,26 @@ pub(super) fn sense(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         code => page(unit, code, values).ok_or(Sense::cdb(2, Some(5)))?,
     };
     let long = !short && request.bit(1, 0x10);
-    let descriptor = match request.bit(1, 0x08) {
-        true => Vec::new(),
-        false => block_descriptor(unit, long),
+    let descriptor = if request.bit(1, 0x08) {
+        Vec::new()
+    } else {
+        block_descriptor(unit, long)
     };
     // WP, DPOFUA.
     let specific = if unit.can().read_only { 0x90 } else { 0x10 };
     let len = descriptor.len() as u8;
-    let mut bytes = match short {
-        true => vec![0, 0, specific, len],
-        false => vec![0, 0, 0, specific, u8::from(long), 0, 0, len],
+    let mut bytes = if short {
+        vec![0, 0, specific, len]
+    } else {
+        vec![0, 0, 0, specific, u8::from(long), 0, 0, len]
     };
     bytes.extend(descriptor);
     bytes.extend(pages);
     // MODE DATA LENGTH counts the bytes after itself. The whole answer is shorter than 60 bytes.
-    match short {
-        true => bytes[0] = (bytes.len() - 1) as u8,
-        false => bytes[1] = (bytes.len() - 2) as u8,
+    if short {
+        bytes[0] = (bytes.len() - 1) as u8;
+    } else {
+        bytes[1] = (bytes.len() - 2) as u8;
     }
     Ok(CommandPlan::Answer { bytes, allocation })
 }
@@ -136,7 +140,7 @@ fn block_descriptor(unit: &LogicalUnit, long: bool) -> Vec<u8> {
 
 /// The changes that a MODE SELECT asks for.
 #[derive(Default)]
-struct Wanted {
+struct ModeChanges {
     write_cache: Option<bool>,
     descriptor_sense: Option<bool>,
 }
@@ -148,12 +152,12 @@ pub(super) fn select(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         6 => (request.length(4, 1), 4),
         _ => (request.length(7, 2), 8),
     };
-    // PF: pages as in the standards. Without it they would be vendor specific.
+    // PF: the pages follow the standards. Without it they would be vendor specific.
     if !request.bit(1, 0x10) {
         return Err(Sense::cdb(1, Some(4)));
     }
     if len == 0 {
-        return Ok(CommandPlan::Run(Job::nothing()));
+        return Ok(CommandPlan::Run(Job::without_actions()));
     }
     if len < header || request.data.len() < len {
         return Err(Sense::LIST_LENGTH);
@@ -161,26 +165,26 @@ pub(super) fn select(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     // At most 64 KiB.
     let mut list = vec![0; len];
     request.data.read(0, &mut list);
-    let wanted = parse(unit, &list, header)?;
+    let changes = parse(unit, &list, header)?;
 
-    if let Some(on) = wanted.descriptor_sense {
+    if let Some(on) = changes.descriptor_sense {
         unit.set_descriptor_sense(on);
     }
-    let Some(on) = wanted.write_cache.filter(|&on| on != unit.write_cache()) else {
-        return Ok(CommandPlan::Run(Job::nothing()));
+    let Some(on) = changes.write_cache.filter(|&on| on != unit.write_cache()) else {
+        return Ok(CommandPlan::Run(Job::without_actions()));
     };
     unit.backend().set_write_cache(on);
-    // If the cache is turned off, its contents go to the medium before the command ends.
+    // When the cache is turned off, its contents go to the medium before the command ends.
     let flush = (!on).then_some(ScsiAction::Flush);
-    let script = [flush, None, None];
+    let actions = [flush, None, None];
     Ok(CommandPlan::Run(Job::new(
         OperationKind::Flush,
-        Range::default(),
-        script,
+        BlockRange::default(),
+        actions,
     )))
 }
 
-fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<Wanted, Sense> {
+fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<ModeChanges, Sense> {
     // MODE DATA LENGTH is reserved here, and nothing in DEVICE-SPECIFIC PARAMETER can be set (SBC-4, 6.5.2.1).
     let (medium_type, length_at) = if header == 4 { (1, 3) } else { (2, 6) };
     if list[medium_type] != 0 {
@@ -199,27 +203,27 @@ fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<Wanted, Sense
         let Some(given) = list.get(header..header + descriptor) else {
             return Err(Sense::LIST_LENGTH);
         };
-        // The number of blocks may be 0, "unchanged" (SBC-4, 6.5.2.2). To change it or the length would need a FORMAT
-        // UNIT.
+        // The number of blocks may be 0, which means "unchanged" (SBC-4, 6.5.2.2). Changing it or the block length would
+        // take a FORMAT UNIT.
         let count = if long { 8 } else { 4 };
-        let same =
+        let unchanged =
             given[..count] == current[..count] || given[..count].iter().all(|&byte| byte == 0);
-        if !same {
+        if !unchanged {
             return Err(Sense::list(header as u16, None));
         }
         if given[count..] != current[count..] {
             return Err(Sense::list((header + count) as u16, None));
         }
     }
-    let mut wanted = Wanted::default();
+    let mut changes = ModeChanges::default();
     let mut at = header + descriptor;
     while at < list.len() {
         let Some(&[code, len]) = list.get(at..at + 2) else {
             return Err(Sense::LIST_LENGTH);
         };
-        // PS is reserved here, but initiators send back what they got. SPF: no page with subpages can be changed.
+        // PS is reserved here, but initiators send back what they received. SPF: no page with subpages can be changed.
         let code = code & 0x7f;
-        let Some(current) = page(unit, code, Values::Current) else {
+        let Some(current) = page(unit, code, PageControl::Current) else {
             return Err(Sense::list(at as u16, Some(6)));
         };
         if usize::from(len) + 2 != current.len() {
@@ -228,7 +232,7 @@ fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<Wanted, Sense
         let Some(given) = list.get(at..at + current.len()) else {
             return Err(Sense::LIST_LENGTH);
         };
-        let changeable = page(unit, code, Values::Changeable).unwrap_or_default();
+        let changeable = page(unit, code, PageControl::Changeable).unwrap_or_default();
         for byte in 2..current.len() {
             let wrong = (given[byte] ^ current[byte]) & !changeable[byte];
             if wrong != 0 {
@@ -236,10 +240,10 @@ fn parse(unit: &LogicalUnit, list: &[u8], header: usize) -> Result<Wanted, Sense
             }
         }
         match code {
-            CACHING => wanted.write_cache = Some(given[2] & WCE != 0),
-            _ => wanted.descriptor_sense = Some(given[2] & D_SENSE != 0),
+            CACHING => changes.write_cache = Some(given[2] & WCE != 0),
+            _ => changes.descriptor_sense = Some(given[2] & D_SENSE != 0),
         }
         at += current.len();
     }
-    Ok(wanted)
+    Ok(changes)
 }

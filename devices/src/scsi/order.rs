@@ -1,52 +1,52 @@
 //! Which commands wait for which: a command that reads blocks and then relies on them has these blocks to itself.
 //!
-//! A COMPARE AND WRITE is one action for all other commands (SBC-4, 5.3): no change to its blocks may come between its
-//! read and its write. So a command that changes blocks is listed from its check until it is over. A command that
-//! needs its blocks alone waits for every overlapping command listed before it, and later overlapping commands wait
-//! for it. No command waits for a later one, so there is no deadlock.
+//! COMPARE AND WRITE is atomic (SBC-4, 5.3): no other command may change its blocks between its read and its write. So a
+//! command that changes blocks is listed from its check until its end. A command with exclusive access waits for every
+//! overlapping command listed before it, and later overlapping commands wait for it. No command waits for a later one, so
+//! there is no deadlock.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The changing commands of a unit.
+/// The commands of a unit that change blocks.
 #[derive(Default)]
-pub(super) struct Order {
-    list: Mutex<List>,
+pub(super) struct CommandOrder {
+    list: Mutex<CommandList>,
 }
 
 #[derive(Default)]
-struct List {
+struct CommandList {
     /// In order of arrival.
-    entries: Vec<Entry>,
+    commands: Vec<ListedCommand>,
     next: u64,
-    /// Number of entries that need their blocks alone.
-    alone: usize,
+    /// Number of commands with exclusive access.
+    exclusive: usize,
 }
 
-struct Entry {
+struct ListedCommand {
     number: u64,
-    /// First block; `end` is the block after the last.
+    /// The first block; `end` is the block after the last.
     start: u64,
     end: u64,
-    alone: bool,
+    exclusive: bool,
 }
 
-impl Order {
-    fn lock(&self) -> MutexGuard<'_, List> {
+impl CommandOrder {
+    fn lock(&self) -> MutexGuard<'_, CommandList> {
         // A panic leaves no partial change in the list.
         self.list.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Lists a command that changes blocks from `start` to `end`.
-    pub(super) fn enter(self: &Arc<Self>, start: u64, end: u64, alone: bool) -> OrderTicket {
+    pub(super) fn enter(self: &Arc<Self>, start: u64, end: u64, exclusive: bool) -> OrderTicket {
         let mut list = self.lock();
         let number = list.next;
         list.next += 1;
-        list.alone += usize::from(alone);
-        list.entries.push(Entry {
+        list.exclusive += usize::from(exclusive);
+        list.commands.push(ListedCommand {
             number,
             start,
             end,
-            alone,
+            exclusive,
         });
         OrderTicket {
             order: Arc::clone(self),
@@ -55,32 +55,32 @@ impl Order {
     }
 }
 
-/// A place in the list; it is dropped when the command is over.
+/// A command's place in the list, until this is dropped.
 pub(super) struct OrderTicket {
-    order: Arc<Order>,
+    order: Arc<CommandOrder>,
     number: u64,
 }
 
 impl OrderTicket {
     /// Whether the command may begin.
-    pub(super) fn admitted(&self) -> bool {
+    pub(super) fn may_begin(&self) -> bool {
         let list = self.order.lock();
-        if list.alone == 0 {
+        if list.exclusive == 0 {
             return true;
         }
         let Ok(at) = list.find(self.number) else {
             return true;
         };
-        let own = &list.entries[at];
-        !list.entries[..at].iter().any(|entry| {
-            (entry.alone || own.alone) && entry.start < own.end && own.start < entry.end
+        let own = &list.commands[at];
+        !list.commands[..at].iter().any(|entry| {
+            (entry.exclusive || own.exclusive) && entry.start < own.end && own.start < entry.end
         })
     }
 }
 
-impl List {
+impl CommandList {
     fn find(&self, number: u64) -> Result<usize, usize> {
-        self.entries
+        self.commands
             .binary_search_by_key(&number, |entry| entry.number)
     }
 }
@@ -89,8 +89,8 @@ impl Drop for OrderTicket {
     fn drop(&mut self) {
         let mut list = self.order.lock();
         if let Ok(at) = list.find(self.number) {
-            let entry = list.entries.remove(at);
-            list.alone -= usize::from(entry.alone);
+            let entry = list.commands.remove(at);
+            list.exclusive -= usize::from(entry.exclusive);
         }
     }
 }
@@ -100,21 +100,21 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_stands_alone_waits_for_those_before_and_holds_up_those_behind() {
-        let order = Arc::<Order>::default();
+    fn exclusive_access_waits_for_earlier_commands_and_blocks_later_ones() {
+        let order = Arc::<CommandOrder>::default();
         let early = order.enter(0, 8, false);
         let alone = order.enter(7, 9, true);
         let (beside, behind) = (order.enter(9, 20, false), order.enter(8, 10, false));
         let second = order.enter(0, 20, true);
-        assert!(early.admitted() && beside.admitted());
-        assert!(!alone.admitted() && !behind.admitted() && !second.admitted());
+        assert!(early.may_begin() && beside.may_begin());
+        assert!(!alone.may_begin() && !behind.may_begin() && !second.may_begin());
         drop(early);
-        assert!(alone.admitted() && !behind.admitted());
+        assert!(alone.may_begin() && !behind.may_begin());
         drop(alone);
-        assert!(behind.admitted() && !second.admitted());
+        assert!(behind.may_begin() && !second.may_begin());
         drop((beside, behind));
-        assert!(second.admitted());
+        assert!(second.may_begin());
         drop(second);
-        assert!(order.lock().entries.is_empty() && order.lock().alone == 0);
+        assert!(order.lock().commands.is_empty() && order.lock().exclusive == 0);
     }
 }

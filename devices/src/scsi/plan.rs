@@ -1,4 +1,4 @@
-//! How a command is checked: its row in the table, the CDB that its decoder sees, and the resulting plan.
+//! How a command is checked: its row in the table, the request that its decoder gets, and the resulting plan.
 
 use super::data::DataBuffer;
 use super::job::Job;
@@ -7,13 +7,13 @@ use super::unit::LogicalUnit;
 
 /// The result of checking a command.
 pub(super) enum CommandPlan {
-    /// Parameter data, to be cut off at the allocation length.
+    /// Parameter data, truncated to the allocation length.
     Answer { bytes: Vec<u8>, allocation: usize },
     /// Work for the backend, possibly none.
     Run(Job),
 }
 
-/// A command as its decoder sees it: the CDB has its full length and no bit that the command does not use.
+/// A command as its decoder gets it: the CDB has its full length, and sets no bit that the command does not use.
 pub(super) struct ScsiRequest<'a> {
     pub(super) unit: &'a LogicalUnit,
     pub(super) data: &'a dyn DataBuffer,
@@ -25,8 +25,8 @@ pub(super) struct ScsiRequest<'a> {
 impl ScsiRequest<'_> {
     /// The commands that the unit supports.
     pub(super) fn commands(&self) -> impl Iterator<Item = &'static CommandEntry> {
-        let offered = |command: &&CommandEntry| command.offered(self.unit);
-        self.table.iter().filter(offered)
+        let is_supported = |command: &&CommandEntry| command.is_supported(self.unit);
+        self.table.iter().filter(is_supported)
     }
 
     pub(super) fn cdb_len(&self) -> usize {
@@ -62,27 +62,27 @@ pub(super) struct CommandEntry {
     pub(super) opcode: u8,
     /// The service action in the low five bits of byte 1, for opcodes that have them.
     pub(super) action: Option<u8>,
-    /// The bits of each byte that are evaluated: CDB usage data (SPC-5, 6.35.3). The CDB has the same length.
+    /// CDB usage data (SPC-5, 6.35.3): the bits of each byte that are evaluated. The CDB has the same length.
     pub(super) usage: &'static [u8],
-    /// Bits of byte 1 that are valid only if blocks can be unmapped. [`ALL`]: so is the command itself.
+    /// Bits of byte 1 that are valid only if blocks can be unmapped. [`ALL`]: the whole command is.
     pub(super) thin: u8,
-    pub(super) needs: Needs,
+    pub(super) needs: Precondition,
     pub(super) decode: Decoder,
 }
 
-/// What state of the unit a command needs.
+/// What a command requires of the unit's state.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) enum Needs {
-    /// None: it is carried out even if a unit attention condition is left (SAM-5, 5.14).
+pub(super) enum Precondition {
+    /// Nothing: it runs even if a unit attention condition is pending (SAM-5, 5.14).
     Nothing,
-    /// No unit attention condition.
+    /// No pending unit attention condition.
     Unit,
-    /// No unit attention condition, and a unit that is not stopped.
+    /// No pending unit attention condition, and a unit that is not stopped.
     Medium,
 }
 
 impl CommandEntry {
-    pub(super) const fn new(needs: Needs, usage: &'static [u8], decode: Decoder) -> Self {
+    pub(super) const fn new(needs: Precondition, usage: &'static [u8], decode: Decoder) -> Self {
         Self {
             opcode: usage[0],
             action: None,
@@ -94,13 +94,13 @@ impl CommandEntry {
     }
 
     /// A command with a service action, which is in the usage data.
-    pub(super) const fn action(needs: Needs, usage: &'static [u8], decode: Decoder) -> Self {
+    pub(super) const fn action(needs: Precondition, usage: &'static [u8], decode: Decoder) -> Self {
         let mut command = Self::new(needs, usage, decode);
         command.action = Some(usage[1] & ACTION);
         command
     }
 
-    pub(super) const fn thin(mut self, bits: u8) -> Self {
+    pub(super) const fn with_thin_bits(mut self, bits: u8) -> Self {
         self.thin = bits;
         self
     }
@@ -108,13 +108,13 @@ impl CommandEntry {
     /// Byte `at` of the usage data.
     pub(super) fn usage(&self, unit: &LogicalUnit, at: usize) -> u8 {
         match at {
-            1 if self.thin != 0 && !unit.thin() => self.usage[at] & !self.thin,
+            1 if self.thin != 0 && !unit.is_thin() => self.usage[at] & !self.thin,
             _ => self.usage[at],
         }
     }
 
-    pub(super) fn offered(&self, unit: &LogicalUnit) -> bool {
-        self.thin != ALL || unit.thin()
+    pub(super) fn is_supported(&self, unit: &LogicalUnit) -> bool {
+        self.thin != ALL || unit.is_thin()
     }
 }
 

@@ -1,8 +1,8 @@
-//! Blocks without data of their own: UNMAP (SBC-4, 5.35), WRITE SAME (5.49, 5.50) and GET LBA STATUS (5.9).
+//! Logical block provisioning: UNMAP (SBC-4, 5.35), WRITE SAME (5.49, 5.50) and GET LBA STATUS (5.9).
 
 use super::data::DataBuffer;
-use super::io::{Named, named, sent_exactly, writable};
-use super::job::{Change, Job, Range, ScsiAction};
+use super::io::{CdbRange, check_data_out_exactly, check_writable, parse_range};
+use super::job::{BlockAccess, BlockRange, Job, ScsiAction};
 use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::backend::{Allocation, Extent, SECTOR_SIZE};
@@ -15,7 +15,7 @@ const MAX_UNMAP_BYTES: u64 = MAX_ERASE_SECTORS as u64 * SECTOR_SIZE;
 const MAX_UNMAP_BLOCKS: u64 = 1 << 20;
 /// The most descriptors of one UNMAP.
 pub(super) const MAX_UNMAP_RANGES: usize = 256;
-/// The most bytes of one WRITE SAME: a second's work if the block is not zeroes and has to be written to each.
+/// The most bytes of one WRITE SAME: about a second of writing, if the block is not zeroes.
 pub(super) const MAX_WRITE_SAME_BYTES: u64 = 256 << 20;
 
 /// The most descriptors in one answer to GET LBA STATUS.
@@ -31,11 +31,11 @@ const DESCRIPTOR: usize = 16;
 
 /// UNMAP.
 pub(super) fn unmap(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
-    writable(request)?;
+    check_writable(request)?;
     let unit = request.unit;
     let len = request.length(7, 2);
     if len == 0 {
-        return Ok(CommandPlan::Run(Job::nothing()));
+        return Ok(CommandPlan::Run(Job::without_actions()));
     }
     if len < HEADER || request.data.len() < len {
         return Err(Sense::LIST_LENGTH);
@@ -43,13 +43,13 @@ pub(super) fn unmap(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     // At most 64 KiB.
     let mut list = vec![0; len];
     request.data.read(0, &mut list);
-    // UNMAP DATA LENGTH may also be 0, for a list without descriptors. An incomplete last descriptor is ignored if
-    // UNMAP DATA LENGTH ends within it, and an error if the list itself is cut off.
-    let announced = usize::from(u16::from_be_bytes([list[2], list[3]]));
-    if announced > len - HEADER {
+    // UNMAP DATA LENGTH may be 0, for a list without descriptors. If it ends inside the last descriptor, that descriptor
+    // is ignored; if the list itself is cut off there, that is an error.
+    let data_len = usize::from(u16::from_be_bytes([list[2], list[3]]));
+    if data_len > len - HEADER {
         return Err(Sense::LIST_LENGTH);
     }
-    let descriptors = list[HEADER..HEADER + announced].chunks_exact(DESCRIPTOR);
+    let descriptors = list[HEADER..HEADER + data_len].chunks_exact(DESCRIPTOR);
     if descriptors.len() > MAX_UNMAP_RANGES {
         return Err(Sense::list(2, None));
     }
@@ -73,43 +73,45 @@ pub(super) fn unmap(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         }
         if blocks > 0 {
             let blocks = blocks as u32;
-            ranges.push(Range { lba, blocks });
+            ranges.push(BlockRange { lba, blocks });
         }
     }
     let action = (!ranges.is_empty()).then_some(ScsiAction::Unmap);
-    let script = [action, None, None];
+    let actions = [action, None, None];
     let job = Job {
         list: ranges,
-        ..Job::new(OperationKind::Discard, Range::default(), script)
+        ..Job::new(OperationKind::Discard, BlockRange::default(), actions)
     };
-    Ok(CommandPlan::Run(job.changing(Change::Shared)))
+    Ok(CommandPlan::Run(job.with_access(BlockAccess::Shared)))
 }
 
 /// WRITE SAME (10), (16).
 pub(super) fn write_same(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
-    writable(request)?;
+    check_writable(request)?;
     let unit = request.unit;
     let most = MAX_WRITE_SAME_BYTES / u64::from(unit.block_size());
-    let Named { range, at } = named(request, most as u32)?;
+    let CdbRange { range, count_at } = parse_range(request, most as u32)?;
     if range.blocks == 0 {
-        // WSNZ: 0 would mean all blocks up to the last one, which might be unbounded work.
-        return Err(Sense::cdb(at, None));
+        // WSNZ: 0 would mean all blocks up to the last one, which could be any amount of work.
+        return Err(Sense::cdb(count_at, None));
     }
     let unmap = request.bit(1, 0x08);
     let no_data = request.bit(1, 0x01);
     if !no_data {
-        sent_exactly(request, 1, at)?;
+        check_data_out_exactly(request, 1, count_at)?;
     }
-    // Zeroes are a record without payload. With UNMAP, blocks of zeroes may be unmapped, because unmapped blocks read
-    // as zeroes; other blocks are written (SBC-4, table 139).
+    // Zeroes are a record without payload. With UNMAP, blocks of zeroes may be unmapped, because unmapped blocks read as
+    // zeroes; other blocks are written (SBC-4, table 139).
     let zero = no_data || is_zero(request.data, unit.block_size() as usize);
-    let (kind, action) = match zero && (unit.can().write_zeroes || unmap) {
-        true => (OperationKind::WriteZeroes, ScsiAction::Zero { unmap }),
-        false if no_data => return Err(Sense::cdb(1, Some(0))),
-        false => (OperationKind::Write, ScsiAction::Fill),
+    let (kind, action) = if zero && (unit.can().write_zeroes || unmap) {
+        (OperationKind::WriteZeroes, ScsiAction::Zero { unmap })
+    } else if no_data {
+        return Err(Sense::cdb(1, Some(0)));
+    } else {
+        (OperationKind::Write, ScsiAction::Fill)
     };
     let job = Job::new(kind, range, [Some(action), None, None]);
-    Ok(CommandPlan::Run(job.changing(Change::Shared)))
+    Ok(CommandPlan::Run(job.with_access(BlockAccess::Shared)))
 }
 
 /// Whether the data buffer begins with `len` zero bytes.
@@ -138,7 +140,7 @@ pub(super) fn lba_status(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense
         Sense::READ_ERROR
     })?;
     let mut bytes = vec![0; HEADER];
-    for (status, range) in statuses(&extents, per_block, start, most) {
+    for (status, range) in provisioning_statuses(&extents, per_block, start, most) {
         bytes.extend(range.lba.to_be_bytes());
         bytes.extend(range.blocks.to_be_bytes());
         bytes.extend([status, 0, 0, 0]);
@@ -153,44 +155,49 @@ const MAPPED: u8 = 0;
 /// Deallocated.
 const DEALLOCATED: u8 = 1;
 
-/// At least one and at most `most` consecutive ranges with their PROVISIONING STATUS, from block `start` on, where
-/// `extents` begin. A block of several sectors is deallocated if all of them are.
-fn statuses(extents: &[Extent], per_block: u64, start: u64, most: usize) -> Vec<(u8, Range)> {
-    let mut statuses: Vec<(u8, Range)> = Vec::new();
-    let (mut sector, mut told) = (start * per_block, start);
-    let mut tell = |status: u8, told: &mut u64, until: u64| {
-        let Some(blocks) = until.checked_sub(*told).filter(|&blocks| blocks > 0) else {
+/// One to `most` consecutive ranges with their PROVISIONING STATUS, from block `start` on, where `extents` begin. A block
+/// of several sectors is deallocated only if all of them are.
+fn provisioning_statuses(
+    extents: &[Extent],
+    per_block: u64,
+    start: u64,
+    most: usize,
+) -> Vec<(u8, BlockRange)> {
+    let mut statuses: Vec<(u8, BlockRange)> = Vec::new();
+    let (mut sector, mut reported) = (start * per_block, start);
+    let mut report = |status: u8, reported: &mut u64, until: u64| {
+        let Some(blocks) = until.checked_sub(*reported).filter(|&blocks| blocks > 0) else {
             return true;
         };
-        // Only the beginning of too long a range is reported; an initiator that wants the rest asks again.
-        let told_of = u32::try_from(blocks).unwrap_or(u32::MAX);
-        let lba = std::mem::replace(told, until);
+        // Only the start of an overlong range is reported; an initiator that wants the rest asks again.
+        let count = u32::try_from(blocks).unwrap_or(u32::MAX);
+        let lba = std::mem::replace(reported, until);
         let last = statuses
             .last_mut()
-            .filter(|(last, range)| *last == status && range.blocks.checked_add(told_of).is_some());
+            .filter(|(last, range)| *last == status && range.blocks.checked_add(count).is_some());
         if let Some((_, range)) = last {
-            range.blocks += told_of;
+            range.blocks += count;
         } else if statuses.len() < most {
-            let blocks = told_of;
-            statuses.push((status, Range { lba, blocks }));
+            let blocks = count;
+            statuses.push((status, BlockRange { lba, blocks }));
         } else {
             return false;
         }
-        u64::from(told_of) == blocks
+        u64::from(count) == blocks
     };
     for extent in extents {
         let begin = sector;
         sector = sector.saturating_add(extent.sectors);
         let goes_on = match extent.allocation {
             Allocation::Hole => {
-                tell(
+                report(
                     MAPPED,
-                    &mut told,
+                    &mut reported,
                     begin.div_ceil(per_block).min(sector / per_block),
-                ) && tell(DEALLOCATED, &mut told, sector / per_block)
+                ) && report(DEALLOCATED, &mut reported, sector / per_block)
             }
-            // The extent's last block may reach into the next extent, which then begins with the block after it.
-            _ => tell(MAPPED, &mut told, sector.div_ceil(per_block)),
+            // The last block may reach into the next extent, which then starts with the block after it.
+            _ => report(MAPPED, &mut reported, sector.div_ceil(per_block)),
         };
         if !goes_on {
             break;
@@ -199,7 +206,7 @@ fn statuses(extents: &[Extent], per_block: u64, start: u64, most: usize) -> Vec<
     if statuses.is_empty() {
         // The extents cover less than a block.
         let (lba, blocks) = (start, 1);
-        statuses.push((MAPPED, Range { lba, blocks }));
+        statuses.push((MAPPED, BlockRange { lba, blocks }));
     }
     statuses
 }
@@ -208,7 +215,7 @@ fn statuses(extents: &[Extent], per_block: u64, start: u64, most: usize) -> Vec<
 mod tests {
     use super::*;
 
-    fn told(
+    fn report(
         extents: &[(u64, Allocation)],
         per_block: u64,
         start: u64,
@@ -219,7 +226,7 @@ mod tests {
             allocation,
         });
         let extents: Vec<_> = extents.collect();
-        let statuses = statuses(&extents, per_block, start, most);
+        let statuses = provisioning_statuses(&extents, per_block, start, most);
         statuses
             .iter()
             .map(|(status, range)| (*status, range.lba, range.blocks))
@@ -230,17 +237,17 @@ mod tests {
     fn a_block_is_deallocated_if_all_of_it_is() {
         use Allocation::{Data, Hole, Zero};
         assert_eq!(
-            told(&[(3, Data), (2, Zero), (4, Hole), (1, Data)], 1, 7, 9),
+            report(&[(3, Data), (2, Zero), (4, Hole), (1, Data)], 1, 7, 9),
             [(0, 7, 5), (1, 12, 4), (0, 16, 1)]
         );
         // Blocks of eight sectors: the hole begins and ends within one.
         assert_eq!(
-            told(&[(12, Data), (30, Hole), (6, Data)], 8, 2, 9),
+            report(&[(12, Data), (30, Hole), (6, Data)], 8, 2, 9),
             [(0, 2, 2), (1, 4, 3), (0, 7, 1)]
         );
-        // A hole in the middle of one block, twice, and then a hole that covers a whole block.
+        // Two holes inside one block, then a hole that covers a whole block.
         assert_eq!(
-            told(
+            report(
                 &[(2, Data), (2, Hole), (2, Data), (2, Hole), (9, Hole)],
                 8,
                 0,
@@ -248,21 +255,21 @@ mod tests {
             ),
             [(0, 0, 1), (1, 1, 1)]
         );
-        // A hole that is followed by a hole, since extents need not be joined.
-        assert_eq!(told(&[(8, Hole), (8, Hole)], 8, 0, 9), [(1, 0, 2)]);
+        // Two holes in a row: extents need not be merged.
+        assert_eq!(report(&[(8, Hole), (8, Hole)], 8, 0, 9), [(1, 0, 2)]);
         assert_eq!(
-            told(&[(3, Hole)], 8, 5, 9),
+            report(&[(3, Hole)], 8, 5, 9),
             [(0, 5, 1)],
             "less than a block"
         );
-        assert_eq!(told(&[(8, Hole), (8, Data), (8, Hole)], 1, 0, 2).len(), 2);
+        assert_eq!(report(&[(8, Hole), (8, Data), (8, Hole)], 1, 0, 2).len(), 2);
     }
 
     #[test]
-    fn a_stretch_too_long_for_its_field_is_told_in_part() {
+    fn a_range_too_long_for_its_field_is_reported_in_part() {
         let long = (1 << 33, Allocation::Hole);
         assert_eq!(
-            told(&[long, (1, Allocation::Data)], 1, 3, 9),
+            report(&[long, (1, Allocation::Data)], 1, 3, 9),
             [(1, 3, u32::MAX)]
         );
     }

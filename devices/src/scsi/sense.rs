@@ -1,4 +1,4 @@
-//! Status and sense data: the exact reason why a command failed (SPC-5, 4.4; SAM-5, 5.3).
+//! Status and sense data: how a command ended, and exactly why it failed (SPC-5, 4.4; SAM-5, 5.3).
 
 use std::ops::Deref;
 
@@ -10,13 +10,13 @@ use crate::backend::Failure;
 pub enum Status {
     /// The command was carried out.
     Good = 0x00,
-    /// The command failed; sense data has the reason.
+    /// The command failed; the sense data says why.
     CheckCondition = 0x02,
     /// The command was aborted.
     TaskAborted = 0x40,
 }
 
-/// Sense data as it goes to the application client, in the fixed format (18 bytes) or the descriptor format.
+/// Sense data as the application client gets it, in the fixed format (18 bytes) or the descriptor format.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct SenseData {
     bytes: [u8; Self::MAX],
@@ -52,23 +52,23 @@ mod key {
     pub(super) const MISCOMPARE: u8 = 0xe;
 }
 
-/// The field of the CDB or of the parameter list that is in error (SPC-5, 4.4.2.4.2).
+/// Points to the field of the CDB or the parameter list that is in error (SPC-5, 4.4.2.4.2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Field {
+struct FieldPointer {
     in_cdb: bool,
     byte: u16,
-    /// Its most significant bit, if it is less than the whole byte.
+    /// The field's most significant bit, if the field is less than a byte.
     bit: Option<u8>,
 }
 
-/// The reason why a command failed.
+/// Why a command failed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Sense {
     key: u8,
     /// Additional sense code and qualifier.
     code: u16,
     information: Option<u64>,
-    field: Option<Field>,
+    field: Option<FieldPointer>,
 }
 
 impl Sense {
@@ -102,7 +102,7 @@ impl Sense {
     }
 
     const fn at_cdb(mut self, byte: u16, bit: Option<u8>) -> Self {
-        self.field = Some(Field {
+        self.field = Some(FieldPointer {
             in_cdb: true,
             byte,
             bit,
@@ -118,7 +118,7 @@ impl Sense {
     /// INVALID FIELD IN PARAMETER LIST.
     pub(super) const fn list(byte: u16, bit: Option<u8>) -> Self {
         let mut sense = Self::new(key::ILLEGAL_REQUEST, 0x2600);
-        sense.field = Some(Field {
+        sense.field = Some(FieldPointer {
             in_cdb: false,
             byte,
             bit,
@@ -133,7 +133,7 @@ impl Sense {
         sense
     }
 
-    /// The sense for a failed backend operation; `io`: the sense for an error of the medium.
+    /// The sense for a failed backend operation. `io` is the one for an error of the medium.
     pub(super) const fn of(failure: Failure, io: Self) -> Self {
         match failure {
             // The disk has changed since the command was checked.
@@ -157,7 +157,7 @@ impl Sense {
         if !descriptors {
             bytes[0] = 0x70;
             bytes[2] = self.key;
-            // VALID is set only if the information fits into four bytes.
+            // VALID is set only if the information fits in four bytes.
             if let Some(information) = self.information.and_then(|value| u32::try_from(value).ok())
             {
                 bytes[0] |= 0x80;

@@ -3,39 +3,39 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 
-use super::order::Order;
+use super::order::CommandOrder;
 use super::sense::Sense;
 use crate::backend::{Backend, Capabilities, MAX_REQUEST_BYTES, SECTOR_SIZE};
 
-/// Physical block in bytes, as virtio-blk's: the alignment of the log, and the usual block of today's media under base
+/// Physical block in bytes, as for virtio-blk: the alignment of the log, and the usual block size of the media under base
 /// images.
 pub(super) const PHYSICAL_BLOCK: u32 = 4096;
 
 /// The most blocks of a COMPARE AND WRITE: its CDB has one byte for their number.
 const MAX_COMPARE_BLOCKS: u64 = u8::MAX as u64;
 
-/// Reasons why a backend cannot be a logical unit.
+/// Why a backend cannot be a logical unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum UnitError {
     /// The block size is neither 512 nor 4096 bytes.
-    #[error("a logical block of {0} bytes: it must have 512 or 4096")]
+    #[error("a logical block of {0} bytes: it must be 512 or 4096")]
     BlockSize(u32),
-    /// The disk has not even one logical block.
-    #[error("the disk has less than a logical block of {0} bytes")]
+    /// The disk is smaller than a logical block.
+    #[error("the disk is smaller than a logical block of {0} bytes")]
     TooSmall(u32),
 }
 
 /// A logical unit: a [`Backend`] with an identity, a logical block size, and the state that its commands share.
 ///
-/// All initiators share the unit, because it serves transports that cannot tell them apart. So a unit attention
-/// condition is reported once, and mode pages are shared.
+/// All initiators share the unit's state, because the transports cannot tell them apart. So each unit attention condition
+/// is reported once, and mode pages are shared.
 pub struct LogicalUnit {
     backend: Arc<dyn Backend>,
     serial: String,
     block_size: u32,
-    /// WCE when the unit was made.
+    /// WCE when the unit was created.
     default_write_cache: bool,
-    pub(super) order: Arc<Order>,
+    pub(super) order: Arc<CommandOrder>,
     /// D_SENSE of the control mode page.
     descriptor_sense: AtomicBool,
     /// Stopped by START STOP UNIT.
@@ -54,12 +54,12 @@ impl LogicalUnit {
     /// Presents `backend` with logical blocks of `block_size` bytes, 512 or 4096. A partial block at the end of the
     /// disk cannot be accessed.
     ///
-    /// `serial` is the PRODUCT SERIAL NUMBER (VPD page 80h), and the designators of page 83h are made from it: hosts
-    /// take units with the same serial number for two paths to one disk. Characters other than printable ASCII become
-    /// `_`, and it is cut to [`MAX_SERIAL_BYTES`](Self::MAX_SERIAL_BYTES).
+    /// `serial` is the PRODUCT SERIAL NUMBER (VPD page 80h). The designators of page 83h are derived from it, so hosts take
+    /// units with the same serial number for paths to one disk. Characters other than printable ASCII become `_`, and it
+    /// is truncated to [`MAX_SERIAL_BYTES`](Self::MAX_SERIAL_BYTES).
     ///
     /// # Errors
-    /// If the block size is neither of these, or the disk has not even one block.
+    /// If the block size is neither of these, or the disk is smaller than a block.
     pub fn new(
         backend: Arc<dyn Backend>,
         serial: &str,
@@ -119,7 +119,7 @@ impl LogicalUnit {
         (most / block).max(1) * block
     }
 
-    /// Takes note that the disk has another size: the next command gets a unit attention condition.
+    /// The disk has another size: the next command gets a unit attention condition.
     pub fn capacity_changed(&self) {
         self.attentions.fetch_or(CAPACITY_CHANGED, Ordering::AcqRel);
     }
@@ -143,7 +143,7 @@ impl LogicalUnit {
     }
 
     /// Whether blocks can be unmapped. Unmapped blocks read as zeroes (LBPME, LBPRZ).
-    pub(super) fn thin(&self) -> bool {
+    pub(super) fn is_thin(&self) -> bool {
         let can = self.can();
         can.discard && !can.read_only
     }
@@ -165,7 +165,7 @@ impl LogicalUnit {
         self.descriptor_sense.store(on, Ordering::Relaxed);
     }
 
-    pub(super) fn stopped(&self) -> bool {
+    pub(super) fn is_stopped(&self) -> bool {
         self.stopped.load(Ordering::Relaxed)
     }
 
@@ -173,7 +173,7 @@ impl LogicalUnit {
         self.stopped.store(stopped, Ordering::Relaxed);
     }
 
-    /// Takes the unit attention condition that is to be reported next.
+    /// Takes the unit attention condition to report next.
     pub(super) fn take_attention(&self) -> Option<Sense> {
         if self.attentions.load(Ordering::Relaxed) == 0 {
             return None;

@@ -1,93 +1,98 @@
 //! Commands that compare or verify blocks: VERIFY (SBC-4, 5.36 to 5.38), WRITE AND VERIFY (5.43 to 5.45) and COMPARE
 //! AND WRITE (5.3).
 
-use super::io::{Named, durable, named, range, sent, sent_exactly, writable};
-use super::job::{Change, Job, ScsiAction, Then};
+use super::io::{
+    CdbRange, check_data_out, check_data_out_exactly, check_range, check_writable, fua_flush,
+    parse_range,
+};
+use super::job::{AfterRead, BlockAccess, Job, ScsiAction};
 use super::plan::{CommandPlan, ScsiRequest};
 use super::sense::Sense;
 use crate::latency::OperationKind;
 
-/// BYTCHK (SBC-4, table 117): the data with which the blocks are compared.
-enum Check {
-    /// 00b: none; the blocks must be readable.
+/// BYTCHK (SBC-4, table 117): what the blocks are compared with.
+enum ByteCheck {
+    /// 00b: nothing; the blocks only have to be readable.
     Readable,
-    /// 01b: as many blocks as are verified.
+    /// 01b: as many blocks of data as are verified.
     Blocks,
-    /// 11b: one block, with which each is compared.
+    /// 11b: one block of data, which each block must equal.
     Block,
 }
 
-fn check(request: &ScsiRequest<'_>) -> Result<Check, Sense> {
+fn byte_check(request: &ScsiRequest<'_>) -> Result<ByteCheck, Sense> {
     match request.byte(1) >> 1 & 3 {
-        0 => Ok(Check::Readable),
-        1 => Ok(Check::Blocks),
-        3 => Ok(Check::Block),
+        0 => Ok(ByteCheck::Readable),
+        1 => Ok(ByteCheck::Blocks),
+        3 => Ok(ByteCheck::Block),
         _ => Err(Sense::cdb(1, Some(2))),
     }
 }
 
 /// VERIFY (10), (12), (16).
 pub(super) fn verify(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
-    let check = check(request)?;
-    let Named { range, at } = named(request, request.unit.max_transfer_blocks())?;
-    let then = match check {
-        Check::Readable => Then::Forget,
-        Check::Blocks => {
-            sent(request, range.blocks, at)?;
-            Then::Compare
+    let check = byte_check(request)?;
+    let CdbRange { range, count_at } = parse_range(request, request.unit.max_transfer_blocks())?;
+    let after = match check {
+        ByteCheck::Readable => AfterRead::Forget,
+        ByteCheck::Blocks => {
+            check_data_out(request, range.blocks, count_at)?;
+            AfterRead::Compare
         }
-        Check::Block => {
-            sent(request, range.blocks.min(1), at)?;
-            Then::CompareEach
+        ByteCheck::Block => {
+            check_data_out(request, range.blocks.min(1), count_at)?;
+            AfterRead::CompareEach
         }
     };
-    let read = (range.blocks > 0).then_some(ScsiAction::Read(then));
-    let script = [read, None, None];
+    let read = (range.blocks > 0).then_some(ScsiAction::Read(after));
+    let actions = [read, None, None];
     Ok(CommandPlan::Run(Job::new(
         OperationKind::Read,
         range,
-        script,
+        actions,
     )))
 }
 
-/// WRITE AND VERIFY (10), (12), (16). The write is made durable first, so that the verified blocks are on the medium.
-/// No other command changes them meanwhile, so that they are what this command wrote.
+/// WRITE AND VERIFY (10), (12), (16). The write is made durable before the blocks are read back, so that they come from
+/// the medium. No other command may change them in between.
 pub(super) fn write_and_verify(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
-    writable(request)?;
-    let then = match check(request)? {
-        Check::Readable => Then::Forget,
-        Check::Blocks => Then::Compare,
-        Check::Block => return Err(Sense::cdb(1, Some(2))),
+    check_writable(request)?;
+    let after = match byte_check(request)? {
+        ByteCheck::Readable => AfterRead::Forget,
+        ByteCheck::Blocks => AfterRead::Compare,
+        ByteCheck::Block => return Err(Sense::cdb(1, Some(2))),
     };
-    let Named { range, at } = named(request, request.unit.max_transfer_blocks())?;
-    sent(request, range.blocks, at)?;
+    let CdbRange { range, count_at } = parse_range(request, request.unit.max_transfer_blocks())?;
+    check_data_out(request, range.blocks, count_at)?;
     let write = Some(ScsiAction::Write { from: 0 });
-    let read = Some(ScsiAction::Read(then));
-    let script = match request.unit.can().flush {
-        _ if range.blocks == 0 => [None; 3],
-        true => [write, Some(ScsiAction::Flush), read],
-        false => [write, read, None],
+    let read = Some(ScsiAction::Read(after));
+    let actions = if range.blocks == 0 {
+        [None; 3]
+    } else if request.unit.can().flush {
+        [write, Some(ScsiAction::Flush), read]
+    } else {
+        [write, read, None]
     };
-    let job = Job::new(OperationKind::Write, range, script);
-    Ok(CommandPlan::Run(job.changing(Change::Alone)))
+    let job = Job::new(OperationKind::Write, range, actions);
+    Ok(CommandPlan::Run(job.with_access(BlockAccess::Exclusive)))
 }
 
-/// COMPARE AND WRITE. The Data-Out Buffer has the blocks to compare, then those to write.
+/// COMPARE AND WRITE. The Data-Out Buffer has the blocks to compare with, then the blocks to write.
 pub(super) fn compare_and_write(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
-    writable(request)?;
+    check_writable(request)?;
     let (unit, at) = (request.unit, 13);
     let (lba, blocks) = (request.number(2, 8), request.number(13, 1));
-    let range = range(request, lba, blocks, unit.max_compare_blocks().into(), at)?;
-    sent_exactly(request, 2 * range.blocks, at)?;
+    let range = check_range(request, lba, blocks, unit.max_compare_blocks().into(), at)?;
+    check_data_out_exactly(request, 2 * range.blocks, at)?;
     let from = range.blocks as usize * unit.block_size() as usize;
-    let script = match range.blocks {
+    let actions = match range.blocks {
         0 => [None; 3],
         _ => [
-            Some(ScsiAction::Read(Then::Compare)),
+            Some(ScsiAction::Read(AfterRead::Compare)),
             Some(ScsiAction::Write { from }),
-            durable(request),
+            fua_flush(request),
         ],
     };
-    let job = Job::new(OperationKind::Write, range, script);
-    Ok(CommandPlan::Run(job.changing(Change::Alone)))
+    let job = Job::new(OperationKind::Write, range, actions);
+    Ok(CommandPlan::Run(job.with_access(BlockAccess::Exclusive)))
 }

@@ -19,7 +19,7 @@ pub struct Device {
     pub(super) write_cache: WriteCacheHook,
 }
 
-/// Called with `true` when the disk has a volatile write cache, with `false` when it has none.
+/// Called with whether the disk has a volatile write cache.
 pub(super) type WriteCacheHook = Arc<dyn Fn(bool) + Send + Sync>;
 
 impl Device {
@@ -44,11 +44,11 @@ impl Device {
         })
     }
 
-    /// Has the worker call `told` with whether the disk has a volatile write cache: when serving begins, and at each
-    /// change. The worker reports `true` before it answers the first write that relies on the cache, and `false` only
+    /// Makes the worker call `hook` with whether the disk has a volatile write cache, when it starts and at each change.
+    /// It calls the hook with `true` before it answers the first write that relies on the cache, and with `false` only
     /// after every earlier write is durable.
-    pub fn on_write_cache(&mut self, told: Box<dyn Fn(bool) + Send + Sync>) {
-        self.write_cache = told.into();
+    pub fn on_write_cache(&mut self, hook: Box<dyn Fn(bool) + Send + Sync>) {
+        self.write_cache = hook.into();
     }
 
     /// The disk as a SCSI logical unit.
@@ -56,8 +56,8 @@ impl Device {
         &self.unit
     }
 
-    /// Counters of the device so far: commands as requests, the kernel's events as doorbells, writes to the UIO
-    /// device as interrupts.
+    /// The device's counters. Commands count as requests, events of the kernel as doorbells, writes to the UIO device as
+    /// interrupts.
     pub fn metrics(&self) -> Arc<BlockMetrics> {
         Arc::clone(&self.metrics)
     }
@@ -69,7 +69,7 @@ impl Device {
 
     /// A handle with which the owner controls the device while it is in use.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
-        Arc::new(Controls {
+        Arc::new(DiskControl {
             unit: Arc::clone(&self.unit),
             gate: Arc::clone(&self.gate),
         })
@@ -77,14 +77,14 @@ impl Device {
 }
 
 /// The control handle of a device.
-struct Controls {
+struct DiskControl {
     unit: Arc<LogicalUnit>,
     gate: Arc<Gate>,
 }
 
-impl DeviceControl for Controls {
-    /// The next command gets UNIT ATTENTION (CAPACITY DATA HAS CHANGED). Initiators read the new capacity when they are
-    /// told to rescan.
+impl DeviceControl for DiskControl {
+    /// The next command gets UNIT ATTENTION (CAPACITY DATA HAS CHANGED). Initiators read the new capacity when they
+    /// rescan.
     fn capacity_changed(&self) {
         self.unit.capacity_changed();
     }

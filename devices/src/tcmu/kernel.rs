@@ -1,7 +1,7 @@
-//! A model of the kernel's side of the ring: what target_core_user does, and when it calls the ring broken.
+//! A model of the kernel's side of the ring: what target_core_user does, and when it considers the ring broken.
 //!
-//! For tests and fuzz targets. Like the kernel, it keeps its state in its own memory, and reads from the shared memory
-//! only what it must.
+//! For tests and fuzz targets. Like the kernel, it keeps its state in private memory, and reads from the shared memory
+//! only what it has to.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use vm_memory::Bytes;
 use super::layout::{flag, header, mailbox, request, response, task_management};
 use super::memory::Mapping;
 
-/// Length of a block of the data area: a page.
+/// Length of a block in the data area: a page.
 pub const BLOCK: usize = 4096;
 
 /// A command as an initiator sends it.
@@ -22,13 +22,13 @@ pub struct Request {
     pub cdb: Vec<u8>,
     /// The data that it writes.
     pub out: Vec<u8>,
-    /// How many bytes it reads. With `out`, the command is bidirectional.
+    /// How many bytes it reads. If there is `out` as well, the command is bidirectional.
     pub read: usize,
 }
 
-/// The outcome of a command for the initiator.
+/// The result of a command, as the initiator gets it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ended {
+pub struct EndedCommand {
     /// The command's number.
     pub id: u16,
     /// The SCSI status.
@@ -39,7 +39,7 @@ pub struct Ended {
     pub data: Vec<u8>,
 }
 
-struct InFlight {
+struct QueuedCommand {
     request: Request,
     blocks: Vec<usize>,
 }
@@ -51,15 +51,15 @@ pub struct Kernel {
     head: u32,
     cleaned: u32,
     next_id: u16,
-    in_flight: HashMap<u16, InFlight>,
+    in_flight: HashMap<u16, QueuedCommand>,
     used: Vec<bool>,
 }
 
 impl Kernel {
-    /// Makes a mailbox, a ring of `ring_size` bytes (a multiple of 64) and a data area of `blocks` blocks.
+    /// Creates a mailbox, a ring of `ring_size` bytes (a multiple of 64) and a data area of `blocks` blocks.
     ///
     /// # Panics
-    /// If the system has no memory for it.
+    /// If there is not enough memory.
     pub fn new(ring_size: u32, blocks: usize) -> Self {
         let data = mailbox::LEN + ring_size as usize;
         let memory = Mapping::anonymous(data + blocks * BLOCK).expect("memory");
@@ -93,12 +93,12 @@ impl Kernel {
         self.put(mailbox::TAIL, &position.to_ne_bytes());
     }
 
-    /// The place of the next entry, in bytes from the start of the memory.
+    /// Offset of the next entry, in bytes from the start of the memory.
     pub fn head_offset(&self) -> usize {
         mailbox::LEN + self.head as usize
     }
 
-    /// The start of the data area, in bytes from the start of the memory.
+    /// Offset of the data area, in bytes from the start of the memory.
     pub fn data_offset(&self) -> usize {
         mailbox::LEN + self.size as usize
     }
@@ -125,7 +125,7 @@ impl Kernel {
         bytes
     }
 
-    /// Queues a command. `None`: there is no room for it now.
+    /// Queues a command, and returns its number. `None`: there is no room for it now.
     pub fn queue(&mut self, request: Request) -> Option<u16> {
         let (out, read) = (
             request.out.len().div_ceil(BLOCK),
@@ -155,9 +155,10 @@ impl Kernel {
         for (index, block) in blocks.iter().enumerate() {
             self.used[*block] = true;
             let place = self.data_offset() + block * BLOCK;
-            let (all, done) = match index < out {
-                true => (request.out.len(), index * BLOCK),
-                false => (request.read, (index - out) * BLOCK),
+            let (all, done) = if index < out {
+                (request.out.len(), index * BLOCK)
+            } else {
+                (request.read, (index - out) * BLOCK)
             };
             let piece = (all - done).min(BLOCK);
             if index < out {
@@ -168,7 +169,7 @@ impl Kernel {
             self.put(iovec + 8, &(piece as u64).to_ne_bytes());
         }
         self.finish(len as u32, header::COMMAND);
-        self.in_flight.insert(id, InFlight { request, blocks });
+        self.in_flight.insert(id, QueuedCommand { request, blocks });
         Some(id)
     }
 
@@ -194,7 +195,7 @@ impl Kernel {
         true
     }
 
-    /// Publishes the next entry with the bytes that were put there.
+    /// Publishes the next entry, whose bytes must be in place.
     pub fn finish(&mut self, len: u32, op: u32) {
         self.put(
             self.head_offset() + header::LEN_OP,
@@ -229,8 +230,8 @@ impl Kernel {
     /// Takes the responses, as the kernel does when it is woken.
     ///
     /// # Panics
-    /// Where the kernel would call the ring broken.
-    pub fn ended(&mut self) -> Vec<Ended> {
+    /// Where the kernel would consider the ring broken.
+    pub fn take_ended(&mut self) -> Vec<EndedCommand> {
         let tail: u32 = self
             .memory
             .slice()
@@ -255,17 +256,18 @@ impl Kernel {
         ended
     }
 
-    fn end(&mut self, at: usize) -> Ended {
+    fn end(&mut self, at: usize) -> EndedCommand {
         let id = u16::from_ne_bytes(self.get(at + header::ID));
-        let Some(InFlight { request, blocks }) = self.in_flight.remove(&id) else {
+        let Some(QueuedCommand { request, blocks }) = self.in_flight.remove(&id) else {
             panic!("command {id} not found, the ring is broken");
         };
         let [flags] = self.get(at + header::OUR_FLAGS);
         let [status] = self.get(at + response::STATUS);
-        let said = u32::from_ne_bytes(self.get(at + response::READ_LEN)) as usize;
-        let read = match flags & response::READ_LENGTH != 0 && said > 0 {
-            true => said.min(request.read),
-            false => request.read,
+        let reported = u32::from_ne_bytes(self.get(at + response::READ_LEN)) as usize;
+        let read = if flags & response::READ_LENGTH != 0 && reported > 0 {
+            reported.min(request.read)
+        } else {
+            request.read
         };
         let sense = match status {
             2 => self
@@ -280,7 +282,7 @@ impl Kernel {
             self.memory.slice().read_slice(part, place).expect("inside");
         }
         blocks.iter().for_each(|block| self.used[*block] = false);
-        Ended {
+        EndedCommand {
             id,
             status,
             sense,

@@ -19,9 +19,9 @@ pub(super) mod mailbox {
     pub(crate) const RING_OFFSET: usize = 4;
     /// u32: length of the ring in bytes; the data area follows it.
     pub(crate) const RING_SIZE: usize = 8;
-    /// u32, written by the kernel: the end of the last entry that it has added.
+    /// u32, written by the kernel: the end of the last entry that it has queued.
     pub(crate) const HEAD: usize = 12;
-    /// u32, written by this process, on a cache line of its own: the end of the last entry that is done with.
+    /// u32, written by this process, on a cache line of its own: the end of the last entry given back to the kernel.
     pub(crate) const TAIL: usize = 64;
     /// Length of the mailbox in bytes.
     pub(crate) const LEN: usize = 128;
@@ -31,14 +31,14 @@ pub(super) mod mailbox {
 
 /// The mailbox's flags.
 pub(super) mod flag {
-    /// Commands may be answered in any order: a response names its command.
+    /// Commands may be answered in any order, because a response names its command.
     pub(crate) const OUT_OF_ORDER: u16 = 1 << 0;
     /// A response may say how many bytes were read.
     pub(crate) const READ_LENGTH: u16 = 1 << 1;
     /// The kernel reports aborts and resets, if configured to (`tmr_notification`).
     #[cfg(any(test, fuzzing))]
     pub(crate) const TASK_MANAGEMENT: u16 = 1 << 2;
-    /// A response may keep its data blocks until later. Not used: data is copied before the backend gets it.
+    /// A response may keep its data blocks for later. Not used: data is copied before the backend gets it.
     #[cfg(any(test, fuzzing))]
     pub(crate) const KEEP_BUFFER: u16 = 1 << 3;
 }
@@ -64,7 +64,7 @@ pub(super) mod header {
     pub(crate) const TASK_MANAGEMENT: u32 = 2;
 }
 
-/// A COMMAND as the kernel makes it.
+/// A COMMAND entry as the kernel writes it.
 pub(super) mod request {
     /// u32: number of iovecs of the data, in either direction.
     pub(crate) const IOVECS: usize = 8;
@@ -80,15 +80,15 @@ pub(super) mod request {
     pub(crate) const IOVEC_LEN: usize = 16;
 }
 
-/// A response. It overwrites a request, its own or another, so the worker copies CDB and iovecs before.
+/// A response. It overwrites a request, not necessarily its own, so the worker copies CDBs and iovecs first.
 pub(super) mod response {
     /// u8: the SCSI status. At 9 three bytes, unused.
     pub(crate) const STATUS: usize = 8;
-    /// u32: bytes that were read, valid with [`READ_LENGTH`]; the kernel takes 0 for all.
+    /// u32: bytes that were read, valid with [`READ_LENGTH`]; the kernel takes 0 as "all of them".
     pub(crate) const READ_LEN: usize = 12;
     /// Sense data, if the status is CHECK CONDITION.
     pub(crate) const SENSE: usize = 16;
-    /// Most bytes of sense data.
+    /// The most bytes of sense data.
     pub(crate) const SENSE_LEN: usize = 96;
     /// The shortest COMMAND entry: a response fits in it.
     pub(crate) const LEN: usize = SENSE + SENSE_LEN;

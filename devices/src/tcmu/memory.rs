@@ -1,4 +1,4 @@
-//! The memory shared with the kernel, and the parts of it that hold a command's data.
+//! The memory shared with the kernel, and a command's data in it.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -11,7 +11,8 @@ use vm_memory::{Bytes, VolatileSlice};
 
 use crate::scsi::DataBuffer;
 
-/// Shared memory. The kernel may write to it at any time, so all access is volatile or atomic, and bounds-checked.
+/// Memory shared with the kernel, which may write to it at any time: all access is volatile or atomic, and
+/// bounds-checked.
 pub struct Mapping {
     start: NonNull<u8>,
     len: usize,
@@ -23,7 +24,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the first region of a UIO device, all of it: `len` must be the region's length in bytes.
+    /// Maps the whole first region of a UIO device. `len` must be the region's length in bytes.
     ///
     /// # Errors
     /// If the kernel refuses, usually because `len` is not the region's length.
@@ -43,7 +44,7 @@ impl Mapping {
         Self::new(start?, len)
     }
 
-    /// Zeroed memory of this process alone, for tests that play both sides.
+    /// Private zeroed memory, for tests that play both sides.
     ///
     /// # Errors
     /// If there is not enough memory, or `len` is 0.
@@ -83,8 +84,8 @@ impl Drop for Mapping {
     }
 }
 
-/// The data of one command: blocks of the shared memory, in order. The kernel stores the data of a write there before
-/// it queues the command, and takes the data of a read from there after the command has ended.
+/// The data of one command, in blocks of the shared memory. The kernel stores the data of a write there before it queues
+/// the command, and fetches the data of a read from there after the command has ended.
 #[derive(Clone)]
 pub struct CommandData {
     memory: Arc<Mapping>,
@@ -108,8 +109,8 @@ impl CommandData {
         }
     }
 
-    /// Appends a block. `None` if it does not lie in the memory from `from` on, or if all blocks together would be
-    /// longer than that part of the memory.
+    /// Appends a block. `None` if the block does not lie in the memory from `from` on, or if all blocks together would be
+    /// longer than that.
     pub(super) fn push(&mut self, from: usize, offset: u64, len: u64) -> Option<()> {
         let (offset, len) = (usize::try_from(offset).ok()?, usize::try_from(len).ok()?);
         let area = self.memory.len() - from;
@@ -134,15 +135,16 @@ impl CommandData {
         }
     }
 
-    /// Calls `copy` for each block of `[offset, offset + len)`, with the block's place in memory, the number of bytes
+    /// Calls `copy` for each block of `[offset, offset + len)`, with the block's offset in the memory, the number of bytes
     /// of the range before it, and its length.
-    fn each(&self, offset: usize, len: usize, mut copy: impl FnMut(usize, usize, usize) -> bool) {
+    fn for_each_block(
+        &self,
+        offset: usize,
+        len: usize,
+        mut copy: impl FnMut(usize, usize, usize) -> bool,
+    ) {
         let fits = offset.checked_add(len).is_some_and(|end| end <= self.len);
-        assert!(
-            fits,
-            "bytes {offset} and {len} more of a command's {}",
-            self.len
-        );
+        assert!(fits, "{len} bytes at {offset} of a command's {}", self.len);
         let (mut skip, mut done) = (offset, 0);
         for &(at, piece) in &self.pieces {
             if done == len {
@@ -170,7 +172,7 @@ impl DataBuffer for CommandData {
     /// If the range exceeds the data.
     fn read(&self, offset: usize, into: &mut [u8]) {
         let memory = self.memory.slice();
-        self.each(offset, into.len(), |at, done, len| {
+        self.for_each_block(offset, into.len(), |at, done, len| {
             let part = &mut into[done..done + len];
             memory.read_slice(part, at).is_ok()
         });
@@ -180,7 +182,7 @@ impl DataBuffer for CommandData {
     /// If the range exceeds the data.
     fn write(&self, offset: usize, from: &[u8]) {
         let memory = self.memory.slice();
-        self.each(offset, from.len(), |at, done, len| {
+        self.for_each_block(offset, from.len(), |at, done, len| {
             memory.write_slice(&from[done..done + len], at).is_ok()
         });
     }

@@ -5,17 +5,17 @@
 //!                                                                       │ ▲
 //!                             shared memory: mailbox, ring, data area   │ │   UIO device: 4 bytes read report commands,
 //!                                                                       ▼ │   4 bytes written report responses
-//!   Ring     entries out, in order; responses in, in any order            ring.rs, layout.rs, memory.rs
+//!   CommandRing   takes entries in order, answers them in any order       ring.rs, layout.rs, memory.rs
 //!   Worker   a thread per device: an event loop over UIO and backend      worker.rs, device.rs
 //!   Task     a SCSI command as a few operations                           crate::scsi
 //! ```
-//! The ring knows neither SCSI nor disks, and needs no kernel: its tests have a model of the kernel's side. This module
-//! does not create devices in configfs.
+//! The ring knows neither SCSI nor disks, and needs no kernel: its tests run against a model of the kernel's side. This
+//! module does not create devices in configfs.
 //!
-//! Why neither a crate nor libtcmu: there is no such crate, and libtcmu is a C library that calls back for each command
-//! and wakes the kernel once for each response.
+//! Why neither a crate nor libtcmu: there is no such crate, and libtcmu is a C library with a callback per command, which
+//! wakes the kernel for every single response.
 //!
-//! A program makes the device in configfs, finds its UIO device and the length of its memory there, and serves it:
+//! A program creates the device in configfs, finds its UIO device and the length of its memory there, and serves it:
 //!
 //! ```no_run
 //! use std::fs::File;

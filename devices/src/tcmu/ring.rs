@@ -5,9 +5,9 @@
 //!   ─────────┼── PAD ── COMMAND 7 ── COMMAND 8 ──┼── COMMAND 9 ─────────────────┼─────────
 //!            └ command 8 has ended: its response overwrites 7's request in the oldest entry, and names 8
 //! ```
-//! The ring copies a request when it takes it, so the entry is free for a response from then on. The ring remembers
-//! which entries lie between tail and next, and never reads their headers again. It checks all input as untrusted; the
-//! first malformed entry stops the ring.
+//! A request is copied when it is taken, so its entry is then free for a response. The ring remembers which entries lie
+//! between tail and next, and never reads their headers again. All input is checked as untrusted, and the first malformed
+//! entry stops the ring.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -19,23 +19,23 @@ use vm_memory::{AtomicAccess, ByteValued, Bytes};
 use super::layout::{flag, header, mailbox, request, response, task_management};
 use super::memory::{CommandData, Mapping};
 
-/// Longest CDB in bytes: one of variable length (SPC-4, 4.2.3).
+/// The longest CDB in bytes: a variable-length one (SPC-4, 4.2.3).
 const MAX_CDB: usize = 260;
 
-/// Why a ring cannot be used, or cannot be used any longer.
+/// Why a ring cannot be used, or can no longer be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
-    /// The mailbox is of another version.
+    /// The mailbox has another version.
     #[error(
         "the kernel's command ring has version {0}, but only version 2 is supported: update walvisor"
     )]
     Version(u16),
     /// The kernel requires answers in order.
-    #[error("the kernel takes no answers out of order: it needs Linux 4.0 or newer")]
+    #[error("the kernel requires answers in order: Linux 4.0 or newer is needed")]
     InOrder,
-    /// The ring that the mailbox describes does not fit in the memory.
+    /// The ring described by the mailbox does not fit in the memory.
     #[error(
-        "a command ring of {size} bytes at {offset} does not fit the {memory} bytes of shared memory"
+        "a command ring of {size} bytes at {offset} does not fit in {memory} bytes of shared memory"
     )]
     Mailbox {
         /// Start of the ring according to the mailbox, in bytes.
@@ -70,7 +70,7 @@ pub enum RingError {
 /// What is wrong with an entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EntryProblem {
-    /// Its length is shorter than a header or longer than the room that is left.
+    /// Its length is shorter than a header, or longer than the room that is left.
     #[error("has a length of {len}, with {room} bytes left before the head")]
     Length {
         /// The entry's length in bytes.
@@ -79,10 +79,10 @@ pub enum EntryProblem {
         room: u32,
     },
     /// It is too short for its contents.
-    #[error("is shorter than what it holds")]
+    #[error("is shorter than its contents")]
     Short,
     /// Its CDB does not lie inside the entry.
-    #[error("has its CDB elsewhere, at {0}")]
+    #[error("has its CDB outside of the entry, at {0}")]
     Cdb(u64),
     /// An iovec does not lie in the data area, or all iovecs together are longer than the data area.
     #[error("has data outside of the data area: {len} bytes at {offset}")]
@@ -94,7 +94,7 @@ pub enum EntryProblem {
     },
 }
 
-/// A command in flight. Its owner must give it back to [`CommandRing::complete`].
+/// The right and the duty to answer a command: pass it to [`CommandRing::complete`].
 #[derive(Debug, PartialEq, Eq)]
 #[must_use = "the initiator waits for an answer"]
 pub struct Ticket(u16);
@@ -109,7 +109,7 @@ impl Ticket {
 /// A SCSI command.
 #[derive(Debug)]
 pub struct Command {
-    /// The ticket with which to answer the command.
+    /// For answering the command.
     pub ticket: Ticket,
     /// The CDB, as long as its operation code says: 6 to 260 bytes.
     pub cdb: SmallVec<[u8; 16]>,
@@ -125,7 +125,7 @@ pub struct Command {
 pub enum Entry {
     /// A SCSI command, which must be answered.
     Command(Command),
-    /// The kernel has aborted these commands, or reset the device. They must be answered all the same.
+    /// The kernel has aborted these commands, or reset the device. They must still be answered.
     TaskManagement {
         /// The function: 1 ABORT TASK, 2 ABORT TASK SET, 3 CLEAR ACA, 4 CLEAR TASK SET, 5 LOGICAL UNIT RESET, 6 and 7
         /// target reset, 128 a reset by PERSISTENT RESERVE OUT.
@@ -133,7 +133,7 @@ pub enum Entry {
         /// Numbers of the commands that it has aborted.
         ids: Vec<u16>,
     },
-    /// An entry of an unknown kind, with the number of that kind. The ring has marked it as unknown for the kernel.
+    /// An entry of this unknown kind. The ring has marked it as unknown for the kernel.
     Unknown(u32),
 }
 
@@ -144,19 +144,19 @@ pub struct Response<'a> {
     pub status: u8,
     /// Sense data, at most 96 bytes of it.
     pub sense: &'a [u8],
-    /// Bytes that were read, if fewer than there was room for. The kernel takes 0 for all.
+    /// Bytes that were read, if fewer than there was room for. The kernel takes 0 as "all of them".
     pub read: Option<u32>,
 }
 
-/// An entry that was taken and not yet given back to the kernel.
-struct Slot {
+/// An entry that was taken, and not yet given back to the kernel.
+struct TakenEntry {
     position: u32,
     len: u32,
-    /// The entry is a command, so a response goes into it.
-    answers: bool,
+    /// Whether the entry is a command, so that a response goes into it.
+    is_command: bool,
 }
 
-/// A command ring. Owned by one thread.
+/// A command ring, used by one thread.
 pub struct CommandRing {
     memory: Arc<Mapping>,
     start: usize,
@@ -164,21 +164,21 @@ pub struct CommandRing {
     /// Where the data area begins.
     data: usize,
     flags: u16,
-    /// The entry to be taken next.
+    /// The next entry to take.
     next: u32,
-    /// The end of the last entry that is done with. [`publish`](Self::publish) stores it for the kernel.
+    /// The end of the last entry given back. [`publish`](Self::publish) stores it for the kernel.
     tail: u32,
     /// The tail that was published last.
     published: u32,
     /// The entries from `tail` to `next`.
-    taken: VecDeque<Slot>,
-    /// Commands that have ended since the last [`publish`](Self::publish).
-    ended: usize,
+    taken: VecDeque<TakenEntry>,
+    /// Commands answered since the last [`publish`](Self::publish).
+    answered: usize,
     broken: Option<RingError>,
 }
 
 impl CommandRing {
-    /// Opens the ring that the mailbox at the start of `memory` describes. Entries already in it are taken first.
+    /// Opens the ring described by the mailbox at the start of `memory`. Entries already in it are taken first.
     ///
     /// # Errors
     /// If the mailbox is malformed or of an unknown version.
@@ -201,7 +201,7 @@ impl CommandRing {
             tail: 0,
             published: 0,
             taken: VecDeque::new(),
-            ended: 0,
+            answered: 0,
             broken: None,
         };
         let version: u16 = ring.read(mailbox::VERSION);
@@ -225,13 +225,13 @@ impl CommandRing {
             });
         }
         ring.data = end as usize;
-        ring.tail = ring.place("tail", mailbox::TAIL)?;
+        ring.tail = ring.read_position("tail", mailbox::TAIL)?;
         (ring.next, ring.published) = (ring.tail, ring.tail);
-        ring.place("head", mailbox::HEAD)?;
+        ring.read_position("head", mailbox::HEAD)?;
         Ok(ring)
     }
 
-    /// Whether a response can report that a command has read less than there was room for.
+    /// Whether a response can say that a command has read less than there was room for.
     pub fn knows_read_length(&self) -> bool {
         self.flags & flag::READ_LENGTH != 0
     }
@@ -239,7 +239,7 @@ impl CommandRing {
     /// Takes the next entry, if there is one.
     ///
     /// # Errors
-    /// If the entry is malformed. No further entry is taken then: this and every later call fails.
+    /// If the entry is malformed. From then on every call fails.
     pub fn take(&mut self) -> Result<Option<Entry>, RingError> {
         if let Some(error) = &self.broken {
             return Err(error.clone());
@@ -249,8 +249,8 @@ impl CommandRing {
     }
 
     fn try_take(&mut self) -> Result<Option<Entry>, RingError> {
-        // The load is Acquire, so that entries before the head are read after the head.
-        let head = self.place("head", mailbox::HEAD)?;
+        // The load is Acquire: the entries before the head are read after it.
+        let head = self.read_position("head", mailbox::HEAD)?;
         while self.next != head {
             let position = self.next;
             let end = if head > position { head } else { self.size };
@@ -265,9 +265,9 @@ impl CommandRing {
             }
             let entry = match op {
                 header::PAD => None,
-                header::COMMAND => Some(self.command(at, len as usize).map_err(wrong)?),
+                header::COMMAND => Some(self.read_command(at, len as usize).map_err(wrong)?),
                 header::TASK_MANAGEMENT => {
-                    Some(self.task_management(at, len as usize).map_err(wrong)?)
+                    Some(self.read_task_management(at, len as usize).map_err(wrong)?)
                 }
                 op => {
                     self.write(at + header::OUR_FLAGS, response::UNKNOWN_OP);
@@ -275,12 +275,12 @@ impl CommandRing {
                 }
             };
             self.next = (position + len) % self.size;
-            self.taken.push_back(Slot {
+            self.taken.push_back(TakenEntry {
                 position,
                 len,
-                answers: matches!(entry, Some(Entry::Command(_))),
+                is_command: matches!(entry, Some(Entry::Command(_))),
             });
-            self.skip();
+            self.skip_others();
             if entry.is_some() {
                 return Ok(entry);
             }
@@ -288,14 +288,14 @@ impl CommandRing {
         Ok(None)
     }
 
-    /// Answers a command. The kernel sees the response after [`publish`](Self::publish).
+    /// Answers a command. The kernel sees the answer after [`publish`](Self::publish).
     pub fn complete(&mut self, ticket: Ticket, answer: &Response<'_>) {
-        // There is one ticket per waiting command entry, and `skip` keeps a command entry at the front.
-        let Some(slot) = self.taken.pop_front() else {
+        // There is one ticket per unanswered command entry, and `skip_others` leaves a command entry at the front.
+        let Some(entry) = self.taken.pop_front() else {
             debug_assert!(false, "command {} is not in flight", ticket.0);
             return;
         };
-        let at = self.start + slot.position as usize;
+        let at = self.start + entry.position as usize;
         let read = answer.read.filter(|_| self.knows_read_length());
         let flags = if read.is_some() {
             response::READ_LENGTH
@@ -315,16 +315,16 @@ impl CommandRing {
             sense[..len].copy_from_slice(&answer.sense[..len]);
             self.write_slice(at + response::SENSE, &sense);
         }
-        self.advance(&slot);
-        self.ended += 1;
-        self.skip();
+        self.advance(&entry);
+        self.answered += 1;
+        self.skip_others();
     }
 
-    /// Stores the tail for the kernel. Returns how many commands have ended since the last call. If that is not 0, the
-    /// caller must wake the kernel.
+    /// Stores the tail for the kernel. Returns how many commands were answered since the last call. If that is not 0, the
+    /// caller has to wake the kernel.
     pub fn publish(&mut self) -> usize {
         if self.tail != self.published {
-            // The store is Release, so that the kernel sees the responses before the new tail.
+            // The store is Release: a kernel that sees the new tail also sees the responses before it.
             let stored = self
                 .memory
                 .slice()
@@ -332,22 +332,22 @@ impl CommandRing {
             debug_assert!(stored.is_ok(), "the mailbox lies in the memory");
             self.published = self.tail;
         }
-        std::mem::take(&mut self.ended)
+        std::mem::take(&mut self.answered)
     }
 
-    /// Gives back the oldest entries up to the first that waits for an answer.
-    fn skip(&mut self) {
-        while let Some(slot) = self.taken.pop_front_if(|slot| !slot.answers) {
-            self.advance(&slot);
+    /// Gives back the oldest entries, up to the first command that has no answer yet.
+    fn skip_others(&mut self) {
+        while let Some(entry) = self.taken.pop_front_if(|entry| !entry.is_command) {
+            self.advance(&entry);
         }
     }
 
-    fn advance(&mut self, slot: &Slot) {
-        self.tail = (slot.position + slot.len) % self.size;
+    fn advance(&mut self, entry: &TakenEntry) {
+        self.tail = (entry.position + entry.len) % self.size;
     }
 
     /// Copies a request.
-    fn command(&self, at: usize, len: usize) -> Result<Entry, EntryProblem> {
+    fn read_command(&self, at: usize, len: usize) -> Result<Entry, EntryProblem> {
         if len < response::LEN {
             return Err(EntryProblem::Short);
         }
@@ -364,13 +364,13 @@ impl CommandRing {
         let ticket = Ticket(self.read(at + header::ID));
         Ok(Entry::Command(Command {
             ticket,
-            cdb: self.cdb(at, len)?,
-            data: self.iovecs(first, out)?,
-            bidi: self.iovecs(behind, bidi)?,
+            cdb: self.read_cdb(at, len)?,
+            data: self.read_iovecs(first, out)?,
+            bidi: self.read_iovecs(behind, bidi)?,
         }))
     }
 
-    fn iovecs(&self, first: usize, count: u32) -> Result<CommandData, EntryProblem> {
+    fn read_iovecs(&self, first: usize, count: u32) -> Result<CommandData, EntryProblem> {
         let mut data = CommandData::empty(&self.memory);
         for index in 0..count as usize {
             let [offset, len]: [u64; 2] = self.read(first + index * request::IOVEC_LEN);
@@ -380,24 +380,24 @@ impl CommandRing {
         Ok(data)
     }
 
-    /// Copies the CDB, which lies in the `len` bytes of the entry at `at`.
-    fn cdb(&self, at: usize, len: usize) -> Result<SmallVec<[u8; 16]>, EntryProblem> {
-        let place: u64 = self.read(at + request::CDB);
-        let elsewhere = EntryProblem::Cdb(place);
-        let start = usize::try_from(place).map_err(|_| elsewhere)?;
+    /// Copies the CDB, which must lie in the entry of `len` bytes at `at`.
+    fn read_cdb(&self, at: usize, len: usize) -> Result<SmallVec<[u8; 16]>, EntryProblem> {
+        let address: u64 = self.read(at + request::CDB);
+        let outside = EntryProblem::Cdb(address);
+        let start = usize::try_from(address).map_err(|_| outside)?;
         let room = (at + len)
             .checked_sub(start)
             .filter(|_| start >= at)
-            .ok_or(elsewhere)?;
+            .ok_or(outside)?;
         let mut bytes = [0; MAX_CDB];
         let most = room.min(MAX_CDB);
         self.read_slice(start, &mut bytes[..most]);
-        // The length comes from the copy: the kernel may change the original between two reads.
-        let cdb = bytes[..most].get(..cdb_len(&bytes)).ok_or(elsewhere)?;
+        // The length is taken from the copy, because the kernel could change the original between two reads.
+        let cdb = bytes[..most].get(..cdb_len(&bytes)).ok_or(outside)?;
         Ok(SmallVec::from_slice(cdb))
     }
 
-    fn task_management(&self, at: usize, len: usize) -> Result<Entry, EntryProblem> {
+    fn read_task_management(&self, at: usize, len: usize) -> Result<Entry, EntryProblem> {
         let room = len
             .checked_sub(task_management::FIRST_ID)
             .ok_or(EntryProblem::Short)?;
@@ -412,8 +412,8 @@ impl CommandRing {
         })
     }
 
-    /// Reads and checks the position in the ring that the mailbox holds at `at`.
-    fn place(&self, name: &'static str, at: usize) -> Result<u32, RingError> {
+    /// Reads and checks the ring position at offset `at` of the mailbox.
+    fn read_position(&self, name: &'static str, at: usize) -> Result<u32, RingError> {
         let value: u32 = self.load(at);
         if value < self.size && value.is_multiple_of(8) {
             return Ok(value);
@@ -431,7 +431,7 @@ impl CommandRing {
         loaded.unwrap_or_default()
     }
 
-    // The methods below access the mailbox, or an entry whose place and length were checked.
+    // The methods below access the mailbox, or an entry whose position and length were checked.
 
     fn read<T: ByteValued + Default>(&self, at: usize) -> T {
         let read = self.memory.slice().read_obj(at);
@@ -455,7 +455,7 @@ impl CommandRing {
     }
 }
 
-/// The length of a CDB by its operation code (SPC-4, 4.2.5.1), as the kernel computes it: 10 for vendors' groups.
+/// The length of a CDB by its operation code (SPC-4, 4.2.5.1), computed as in the kernel: 10 for vendor-specific groups.
 fn cdb_len(bytes: &[u8; MAX_CDB]) -> usize {
     match bytes[0] {
         0x7f => 8 + usize::from(bytes[7]),

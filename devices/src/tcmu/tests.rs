@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::kernel::{BLOCK, Ended, Kernel, Request};
+use super::kernel::{BLOCK, EndedCommand, Kernel, Request};
 use super::layout::{header, mailbox, request, response};
 use super::*;
 use crate::scsi::DataBuffer;
@@ -62,7 +62,7 @@ fn commands_are_copied_and_answered_in_any_order() {
     c.data.write(0, &pattern(3, 512));
     ring.complete(c.ticket, &Response::default());
     assert_eq!(ring.publish(), 1);
-    let ended = kernel.ended();
+    let ended = kernel.take_ended();
     assert_eq!(ended.len(), 1);
     assert_eq!((ended[0].id, &ended[0].data), (third, &pattern(3, 512)));
 
@@ -91,9 +91,12 @@ fn commands_are_copied_and_answered_in_any_order() {
             ..Response::default()
         },
     );
-    assert!(kernel.ended().is_empty(), "not before it was published");
+    assert!(
+        kernel.take_ended().is_empty(),
+        "not before they are published"
+    );
     assert_eq!((ring.publish(), ring.publish()), (2, 0));
-    let ended = kernel.ended();
+    let ended = kernel.take_ended();
     assert_eq!((ended[0].id, ended[0].status), (first, 2));
     assert_eq!(ended[0].sense[..18], sense);
     assert_eq!((ended[1].id, ended[1].data.len()), (second, BLOCK + 3));
@@ -102,7 +105,7 @@ fn commands_are_copied_and_answered_in_any_order() {
 }
 
 #[test]
-fn a_response_leaves_nothing_of_an_older_one() {
+fn a_response_contains_nothing_of_an_older_one() {
     let mut kernel = Kernel::new(1024, 2);
     let mut ring = CommandRing::open(kernel.memory()).unwrap();
     kernel.queue(read_of(BLOCK)).unwrap();
@@ -123,7 +126,7 @@ fn a_response_leaves_nothing_of_an_older_one() {
         },
     );
     ring.publish();
-    let ended = kernel.ended();
+    let ended = kernel.take_ended();
     assert_eq!(ended[0].sense, [1; 96]);
     assert_eq!(
         (ended[1].sense[0], ended[1].sense[1..].iter().max()),
@@ -132,7 +135,7 @@ fn a_response_leaves_nothing_of_an_older_one() {
 }
 
 #[test]
-fn the_ring_wraps_with_pads_and_answers_go_on() {
+fn the_ring_wraps_with_pads_at_every_position() {
     // Tries every position where an entry can begin.
     for start in (0..1024).step_by(8) {
         let mut kernel = Kernel::new(1024, 8);
@@ -163,7 +166,7 @@ fn the_ring_wraps_with_pads_and_answers_go_on() {
                 ring.complete(command.ticket, &Response::default());
             }
             ring.publish();
-            answered.extend(kernel.ended());
+            answered.extend(kernel.take_ended());
         }
         for command in waiting {
             let data = pattern(command.ticket.id().into(), command.data.len());
@@ -171,18 +174,18 @@ fn the_ring_wraps_with_pads_and_answers_go_on() {
             ring.complete(command.ticket, &Response::default());
         }
         ring.publish();
-        answered.extend(kernel.ended());
+        answered.extend(kernel.take_ended());
         answered.sort_by_key(|ended| ended.id);
         let ids: Vec<_> = answered.iter().map(|ended| ended.id).collect();
         assert_eq!(ids, queued, "from {start}");
         assert!(queued.len() > 40);
-        let right = |ended: &Ended| ended.data == pattern(ended.id.into(), ended.data.len());
+        let right = |ended: &EndedCommand| ended.data == pattern(ended.id.into(), ended.data.len());
         assert!(answered.iter().all(right), "from {start}");
     }
 }
 
 #[test]
-fn task_management_is_told_of_and_wants_no_answer() {
+fn task_management_is_reported_and_needs_no_answer() {
     let mut kernel = Kernel::new(1024, 2);
     let mut ring = CommandRing::open(kernel.memory()).unwrap();
     let id = kernel.queue(read_of(8)).unwrap();
@@ -196,7 +199,7 @@ fn task_management_is_told_of_and_wants_no_answer() {
     ring.complete(hit.ticket, &Response::default());
     // The kernel gets the room of both entries back with one answer.
     assert_eq!(ring.publish(), 1);
-    assert_eq!(kernel.ended().len(), 1);
+    assert_eq!(kernel.take_ended().len(), 1);
     // A task management entry alone in the ring is given back without any answer.
     assert!(kernel.queue_task_management(1, &[]));
     assert!(matches!(
@@ -204,7 +207,7 @@ fn task_management_is_told_of_and_wants_no_answer() {
         Some(Entry::TaskManagement { kind: 1, .. })
     ));
     assert_eq!(ring.publish(), 0);
-    assert!(kernel.ended().is_empty());
+    assert!(kernel.take_ended().is_empty());
     let free = (0..)
         .take_while(|_| kernel.queue_task_management(1, &[]))
         .count();
@@ -212,7 +215,7 @@ fn task_management_is_told_of_and_wants_no_answer() {
 }
 
 #[test]
-fn an_unknown_entry_is_flagged_and_passed_over() {
+fn an_unknown_entry_is_flagged_and_skipped() {
     let mut kernel = Kernel::new(1024, 2);
     let mut ring = CommandRing::open(kernel.memory()).unwrap();
     let id = kernel.queue(read_of(8)).unwrap();
@@ -225,7 +228,7 @@ fn an_unknown_entry_is_flagged_and_passed_over() {
     ring.complete(second.ticket, &Response::default());
     ring.complete(first.ticket, &Response::default());
     ring.publish();
-    let ids: Vec<_> = kernel.ended().iter().map(|ended| ended.id).collect();
+    let ids: Vec<_> = kernel.take_ended().iter().map(|ended| ended.id).collect();
     assert_eq!(ids, [next, id]);
 }
 
@@ -248,11 +251,11 @@ fn bidirectional_data_is_kept_apart() {
     command.bidi.write(0, &pattern(2, 2 * BLOCK));
     ring.complete(command.ticket, &Response::default());
     ring.publish();
-    assert_eq!(kernel.ended()[0].data, pattern(2, 2 * BLOCK));
+    assert_eq!(kernel.take_ended()[0].data, pattern(2, 2 * BLOCK));
 }
 
 #[test]
-fn cdbs_of_every_group_come_whole() {
+fn cdbs_of_every_group_are_read_in_full() {
     let groups = [
         (0x00, 6),
         (0x1f, 6),
@@ -284,7 +287,7 @@ fn cdbs_of_every_group_come_whole() {
 }
 
 #[test]
-fn mailboxes_that_make_no_sense_are_refused() {
+fn invalid_mailboxes_are_refused() {
     let open = |at: usize, bytes: &[u8]| {
         let kernel = Kernel::new(1024, 1);
         kernel.put(at, bytes);
@@ -296,7 +299,7 @@ fn mailboxes_that_make_no_sense_are_refused() {
     let word = |value: u32| value.to_ne_bytes();
     for (at, bytes, part) in [
         (mailbox::VERSION, &3_u16.to_ne_bytes()[..], "has version 3"),
-        (mailbox::FLAGS, &[0, 0], "out of order"),
+        (mailbox::FLAGS, &[0, 0], "in order"),
         (mailbox::RING_OFFSET, &word(64), "does not fit"),
         (mailbox::RING_OFFSET, &word(u32::MAX - 7), "does not fit"),
         (mailbox::RING_SIZE, &word(0), "does not fit"),
@@ -313,7 +316,7 @@ fn mailboxes_that_make_no_sense_are_refused() {
 }
 
 #[test]
-fn an_entry_that_makes_no_sense_stops_the_ring() {
+fn an_invalid_entry_stops_the_ring() {
     // Changes a valid command at `at` before the ring reads its entry.
     let take = |at: usize, bytes: &[u8]| {
         let mut kernel = Kernel::new(1024, 2);
@@ -322,7 +325,7 @@ fn an_entry_that_makes_no_sense_stops_the_ring() {
         kernel.queue(read_of(BLOCK)).unwrap();
         kernel.put(at, bytes);
         let error = ring.take().unwrap_err();
-        assert_eq!(ring.take().unwrap_err(), error, "nothing is taken any more");
+        assert_eq!(ring.take().unwrap_err(), error, "nothing more is taken");
         error.to_string()
     };
     let data = (mailbox::LEN + 1024) as u64;
@@ -355,16 +358,12 @@ fn an_entry_that_makes_no_sense_stops_the_ring() {
             5_u32.to_ne_bytes().to_vec(),
             "shorter",
         ),
-        (
-            request::CDB,
-            u64::MAX.to_ne_bytes().to_vec(),
-            "CDB elsewhere",
-        ),
-        (request::CDB, 0_u64.to_ne_bytes().to_vec(), "CDB elsewhere"),
+        (request::CDB, u64::MAX.to_ne_bytes().to_vec(), "CDB outside"),
+        (request::CDB, 0_u64.to_ne_bytes().to_vec(), "CDB outside"),
         (
             request::CDB,
             (mailbox::LEN as u64 + 124).to_ne_bytes().to_vec(),
-            "CDB elsewhere",
+            "CDB outside",
         ),
         (
             request::FIRST_IOVEC,

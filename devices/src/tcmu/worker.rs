@@ -1,12 +1,12 @@
-//! One thread per device. It takes every command in the ring, submits them as a batch, and reports all ended commands
-//! to the kernel with one write.
+//! One thread per device. It takes all commands in the ring, submits them as a batch, and reports all completed commands to
+//! the kernel with one write.
 //!
 //! ```text
 //!   UIO device ─┐                ┌─ take all commands ─▶ submit … kick ─┐
 //!   backend ────┼─▶ event loop ──┤                                      ├─▶ tail once, ≤ 1 write to the UIO device
 //!   stop ───────┘                └─ completions ────────────────────────┘
 //! ```
-//! Memory is bounded: commands beyond [`MAX_BYTES_IN_FLIGHT`] or [`MAX_COMMANDS_IN_FLIGHT`] stay in the ring.
+//! Memory is bounded: above [`MAX_BYTES_IN_FLIGHT`] or [`MAX_COMMANDS_IN_FLIGHT`] commands stay in the ring.
 
 #[cfg(test)]
 mod tests;
@@ -25,28 +25,28 @@ use walvisor_block::short_slice;
 use super::device::WriteCacheHook;
 use super::{Command, CommandData, CommandRing, Device, Entry, Response, RingError, Ticket};
 use crate::backend::{BackendQueue, Completion, Operation};
-use crate::control::Wake;
-use crate::event_loop::{Event, EventLoop, EventSet, Remote};
+use crate::control::GateWatcher;
+use crate::event_loop::{Event, EventLoop, EventSet, MessageSender};
 use crate::latency::{OperationKind, add};
 use crate::listen::join;
 use crate::metrics::BlockMetrics;
 use crate::scsi::{DataBuffer, LogicalUnit, Task, TaskStep};
 use crate::throttle::QueueLimits;
 
-/// Bytes in flight, above which commands wait in the ring. One command may overshoot it.
+/// Cap on the bytes in flight; above it, commands stay in the ring. One command may exceed it.
 const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
-/// Most commands in flight.
+/// The most commands in flight.
 const MAX_COMMANDS_IN_FLIGHT: usize = 1024;
 
-/// How many rounds of taking and answering commands the worker runs before it looks for messages again.
+/// Rounds of taking and answering commands before the worker looks for messages again.
 const ROUNDS: usize = 64;
 
 /// The token of the flush after which the disk counts as having no volatile cache.
 const SETTLE: u64 = u64::MAX;
 
-/// Why a device cannot be served any longer.
+/// Why a device can no longer be served.
 #[derive(Debug, thiserror::Error)]
-enum Failure {
+enum ServeError {
     #[error("{0}")]
     Ring(#[from] RingError),
     #[error("the UIO device fails, or was removed: {0}")]
@@ -55,40 +55,41 @@ enum Failure {
     Events(io::Error),
 }
 
-/// A descriptor that the worker watches.
+/// What made the worker's event loop wake up: a descriptor that it watches.
 #[derive(Clone, Copy, Debug)]
-enum Source {
+enum DeviceEvent {
     Kernel,
     Backend,
-    /// That of the disk's limits.
+    /// The timer of the disk's limits.
     Timer,
 }
 
 /// A message to the worker.
 #[derive(Debug)]
-enum Mail {
+enum DeviceMessage {
     /// The gate has opened or closed.
     Gate,
     Stop,
 }
 
-impl Wake for Remote<Source, Mail> {
+impl GateWatcher for MessageSender<DeviceEvent, DeviceMessage> {
     fn wake(&self) {
-        self.send(Mail::Gate);
+        self.send(DeviceMessage::Gate);
     }
 }
 
-/// Serves a device. Dropping it drains the device: commands in flight end and are answered, others stay in the ring.
+/// The owner's handle of a device that is served. Dropping it drains the device: commands in flight complete and are
+/// answered, others stay in the ring.
 pub struct Worker {
-    /// Kept alive here, since the gate holds only a weak reference to it.
-    remote: Arc<Remote<Source, Mail>>,
+    /// The gate has only a weak reference to it, so it is kept alive here.
+    sender: Arc<MessageSender<DeviceEvent, DeviceMessage>>,
     thread: Option<JoinHandle<()>>,
 }
 
 impl Worker {
-    /// Serves `device` to the kernel, which has put `ring` into the memory of the UIO device `uio`.
+    /// Serves `device` to the kernel. `ring` is in the memory of the UIO device `uio`.
     ///
-    /// A later failure is logged and ends the serving of this device: its commands then wait until they time out.
+    /// After a later failure, which is logged, the device is no longer served: its commands wait until they time out.
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
@@ -97,13 +98,13 @@ impl Worker {
         let queue = device.unit.backend().open_queue()?;
         let limits = QueueLimits::new(&device.throttle)?;
         let mut events = EventLoop::new()?;
-        events.watch(&uio, Source::Kernel, EventSet::IN)?;
-        events.watch(queue.event(), Source::Backend, EventSet::IN)?;
-        events.watch(limits.timer(), Source::Timer, EventSet::IN)?;
-        let remote = Arc::new(events.remote());
-        let watcher: Arc<dyn Wake> = Arc::clone(&remote) as _;
+        events.watch(&uio, DeviceEvent::Kernel, EventSet::IN)?;
+        events.watch(queue.event(), DeviceEvent::Backend, EventSet::IN)?;
+        events.watch(limits.timer(), DeviceEvent::Timer, EventSet::IN)?;
+        let sender = Arc::new(events.sender());
+        let watcher: Arc<dyn GateWatcher> = Arc::clone(&sender) as _;
         device.gate.watch(Arc::downgrade(&watcher));
-        let server = Server {
+        let server = DeviceServer {
             name: device.name.clone(),
             unit: Arc::clone(&device.unit),
             gate: Arc::clone(&device.gate),
@@ -113,14 +114,14 @@ impl Worker {
             queue,
             limits,
             events,
-            happened: Vec::new(),
+            events_ready: Vec::new(),
             stopping: false,
             in_flight: Slab::new(),
             bytes: 0,
             blocked: VecDeque::new(),
-            over: false,
+            retry_blocked: false,
             submitted: false,
-            ended: Vec::new(),
+            completions: Vec::new(),
             write_cache: device.unit.backend().write_cache(),
             on_write_cache: Arc::clone(&device.write_cache),
             settling: false,
@@ -131,7 +132,7 @@ impl Worker {
             .name("tcmu".into())
             .spawn(move || server.run())?;
         Ok(Self {
-            remote,
+            sender,
             thread: Some(thread),
         })
     }
@@ -149,7 +150,7 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.remote.send(Mail::Stop);
+        self.sender.send(DeviceMessage::Stop);
         if let Some(thread) = self.thread.take() {
             join(thread, "TCMU");
         }
@@ -157,18 +158,19 @@ impl Drop for Worker {
 }
 
 /// A command in flight.
-struct Flying {
+struct InFlightCommand {
     ticket: Ticket,
     task: Task,
     data: CommandData,
-    /// The share of [`MAX_BYTES_IN_FLIGHT`] that it uses.
+    /// How much of [`MAX_BYTES_IN_FLIGHT`] it uses.
     bytes: usize,
     since: Instant,
-    /// An operation of it was submitted while the disk had a volatile write cache.
+    /// Whether an operation of it was submitted while the disk had a volatile write cache.
     volatile: bool,
 }
 
-struct Server {
+/// The thread that serves a device.
+struct DeviceServer {
     name: String,
     unit: Arc<LogicalUnit>,
     gate: Arc<crate::control::Gate>,
@@ -177,30 +179,30 @@ struct Server {
     uio: OwnedFd,
     queue: Box<dyn BackendQueue>,
     limits: QueueLimits,
-    events: EventLoop<Source, Mail>,
+    events: EventLoop<DeviceEvent, DeviceMessage>,
     /// The events of this wait. Empty between waits, and kept for its allocation.
-    happened: Vec<Event<Source, Mail>>,
+    events_ready: Vec<Event<DeviceEvent, DeviceMessage>>,
     stopping: bool,
-    in_flight: Slab<Flying>,
+    in_flight: Slab<InFlightCommand>,
     bytes: usize,
     /// Commands that wait for other commands of the unit, the oldest first.
     blocked: VecDeque<usize>,
-    /// A command has ended since the blocked ones were last tried.
-    over: bool,
-    /// Something was submitted since the last kick.
+    /// Whether a command has ended since the blocked ones were last tried.
+    retry_blocked: bool,
+    /// Whether anything was submitted since the last kick.
     submitted: bool,
     /// Completions being handled. Empty between rounds, and kept for its allocation.
-    ended: Vec<Completion>,
+    completions: Vec<Completion>,
     /// The value that `on_write_cache` was last called with.
     write_cache: bool,
     on_write_cache: WriteCacheHook,
-    /// The worker's own flush is in flight: the cache is off, and earlier writes are not durable yet.
+    /// Whether the worker's own flush is in flight: the cache is off, and earlier writes may not be durable yet.
     settling: bool,
-    /// A volatile command has ended since that flush was submitted, and the flush may not cover it.
+    /// Whether a volatile command has ended since that flush was submitted: the flush may not cover it.
     unsettled: bool,
 }
 
-impl Server {
+impl DeviceServer {
     fn run(mut self) {
         short_slice();
         let outcome = self.serve_until_stopped();
@@ -210,20 +212,20 @@ impl Server {
                 "disk '{name}': {failure}: it is no longer served, and its commands will time out"
             );
         }
-        // The backend ends the operations that it has. If the UIO device fails, the kernel gets no responses.
+        // The backend completes the operations that it has. If the UIO device has failed, the kernel gets no responses.
         while !self.in_flight.is_empty() {
             if self.wait(None).is_err() {
                 break;
             }
             self.complete();
-            let _ = self.tell();
+            let _ = self.publish_responses();
         }
         for _ in self.in_flight.drain() {
             self.gate.leave();
         }
     }
 
-    fn serve_until_stopped(&mut self) -> Result<(), Failure> {
+    fn serve_until_stopped(&mut self) -> Result<(), ServeError> {
         // The ring may hold commands from before this worker started.
         loop {
             let more = self.serve()?;
@@ -235,49 +237,47 @@ impl Server {
     }
 
     /// Waits for events.
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Failure> {
-        let mut happened = std::mem::take(&mut self.happened);
-        let waited = self.events.wait(timeout, &mut happened);
-        waited.map_err(Failure::Events)?;
-        for event in happened.drain(..) {
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), ServeError> {
+        let mut events_ready = std::mem::take(&mut self.events_ready);
+        let waited = self.events.wait(timeout, &mut events_ready);
+        waited.map_err(ServeError::Events)?;
+        for event in events_ready.drain(..) {
             match event {
-                // The 4 bytes read are a count of events, which the worker does not need.
-                Event::Ready(Source::Kernel, _) => match rustix::io::read(&self.uio, &mut [0; 4]) {
-                    Ok(4) => add(&self.metrics.doorbells, 1),
-                    Err(Errno::AGAIN | Errno::INTR) => {}
-                    outcome => {
-                        // A failed device would stay readable for ever.
-                        let _ = self.events.unwatch(&self.uio);
-                        return Err(Failure::Device(outcome.err().unwrap_or(Errno::IO)));
+                // The 4 bytes are a count of events, which the worker does not need.
+                Event::Ready(DeviceEvent::Kernel, _) => {
+                    match rustix::io::read(&self.uio, &mut [0; 4]) {
+                        Ok(4) => add(&self.metrics.doorbells, 1),
+                        Err(Errno::AGAIN | Errno::INTR) => {}
+                        outcome => {
+                            // A failed device would stay readable forever.
+                            let _ = self.events.unwatch(&self.uio);
+                            return Err(ServeError::Device(outcome.err().unwrap_or(Errno::IO)));
+                        }
                     }
-                },
+                }
                 // Taking the completions clears the event.
-                Event::Ready(Source::Backend, _) => {}
-                Event::Ready(Source::Timer, _) => {
+                Event::Ready(DeviceEvent::Backend, _) => {}
+                Event::Ready(DeviceEvent::Timer, _) => {
                     self.limits.release(&mut *self.queue);
                     self.submitted = true;
                 }
                 // The worker checks the gate before it takes a command.
-                Event::Message(Mail::Gate) => {}
-                Event::Message(Mail::Stop) => self.stopping = true,
+                Event::Message(DeviceMessage::Gate) => {}
+                Event::Message(DeviceMessage::Stop) => self.stopping = true,
             }
         }
-        self.happened = happened;
+        self.events_ready = events_ready;
         Ok(())
     }
 
-    /// Works until there is nothing to do but wait. `true`: the worker must look for messages first, since there may be
-    /// more to do.
-    fn serve(&mut self) -> Result<bool, Failure> {
+    /// Works until there is nothing to do but wait. `true`: there may be more to do, but look for messages first.
+    fn serve(&mut self) -> Result<bool, ServeError> {
         for _ in 0..ROUNDS {
-            let taken = match self.stopping {
-                true => Ok(0),
-                false => self.take(),
-            };
-            // Commands taken before an error are carried out.
+            let taken = if self.stopping { Ok(0) } else { self.take() };
+            // Commands taken before an error are still carried out.
             self.complete();
-            let told = self.tell()?;
-            if taken? == 0 && told == 0 {
+            let answered = self.publish_responses()?;
+            if taken? == 0 && answered == 0 {
                 return Ok(false);
             }
         }
@@ -286,12 +286,12 @@ impl Server {
 
     /// Takes commands until none is left or there is no more room. Returns how many.
     fn take(&mut self) -> Result<usize, RingError> {
-        // The clock is read once for all the commands taken now.
+        // One clock reading for all commands taken now.
         let mut since = None;
         let mut taken = 0;
         while self.in_flight.len() < MAX_COMMANDS_IN_FLIGHT
             && self.bytes < MAX_BYTES_IN_FLIGHT
-            && !self.limits.holds()
+            && !self.limits.is_holding()
             && self.gate.enter()
         {
             let entry = self.ring.take();
@@ -301,7 +301,7 @@ impl Server {
             let command = match entry? {
                 Some(Entry::Command(command)) => command,
                 Some(Entry::TaskManagement { kind, ids }) => {
-                    // The commands are still answered; the kernel itself knows that it has aborted them.
+                    // The aborted commands are answered as usual; the kernel knows that it has aborted them.
                     let name = &self.name;
                     tracing::debug!("disk '{name}': task management {kind} for {ids:?}");
                     continue;
@@ -331,7 +331,7 @@ impl Server {
         let task = Task::new(&self.unit, &cdb, &data);
         let bytes = task.bytes(&self.unit);
         self.bytes += bytes;
-        let key = self.in_flight.insert(Flying {
+        let key = self.in_flight.insert(InFlightCommand {
             ticket,
             task,
             data,
@@ -339,12 +339,12 @@ impl Server {
             since,
             volatile: false,
         });
-        self.go_on(key);
+        self.advance(key);
     }
 
     /// Submits the next operations of a command, or answers it.
-    fn go_on(&mut self, key: usize) {
-        while let Some(Flying {
+    fn advance(&mut self, key: usize) {
+        while let Some(InFlightCommand {
             task,
             data,
             volatile,
@@ -353,15 +353,14 @@ impl Server {
         {
             match task.next(&self.unit, data) {
                 TaskStep::Submit(operation) => {
-                    // Only this thread turns the cache on, so a cache that is off here stays off for this operation.
+                    // Only this thread turns the cache on, so if it is off here it stays off for this operation.
                     *volatile |= self.unit.backend().write_cache();
                     count(&self.metrics, &operation);
-                    match self.limits.in_force() {
-                        false => self.queue.submit(key as u64, operation),
-                        true => {
-                            let queue = &mut *self.queue;
-                            self.limits.submit(queue, key as u64, operation);
-                        }
+                    if self.limits.in_force() {
+                        let queue = &mut *self.queue;
+                        self.limits.submit(queue, key as u64, operation);
+                    } else {
+                        self.queue.submit(key as u64, operation);
                     }
                     self.submitted = true;
                 }
@@ -373,7 +372,7 @@ impl Server {
     }
 
     fn answer(&mut self, key: usize) {
-        let Flying {
+        let InFlightCommand {
             ticket,
             task,
             data,
@@ -404,7 +403,7 @@ impl Server {
         }
         let short = outcome.data_in.filter(|&len| len < data.len());
         if short == Some(0) {
-            // The kernel takes a read length of 0 for all, so stale data of other commands must not stay in the blocks.
+            // The kernel takes a read length of 0 as "all of it", so the blocks must not hold stale data of other commands.
             data.clear();
         }
         let read = short.and_then(|len| u32::try_from(len).ok());
@@ -417,17 +416,17 @@ impl Server {
             },
         );
         self.gate.leave();
-        self.over = true;
+        self.retry_blocked = true;
     }
 
-    /// Kicks what was submitted and goes on with commands whose operations have ended, until none has.
+    /// Kicks the queue and advances commands whose operations have completed, until there are no more completions.
     fn complete(&mut self) {
-        let mut ended = std::mem::take(&mut self.ended);
+        let mut completions = std::mem::take(&mut self.completions);
         loop {
-            // Retries the commands that waited for one that is over now.
-            while std::mem::take(&mut self.over) && !self.blocked.is_empty() {
+            // Retries the commands that waited for one that has ended.
+            while std::mem::take(&mut self.retry_blocked) && !self.blocked.is_empty() {
                 for key in std::mem::take(&mut self.blocked) {
-                    self.go_on(key);
+                    self.advance(key);
                 }
             }
             self.settle();
@@ -437,29 +436,29 @@ impl Server {
                     _ => self.queue.kick(),
                 }
             }
-            self.queue.completions(&mut ended);
-            if ended.is_empty() {
+            self.queue.completions(&mut completions);
+            if completions.is_empty() {
                 break;
             }
-            for Completion { token, result } in ended.drain(..) {
+            for Completion { token, result } in completions.drain(..) {
                 if token == SETTLE {
-                    self.settled(result.is_ok());
+                    self.end_settling(result.is_ok());
                     continue;
                 }
                 let key = token as usize;
-                let Some(Flying { task, data, .. }) = self.in_flight.get_mut(key) else {
+                let Some(InFlightCommand { task, data, .. }) = self.in_flight.get_mut(key) else {
                     debug_assert!(false, "completion of unknown token {token}");
                     continue;
                 };
-                task.ended(&self.unit, data, result);
-                self.go_on(key);
+                task.complete(&self.unit, data, result);
+                self.advance(key);
             }
         }
-        self.ended = ended;
+        self.completions = completions;
     }
 
     /// Publishes the responses and wakes the kernel. Returns how many commands were answered.
-    fn tell(&mut self) -> Result<usize, Failure> {
+    fn publish_responses(&mut self) -> Result<usize, ServeError> {
         if !self.write_cache && self.unit.backend().write_cache() {
             (self.on_write_cache)(true);
             self.write_cache = true;
@@ -467,14 +466,14 @@ impl Server {
         let answered = self.ring.publish();
         if answered > 0 {
             add(&self.metrics.interrupts, 1);
-            rustix::io::write(&self.uio, &1_u32.to_ne_bytes()).map_err(Failure::Device)?;
+            rustix::io::write(&self.uio, &1_u32.to_ne_bytes()).map_err(ServeError::Device)?;
         }
         Ok(answered)
     }
 }
 
-impl Server {
-    /// Submits a flush once the cache is off: earlier writes may be volatile until it has ended.
+impl DeviceServer {
+    /// Submits a flush once the cache is off: until it completes, earlier writes may be volatile.
     fn settle(&mut self) {
         let off = self.write_cache && !self.unit.backend().write_cache();
         if off && !self.settling && !self.is_volatile() {
@@ -484,9 +483,9 @@ impl Server {
         }
     }
 
-    /// That flush has ended: the disk has no volatile write cache any more, unless the cache is on again.
-    fn settled(&mut self, good: bool) {
-        // After an error no further flush is tried: it would say no more about earlier writes.
+    /// That flush has completed: the disk has no volatile write cache any more, unless the cache is on again.
+    fn end_settling(&mut self, good: bool) {
+        // No further flush is tried after an error: its success would say nothing about earlier writes.
         self.settling = !good;
         let off = !self.unit.backend().write_cache();
         if good && off && !self.unsettled && !self.is_volatile() {
@@ -495,9 +494,9 @@ impl Server {
         }
     }
 
-    /// Whether commands are in flight that were submitted with a volatile write cache.
+    /// Whether a command in flight was submitted while the write cache was volatile.
     fn is_volatile(&self) -> bool {
-        self.in_flight.iter().any(|(_, flying)| flying.volatile)
+        self.in_flight.iter().any(|(_, command)| command.volatile)
     }
 }
 

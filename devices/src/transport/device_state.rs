@@ -1,9 +1,9 @@
-//! The part that both transports share: the device as its driver drives it.
+//! The state that both transports share: the device as its driver drives it.
 //!
 //! ```text
 //!   0 ─ACKNOWLEDGE─▶ ─DRIVER─▶ ─FEATURES_OK─▶ ─DRIVER_OK─▶ queues run
 //!   ▲                                                          │
-//!   └───────────── write 0: drain, stop, forget ◀── NEEDS_RESET┘        (virtio 1.2, 2.1 and 3.1)
+//!   └───────────── write 0: drain, stop, reset ◀─── NEEDS_RESET┘        (virtio 1.2, 2.1 and 3.1)
 //! ```
 
 use std::io;
@@ -12,7 +12,7 @@ use std::sync::Arc;
 use virtio_bindings::virtio_config::VIRTIO_F_RING_RESET;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock, Worker};
+use crate::block::{Features, QueueHandle, QueueSetup, QueueStart, VirtioBlock};
 use crate::interrupt::Interrupt;
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
@@ -40,20 +40,20 @@ pub(super) enum Half {
 
 struct QueueState {
     setup: QueueSetup,
-    worker: Option<Worker>,
-    /// The worker that the queue had before its reset, until that worker has drained.
-    draining: Option<Worker>,
-    /// The queue has met an error. Pausing and resuming the device does not clear it.
+    worker: Option<QueueHandle>,
+    /// After a reset of the queue: its former worker, until that has drained.
+    draining: Option<QueueHandle>,
+    /// Whether the queue met an error. Pausing and resuming the device does not clear this.
     broken: bool,
 }
 
 impl QueueState {
-    fn workers(&self) -> impl Iterator<Item = &Worker> {
+    fn workers(&self) -> impl Iterator<Item = &QueueHandle> {
         self.worker.iter().chain(&self.draining)
     }
 }
 
-/// The state that a driver sees and changes through either transport's registers.
+/// The state that a driver reads and changes through the registers of either transport.
 pub(super) struct DeviceState<M> {
     block: VirtioBlock,
     memory: M,
@@ -66,7 +66,7 @@ pub(super) struct DeviceState<M> {
     generation: u32,
     /// Whether the driver has read any of the configuration since the generation changed.
     config_read: bool,
-    /// The owner has paused the device: no queue runs until [`resume`](Self::resume).
+    /// Whether the owner has paused the device: then no queue runs until [`resume`](Self::resume).
     paused: bool,
 }
 
@@ -110,9 +110,9 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     // Features (2.2).
 
-    /// The device's features, and the one that the transport adds: RING_RESET, the reset of a single queue (2.6.1).
-    fn offered(&self) -> Features {
-        let mut features = self.block.offered();
+    /// The device's features, and RING_RESET, which the transport adds: the reset of a single queue (2.6.1).
+    fn offered_features(&self) -> Features {
+        let mut features = self.block.offered_features();
         features.insert(VIRTIO_F_RING_RESET);
         features
     }
@@ -125,11 +125,11 @@ impl<M: DeviceMemory> DeviceState<M> {
         self.device_features_select = select;
     }
 
-    /// The selected 32 bits of the offered features; zero beyond bit 63.
+    /// The selected 32 bits of the offered features. There are none above bit 63.
     pub(super) fn device_features(&self) -> u32 {
         match self.device_features_select {
-            0 => self.offered().0 as u32,
-            1 => (self.offered().0 >> 32) as u32,
+            0 => self.offered_features().0 as u32,
+            1 => (self.offered_features().0 >> 32) as u32,
             _ => 0,
         }
     }
@@ -194,23 +194,23 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// Leaves FEATURES_OK clear if the choice is not acceptable: the driver reads the status back (3.1.1, step 6).
+    /// Sets FEATURES_OK only if the choice is acceptable; the driver reads the status back to find out (3.1.1, step 6).
     fn accept_features(&mut self) {
         if !self.status.has(ACKNOWLEDGE | DRIVER) {
             tracing::debug!("FEATURES_OK before ACKNOWLEDGE and DRIVER: ignored");
-        } else if self.driver_features.acceptable(self.offered()) {
-            self.block.negotiated(self.driver_features);
+        } else if self.driver_features.is_acceptable(self.offered_features()) {
+            self.block.accept_features(self.driver_features);
             self.status.insert(FEATURES_OK);
         } else {
-            let (chosen, offered) = (self.driver_features.0, self.offered().0);
-            self.status.complain(format_args!(
-                "virtio-blk: features {chosen:#x} chosen by the driver, {offered:#x} offered: refused"
+            let (chosen, offered) = (self.driver_features.0, self.offered_features().0);
+            self.status.warn(format_args!(
+                "virtio-blk: refused features {chosen:#x}, chosen by the driver: {offered:#x} are offered"
             ));
         }
     }
 
     fn driver_ok(&mut self) {
-        // 3.1.1: DRIVER_OK is the last step. The queues of a driver that skips the negotiation do not start.
+        // 3.1.1: DRIVER_OK is the last step. If the driver skips the negotiation, no queue starts.
         if !self.status.has(FEATURES_OK) || self.status.has(NEEDS_RESET) {
             tracing::debug!("DRIVER_OK before FEATURES_OK, or while a reset is needed: ignored");
             return;
@@ -226,8 +226,9 @@ impl<M: DeviceMemory> DeviceState<M> {
         let Some(queue) = self.queues.get_mut(usize::from(index)) else {
             return;
         };
-        let rests = !queue.setup.ready || queue.worker.is_some() || queue.broken || self.paused;
-        if rests || !self.status.has(DRIVER_OK) {
+        let must_not_run =
+            !queue.setup.ready || queue.worker.is_some() || queue.broken || self.paused;
+        if must_not_run || !self.status.has(DRIVER_OK) {
             return;
         }
         let worker = self.block.doorbell(index).and_then(|doorbell| {
@@ -245,26 +246,26 @@ impl<M: DeviceMemory> DeviceState<M> {
             Ok(worker) => queue.worker = Some(worker),
             Err(error) => {
                 tracing::error!(%error, "cannot start the worker of virtio-blk queue {index}");
-                self.status.needs_reset();
+                self.status.set_needs_reset();
             }
         }
     }
 
-    /// Drains the queues. Requests that the driver makes meanwhile wait in the rings.
+    /// Drains the queues. New requests of the driver wait in the rings.
     pub(super) fn pause(&mut self) {
         self.paused = true;
         let workers = self.queues.iter().flat_map(QueueState::workers);
-        workers.for_each(Worker::request_stop);
+        workers.for_each(QueueHandle::request_stop);
         for queue in &mut self.queues {
             queue.draining = None;
-            if let Some(drained) = queue.worker.take().map(Worker::stop) {
+            if let Some(drained) = queue.worker.take().map(QueueHandle::stop) {
                 queue.broken |= drained.broken;
-                queue.setup.resume_at = drained.next.or(queue.setup.resume_at);
+                queue.setup.resume_at = drained.next_avail.or(queue.setup.resume_at);
             }
         }
     }
 
-    /// Starts the queues again, which take the requests that wait in the rings.
+    /// Starts the queues again. They take the requests that wait in the rings.
     pub(super) fn resume(&mut self) {
         if !std::mem::take(&mut self.paused) {
             return;
@@ -273,7 +274,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             self.start_queue(index);
             let queue = &self.queues[usize::from(index)];
             if queue.worker.is_some() {
-                // While it drained, the queue published used chains without an interrupt.
+                // The queue published used chains without an interrupt while it drained.
                 self.status.interrupt().queue(index);
             }
         }
@@ -286,7 +287,7 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     /// Device reset (2.4): drains the queues, stops the workers, and clears the driver's settings.
     ///
-    /// Requests in flight end first, so nothing touches guest memory or the disk afterwards.
+    /// Requests in flight complete first, so nothing touches guest memory or the disk afterwards.
     pub(super) fn reset(&mut self) {
         self.stop_workers();
         for queue in &mut self.queues {
@@ -302,7 +303,7 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     fn stop_workers(&mut self) {
         let workers = self.queues.iter().flat_map(QueueState::workers);
-        workers.for_each(Worker::request_stop);
+        workers.for_each(QueueHandle::request_stop);
         for queue in &mut self.queues {
             (queue.worker, queue.draining) = (None, None);
             queue.broken = false;
@@ -341,8 +342,8 @@ impl<M: DeviceMemory> DeviceState<M> {
         self.queues.get(self.queue_select as usize)
     }
 
-    /// The selected queue's registers, unless the queue is enabled: then they may not be written.
-    fn selected_setup(&mut self) -> Option<&mut QueueSetup> {
+    /// The selected queue's registers for writing; `None` if the queue is enabled, because then they are read-only.
+    fn writable_setup(&mut self) -> Option<&mut QueueSetup> {
         let queue = self.queues.get_mut(self.queue_select as usize)?;
         if queue.setup.ready {
             tracing::debug!("a register of an enabled queue was written: ignored");
@@ -351,17 +352,17 @@ impl<M: DeviceMemory> DeviceState<M> {
         Some(&mut queue.setup)
     }
 
-    /// Sets the selected queue's size, which is checked when the queue starts. A size that is no power of two becomes
-    /// 0, because it MUST NOT be presented (4.1.4.3.1).
+    /// Sets the selected queue's size, which is checked when the queue starts. A size that is not a power of two becomes 0,
+    /// because it MUST NOT be presented (4.1.4.3.1).
     pub(super) fn set_queue_size(&mut self, size: u16) {
-        if let Some(setup) = self.selected_setup() {
+        if let Some(setup) = self.writable_setup() {
             setup.size = if size.is_power_of_two() { size } else { 0 };
         }
     }
 
     /// Sets one half of an address of the selected queue. The address is checked when the queue starts.
     pub(super) fn set_queue_address(&mut self, ring: QueueArea, half: Half, value: u32) {
-        let Some(setup) = self.selected_setup() else {
+        let Some(setup) = self.writable_setup() else {
             return;
         };
         let address = match ring {
@@ -375,13 +376,13 @@ impl<M: DeviceMemory> DeviceState<M> {
         };
     }
 
-    /// Enables the selected queue, unless its reset is still going on: the driver has to wait for its end (2.6.1).
+    /// Enables the selected queue, unless it is still being reset: the driver has to wait for that (2.6.1).
     pub(super) fn enable_queue(&mut self) {
         if self.queue_resetting() {
-            tracing::debug!("a queue was enabled while it is being reset: ignored");
+            tracing::debug!("a queue was enabled while it was being reset: ignored");
             return;
         }
-        if let Some(setup) = self.selected_setup() {
+        if let Some(setup) = self.writable_setup() {
             setup.ready = true;
         }
         if let Ok(index) = u16::try_from(self.queue_select) {
@@ -399,10 +400,10 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// Resets the selected queue alone (2.6.1), if RING_RESET was negotiated. Its registers are as after a reset of
-    /// the device, and it takes no more requests and sends no more interrupts. Requests in flight end first, and until
-    /// then [`queue_resetting`](Self::queue_resetting) is true: no register access waits for the disk. Returns whether
-    /// the reset was done.
+    /// Resets the selected queue alone (2.6.1), if RING_RESET was negotiated; returns whether it did. The registers are then
+    /// as after a reset of the device, and the queue takes no more requests and sends no more interrupts. No register
+    /// access waits for the disk: [`queue_resetting`](Self::queue_resetting) is true until the requests in flight have
+    /// completed.
     pub(super) fn reset_queue(&mut self) -> bool {
         if !self.status.has(FEATURES_OK) || !self.driver_features.has(VIRTIO_F_RING_RESET) {
             tracing::debug!("a queue reset without VIRTIO_F_RING_RESET: ignored");
@@ -421,18 +422,18 @@ impl<M: DeviceMemory> DeviceState<M> {
         true
     }
 
-    /// Whether the reset of the selected queue is still going on.
+    /// Whether the selected queue is still being reset.
     pub(super) fn queue_resetting(&mut self) -> bool {
         let Some(queue) = self.queues.get_mut(self.queue_select as usize) else {
             return false;
         };
-        if queue.draining.as_ref().is_some_and(Worker::finished) {
+        if queue.draining.as_ref().is_some_and(QueueHandle::is_drained) {
             queue.draining = None;
         }
         queue.draining.is_some()
     }
 
-    /// Handles an available buffer notification that came as an exit instead of through an ioeventfd.
+    /// Handles an available buffer notification that arrived as a VM exit instead of through an ioeventfd.
     pub(super) fn notify(&self, queue: u32) {
         match self.block.doorbells().get(queue as usize) {
             // A full counter means that the doorbell has rung already.
@@ -443,8 +444,7 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     // Configuration space (2.5).
 
-    /// The generation: it differs from its last value if the configuration has changed since the driver last read any
-    /// of it (2.5.2).
+    /// The generation. It changes if the configuration has changed since the driver last read any of it (2.5.2).
     pub(super) fn generation(&self) -> u32 {
         self.generation
     }
@@ -460,11 +460,11 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// Takes over the backend's capacity. If it has changed, there is a new generation and an interrupt (5.2.6).
+    /// Takes over the backend's capacity. If it has changed, the generation changes too and an interrupt is sent (5.2.6).
     pub(super) fn capacity_changed(&mut self) {
         if self.block.refresh_capacity() {
-            // Changes between two reads of the driver count once. Over PCI the counter has 8 bits, and it must not
-            // come back to the value that the driver saw (4.1.4.3.1).
+            // Changes between two reads of the driver count once. Over PCI the counter has 8 bits, and must not wrap to the
+            // value that the driver saw (4.1.4.3.1).
             if std::mem::take(&mut self.config_read) {
                 self.generation = self.generation.wrapping_add(1);
             }
@@ -477,9 +477,9 @@ impl<M: DeviceMemory> DeviceState<M> {
 
 impl<M> Drop for DeviceState<M> {
     fn drop(&mut self) {
-        // All at once; otherwise each worker would begin to drain only after the one before it.
+        // Stop all at once; otherwise each worker would start draining only after the previous one.
         let workers = self.queues.iter().flat_map(QueueState::workers);
-        workers.for_each(Worker::request_stop);
+        workers.for_each(QueueHandle::request_stop);
     }
 }
 

@@ -19,7 +19,7 @@ const MAGIC: u32 = 0x7472_6976;
 const VERSION: u32 = 2;
 /// "WALV", little-endian; the specification leaves the vendor ID to the implementer.
 const VENDOR: u32 = 0x564c_4157;
-/// Reads as the length and base of a shared memory region that does not exist (4.2.2, SHMLenLow).
+/// The length and base of a shared memory region that does not exist (4.2.2, SHMLenLow).
 const NO_REGION: u32 = !0;
 
 /// A virtio-blk device as 4 KiB of memory-mapped registers, one doorbell register and one interrupt line.
@@ -35,7 +35,7 @@ impl<M: DeviceMemory> MmioTransport<M> {
     /// Offset of QueueNotify. See [`offsets::mmio`](super::offsets::mmio).
     pub const QUEUE_NOTIFY: u64 = reg::QUEUE_NOTIFY;
 
-    /// Presents `device`. Each interrupt pulses `irq`, for instance by a write to an eventfd.
+    /// Presents `device`. Each interrupt pulses `irq`, for instance an eventfd.
     pub fn new(device: VirtioBlock, memory: M, irq: impl EdgeLine + 'static) -> Self {
         let interrupt = Arc::new(LineInterrupt::new(irq, device.metrics()));
         let state = DeviceState::new(device, memory, Arc::clone(&interrupt) as _);
@@ -61,9 +61,9 @@ impl<M: DeviceMemory> MmioTransport<M> {
         self.state.reset();
     }
 
-    /// Register read of `data.len()` bytes at `offset`.
+    /// Reads `data.len()` bytes of registers at `offset`.
     ///
-    /// Registers are 32 bits wide and aligned, and the driver reads them so (4.2.2.2); any other access reads zeroes.
+    /// Registers are 32 bits wide and aligned, and drivers must read them as such (4.2.2.2); any other access reads zeroes.
     /// The configuration space may be read in any width.
     pub fn read(&mut self, offset: u64, data: &mut [u8]) {
         data.fill(0);
@@ -76,8 +76,8 @@ impl<M: DeviceMemory> MmioTransport<M> {
         }
     }
 
-    /// Register write at `offset`. An access that is not 32 bits wide and aligned does nothing, except in
-    /// the configuration space.
+    /// Writes registers at `offset`. An access that is not 32 bits wide and aligned does nothing, except in the
+    /// configuration space.
     pub fn write(&mut self, offset: u64, data: &[u8]) {
         if let Some(config) = offset.checked_sub(reg::CONFIG) {
             self.state.write_config(config, data);
@@ -116,7 +116,7 @@ impl<M: DeviceMemory> MmioTransport<M> {
             reg::DRIVER_FEATURES => state.set_driver_features(value),
             reg::DRIVER_FEATURES_SEL => state.select_driver_features(value),
             reg::QUEUE_SEL => state.select_queue(value),
-            // A size that does not fit 16 bits is as invalid as 0.
+            // A size that does not fit in 16 bits is as invalid as 0.
             reg::QUEUE_NUM => state.set_queue_size(value.try_into().unwrap_or(0)),
             reg::QUEUE_READY if value == 0 => state.disable_queue(),
             reg::QUEUE_READY => state.enable_queue(),

@@ -18,7 +18,7 @@
 //! let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 1 << 20)])?;
 //! let irq = EventFd::new(0)?;
 //! let mut transport = MmioTransport::new(device, Arc::new(memory), irq);
-//! // A vCPU has left the guest because of this read.
+//! // The guest's read of this register has caused a VM exit.
 //! let mut bytes = [0; 4];
 //! transport.read(mmio::MAGIC_VALUE, &mut bytes);
 //! assert_eq!(&bytes, b"virt");

@@ -23,8 +23,9 @@ const VECTOR_MASKED: u32 = 1;
 /// VIRTIO_MSI_NO_VECTOR: no interrupt for this event (virtio 1.2, 4.1.5.1.2).
 pub(super) const NO_VECTOR: u16 = 0xffff;
 
+/// An entry of the vector table, with its pending bit.
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct VectorEntry {
     message: MsiMessage,
     masked: bool,
     pending: bool,
@@ -32,15 +33,15 @@ struct Entry {
     routed: Option<MsiMessage>,
 }
 
-struct Table {
+struct VectorTable {
     enabled: bool,
     function_masked: bool,
-    entries: Vec<Entry>,
+    entries: Vec<VectorEntry>,
 }
 
 /// The MSI-X state of a function.
 pub(super) struct Msix {
-    table: Mutex<Table>,
+    table: Mutex<VectorTable>,
     router: Arc<dyn MsiRouter>,
     metrics: Arc<BlockMetrics>,
 }
@@ -52,7 +53,7 @@ impl Msix {
         router: Arc<dyn MsiRouter>,
         metrics: Arc<BlockMetrics>,
     ) -> Self {
-        let entry = Entry {
+        let entry = VectorEntry {
             message: MsiMessage::default(),
             masked: true,
             pending: false,
@@ -60,7 +61,7 @@ impl Msix {
         };
         let entries = vec![entry; usize::from(vectors)];
         Self {
-            table: Mutex::new(Table {
+            table: Mutex::new(VectorTable {
                 enabled: false,
                 function_masked: false,
                 entries,
@@ -70,8 +71,8 @@ impl Msix {
         }
     }
 
-    fn table(&self) -> MutexGuard<'_, Table> {
-        // Every change is complete in itself, so a panic elsewhere leaves no partial change.
+    fn table(&self) -> MutexGuard<'_, VectorTable> {
+        // A panic leaves no partial change in the table.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -85,7 +86,7 @@ impl Msix {
         self.table().enabled
     }
 
-    /// Takes over Message Control as the driver has written it.
+    /// Takes over the driver's value of Message Control.
     pub(super) fn set_control(&self, control: u16) {
         let mut table = self.table();
         table.enabled = control & CONTROL_ENABLE != 0;
@@ -116,8 +117,8 @@ impl Msix {
         }
     }
 
-    /// Updates the router's route of an unmasked vector, and sends the vector if it is pending.
-    fn deliver(&self, table: &mut Table, vector: usize) {
+    /// If a vector is unmasked, updates its route and sends it if it is pending.
+    fn deliver(&self, table: &mut VectorTable, vector: usize) {
         let open = table.enabled && !table.function_masked;
         let Some(entry) = table
             .entries
@@ -140,7 +141,7 @@ impl Msix {
         }
         if std::mem::take(&mut entry.pending) && entry.routed.is_some() {
             match self.router.trigger(number) {
-                Ok(()) => self.metrics.interrupt_sent(),
+                Ok(()) => self.metrics.count_interrupt(),
                 Err(error) => tracing::error!(%error, "cannot raise MSI-X vector {number}"),
             }
         }
@@ -168,7 +169,7 @@ impl Msix {
         }
     }
 
-    /// Writes the vector table. Accesses other than aligned ones of 4 and 8 bytes do nothing.
+    /// Writes the vector table. Only aligned accesses of 4 and 8 bytes have an effect.
     pub(super) fn write_table(&self, offset: u64, data: &[u8]) {
         if !is_word_access(offset, data.len()) {
             return;
@@ -242,7 +243,7 @@ impl PciInterrupt {
     }
 
     /// Whether the ISR status asks for an interrupt while MSI-X is off (4.1.4.5.1).
-    pub(super) fn asserted(&self) -> bool {
+    pub(super) fn intx_asserted(&self) -> bool {
         !self.msix.enabled() && self.isr.load(Ordering::SeqCst) != 0
     }
 
@@ -251,11 +252,11 @@ impl PciInterrupt {
         self.config_vector.load(Ordering::SeqCst)
     }
 
-    /// Maps configuration changes to `vector`. A vector that does not exist becomes NO_VECTOR, which the driver reads
-    /// back as a failure (4.1.5.1.2.2).
+    /// Maps configuration changes to `vector`. A vector that does not exist becomes NO_VECTOR: the driver reads it back and
+    /// sees the failure (4.1.5.1.2.2).
     pub(super) fn set_config_vector(&self, vector: u16) {
         self.config_vector
-            .store(self.existing(vector), Ordering::SeqCst);
+            .store(self.valid_vector(vector), Ordering::SeqCst);
     }
 
     /// `queue_msix_vector` of `queue`.
@@ -265,14 +266,15 @@ impl PciInterrupt {
             .map_or(NO_VECTOR, |vector| vector.load(Ordering::SeqCst))
     }
 
-    /// Maps `queue` to `vector`; as with the configuration, a vector that does not exist becomes NO_VECTOR.
+    /// Maps `queue` to `vector`. Again, a vector that does not exist becomes NO_VECTOR.
     pub(super) fn set_queue_vector(&self, queue: u32, vector: u16) {
         if let Some(slot) = self.queue_vectors.get(queue as usize) {
-            slot.store(self.existing(vector), Ordering::SeqCst);
+            slot.store(self.valid_vector(vector), Ordering::SeqCst);
         }
     }
 
-    fn existing(&self, vector: u16) -> u16 {
+    /// `vector`, or NO_VECTOR if it does not exist.
+    fn valid_vector(&self, vector: u16) -> u16 {
         if usize::from(vector) < self.msix.vectors() {
             vector
         } else {
@@ -282,7 +284,7 @@ impl PciInterrupt {
 }
 
 impl Interrupt for PciInterrupt {
-    /// While MSI-X is off the ISR status reports the event; with MSI-X the vector does (4.1.4.5.1).
+    /// With MSI-X the vector reports the event; otherwise the ISR status does (4.1.4.5.1).
     fn queue(&self, queue: u16) {
         if self.msix.enabled() {
             self.msix.trigger(self.queue_vector(queue.into()));
@@ -291,7 +293,7 @@ impl Interrupt for PciInterrupt {
         }
     }
 
-    /// The ISR status reports a configuration change in either case, and before the message is sent (4.1.4.5.1).
+    /// The ISR status reports a configuration change in either case, before the message is sent (4.1.4.5.1).
     fn config(&self) {
         self.isr.fetch_or(INTERRUPT_CONFIG as u8, Ordering::SeqCst);
         if self.msix.enabled() {

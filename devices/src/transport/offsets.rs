@@ -1,5 +1,5 @@
-//! Where the registers of the transports are, in bytes: for a program that forwards accesses, replaces a doorbell by an
-//! ioeventfd, or plays a driver.
+//! Offsets of the transports' registers, in bytes, for a program that forwards accesses, replaces a doorbell with an
+//! ioeventfd, or acts as a driver.
 //!
 //! ```
 //! use walvisor_devices::transport::offsets::{mmio, pci};
@@ -75,13 +75,13 @@ pub mod mmio {
     pub const CONFIG: u64 = 0x100;
 }
 
-/// virtio over PCI: the function's BARs, and offsets in them. The capabilities of the function tell a driver the same.
+/// virtio over PCI: the function's BARs, and offsets in them. A driver learns the same from the function's capabilities.
 pub mod pci {
     /// Index of the BAR of [`COMMON`], [`ISR`] and [`DEVICE`].
     pub const CONFIG_BAR: usize = 0;
     /// Index of the BAR of the doorbells: queue `i` at `i` times [`NOTIFY_OFF_MULTIPLIER`].
     pub const NOTIFY_BAR: usize = 2;
-    /// Index of the BAR of the MSI-X table, which begins at 0. The pending bits begin at the page after it.
+    /// Index of the BAR of the MSI-X table, which starts at 0. The pending bits start on the page after it.
     pub const MSIX_BAR: usize = 4;
 
     /// The common configuration, in [`CONFIG_BAR`].

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   BAR 0  16 KiB   0x0000 common configuration │ 0x1000 ISR │ 0x2000 device configuration
-//!   BAR 2   4 KiB   notifications: queue i at 4 * i, nothing else, so ioeventfds can own the page
+//!   BAR 2   4 KiB   notifications: queue i at 4 * i, nothing else, so ioeventfds can serve the whole page
 //!   BAR 4           MSI-X vector table, pending bits on the page after it
 //! ```
 
@@ -37,8 +37,8 @@ const PAGE: u32 = 0x1000;
 const CONFIG_BAR_LEN: u32 = 4 * PAGE;
 const NOTIFY_BAR_LEN: u32 = PAGE;
 
-/// Up to and including `queue_reset`. `queue_notify_data` before it belongs to a feature that is not offered, and is
-/// zero.
+/// Length up to and including `queue_reset`. The field before it, `queue_notify_data`, belongs to a feature that is not
+/// offered, and is zero.
 const COMMON_LEN: u64 = 0x3c;
 
 // The upper halves of the common configuration's 64-bit fields (4.1.3.1).
@@ -57,7 +57,7 @@ const CFG_PCI: u8 = 5;
 /// Offset of `pci_cfg_data` in the PCI configuration access capability.
 const PCI_CFG_DATA: usize = 16;
 
-/// A base address register of the function, as it currently decodes.
+/// A base address register of the function, with its current address.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bar {
     /// Index of the register, 0 to 5.
@@ -75,7 +75,7 @@ pub struct Bar {
 pub struct PciDoorbell {
     /// Index of the BAR.
     pub bar: usize,
-    /// Offset in the BAR. Drivers write 2 bytes, the queue's index; each queue has its own address.
+    /// Offset in the BAR. Each queue has its own address, to which drivers write 2 bytes, the queue's index.
     pub offset: u64,
     /// The eventfd that a notification signals.
     pub event: EventFd,
@@ -93,7 +93,7 @@ pub struct PciTransport<M: DeviceMemory> {
 }
 
 impl<M: DeviceMemory> PciTransport<M> {
-    /// Presents `device`, with one more vector than it has queues. No BAR has an address yet.
+    /// Presents `device`, with a vector per queue and one for the configuration. No BAR has an address yet.
     pub fn new(device: VirtioBlock, memory: M, msi: Arc<dyn MsiRouter>) -> Self {
         let queues = device.queues();
         // At most 257.
@@ -122,8 +122,8 @@ impl<M: DeviceMemory> PciTransport<M> {
         let multiplier = NOTIFY_OFF_MULTIPLIER.to_le_bytes();
         let notify_len = u32::from(queues) * NOTIFY_OFF_MULTIPLIER;
         add(CFG_NOTIFY, NOTIFY_BAR, 0, notify_len, &multiplier, &[]);
-        // bar, offset, length and pci_cfg_data are the driver's to write (4.1.4.9). The body starts two
-        // bytes into the capability.
+        // The driver may write bar, offset, length and pci_cfg_data (4.1.4.9). The body starts two bytes into the
+        // capability.
         let mut writable = [0; PCI_CFG_DATA + 4 - 2];
         writable[2] = 0xff;
         writable[6..].fill(0xff);
@@ -168,14 +168,13 @@ impl<M: DeviceMemory> PciTransport<M> {
         self.state.metrics()
     }
 
-    /// Drains the requests in flight, stops the workers and returns the device to its initial state; the PCI
-    /// configuration stays. Dropping the transport drains and stops as well.
+    /// Drains the requests in flight, stops the workers and returns the device to its initial state. The PCI configuration
+    /// stays. Dropping the transport also drains and stops.
     pub fn reset(&mut self) {
         self.state.reset();
     }
 
-    /// The function's BARs and where they currently decode. Call it again after each
-    /// [`config_write`](Self::config_write).
+    /// The function's BARs with their current addresses, which any [`config_write`](Self::config_write) may change.
     pub fn bars(&self) -> Vec<Bar> {
         [CONFIG_BAR, NOTIFY_BAR, MSIX_BAR]
             .into_iter()
@@ -191,8 +190,7 @@ impl<M: DeviceMemory> PciTransport<M> {
     /// Gives a BAR its address, as firmware would. Memory decoding stays as it is.
     ///
     /// # Panics
-    /// If the BAR does not exist, or `address` is not below 4 GiB and aligned to the BAR's size. That is the caller's
-    /// mistake, never the guest's.
+    /// If the BAR does not exist, or `address` is above 4 GiB or not aligned to the BAR's size. A guest cannot cause this.
     pub fn set_bar(&mut self, index: usize, address: u64) {
         let size = self.config.bar_size(index);
         assert!(size != 0, "BAR {index} does not exist");
@@ -204,8 +202,7 @@ impl<M: DeviceMemory> PciTransport<M> {
             .set_bar(index, u32::try_from(address).expect("a 32-bit BAR"));
     }
 
-    /// Configuration space read of any width, in the first 256 bytes or the extended space (which is
-    /// empty and reads as zeroes).
+    /// Reads the configuration space in any width. The extended space, above 256 bytes, is empty and reads as zeroes.
     pub fn config_read(&mut self, offset: u16, data: &mut [u8]) {
         if self.touches_pci_cfg_data(offset, data.len())
             && let Some((bar, at, len)) = self.pci_cfg_window()
@@ -216,11 +213,12 @@ impl<M: DeviceMemory> PciTransport<M> {
                 .set(self.pci_cfg_capability + PCI_CFG_DATA, &bytes[..len]);
         }
         // 4.1.4.5.1: the state that an interrupt pin would have.
-        self.config.set_interrupt_status(self.interrupt.asserted());
+        self.config
+            .set_interrupt_status(self.interrupt.intx_asserted());
         self.config.read(offset, data);
     }
 
-    /// Configuration space write of any width.
+    /// Writes the configuration space in any width.
     pub fn config_write(&mut self, offset: u16, data: &[u8]) {
         self.config.write(offset, data);
         let control = self.msix_capability + 2;
@@ -242,8 +240,8 @@ impl<M: DeviceMemory> PciTransport<M> {
         overlaps(offset, len, self.pci_cfg_capability + PCI_CFG_DATA, 4)
     }
 
-    /// The target of the PCI configuration access capability: BAR, offset, length. `None` if the driver's values are
-    /// not allowed by 4.1.4.9.1.
+    /// Where the PCI configuration access capability points to: BAR, offset, length. `None` if 4.1.4.9.1 does not allow the
+    /// driver's values.
     fn pci_cfg_window(&self) -> Option<(usize, u64, usize)> {
         let at = self.pci_cfg_capability;
         let bar = usize::from(self.config.u16_at(at + 4) as u8);
@@ -257,7 +255,7 @@ impl<M: DeviceMemory> PciTransport<M> {
         ))
     }
 
-    /// Read at `offset` in a BAR. Unimplemented registers read as zeroes.
+    /// Reads at `offset` in a BAR. Unimplemented registers read as zeroes.
     pub fn bar_read(&mut self, bar: usize, offset: u64, data: &mut [u8]) {
         data.fill(0);
         match bar {
@@ -280,14 +278,14 @@ impl<M: DeviceMemory> PciTransport<M> {
         }
     }
 
-    /// Write at `offset` in a BAR. Read-only and unimplemented registers do not change.
+    /// Writes at `offset` in a BAR. Read-only and unimplemented registers do not change.
     pub fn bar_write(&mut self, bar: usize, offset: u64, data: &[u8]) {
         match bar {
             CONFIG_BAR if offset >= DEVICE => {
                 self.state.write_config(offset - DEVICE, data);
             }
             CONFIG_BAR if offset < COMMON_LEN => self.write_common(offset, data),
-            // The address alone names the queue; the driver writes its index too (4.1.5.2).
+            // The address identifies the queue; the index that the driver writes is redundant (4.1.5.2).
             NOTIFY_BAR if offset.is_multiple_of(NOTIFY_OFF_MULTIPLIER.into()) => {
                 let queue = offset / u64::from(NOTIFY_OFF_MULTIPLIER);
                 self.state.notify(u32::try_from(queue).unwrap_or(u32::MAX));
@@ -353,7 +351,7 @@ impl<M: DeviceMemory> PciTransport<M> {
         }
     }
 
-    /// Each field is written in its own width; a 64-bit field as two halves (4.1.3.1) or at once.
+    /// Each field has to be written in its own width; a 64-bit field may also be written as two halves (4.1.3.1).
     fn write_common(&mut self, offset: u64, data: &[u8]) {
         match *data {
             [value] => self.write_common_8(offset, value),

@@ -1,7 +1,7 @@
 //! The configuration space of a type 0 PCI function (PCI Local Bus 3.0, 6.1, 6.2.5 and 6.7).
 //!
-//! Each byte has a mask of the bits that software may write. BAR sizing needs no more than that: the bits of a BAR
-//! below its size are read-only zeroes, so a write of all ones reads back as the size mask.
+//! Each byte has a mask of the bits that software may write. That also covers BAR sizing: the bits of a BAR below its size
+//! are read-only zeroes, so after a write of all ones it reads as the size mask.
 
 /// Length of the conventional configuration space in bytes.
 const SPACE_LEN: usize = 256;
@@ -14,9 +14,9 @@ const CAPABILITIES_POINTER: usize = 0x34;
 const INTERRUPT_LINE: usize = 0x3c;
 /// Command register: memory space enable.
 const COMMAND_MEMORY: u8 = 1 << 1;
-/// Status register: an interrupt is pending that no message has delivered.
+/// Status register: an INTx interrupt is pending.
 const STATUS_INTERRUPT: u8 = 1 << 3;
-/// Status register: the function has a list of capabilities.
+/// Status register: the function has a capability list.
 const STATUS_CAPABILITIES: u8 = 1 << 4;
 
 /// The identifying registers of a function.
@@ -35,7 +35,7 @@ pub(super) struct PciConfig {
     registers: [u8; SPACE_LEN],
     writable: [u8; SPACE_LEN],
     bar_sizes: [u32; 6],
-    /// Offset at which the pointer to the next capability is written.
+    /// Where the pointer to the next capability goes.
     link: usize,
     next_capability: usize,
 }
@@ -70,8 +70,8 @@ impl PciConfig {
         self.writable[at..at + 4].copy_from_slice(&(!(size - 1)).to_le_bytes());
     }
 
-    /// Appends a capability: its ID, then `body`, whose bytes software may write where `writable` says so
-    /// (bytes beyond `writable` are read-only). Returns its offset.
+    /// Appends a capability: its ID, then `body`. `writable` masks the bits of the body that software may write; bytes beyond
+    /// the mask are read-only. Returns the capability's offset.
     pub(super) fn add_capability(&mut self, id: u8, body: &[u8], writable: &[u8]) -> usize {
         let at = self.next_capability;
         self.set(self.link, &[at as u8]);
@@ -105,14 +105,14 @@ impl PciConfig {
         u32::from(self.u16_at(offset)) | u32::from(self.u16_at(offset + 2)) << 16
     }
 
-    /// Read by software; zeroes beyond the end, because the function has no extended configuration space.
+    /// A read by software. Zeroes beyond the end, because the function has no extended configuration space.
     pub(super) fn read(&self, offset: u16, data: &mut [u8]) {
         for (at, byte) in (usize::from(offset)..).zip(data) {
             *byte = self.registers.get(at).copied().unwrap_or(0);
         }
     }
 
-    /// Write by software: only the writable bits change.
+    /// A write by software. Only writable bits change.
     pub(super) fn write(&mut self, offset: u16, data: &[u8]) {
         for (at, &byte) in (usize::from(offset)..).zip(data) {
             if let (Some(register), Some(&mask)) =
@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn identity_cannot_be_written_and_any_width_works() {
+    fn the_identity_is_read_only_and_any_width_works() {
         let mut config = function();
         config.write(0, &[0xff; SPACE_LEN]);
         assert_eq!(config.u32_at(0), 0x1042_1af4);

@@ -1,17 +1,17 @@
-//! Registers through which a driver sees and changes the state of a device.
+//! What the transports have in common: registers in front of a [`DeviceState`].
 
 use super::device_state::DeviceState;
 use crate::control::ControlTransport;
 use crate::memory::DeviceMemory;
 
-/// A transport: registers through which a driver sees and changes the state of a device.
+/// A transport: registers through which a driver reads and changes the state of a device.
 pub(super) trait Registers: Send {
     type Memory: DeviceMemory;
 
     fn state(&mut self) -> &mut DeviceState<Self::Memory>;
 }
 
-/// The owner's requests have the same effect through any registers.
+/// The owner's requests have the same effect with any transport.
 impl<T: Registers> ControlTransport for T {
     fn capacity_changed(&mut self) {
         self.state().capacity_changed();

@@ -1,5 +1,5 @@
-//! The area that records the chains in flight. The back-end creates it, the front-end keeps it, and passes it to the
-//! next back-end after this one.
+//! The area that records the chains in flight. The back-end creates it; the front-end keeps it, and passes it to the next
+//! back-end.
 //!
 //! ```text
 //!  message: size u64 │ offset u64 │ queues u16 │ queue size u16 │ 4 unused
@@ -13,32 +13,32 @@ use std::sync::Arc;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use vm_memory::{FileOffset, MmapRegion};
 
-use super::cut_off::Guarded;
-use super::memory::mappable;
+use super::memory::check_mappable;
 use super::message::Message;
-use super::outcome::{Outcome, refused};
+use super::outcome::{Outcome, refuse};
+use super::sigbus::GuardedMapping;
 use crate::block::{MAX_QUEUE_SIZE, Tracker, VirtioBlock};
 
 /// An area that the front-end has passed in.
 pub(super) struct InflightArea {
-    area: Guarded<MmapRegion>,
+    area: GuardedMapping<MmapRegion>,
     queues: u16,
     queue_size: u16,
 }
 
 /// The number of queues, and of descriptors per queue, in a message.
-fn extent(message: &Message) -> Outcome<(u16, u16)> {
+fn dimensions(message: &Message) -> Outcome<(u16, u16)> {
     Ok((message.u16(16)?, message.u16(18)?))
 }
 
 impl InflightArea {
     /// GET_INFLIGHT_FD: a new area, and the payload of the reply.
     pub(super) fn create(message: &Message, device: &VirtioBlock) -> Outcome<(Vec<u8>, File)> {
-        let (queues, queue_size) = extent(message)?;
+        let (queues, queue_size) = dimensions(message)?;
         let most = device.queues();
         if !(1..=most).contains(&queues) || !(1..=MAX_QUEUE_SIZE).contains(&queue_size) {
-            return Err(refused(format!(
-                "an inflight area for {queues} queues of {queue_size}: there are {most} of {MAX_QUEUE_SIZE} at most"
+            return Err(refuse(format!(
+                "an inflight area for {queues} queues of {queue_size} descriptors: at most {most} queues of {MAX_QUEUE_SIZE}"
             )));
         }
         let bytes = usize::from(queues) * Tracker::bytes(queue_size);
@@ -48,7 +48,7 @@ impl InflightArea {
         )?;
         let file = File::from(fd);
         file.set_len(bytes as u64)?;
-        // With the seals no holder of the descriptor can truncate the mapped file.
+        // The seals keep every holder of the descriptor from truncating the mapped file.
         fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
         let mut payload = Vec::from((bytes as u64).to_ne_bytes());
         payload.extend_from_slice(&0_u64.to_ne_bytes());
@@ -61,33 +61,33 @@ impl InflightArea {
     /// SET_INFLIGHT_FD: maps the area that the front-end has passed in.
     pub(super) fn open(message: &Message, file: File) -> Outcome<Self> {
         let (size, offset) = (message.u64(0)?, message.u64(8)?);
-        let (queues, queue_size) = extent(message)?;
+        let (queues, queue_size) = dimensions(message)?;
         let needed = usize::from(queues) * Tracker::bytes(queue_size);
-        let length = mappable(&file, offset, needed as u64)
-            .map_err(|error| refused(format!("the inflight area: {error}")))?;
+        let length = check_mappable(&file, offset, needed as u64)
+            .map_err(|error| refuse(format!("the inflight area: {error}")))?;
         if size < needed as u64 || offset.checked_add(size).is_none_or(|end| end > length) {
-            return Err(refused(format!(
-                "an inflight area of {size} bytes at {offset} of {length}: {queues} queues of {queue_size} take {needed}"
+            return Err(refuse(format!(
+                "an inflight area of {size} bytes at {offset} in a file of {length}: {queues} queues of {queue_size} take {needed}"
             )));
         }
         let area = MmapRegion::from_file(FileOffset::new(file, offset), needed)
-            .map_err(|error| refused(format!("the inflight area: {error}")))?;
+            .map_err(|error| refuse(format!("the inflight area: {error}")))?;
         Ok(Self {
-            area: Guarded::new(Arc::new(area))?,
+            area: GuardedMapping::new(Arc::new(area))?,
             queues,
             queue_size,
         })
     }
 
-    /// The record of the ring `index`, of `size` descriptors.
+    /// The record of ring `index`, which has `size` descriptors.
     pub(super) fn tracker(&self, index: u16, size: u16) -> Outcome<Tracker> {
         let fits = index < self.queues && size <= self.queue_size;
         fits.then(|| Tracker::new(Arc::clone(self.area.mapping()), index, self.queue_size))
             .flatten()
             .ok_or_else(|| {
                 let (queues, most) = (self.queues, self.queue_size);
-                refused(format!(
-                    "ring {index} of {size} has no room in an inflight area for {queues} of {most}"
+                refuse(format!(
+                    "ring {index} of {size} descriptors does not fit an inflight area for {queues} rings of {most}"
                 ))
             })
     }

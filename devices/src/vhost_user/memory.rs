@@ -1,4 +1,4 @@
-//! The memory that a front-end shares: regions of files, mapped here.
+//! The memory that a front-end shares: mapped regions of files.
 
 use std::fmt;
 use std::fs::File;
@@ -11,34 +11,34 @@ use vm_memory::{
     GuestRegionMmap, MmapRegion,
 };
 
-use super::cut_off::Guarded;
 use super::message::Message;
-use super::outcome::{Outcome, refused};
+use super::outcome::{Outcome, refuse};
+use super::sigbus::GuardedMapping;
 
-/// Most regions that a front-end may share.
+/// The most regions that a front-end may share.
 pub(super) const MAX_REGIONS: usize = 64;
 
 /// The file system of huge pages (linux/magic.h).
 const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
-/// Bytes of a region in a message.
+/// Length of a region's description in a message, in bytes.
 pub(super) const REGION_BYTES: usize = 32;
 
 /// A region as a front-end describes it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Region {
-    /// Its guest physical address.
+pub(super) struct MemoryRegion {
+    /// Guest physical address.
     guest: u64,
-    /// Its length in bytes.
+    /// Length in bytes.
     size: u64,
-    /// Its address in the front-end.
+    /// Address in the front-end's address space.
     user: u64,
-    /// Its start in its file, in bytes.
+    /// Offset in the file.
     offset: u64,
 }
 
-impl Region {
-    /// Reads the region at byte `at` of a payload.
+impl MemoryRegion {
+    /// Decodes the region at byte `at` of a payload.
     pub(super) fn read(message: &Message, at: usize) -> Outcome<Self> {
         Ok(Self {
             guest: message.u64(at)?,
@@ -48,13 +48,13 @@ impl Region {
         })
     }
 
-    /// Whether both describe the same memory, whatever their files' offsets are.
-    fn is(&self, other: &Self) -> bool {
+    /// Whether both describe the same memory. The offsets in the files do not matter.
+    fn is_same(&self, other: &Self) -> bool {
         (self.guest, self.size, self.user) == (other.guest, other.size, other.user)
     }
 }
 
-impl fmt::Display for Region {
+impl fmt::Display for MemoryRegion {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
@@ -64,12 +64,12 @@ impl fmt::Display for Region {
     }
 }
 
-/// The regions. Queue workers see a change with their next batch; regions that they still use stay mapped until then.
+/// The regions. Queue workers see a change with their next batch; until then the regions that they use stay mapped.
 pub(super) struct SharedMemory {
     map: GuestMemoryAtomic<GuestMemoryMmap>,
-    regions: Vec<Region>,
+    regions: Vec<MemoryRegion>,
     /// The mapped regions, including removed ones that a worker still uses.
-    guarded: Vec<Guarded<GuestRegionMmap>>,
+    guarded: Vec<GuardedMapping<GuestRegionMmap>>,
 }
 
 impl SharedMemory {
@@ -86,10 +86,10 @@ impl SharedMemory {
         self.map.clone()
     }
 
-    /// SET_MEM_TABLE: replaces all regions with these.
-    pub(super) fn replace(&mut self, regions: &[Region], files: Vec<File>) -> Outcome<()> {
+    /// SET_MEM_TABLE: replaces all regions.
+    pub(super) fn replace(&mut self, regions: &[MemoryRegion], files: Vec<File>) -> Outcome<()> {
         if regions.len() > MAX_REGIONS {
-            return Err(refused(format!("more than {MAX_REGIONS} memory regions")));
+            return Err(refuse(format!("more than {MAX_REGIONS} memory regions")));
         }
         let mut mapped = Vec::new();
         for (region, file) in regions.iter().zip(files) {
@@ -97,35 +97,35 @@ impl SharedMemory {
         }
         mapped.sort_by_key(|region| region.start_addr());
         let table = GuestMemoryMmap::from_arc_regions(mapped)
-            .map_err(|error| refused(format!("memory regions: {error}")))?;
+            .map_err(|error| refuse(format!("memory regions: {error}")))?;
         self.publish(table);
         self.regions = regions.to_vec();
         Ok(())
     }
 
     /// ADD_MEM_REG.
-    pub(super) fn add(&mut self, region: &Region, file: File) -> Outcome<()> {
+    pub(super) fn add(&mut self, region: &MemoryRegion, file: File) -> Outcome<()> {
         if self.regions.len() >= MAX_REGIONS {
-            return Err(refused(format!("more than {MAX_REGIONS} memory regions")));
+            return Err(refuse(format!("more than {MAX_REGIONS} memory regions")));
         }
         let mapped = self.map(region, file)?;
         let table = self
             .current()
             .insert_region(mapped)
-            .map_err(|error| refused(format!("{region}: {error}")))?;
+            .map_err(|error| refuse(format!("{region}: {error}")))?;
         self.publish(table);
         self.regions.push(*region);
         Ok(())
     }
 
     /// REM_MEM_REG.
-    pub(super) fn remove(&mut self, region: &Region) -> Outcome<()> {
-        let known = self.regions.iter().position(|known| known.is(region));
-        let known = known.ok_or_else(|| refused(format!("there is no {region}")))?;
+    pub(super) fn remove(&mut self, region: &MemoryRegion) -> Outcome<()> {
+        let known = self.regions.iter().position(|known| known.is_same(region));
+        let known = known.ok_or_else(|| refuse(format!("there is no {region}")))?;
         let (table, _) = self
             .current()
             .remove_region(GuestAddress(region.guest), region.size)
-            .map_err(|error| refused(format!("{region}: {error}")))?;
+            .map_err(|error| refuse(format!("{region}: {error}")))?;
         self.publish(table);
         self.regions.swap_remove(known);
         Ok(())
@@ -146,54 +146,54 @@ impl SharedMemory {
     }
 
     fn publish(&mut self, table: GuestMemoryMmap) {
-        // No code that holds the lock can panic half-way.
+        // No code panics while it holds the lock.
         self.map
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .replace(table);
-        self.guarded.retain(Guarded::in_use);
+        self.guarded.retain(GuardedMapping::in_use);
     }
 
-    fn map(&mut self, region: &Region, file: File) -> Outcome<Arc<GuestRegionMmap>> {
-        let mapped = Arc::new(map(region, file)?);
-        self.guarded.push(Guarded::new(Arc::clone(&mapped))?);
+    fn map(&mut self, region: &MemoryRegion, file: File) -> Outcome<Arc<GuestRegionMmap>> {
+        let mapped = Arc::new(map_region(region, file)?);
+        self.guarded.push(GuardedMapping::new(Arc::clone(&mapped))?);
         Ok(mapped)
     }
 }
 
-/// The length of a file, if `size` bytes of it from `offset` on may be mapped. The file must be in memory (a memfd,
-/// tmpfs, hugetlbfs) or on a block device's file system. A file system in user space or on a network, which the
-/// front-end may control, could block any thread that touches a page. In hugetlbfs the range must be whole huge pages:
-/// the SIGBUS handler cannot replace a part of a huge page, should the file be truncated.
-pub(super) fn mappable(file: &File, offset: u64, size: u64) -> io::Result<u64> {
+/// Checks that `size` bytes of a file from `offset` on may be mapped, and returns the file's length. The file must be in
+/// memory (a memfd, tmpfs, hugetlbfs) or on a block device's file system: the front-end may control a file system in user
+/// space or on a network, and could then block any thread that touches a page. In hugetlbfs the range must be whole huge
+/// pages, because the SIGBUS handler cannot replace a part of one, should the file be truncated.
+pub(super) fn check_mappable(file: &File, offset: u64, size: u64) -> io::Result<u64> {
     if fcntl_get_seals(file).is_ok() {
-        let told = fstatfs(file)?;
-        let page = told.f_bsize as u64;
+        let stat = fstatfs(file)?;
+        let page = stat.f_bsize as u64;
         let whole = |bytes: u64| bytes.is_multiple_of(page);
-        if told.f_type as u64 == HUGETLBFS_MAGIC && !(whole(offset) && whole(size)) {
-            let why =
-                format!("it is no whole number of the huge pages of {page} bytes that it is in");
-            return Err(io::Error::other(why));
+        if stat.f_type as u64 == HUGETLBFS_MAGIC && !(whole(offset) && whole(size)) {
+            let reason =
+                format!("it is not a whole number of the file's huge pages of {page} bytes");
+            return Err(io::Error::other(reason));
         }
         return Ok(file.metadata()?.len());
     }
     // With STATX_DONT_SYNC the kernel answers from its own cache, whatever the file system.
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
-    let told = statx(file, c"", flags, StatxFlags::TYPE | StatxFlags::SIZE)?;
-    let regular = FileType::from_raw_mode(told.stx_mode.into()).is_file();
-    match regular && told.stx_dev_major != 0 {
-        true => Ok(told.stx_size),
-        false => Err(io::Error::other(
+    let stat = statx(file, c"", flags, StatxFlags::TYPE | StatxFlags::SIZE)?;
+    let regular = FileType::from_raw_mode(stat.stx_mode.into()).is_file();
+    if !regular || stat.stx_dev_major == 0 {
+        return Err(io::Error::other(
             "its file is neither in memory (memfd, tmpfs, hugetlbfs) nor on a block device's file system",
-        )),
+        ));
     }
+    Ok(stat.stx_size)
 }
 
-/// Maps a region, if its file reaches to the region's end: an access behind the end of a file is a SIGBUS.
-fn map(region: &Region, file: File) -> Outcome<GuestRegionMmap> {
-    let failed = |what: &dyn fmt::Display| refused(format!("{region}: {what}"));
+/// Maps a region. Its file must reach to the region's end, because an access beyond the end of a file is a SIGBUS.
+fn map_region(region: &MemoryRegion, file: File) -> Outcome<GuestRegionMmap> {
+    let failed = |what: &dyn fmt::Display| refuse(format!("{region}: {what}"));
     let (offset, size) = (region.offset, region.size);
-    let length = mappable(&file, offset, size).map_err(|error| failed(&error))?;
+    let length = check_mappable(&file, offset, size).map_err(|error| failed(&error))?;
     let ends = |start: u64| start.checked_add(size);
     if ends(offset).is_none_or(|end| end > length) {
         return Err(failed(&"its file ends before it"));
@@ -223,8 +223,8 @@ mod tests {
         file
     }
 
-    fn region(guest: u64, size: u64, user: u64, offset: u64) -> Region {
-        Region {
+    fn region(guest: u64, size: u64, user: u64, offset: u64) -> MemoryRegion {
+        MemoryRegion {
             guest,
             size,
             user,
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn regions_come_and_go_and_are_found_by_the_front_ends_addresses() {
+    fn regions_are_added_removed_and_found_by_the_front_ends_addresses() {
         let mut memory = SharedMemory::new();
         let low = region(0, 0x2000, 0x7000_0000, 0);
         let high = region(0x10_0000, 0x1000, 0x6000_0000, 0x1000);
@@ -262,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_cut_off_reads_as_zeroes() {
+    fn a_truncated_file_reads_as_zeroes() {
         let mut memory = SharedMemory::new();
         let (cut, whole) = (file(0x2000), file(0x1000));
         for (region, file) in [
@@ -303,11 +303,11 @@ mod tests {
                 panic!("{part} was taken");
             };
             assert!(
-                error.contains("no whole number of the huge pages"),
+                error.contains("not a whole number of the file's huge pages"),
                 "{error}"
             );
         }
-        assert_eq!(mappable(&file, page, page).unwrap(), 2 * page);
+        assert_eq!(check_mappable(&file, page, page).unwrap(), 2 * page);
     }
 
     #[test]

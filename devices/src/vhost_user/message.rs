@@ -15,19 +15,20 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use super::outcome::{Outcome, SessionEnd, refused};
-use super::owner::Wish;
+use super::outcome::{Outcome, SessionEnd, refuse};
+use super::owner::OwnerRequest;
 use crate::event_loop::EventSet;
-use crate::listen::{Waited, Waiter};
+use crate::listen::{Waiter, WakeReason};
 
 const HEADER: usize = 12;
 const VERSION: u32 = 1;
 const VERSION_MASK: u32 = 3;
 const REPLY: u32 = 1 << 2;
 const NEED_REPLY: u32 = 1 << 3;
-/// Longest accepted payload in bytes: a memory table of 32 regions, or a configuration space with its header, fits.
+/// The longest payload that is accepted, in bytes: enough for a memory table of 32 regions, or a configuration space with
+/// its header.
 const MAX_PAYLOAD: usize = 4096;
-/// Most descriptors that come with one message.
+/// The most descriptors that come with one message.
 const MAX_FILES: usize = 32;
 
 /// A message from the front-end.
@@ -60,37 +61,40 @@ impl Message {
         let bytes = self.payload.get(at..).and_then(<[u8]>::first_chunk);
         bytes.copied().ok_or_else(|| {
             let (request, len) = (self.request, self.payload.len());
-            refused(format!("message {request} ends after {len} bytes"))
+            refuse(format!("message {request} ends after {len} bytes"))
         })
     }
 
-    /// The one descriptor that came with the message, if any.
-    pub(super) fn file(&mut self) -> Outcome<Option<File>> {
+    /// Takes the only descriptor that came with the message, if any.
+    pub(super) fn take_file(&mut self) -> Outcome<Option<File>> {
         if self.files.len() > 1 {
             let request = self.request;
-            return Err(refused(format!(
-                "message {request} has more than one descriptor"
+            return Err(refuse(format!(
+                "message {request} comes with more than one descriptor"
             )));
         }
         Ok(self.files.pop())
     }
 }
 
-/// A front-end's socket, non-blocking. A wait on it also ends when the server stops.
+/// A front-end's non-blocking socket. A wait on it also ends when the server stops.
 pub(super) struct Channel<'a> {
     socket: BorrowedFd<'a>,
-    waiter: &'a mut Waiter<Wish>,
+    waiter: &'a mut Waiter<OwnerRequest>,
 }
 
 impl<'a> Channel<'a> {
-    pub(super) fn new(socket: BorrowedFd<'a>, waiter: &'a mut Waiter<Wish>) -> Outcome<Self> {
+    pub(super) fn new(
+        socket: BorrowedFd<'a>,
+        waiter: &'a mut Waiter<OwnerRequest>,
+    ) -> Outcome<Self> {
         waiter.watch(socket)?;
         Ok(Self { socket, waiter })
     }
 
-    /// Waits for a message from the owner; `None`: a message from the front-end has arrived.
-    pub(super) fn wait_for_message(&mut self) -> Outcome<Option<Wish>> {
-        next(self.waiter, self.socket)
+    /// Waits for a request of the owner; `None`: a message from the front-end has arrived.
+    pub(super) fn wait_for_request(&mut self) -> Outcome<Option<OwnerRequest>> {
+        next_request(self.waiter, self.socket)
     }
 
     /// Receives the front-end's next message.
@@ -104,12 +108,14 @@ impl<'a> Channel<'a> {
         };
         let (request, flags, size) = (field(0), field(4), field(8) as usize);
         if flags & VERSION_MASK != VERSION || flags & !(VERSION_MASK | NEED_REPLY) != 0 {
-            return Err(refused(format!(
-                "it sends an invalid message header: flags {flags:#x}"
+            return Err(refuse(format!(
+                "an invalid message header: flags {flags:#x}"
             )));
         }
         if size > MAX_PAYLOAD {
-            return Err(refused(format!("message {request} has {size} bytes")));
+            return Err(refuse(format!(
+                "message {request} is {size} bytes, more than {MAX_PAYLOAD}"
+            )));
         }
         let mut payload = vec![0; size];
         self.fill(&mut payload, &mut files, false)?;
@@ -121,7 +127,7 @@ impl<'a> Channel<'a> {
         })
     }
 
-    /// Reads until `bytes` is full. `first`: a message begins here, so the end of the stream is no error.
+    /// Reads until `bytes` is full. `first`: a message starts here, so the end of the stream is not an error.
     fn fill(&mut self, bytes: &mut [u8], files: &mut Vec<File>, first: bool) -> Outcome<()> {
         let mut done = 0;
         while done < bytes.len() {
@@ -143,10 +149,10 @@ impl<'a> Channel<'a> {
                     return Err(SessionEnd::Gone);
                 }
                 Ok(received) if received.bytes == 0 => {
-                    return Err(refused("it left in the middle of a message"));
+                    return Err(refuse("it left in the middle of a message"));
                 }
                 Ok(_) if files.len() > MAX_FILES => {
-                    return Err(refused("a message has too many descriptors"));
+                    return Err(refuse("a message has too many descriptors"));
                 }
                 Ok(received) => done += received.bytes,
                 Err(Errno::AGAIN) => self.wait(EventSet::IN)?,
@@ -191,28 +197,31 @@ impl<'a> Channel<'a> {
         Ok(())
     }
 
-    /// Waits in the middle of a message. The owner's messages are left for later.
+    /// Waits in the middle of a message. Requests of the owner are left for later.
     fn wait(&mut self, what: EventSet) -> Outcome<()> {
         loop {
             match self.waiter.wait(self.socket, what, None)? {
-                Waited::Stopped => return Err(SessionEnd::Gone),
-                Waited::Ready => return Ok(()),
-                Waited::Told | Waited::Late => {}
+                WakeReason::Stopped => return Err(SessionEnd::Gone),
+                WakeReason::Ready => return Ok(()),
+                WakeReason::Message | WakeReason::TimedOut => {}
             }
         }
     }
 }
 
-/// Waits for a message from the owner; `None`: `fd`, which is watched, has become readable.
-pub(super) fn next(waiter: &mut Waiter<Wish>, fd: impl AsFd) -> Outcome<Option<Wish>> {
+/// Waits for a request of the owner; `None`: `fd`, which is watched, has become readable.
+pub(super) fn next_request(
+    waiter: &mut Waiter<OwnerRequest>,
+    fd: impl AsFd,
+) -> Outcome<Option<OwnerRequest>> {
     loop {
-        if let Some(wish) = waiter.message() {
-            return Ok(Some(wish));
+        if let Some(request) = waiter.message() {
+            return Ok(Some(request));
         }
         match waiter.wait(&fd, EventSet::IN, None)? {
-            Waited::Stopped => return Err(SessionEnd::Gone),
-            Waited::Ready => return Ok(None),
-            Waited::Told | Waited::Late => {}
+            WakeReason::Stopped => return Err(SessionEnd::Gone),
+            WakeReason::Ready => return Ok(None),
+            WakeReason::Message | WakeReason::TimedOut => {}
         }
     }
 }
@@ -223,7 +232,7 @@ impl Drop for Channel<'_> {
     }
 }
 
-/// Sends a request without payload to a front-end, on the channel that it has given for requests. Never waits: a
+/// Sends a request without payload to a front-end, over the channel that it has provided for that. Never waits: a
 /// front-end whose socket buffer is full misses the request.
 pub(super) fn send_to_front_end(channel: &File, request: u32) -> Result<(), Errno> {
     let mut bytes = [0; HEADER];

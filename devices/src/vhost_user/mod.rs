@@ -1,19 +1,19 @@
 //! virtio-blk for other programs: the back-end of the vhost-user protocol (QEMU's `docs/interop/vhost-user.rst`).
 //!
 //! ```text
-//!  front-end ──messages──▶ thread per listener ▶ Session ──▶ VirtioBlock ──▶ block::Worker per queue
-//!   (a VMM)   descriptors     message.rs        memory, rings                │         ▲
-//!       └── rings and buffers in shared memory ◀───────────────────────────┴── kick, call
+//!  front-end ──messages──▶ thread per listener ▶ FrontEndSession ──▶ VirtioBlock ──▶ worker per queue
+//!   (a VMM)   descriptors     message.rs           memory, rings                      │         ▲
+//!       └── rings and buffers in shared memory ◀──────────────────────────────────────┴── kick, call
 //! ```
 //!
 //! Why not the crates `vhost` and `vhost-user-backend` (0.18 and 0.24): `vhost-user-backend` brings its own threads and
-//! rings, and answers neither GET_INFLIGHT_FD nor SET_INFLIGHT_FD. Here the queue worker is that of the other
-//! transports, so batches, the single store of the used index and EVENT_IDX are the same code everywhere. `vhost`
-//! refuses the memory table of user-mode Linux, whose message is longer than its table; it rejects a message that
-//! arrives in two pieces, and its reads cannot be interrupted in the middle of a message.
+//! rings, and handles neither GET_INFLIGHT_FD nor SET_INFLIGHT_FD. Here the queue worker is that of the other transports,
+//! so batches, the single store of the used index and EVENT_IDX are the same code everywhere. `vhost` refuses the memory
+//! table of user-mode Linux, whose message is longer than its table; it rejects a message that arrives in two pieces, and
+//! its reads cannot be interrupted in the middle of a message.
 //!
-//! A front-end is trusted no more than a guest. Its messages are checked before use, its memory is mapped only as far
-//! as the files behind it reach, and any fault of a front-end ends only its own connection.
+//! A front-end is trusted no more than a guest. Its messages are checked before use, its memory is mapped only as far as
+//! the files behind it reach, and a fault of a front-end ends only its own connection.
 //!
 //! ```
 //! use std::os::unix::net::UnixListener;
@@ -30,7 +30,6 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
-mod cut_off;
 mod inflight;
 mod memory;
 mod message;
@@ -38,6 +37,7 @@ mod outcome;
 mod owner;
 mod server;
 mod session;
+mod sigbus;
 mod signal;
 mod vring;
 

@@ -3,9 +3,9 @@
 /// Why a connection ends.
 #[derive(Debug)]
 pub(super) enum SessionEnd {
-    /// The front-end has left, or the server stops.
+    /// The front-end has left, or the server is stopping.
     Gone,
-    /// The front-end broke the protocol; one line says how.
+    /// The front-end broke the protocol, in this way.
     Refused(String),
     /// A system call failed.
     System(std::io::Error),
@@ -27,6 +27,6 @@ impl From<rustix::io::Errno> for SessionEnd {
 pub(super) type Outcome<T> = Result<T, SessionEnd>;
 
 /// An error that is the front-end's fault.
-pub(super) fn refused(what: impl Into<String>) -> SessionEnd {
+pub(super) fn refuse(what: impl Into<String>) -> SessionEnd {
     SessionEnd::Refused(what.into())
 }

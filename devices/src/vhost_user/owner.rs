@@ -1,4 +1,4 @@
-//! Messages from a disk's owner to the thread that serves the disk. The thread handles them between front-end messages.
+//! Requests of a disk's owner to the thread that serves the disk, which handles them between two front-end messages.
 
 use std::io;
 use std::sync::Arc;
@@ -6,33 +6,33 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::time::Duration;
 
 use crate::control::{CacheSwitch, DeviceControl};
-use crate::event_loop::Remote;
-use crate::listen::Waited;
+use crate::event_loop::MessageSender;
+use crate::listen::WakeReason;
 
-/// How long a front-end may delay a pause. Only a front-end that stops in the middle of a message, or does not read its
-/// replies, delays it at all.
-const PATIENCE: Duration = Duration::from_secs(10);
+/// How long a front-end may delay a pause. A front-end delays it only if it stops in the middle of a message, or does not
+/// read its replies.
+const PAUSE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A message from the owner.
+/// A request of the owner.
 #[derive(Debug)]
-pub(super) enum Wish {
-    /// The configuration space may have changed.
-    Announce,
-    /// All rings must stop; the thread reports on this channel when they have.
-    Rest(Sender<()>),
-    /// Rings may run again.
+pub(super) enum OwnerRequest {
+    /// Check whether the capacity has changed.
+    CapacityChanged,
+    /// Stop all rings. The thread sends on this channel once they have stopped.
+    Pause(Sender<()>),
+    /// Let rings run again.
     Resume,
 }
 
-/// The control handle of a disk in use, for its owner.
+/// The owner's control of a disk in use.
 pub(super) struct ServiceControl {
-    pub(super) thread: Remote<Waited, Wish>,
+    pub(super) thread: MessageSender<WakeReason, OwnerRequest>,
     pub(super) cache: Arc<CacheSwitch>,
 }
 
 impl DeviceControl for ServiceControl {
     fn capacity_changed(&self) {
-        self.thread.send(Wish::Announce);
+        self.thread.send(OwnerRequest::CapacityChanged);
     }
 
     fn set_write_cache(&self, on: bool) -> bool {
@@ -40,20 +40,20 @@ impl DeviceControl for ServiceControl {
     }
 
     fn pause(&self) -> io::Result<()> {
-        let (rests, resting) = channel();
-        self.thread.send(Wish::Rest(rests));
-        match resting.recv_timeout(PATIENCE) {
+        let (sender, receiver) = channel();
+        self.thread.send(OwnerRequest::Pause(sender));
+        match receiver.recv_timeout(PAUSE_TIMEOUT) {
             // A thread that has ended runs no ring.
             Ok(()) | Err(RecvTimeoutError::Disconnected) => Ok(()),
             Err(RecvTimeoutError::Timeout) => {
                 self.resume();
-                let why = "its front-end has stopped in the middle of a message, or does not read its replies";
-                Err(io::Error::new(io::ErrorKind::TimedOut, why))
+                let reason = "its front-end has stopped in the middle of a message, or does not read its replies";
+                Err(io::Error::new(io::ErrorKind::TimedOut, reason))
             }
         }
     }
 
     fn resume(&self) {
-        self.thread.send(Wish::Resume);
+        self.thread.send(OwnerRequest::Resume);
     }
 }

@@ -1,4 +1,4 @@
-//! Listeners: each has a thread, which serves one front-end at a time.
+//! Listeners. Each has a thread, which serves one front-end at a time.
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
@@ -6,14 +6,14 @@ use std::os::unix::net::UnixListener;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-use super::message::{Channel, next};
+use super::message::{Channel, next_request};
 use super::outcome::{Outcome, SessionEnd};
-use super::owner::{ServiceControl, Wish};
-use super::session::Session;
-use super::signal::Bell;
+use super::owner::{OwnerRequest, ServiceControl};
+use super::session::FrontEndSession;
+use super::signal::EventNotifier;
 use crate::block::VirtioBlock;
 use crate::control::DeviceControl;
-use crate::listen::{Stop, Threads, Waiter, accepted};
+use crate::listen::{Stop, Threads, Waiter, check_accept};
 
 /// A listening socket and the disk that it offers.
 pub struct Service {
@@ -21,16 +21,16 @@ pub struct Service {
     device: VirtioBlock,
     name: String,
     stop: Stop,
-    waiter: Waiter<Wish>,
-    bell: Arc<Bell>,
+    waiter: Waiter<OwnerRequest>,
+    notifier: Arc<EventNotifier>,
 }
 
 impl Service {
-    /// Offers `device` to front-ends that connect to `listener`. One is served at a time; the next waits until it has
-    /// left. Log messages call the disk `name`.
+    /// Offers `device` to front-ends that connect to `listener`, one at a time: the next one waits until it has left. Log
+    /// messages call the disk `name`.
     ///
     /// # Errors
-    /// If the system refuses a descriptor, or has no way to signal a front-end without waiting for it.
+    /// If the system refuses a descriptor, or cannot signal a front-end without waiting for it.
     pub fn new(listener: UnixListener, device: VirtioBlock, name: &str) -> io::Result<Self> {
         let stop = Stop::new()?;
         Ok(Self {
@@ -39,14 +39,14 @@ impl Service {
             name: name.to_owned(),
             waiter: Waiter::idle(&stop)?,
             stop,
-            bell: Arc::new(Bell::new()?),
+            notifier: Arc::new(EventNotifier::new()?),
         })
     }
 
     /// A handle with which the owner controls the disk while it is in use.
     pub fn control(&self) -> Arc<dyn DeviceControl> {
         Arc::new(ServiceControl {
-            thread: self.waiter.remote(),
+            thread: self.waiter.sender(),
             cache: Arc::clone(self.device.cache()),
         })
     }
@@ -54,24 +54,24 @@ impl Service {
 
 /// A running server. Dropping it stops it.
 pub struct Server {
-    running: Mutex<Vec<Running>>,
+    running: Mutex<Vec<RunningService>>,
 }
 
-/// A service with its thread. Dropping it stops it, and returns when its device is dropped.
-struct Running {
+/// A service with its thread. Dropping it stops the service, and returns once its device is dropped.
+struct RunningService {
     name: String,
     stop: Stop,
     _thread: Threads,
 }
 
-impl Drop for Running {
+impl Drop for RunningService {
     fn drop(&mut self) {
         self.stop.tell();
     }
 }
 
 impl Server {
-    /// Starts to serve.
+    /// Starts serving.
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
@@ -84,7 +84,7 @@ impl Server {
         Ok(server)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Running>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<RunningService>> {
         self.running.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -105,7 +105,7 @@ impl Server {
                 }
             },
         )?;
-        self.lock().push(Running {
+        self.lock().push(RunningService {
             name,
             stop,
             _thread: thread,
@@ -114,16 +114,16 @@ impl Server {
     }
 
     /// Removes the service of this name: closes its listener, answers the requests in flight, and disconnects its front-end.
-    /// Returns when nothing of the server uses the disk any more; `false`: there is no such service.
+    /// Returns once the server no longer uses the disk; `false`: there is no such service.
     pub fn remove(&self, name: &str) -> bool {
         let mut running = self.lock();
-        let place = running.iter().position(|service| service.name == name);
-        let removed = place.map(|place| running.remove(place));
+        let index = running.iter().position(|service| service.name == name);
+        let removed = index.map(|index| running.remove(index));
         drop(running);
         removed.is_some()
     }
 
-    /// Stops accepting front-ends, answers the requests in flight, and returns when every front-end is disconnected.
+    /// Stops accepting front-ends, answers the requests in flight, and returns once every front-end is disconnected.
     pub fn stop(self) {
         drop(self);
     }
@@ -131,28 +131,28 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // All are told before the first is waited for.
+        // Stop all services before waiting for the first.
         self.lock().iter().for_each(|service| service.stop.tell());
     }
 }
 
 impl Service {
-    /// Serves one front-end after the other until the server stops.
+    /// Serves one front-end after another until the server stops.
     fn listen(&mut self) -> Outcome<()> {
         // Whether the owner has paused the disk.
-        let mut resting = false;
+        let mut paused = false;
         self.waiter.watch(&self.listener)?;
         loop {
-            if let Some(wish) = next(&mut self.waiter, &self.listener)? {
-                match wish {
-                    // No front-end is connected; the next one reads the current configuration.
-                    Wish::Announce => drop(self.device.refresh_capacity()),
-                    Wish::Rest(rests) => {
-                        resting = true;
-                        // The send fails if the owner has stopped waiting.
-                        let _ = rests.send(());
+            if let Some(request) = next_request(&mut self.waiter, &self.listener)? {
+                match request {
+                    // No front-end is connected; the next one will read the new configuration.
+                    OwnerRequest::CapacityChanged => drop(self.device.refresh_capacity()),
+                    OwnerRequest::Pause(done) => {
+                        paused = true;
+                        // Fails if the owner has stopped waiting.
+                        let _ = done.send(());
                     }
-                    Wish::Resume => resting = false,
+                    OwnerRequest::Resume => paused = false,
                 }
                 continue;
             }
@@ -161,16 +161,16 @@ impl Service {
                 Ok(stream)
             });
             let name = &self.name;
-            let Some(stream) = accepted(outcome, format_args!("disk '{name}'")) else {
+            let Some(stream) = check_accept(outcome, format_args!("disk '{name}'")) else {
                 continue;
             };
-            // Other front-ends wait in the backlog until this one has left.
+            // Other front-ends wait in the backlog until this one leaves.
             self.waiter.unwatch(&self.listener);
-            match self.serve(stream.as_fd(), &mut resting) {
+            match self.serve(stream.as_fd(), &mut paused) {
                 Ok(()) | Err(SessionEnd::Gone) => {}
-                Err(SessionEnd::Refused(why)) => {
+                Err(SessionEnd::Refused(reason)) => {
                     let name = &self.name;
-                    tracing::warn!("disk '{name}': a front-end was disconnected: {why}");
+                    tracing::warn!("disk '{name}': a front-end was disconnected: {reason}");
                 }
                 Err(SessionEnd::System(error)) => {
                     let name = &self.name;
@@ -181,25 +181,25 @@ impl Service {
         }
     }
 
-    /// Serves one front-end to its end. Its rings are drained when this returns.
-    fn serve(&mut self, socket: BorrowedFd<'_>, resting: &mut bool) -> Outcome<()> {
+    /// Serves one front-end until it leaves. Its rings are drained when this returns.
+    fn serve(&mut self, socket: BorrowedFd<'_>, paused: &mut bool) -> Outcome<()> {
         let mut channel = Channel::new(socket, &mut self.waiter)?;
-        let mut session = Session::new(&self.device, &self.bell);
-        // Applies the owner's messages from before this front-end connected.
+        let mut session = FrontEndSession::new(&self.device, &self.notifier);
+        // Applies what the owner requested before this front-end connected.
         self.device.refresh_capacity();
-        session.set_resting(*resting)?;
+        session.set_paused(*paused)?;
         loop {
-            match channel.wait_for_message()? {
+            match channel.wait_for_request()? {
                 None => session.handle(channel.receive()?, &mut channel)?,
-                Some(Wish::Announce) => session.capacity_changed(),
-                Some(Wish::Rest(rests)) => {
-                    *resting = true;
-                    session.set_resting(true)?;
-                    let _ = rests.send(());
+                Some(OwnerRequest::CapacityChanged) => session.capacity_changed(),
+                Some(OwnerRequest::Pause(done)) => {
+                    *paused = true;
+                    session.set_paused(true)?;
+                    let _ = done.send(());
                 }
-                Some(Wish::Resume) => {
-                    *resting = false;
-                    session.set_resting(false)?;
+                Some(OwnerRequest::Resume) => {
+                    *paused = false;
+                    session.set_paused(false)?;
                 }
             }
         }

@@ -1,13 +1,13 @@
-//! One front-end's connection: handles its messages, and starts and stops its rings.
+//! A front-end's connection: handles its messages, and starts and stops its rings.
 
 use std::fs::File;
 use std::sync::Arc;
 
 use super::inflight::InflightArea;
-use super::memory::{MAX_REGIONS, REGION_BYTES, Region, SharedMemory};
+use super::memory::{MAX_REGIONS, MemoryRegion, REGION_BYTES, SharedMemory};
 use super::message::{Channel, Message, send_to_front_end};
-use super::outcome::{Outcome, refused};
-use super::signal::Bell;
+use super::outcome::{Outcome, refuse};
+use super::signal::EventNotifier;
 use super::vring::{Vring, doorbell};
 use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
 use crate::status::{DRIVER_OK, DeviceStatus};
@@ -18,7 +18,7 @@ const PROTOCOL_FEATURES: u64 = 1 << 30;
 // Protocol features, by bit.
 const MQ: u64 = 1 << 0;
 const REPLY_ACK: u64 = 1 << 3;
-/// A channel on which the back-end reports a changed configuration. User-mode Linux gets no interrupt without it.
+/// A channel on which the back-end reports a changed configuration. Without it user-mode Linux would get no interrupt.
 const BACKEND_REQ: u64 = 1 << 5;
 const CONFIG: u64 = 1 << 9;
 const INFLIGHT_SHMFD: u64 = 1 << 12;
@@ -27,7 +27,7 @@ const CONFIGURE_MEM_SLOTS: u64 = 1 << 15;
 const OFFERED_PROTOCOL: u64 =
     MQ | REPLY_ACK | BACKEND_REQ | CONFIG | INFLIGHT_SHMFD | RESET_DEVICE | CONFIGURE_MEM_SLOTS;
 
-/// The front-end requests that a disk's back-end must know.
+/// The front-end requests that a disk's back-end must handle.
 mod request {
     pub(super) const GET_FEATURES: u32 = 1;
     pub(super) const SET_FEATURES: u32 = 2;
@@ -56,21 +56,21 @@ mod request {
     pub(super) const REM_MEM_REG: u32 = 38;
 }
 
-/// VHOST_USER_BACKEND_CONFIG_CHANGE_MSG, the one request of this back-end.
+/// VHOST_USER_BACKEND_CONFIG_CHANGE_MSG, the only request that this back-end sends.
 const CONFIG_CHANGE: u32 = 2;
 /// Length of the header before a piece of the configuration space, in bytes.
 const CONFIG_HEADER: usize = 12;
-/// Start of the configuration space for front-ends that use rust-vmm's crate, such as Cloud Hypervisor: the offset that
-/// it has on MMIO. A disk has no field there.
+/// Where front-ends that use rust-vmm's crate, such as Cloud Hypervisor, expect the configuration space: at its offset on
+/// MMIO. A disk has no field at that offset.
 const MMIO_CONFIG: u32 = 0x100;
-/// Longest piece of the configuration space in one message (VHOST_USER_MAX_CONFIG_SIZE).
+/// The longest piece of the configuration space in one message (VHOST_USER_MAX_CONFIG_SIZE).
 const MAX_CONFIG: u32 = 256;
-/// Flag in a message about a ring's descriptor: no descriptor comes with it.
+/// Flag of a message about a ring's descriptor: it comes without a descriptor.
 const NO_DESCRIPTOR: u64 = 1 << 8;
 
-/// The answer to a message.
-enum Answer {
-    /// No payload; an acknowledgement if the front-end asked for one.
+/// The reply to a message.
+enum Reply {
+    /// No payload, only an acknowledgement if the front-end asked for one.
     Done,
     /// A payload.
     Payload(Vec<u8>),
@@ -78,41 +78,41 @@ enum Answer {
     WithFile(Vec<u8>, File),
 }
 
-impl Answer {
+impl Reply {
     fn number(value: u64) -> Self {
         Self::Payload(value.to_ne_bytes().to_vec())
     }
 }
 
-/// A connection. Dropping it drains its rings, and returns the device to its initial state.
-pub(super) struct Session<'a> {
+/// A front-end's connection. Dropping it drains its rings, and returns the device to its initial state.
+pub(super) struct FrontEndSession<'a> {
     device: &'a VirtioBlock,
-    bell: &'a Arc<Bell>,
+    notifier: &'a Arc<EventNotifier>,
     memory: SharedMemory,
     features: Option<Features>,
     protocol: u64,
     rings: Vec<Vring>,
     /// The area that records the chains in flight.
     inflight: Option<InflightArea>,
-    /// The channel for requests to the front-end, if it has given one.
+    /// The channel for requests to the front-end, if it has provided one.
     backend_requests: Option<File>,
     /// The owner has paused the disk: no ring may run.
-    resting: bool,
+    paused: bool,
 }
 
-impl<'a> Session<'a> {
-    pub(super) fn new(device: &'a VirtioBlock, bell: &'a Arc<Bell>) -> Self {
-        let rings = rings(device, bell);
+impl<'a> FrontEndSession<'a> {
+    pub(super) fn new(device: &'a VirtioBlock, notifier: &'a Arc<EventNotifier>) -> Self {
+        let rings = rings(device, notifier);
         Self {
             device,
-            bell,
+            notifier,
             memory: SharedMemory::new(),
             features: None,
             protocol: 0,
             rings,
             inflight: None,
             backend_requests: None,
-            resting: false,
+            paused: false,
         }
     }
 
@@ -120,25 +120,25 @@ impl<'a> Session<'a> {
         let count = self.rings.len();
         self.rings
             .get_mut(index as usize)
-            .ok_or_else(|| refused(format!("ring {index}: there are {count}, numbered from 0")))
+            .ok_or_else(|| refuse(format!("ring {index}: there are {count}, numbered from 0")))
     }
 
-    /// The ring `index`, if it does not run, so that its set-up may be changed.
-    fn resting(&mut self, index: u32) -> Outcome<&mut Vring> {
+    /// The ring `index`, which must not be running: its setup is about to be changed.
+    fn stopped_ring(&mut self, index: u32) -> Outcome<&mut Vring> {
         let ring = self.ring(index)?;
-        match ring.worker {
-            Some(_) => Err(refused(format!("ring {index} is changed while it runs"))),
-            None => Ok(ring),
+        if ring.worker.is_some() {
+            return Err(refuse(format!("ring {index} is changed while it runs")));
         }
+        Ok(ring)
     }
 
-    /// Starts a ring if it has everything that it needs.
-    fn start(&mut self, index: u32) -> Outcome<()> {
-        let (features, resting) = (self.features, self.resting);
+    /// Starts a ring if it has everything it needs.
+    fn start_if_ready(&mut self, index: u32) -> Outcome<()> {
+        let (features, paused) = (self.features, self.paused);
         let enabled_at_once = features.is_none_or(|features| features.0 & PROTOCOL_FEATURES == 0);
         let ring = self.ring(index)?;
-        let rests = ring.worker.is_some() || ring.broken || resting;
-        if rests || !(ring.enabled || enabled_at_once) {
+        let must_not_run = ring.worker.is_some() || ring.broken || paused;
+        if must_not_run || !(ring.enabled || enabled_at_once) {
             return Ok(());
         }
         let (Some(kick), Some(addresses)) = (&ring.kick, ring.addresses) else {
@@ -148,21 +148,21 @@ impl<'a> Session<'a> {
         let (size, next_available) = (ring.size, ring.next_available);
         let features = features
             .map(|features| Features(features.0 & !PROTOCOL_FEATURES))
-            .filter(|features| features.acceptable(self.device.offered()))
-            .ok_or_else(|| refused("a ring is started without VIRTIO_F_VERSION_1"))?;
-        let mut places = addresses
+            .filter(|features| features.is_acceptable(self.device.offered_features()))
+            .ok_or_else(|| refuse("a ring is started without VIRTIO_F_VERSION_1"))?;
+        let mut guest_addresses = addresses
             .into_iter()
             .map(|address| self.memory.guest_address(address));
-        let [descriptors, driver, device] = [(); 3].map(|()| places.next().flatten());
+        let [descriptors, driver, device] = [(); 3].map(|()| guest_addresses.next().flatten());
         let (Some(descriptors), Some(driver), Some(device)) = (descriptors, driver, device) else {
-            return Err(refused(format!("ring {index} lies outside the memory")));
+            return Err(refuse(format!("ring {index} lies outside the memory")));
         };
         let tracker = match &self.inflight {
             Some(area) => Some(area.tracker(index as u16, size)?),
             None => None,
         };
         let start = QueueStart {
-            // It fits: there are at most 256 rings.
+            // The cast is lossless: there are at most 256 rings.
             index: index as u16,
             setup: QueueSetup {
                 size,
@@ -182,23 +182,23 @@ impl<'a> Session<'a> {
             .device
             .start_queue(start, features, self.memory.guest(), status)?;
         self.rings[index as usize].worker = Some(worker);
-        signals.remind();
+        signals.signal_used();
         Ok(())
     }
 
-    /// `true`: drains all rings and lets none start. `false`: starts the rings that are ready to run.
-    pub(super) fn set_resting(&mut self, resting: bool) -> Outcome<()> {
-        if std::mem::replace(&mut self.resting, resting) == resting {
+    /// `true`: drains all rings, and lets none start. `false`: starts the rings that are ready.
+    pub(super) fn set_paused(&mut self, paused: bool) -> Outcome<()> {
+        if std::mem::replace(&mut self.paused, paused) == paused {
             return Ok(());
         }
-        match resting {
-            true => self.pause(),
-            false => (0..self.rings.len() as u32).try_for_each(|index| self.start(index))?,
+        if paused {
+            self.pause();
+            return Ok(());
         }
-        Ok(())
+        (0..self.rings.len() as u32).try_for_each(|index| self.start_if_ready(index))
     }
 
-    /// Takes over the disk's new capacity, and notifies the front-end if it has negotiated that.
+    /// Takes over the disk's capacity. If it has changed, notifies a front-end that has negotiated that.
     pub(super) fn capacity_changed(&mut self) {
         let wanted = self.protocol & CONFIG != 0 && self.protocol & BACKEND_REQ != 0;
         let changed = self.device.refresh_capacity();
@@ -206,7 +206,7 @@ impl<'a> Session<'a> {
             return;
         };
         if let Err(error) = send_to_front_end(channel, CONFIG_CHANGE) {
-            tracing::warn!("a front-end was not told that its disk has another size: {error}");
+            tracing::warn!("a front-end could not be notified of its disk's new size: {error}");
         }
     }
 
@@ -219,37 +219,37 @@ impl<'a> Session<'a> {
     }
 }
 
-fn rings(device: &VirtioBlock, bell: &Arc<Bell>) -> Vec<Vring> {
+fn rings(device: &VirtioBlock, notifier: &Arc<EventNotifier>) -> Vec<Vring> {
     (0..device.queues())
-        .map(|_| Vring::new(device.queue_size(), device.metrics(), Arc::clone(bell)))
+        .map(|_| Vring::new(device.queue_size(), device.metrics(), Arc::clone(notifier)))
         .collect()
 }
 
-impl Drop for Session<'_> {
+impl Drop for FrontEndSession<'_> {
     fn drop(&mut self) {
         self.pause();
         self.device.reset();
     }
 }
 
-impl Session<'_> {
-    /// Does what a message asks for, and answers it.
+impl FrontEndSession<'_> {
+    /// Carries out a message, and replies to it.
     pub(super) fn handle(
         &mut self,
         mut message: Message,
         channel: &mut Channel<'_>,
     ) -> Outcome<()> {
-        let answer = self.answer(&mut message);
+        let reply = self.carry_out(&mut message);
         let acknowledge = message.need_reply && self.protocol & REPLY_ACK != 0;
-        match answer {
-            Ok(Answer::Payload(payload)) => channel.reply(message.request, &payload, None),
-            Ok(Answer::WithFile(payload, file)) => {
+        match reply {
+            Ok(Reply::Payload(payload)) => channel.reply(message.request, &payload, None),
+            Ok(Reply::WithFile(payload, file)) => {
                 channel.reply(message.request, &payload, Some(&file))
             }
-            Ok(Answer::Done) if acknowledge => {
+            Ok(Reply::Done) if acknowledge => {
                 channel.reply(message.request, &0_u64.to_ne_bytes(), None)
             }
-            Ok(Answer::Done) => Ok(()),
+            Ok(Reply::Done) => Ok(()),
             Err(error) => {
                 if acknowledge {
                     channel.reply(message.request, &1_u64.to_ne_bytes(), None)?;
@@ -259,8 +259,8 @@ impl Session<'_> {
         }
     }
 
-    fn answer(&mut self, message: &mut Message) -> Outcome<Answer> {
-        let descriptor = matches!(
+    fn carry_out(&mut self, message: &mut Message) -> Outcome<Reply> {
+        let may_have_files = matches!(
             message.request,
             request::SET_MEM_TABLE
                 | request::SET_VRING_KICK
@@ -269,16 +269,18 @@ impl Session<'_> {
                 | request::SET_BACKEND_REQ_FD
                 | request::SET_INFLIGHT_FD
                 | request::ADD_MEM_REG
-                // REM_MEM_REG's descriptor is closed unused: some front-ends send one by mistake.
+                // Some front-ends send a descriptor with REM_MEM_REG by mistake. It is closed unused.
                 | request::REM_MEM_REG
         );
-        if !message.files.is_empty() && !descriptor {
+        if !message.files.is_empty() && !may_have_files {
             let request = message.request;
-            return Err(refused(format!("message {request} comes with descriptors")));
+            return Err(refuse(format!("message {request} comes with descriptors")));
         }
         match message.request {
             request::GET_FEATURES => {
-                return Ok(Answer::number(self.device.offered().0 | PROTOCOL_FEATURES));
+                return Ok(Reply::number(
+                    self.device.offered_features().0 | PROTOCOL_FEATURES,
+                ));
             }
             request::SET_FEATURES => self.set_features(message.u64(0)?)?,
             request::SET_OWNER => {}
@@ -300,43 +302,43 @@ impl Session<'_> {
                 let (index, file) = ring_descriptor(message)?;
                 self.ring(index)?.signals.set_error(file)?;
             }
-            request::GET_PROTOCOL_FEATURES => return Ok(Answer::number(OFFERED_PROTOCOL)),
+            request::GET_PROTOCOL_FEATURES => return Ok(Reply::number(OFFERED_PROTOCOL)),
             request::SET_PROTOCOL_FEATURES => self.set_protocol_features(message.u64(0)?)?,
-            request::GET_QUEUE_NUM => return Ok(Answer::number(self.device.queues().into())),
+            request::GET_QUEUE_NUM => return Ok(Reply::number(self.device.queues().into())),
             request::SET_VRING_ENABLE => self.enable_ring(message.u32(0)?, message.u32(4)?)?,
-            request::SET_BACKEND_REQ_FD => self.backend_requests = message.file()?,
+            request::SET_BACKEND_REQ_FD => self.backend_requests = message.take_file()?,
             request::GET_CONFIG => return self.read_config(message),
             request::SET_CONFIG => self.write_config(message)?,
             request::GET_INFLIGHT_FD => {
                 let (payload, file) = InflightArea::create(message, self.device)?;
-                return Ok(Answer::WithFile(payload, file));
+                return Ok(Reply::WithFile(payload, file));
             }
             request::SET_INFLIGHT_FD => {
-                let file = message.file()?;
-                let file = file.ok_or_else(|| refused("an inflight area without a descriptor"))?;
+                let file = message.take_file()?;
+                let file = file.ok_or_else(|| refuse("an inflight area without a descriptor"))?;
                 if self.rings.iter().any(|ring| ring.worker.is_some()) {
-                    return Err(refused("the inflight area is changed while a ring runs"));
+                    return Err(refuse("the inflight area is changed while a ring runs"));
                 }
                 self.inflight = Some(InflightArea::open(message, file)?);
             }
             request::RESET_DEVICE => self.reset(),
-            request::GET_MAX_MEM_SLOTS => return Ok(Answer::number(MAX_REGIONS as u64)),
+            request::GET_MAX_MEM_SLOTS => return Ok(Reply::number(MAX_REGIONS as u64)),
             request::ADD_MEM_REG => {
-                let file = message.file()?;
-                let file = file.ok_or_else(|| refused("a memory region without a descriptor"))?;
+                let file = message.take_file()?;
+                let file = file.ok_or_else(|| refuse("a memory region without a descriptor"))?;
                 // Eight bytes of padding come first.
-                self.memory.add(&Region::read(message, 8)?, file)?;
+                self.memory.add(&MemoryRegion::read(message, 8)?, file)?;
             }
-            request::REM_MEM_REG => self.memory.remove(&Region::read(message, 8)?)?,
-            unknown => return Err(refused(format!("message {unknown} is not for a disk"))),
+            request::REM_MEM_REG => self.memory.remove(&MemoryRegion::read(message, 8)?)?,
+            unknown => return Err(refuse(format!("message {unknown} is unknown to a disk"))),
         }
-        Ok(Answer::Done)
+        Ok(Reply::Done)
     }
 
     fn set_features(&mut self, features: u64) -> Outcome<()> {
-        let offered = self.device.offered().0 | PROTOCOL_FEATURES;
+        let offered = self.device.offered_features().0 | PROTOCOL_FEATURES;
         if features & !offered != 0 {
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "features {features:#x} chosen, {offered:#x} offered"
             )));
         }
@@ -345,16 +347,16 @@ impl Session<'_> {
             return Ok(());
         }
         if self.rings.iter().any(|ring| ring.worker.is_some()) {
-            return Err(refused("features are changed while a ring runs"));
+            return Err(refuse("features are changed while a ring runs"));
         }
-        self.device.negotiated(features);
+        self.device.accept_features(features);
         self.features = Some(features);
         Ok(())
     }
 
     fn set_protocol_features(&mut self, features: u64) -> Outcome<()> {
         if features & !OFFERED_PROTOCOL != 0 {
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "protocol features {features:#x} chosen, {OFFERED_PROTOCOL:#x} offered"
             )));
         }
@@ -362,7 +364,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// This deprecated message only disables all rings.
+    /// RESET_OWNER is deprecated; it only disables all rings.
     fn reset_owner(&mut self) {
         self.pause();
         for ring in &mut self.rings {
@@ -371,10 +373,10 @@ impl Session<'_> {
         }
     }
 
-    /// Returns everything but the memory and the protocol features to its initial state.
+    /// Resets everything but the memory and the protocol features.
     fn reset(&mut self) {
         self.pause();
-        self.rings = rings(self.device, self.bell);
+        self.rings = rings(self.device, self.notifier);
         self.features = None;
         self.device.reset();
     }
@@ -384,13 +386,13 @@ impl Session<'_> {
         let files = std::mem::take(&mut message.files);
         if files.len() != count {
             let files = files.len();
-            return Err(refused(format!(
+            return Err(refuse(format!(
                 "{count} memory regions with {files} descriptors"
             )));
         }
         // The message may be longer than the table: user-mode Linux always leaves room for two regions.
-        let regions: Vec<Region> = (0..count)
-            .map(|index| Region::read(message, 8 + index * REGION_BYTES))
+        let regions: Vec<MemoryRegion> = (0..count)
+            .map(|index| MemoryRegion::read(message, 8 + index * REGION_BYTES))
             .collect::<Outcome<_>>()?;
         self.memory.replace(&regions, files)
     }
@@ -399,9 +401,9 @@ impl Session<'_> {
         let most = self.device.queue_size();
         let valid = u16::try_from(size).ok();
         let valid = valid.filter(|size| size.is_power_of_two() && *size <= most);
-        self.resting(index)?.size = valid.ok_or_else(|| {
-            refused(format!(
-                "ring {index} has {size} descriptors: it may have a power of two up to queue-size={most}"
+        self.stopped_ring(index)?.size = valid.ok_or_else(|| {
+            refuse(format!(
+                "ring {index} has {size} descriptors: must be a power of two up to queue-size={most}"
             ))
         })?;
         Ok(())
@@ -410,72 +412,81 @@ impl Session<'_> {
     fn set_ring_addresses(&mut self, message: &Message) -> Outcome<()> {
         let (index, flags) = (message.u32(0)?, message.u32(4)?);
         if flags != 0 {
-            return Err(refused("a log of memory writes was not offered"));
+            return Err(refuse("logging of memory writes was not offered"));
         }
         let (descriptors, used, available) = (message.u64(8)?, message.u64(16)?, message.u64(24)?);
         let addresses = Some([descriptors, available, used]);
         let ring = self.ring(index)?;
         // A front-end may send the same addresses again while the ring runs.
         if ring.worker.is_some() && ring.addresses != addresses {
-            return Err(refused(format!("ring {index} is moved while it runs")));
+            return Err(refuse(format!("ring {index} is moved while it runs")));
         }
         ring.addresses = addresses;
-        self.start(index)
+        self.start_if_ready(index)
     }
 
     fn set_ring_base(&mut self, index: u32, base: u32) -> Outcome<()> {
-        let base = u16::try_from(base)
-            .map_err(|_| refused(format!("ring {index}: index {base} has more than 16 bits")))?;
-        self.resting(index)?.next_available = base;
+        let base = u16::try_from(base).map_err(|_| {
+            refuse(format!(
+                "ring {index}: index {base} does not fit in 16 bits"
+            ))
+        })?;
+        self.stopped_ring(index)?.next_available = base;
         Ok(())
     }
 
-    /// Drains and stops a ring. It starts again with its next kick descriptor.
-    fn stop_ring(&mut self, index: u32) -> Outcome<Answer> {
+    /// Drains and stops a ring, until it gets another kick descriptor.
+    fn stop_ring(&mut self, index: u32) -> Outcome<Reply> {
         let ring = self.ring(index)?;
         ring.stop();
         ring.kick = None;
         let mut payload = index.to_ne_bytes().to_vec();
         payload.extend_from_slice(&u32::from(ring.next_available).to_ne_bytes());
-        Ok(Answer::Payload(payload))
+        Ok(Reply::Payload(payload))
     }
 
     fn set_kick(&mut self, index: u32, file: Option<File>) -> Outcome<()> {
-        let file = file.ok_or_else(|| refused(format!("ring {index} is to be polled")))?;
+        let file = file.ok_or_else(|| {
+            refuse(format!(
+                "ring {index} has no kick descriptor, and polling is not supported"
+            ))
+        })?;
         let kick = doorbell(file)?;
         let ring = self.ring(index)?;
         ring.stop();
         ring.kick = Some(kick);
-        self.start(index)
+        self.start_if_ready(index)
     }
 
     fn enable_ring(&mut self, index: u32, enable: u32) -> Outcome<()> {
         let ring = self.ring(index)?;
         ring.enabled = enable != 0;
         if ring.enabled {
-            return self.start(index);
+            return self.start_if_ready(index);
         }
         ring.stop();
         Ok(())
     }
 
-    fn read_config(&self, message: &Message) -> Outcome<Answer> {
+    fn read_config(&self, message: &Message) -> Outcome<Reply> {
         let (offset, size) = (config_offset(message)?, message.u32(4)?);
         if size > MAX_CONFIG {
-            return Err(refused(format!("{size} bytes of configuration at once")));
+            return Err(refuse(format!(
+                "a read of {size} bytes of configuration, more than {MAX_CONFIG}"
+            )));
         }
         let mut payload = message.payload[..8].to_vec();
         payload.resize(CONFIG_HEADER + size as usize, 0);
         self.device
             .read_config(offset, &mut payload[CONFIG_HEADER..]);
-        Ok(Answer::Payload(payload))
+        Ok(Reply::Payload(payload))
     }
 
     fn write_config(&self, message: &Message) -> Outcome<()> {
         let (offset, size) = (config_offset(message)?, message.u32(4)? as usize);
         let data = message.payload.get(CONFIG_HEADER..);
         let data = data.and_then(|data| data.get(..size));
-        let data = data.ok_or_else(|| refused("a configuration write without its data"))?;
+        let data = data.ok_or_else(|| refuse("a configuration write without its data"))?;
         if let Some(features) = self.features {
             self.device.write_config(offset, data, features);
         }
@@ -492,10 +503,10 @@ fn config_offset(message: &Message) -> Outcome<u64> {
 /// The ring that a message names, and the descriptor that comes with it.
 fn ring_descriptor(message: &mut Message) -> Outcome<(u32, Option<File>)> {
     let value = message.u64(0)?;
-    let file = message.file()?;
+    let file = message.take_file()?;
     if file.is_none() != (value & NO_DESCRIPTOR != 0) {
-        return Err(refused(
-            "the flag about a ring's descriptor contradicts the descriptors that came with it",
+        return Err(refuse(
+            "a ring's descriptor is missing, or comes with the flag that there is none",
         ));
     }
     Ok(((value & 0xff) as u32, file))

@@ -1,4 +1,4 @@
-//! One ring as a front-end sets it up, and its event descriptors.
+//! A ring as a front-end sets it up, with its event descriptors.
 
 use std::fs::File;
 use std::os::fd::{FromRawFd, IntoRawFd};
@@ -6,9 +6,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use super::outcome::{Outcome, refused};
-use super::signal::{Bell, Signal, is_event};
-use crate::block::Worker;
+use super::outcome::{Outcome, refuse};
+use super::signal::{EventNotifier, Signal, is_event};
+use crate::block::QueueHandle;
 use crate::interrupt::Interrupt;
 use crate::metrics::BlockMetrics;
 
@@ -20,30 +20,30 @@ pub(super) struct Vring {
     pub(super) addresses: Option<[u64; 3]>,
     /// Index of the next available chain while the ring does not run.
     pub(super) next_available: u16,
-    /// The descriptor that the front-end signals for new chains; without it the ring is stopped.
+    /// The descriptor that the front-end signals for new chains. Without one the ring is stopped.
     pub(super) kick: Option<EventFd>,
-    /// The state set by SET_VRING_ENABLE.
+    /// Set by SET_VRING_ENABLE.
     pub(super) enabled: bool,
     /// The descriptors with which to signal the front-end.
-    pub(super) signals: Arc<Signals>,
+    pub(super) signals: Arc<VringSignals>,
     /// The worker that serves the ring while it runs.
-    pub(super) worker: Option<Worker>,
-    /// The ring has met an error. Pausing and resuming the disk does not clear it.
+    pub(super) worker: Option<QueueHandle>,
+    /// Whether the ring met an error. Pausing and resuming the disk does not clear this.
     pub(super) broken: bool,
 }
 
 impl Vring {
-    pub(super) fn new(size: u16, metrics: Arc<BlockMetrics>, bell: Arc<Bell>) -> Self {
+    pub(super) fn new(size: u16, metrics: Arc<BlockMetrics>, notifier: Arc<EventNotifier>) -> Self {
         Self {
             size,
             addresses: None,
             next_available: 0,
             kick: None,
             enabled: false,
-            signals: Arc::new(Signals {
+            signals: Arc::new(VringSignals {
                 call: Mutex::new(None),
                 error: Mutex::new(None),
-                bell,
+                notifier,
                 metrics,
             }),
             worker: None,
@@ -51,15 +51,15 @@ impl Vring {
         }
     }
 
-    /// Drains the ring for the owner: chains that the worker has taken are completed, the rest stay available.
+    /// Drains the ring for the owner: chains already taken are completed, the others stay available.
     pub(super) fn pause(&mut self) {
-        if let Some(drained) = self.worker.take().map(Worker::stop) {
-            self.next_available = drained.next.unwrap_or(self.next_available);
+        if let Some(drained) = self.worker.take().map(QueueHandle::stop) {
+            self.next_available = drained.next_avail.unwrap_or(self.next_available);
             self.broken |= drained.broken;
         }
     }
 
-    /// Drains the ring for the front-end, which may start it again whatever has happened to it.
+    /// Drains the ring for the front-end, which may start it again even after an error.
     pub(super) fn stop(&mut self) {
         self.pause();
         self.broken = false;
@@ -67,23 +67,23 @@ impl Vring {
 }
 
 /// The descriptors that signal used chains and errors to a front-end.
-pub(super) struct Signals {
+pub(super) struct VringSignals {
     call: Mutex<Option<Signal>>,
     error: Mutex<Option<Signal>>,
-    bell: Arc<Bell>,
+    notifier: Arc<EventNotifier>,
     metrics: Arc<BlockMetrics>,
 }
 
-impl Signals {
+impl VringSignals {
     /// SET_VRING_CALL.
     pub(super) fn set_call(&self, file: Option<File>) -> Outcome<()> {
         self.set(&self.call, file)?;
-        self.remind();
+        self.signal_used();
         Ok(())
     }
 
-    /// Signals used chains: some may have been used without a call descriptor, or by the previous back-end.
-    pub(super) fn remind(&self) {
+    /// Signals used chains, in case some were used while there was no call descriptor, or by the previous back-end.
+    pub(super) fn signal_used(&self) {
         self.ring(&self.call);
     }
 
@@ -93,8 +93,10 @@ impl Signals {
     }
 
     fn set(&self, signal: &Mutex<Option<Signal>>, file: Option<File>) -> Outcome<()> {
-        let new = file.map(|file| Signal::new(file, &self.bell)).transpose()?;
-        // The old signal is dropped after the lock is released.
+        let new = file
+            .map(|file| Signal::new(file, &self.notifier))
+            .transpose()?;
+        // Drops the old signal only after the lock is released.
         let _old = std::mem::replace(&mut *lock(signal), new);
         Ok(())
     }
@@ -103,14 +105,14 @@ impl Signals {
         let signal = lock(signal);
         signal
             .as_ref()
-            .is_some_and(|signal| signal.ring(&self.bell))
+            .is_some_and(|signal| signal.ring(&self.notifier))
     }
 }
 
-impl Interrupt for Signals {
+impl Interrupt for VringSignals {
     fn queue(&self, _queue: u16) {
         if self.ring(&self.call) {
-            self.metrics.interrupt_sent();
+            self.metrics.count_interrupt();
         }
     }
 
@@ -126,12 +128,13 @@ fn lock(signal: &Mutex<Option<Signal>>) -> MutexGuard<'_, Option<Signal>> {
     signal.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Takes a descriptor for a worker to wait on. It must be an event descriptor: the end of a pipe, for example, would
-/// wake the worker for ever, and a file on a file system of the front-end could block any thread that uses it.
+/// Turns a descriptor into a doorbell that a worker can wait on. Only event descriptors will do: a closed pipe, for
+/// example, would wake the worker forever, and a file on a file system of the front-end could block any thread that uses
+/// it.
 pub(super) fn doorbell(file: File) -> Outcome<EventFd> {
-    match is_event(&file)? {
-        // SAFETY: `file` gives its descriptor away, and nothing else owns it.
-        true => Ok(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) }),
-        false => Err(refused("a kick descriptor is not an event descriptor")),
+    if !is_event(&file)? {
+        return Err(refuse("a kick descriptor is not an event descriptor"));
     }
+    // SAFETY: `file` gives its descriptor away, and nothing else owns it.
+    Ok(unsafe { EventFd::from_raw_fd(file.into_raw_fd()) })
 }

@@ -48,32 +48,32 @@ impl DataBuffer for Data {
 }
 
 /// Sense as tests name it: key, ASC, ASCQ.
-pub type Code = (u8, u8, u8);
+pub type SenseCode = (u8, u8, u8);
 
-pub const INVALID_OPCODE: Code = (5, 0x20, 0);
-pub const INVALID_CDB: Code = (5, 0x24, 0);
-pub const INVALID_LIST: Code = (5, 0x26, 0);
-pub const LIST_LENGTH: Code = (5, 0x1a, 0);
-pub const OUT_OF_RANGE: Code = (5, 0x21, 0);
-pub const SAVING: Code = (5, 0x39, 0);
-pub const WRITE_PROTECTED: Code = (7, 0x27, 0);
-pub const MISCOMPARE: Code = (0xe, 0x1d, 0);
-pub const READ_ERROR: Code = (3, 0x11, 0);
-pub const WRITE_ERROR: Code = (3, 0x0c, 0);
-pub const NOT_READY: Code = (2, 0x04, 2);
-pub const CAPACITY_CHANGED: Code = (6, 0x2a, 9);
+pub const INVALID_OPCODE: SenseCode = (5, 0x20, 0);
+pub const INVALID_CDB: SenseCode = (5, 0x24, 0);
+pub const INVALID_LIST: SenseCode = (5, 0x26, 0);
+pub const LIST_LENGTH: SenseCode = (5, 0x1a, 0);
+pub const OUT_OF_RANGE: SenseCode = (5, 0x21, 0);
+pub const SAVING: SenseCode = (5, 0x39, 0);
+pub const WRITE_PROTECTED: SenseCode = (7, 0x27, 0);
+pub const MISCOMPARE: SenseCode = (0xe, 0x1d, 0);
+pub const READ_ERROR: SenseCode = (3, 0x11, 0);
+pub const WRITE_ERROR: SenseCode = (3, 0x0c, 0);
+pub const NOT_READY: SenseCode = (2, 0x04, 2);
+pub const CAPACITY_CHANGED: SenseCode = (6, 0x2a, 9);
 
 /// The contents of fixed format sense data.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Fixed {
-    pub code: Code,
+pub struct FixedSense {
+    pub code: SenseCode,
     pub information: Option<u32>,
     /// Byte and bit, of the CDB or of the parameter list.
     pub cdb: Option<(u16, Option<u8>)>,
     pub list: Option<(u16, Option<u8>)>,
 }
 
-pub fn fixed(outcome: &TaskOutcome) -> Fixed {
+pub fn fixed(outcome: &TaskOutcome) -> FixedSense {
     assert_eq!(outcome.status, Status::CheckCondition, "{outcome:?}");
     assert_eq!(outcome.data_in, None);
     let sense = outcome.sense.expect("sense data");
@@ -83,7 +83,7 @@ pub fn fixed(outcome: &TaskOutcome) -> Fixed {
     let bit = (specific & 0x08 != 0).then_some(specific & 7);
     let field = (u16::from_be_bytes([sense[16], sense[17]]), bit);
     let valid = specific & 0x80 != 0;
-    Fixed {
+    FixedSense {
         code: (sense[2] & 0xf, sense[12], sense[13]),
         information: (sense[0] & 0x80 != 0).then_some(information),
         cdb: (valid && specific & 0x40 != 0).then_some(field),
@@ -195,7 +195,7 @@ impl Bench {
                     let completion = self.next_completion();
                     assert_eq!(completion.token, 7);
                     in_flight -= 1;
-                    task.ended(&self.unit, data, completion.result);
+                    task.complete(&self.unit, data, completion.result);
                 }
                 TaskStep::Blocked => panic!("blocked by nobody"),
                 TaskStep::Done => {
@@ -233,7 +233,7 @@ impl Bench {
     }
 
     /// Runs a command that sends `bytes` and must fail, and returns its sense.
-    pub fn refused(&mut self, cdb: &[u8], bytes: &[u8]) -> Fixed {
+    pub fn refused(&mut self, cdb: &[u8], bytes: &[u8]) -> FixedSense {
         let outcome = self.run(cdb, &Data::new(bytes));
         fixed(&outcome)
     }

@@ -6,7 +6,7 @@ use walvisor_devices::scsi::{Status, Task, TaskStep};
 use crate::driver::*;
 
 /// A task whose operations end when the test says so.
-struct Slow<'a> {
+struct SlowTask<'a> {
     task: Task,
     data: &'a Data,
     held: Vec<Operation>,
@@ -19,7 +19,7 @@ enum State {
     Done,
 }
 
-impl<'a> Slow<'a> {
+impl<'a> SlowTask<'a> {
     fn new(bench: &Bench, cdb: &[u8], data: &'a Data) -> Self {
         Self {
             task: Task::new(&bench.unit, cdb, data),
@@ -42,7 +42,7 @@ impl<'a> Slow<'a> {
     /// Lets one operation end.
     fn end(&mut self, bench: &mut Bench) -> State {
         let result = bench.operate(self.held.remove(0));
-        self.task.ended(&bench.unit, self.data, result);
+        self.task.complete(&bench.unit, self.data, result);
         self.go(bench)
     }
 }
@@ -55,15 +55,15 @@ fn compare_and_write_is_one_action() {
     let swap = |seed: u64| Data::new([vec![0; 1024], pattern(seed, 1024)].concat());
     let (first, second) = (swap(1), swap(2));
     let cdb = compare_and_write(0, 4, 2);
-    let mut one = Slow::new(&bench, &cdb, &first);
+    let mut one = SlowTask::new(&bench, &cdb, &first);
     assert_eq!(one.go(&bench), State::InFlight);
-    let mut two = Slow::new(&bench, &cdb, &second);
+    let mut two = SlowTask::new(&bench, &cdb, &second);
     let write = Data::new(pattern(3, 512));
-    let mut three = Slow::new(&bench, &cdb10(0x2a, 0, 5, 1), &write);
+    let mut three = SlowTask::new(&bench, &cdb10(0x2a, 0, 5, 1), &write);
     let beside = Data::new(pattern(4, 512));
-    let mut four = Slow::new(&bench, &cdb10(0x2a, 0, 6, 1), &beside);
+    let mut four = SlowTask::new(&bench, &cdb10(0x2a, 0, 6, 1), &beside);
     let room = Data::room(512);
-    let mut read = Slow::new(&bench, &cdb10(0x28, 0, 4, 1), &room);
+    let mut read = SlowTask::new(&bench, &cdb10(0x28, 0, 4, 1), &room);
     assert_eq!(two.go(&bench), State::Blocked);
     assert_eq!(three.go(&bench), State::Blocked);
     assert_eq!(four.go(&bench), State::InFlight);
@@ -101,10 +101,10 @@ fn a_write_in_flight_holds_up_a_compare_and_write() {
         Data::new([[1; 512], [2; 512]].concat()),
     );
     let list = Data::new(unmap_list(&[(100, 1), (9, 1)]));
-    let mut writing = Slow::new(&bench, &cdb10(0x2a, 0, 7, 1), &write);
-    let mut unmapping = Slow::new(&bench, &cdb10(0x42, 0, 0, 40), &list);
-    let mut swapping = Slow::new(&bench, &compare_and_write(0, 7, 1), &swap);
-    let mut other = Slow::new(&bench, &compare_and_write(0, 9, 1), &swap);
+    let mut writing = SlowTask::new(&bench, &cdb10(0x2a, 0, 7, 1), &write);
+    let mut unmapping = SlowTask::new(&bench, &cdb10(0x42, 0, 0, 40), &list);
+    let mut swapping = SlowTask::new(&bench, &compare_and_write(0, 7, 1), &swap);
+    let mut other = SlowTask::new(&bench, &compare_and_write(0, 9, 1), &swap);
     assert_eq!(writing.go(&bench), State::InFlight);
     assert_eq!(
         (unmapping.go(&bench), unmapping.held.len()),
@@ -158,25 +158,25 @@ fn failures_of_the_backend() {
             0x89 => vec![7; 1024],
             _ => vec![7; 4096],
         });
-        let mut slow = Slow::new(&bench, cdb, &data);
+        let mut slow = SlowTask::new(&bench, cdb, &data);
         for _ in 0..good {
             assert_eq!(slow.go(&bench), State::InFlight);
             slow.end(&mut bench);
         }
         assert_eq!(slow.go(&bench), State::InFlight);
         slow.held.clear();
-        slow.task.ended(&bench.unit, &data, Err(failure));
+        slow.task.complete(&bench.unit, &data, Err(failure));
         assert_eq!(slow.go(&bench), State::Done, "{cdb:02x?}");
         assert!(slow.held.is_empty());
         assert_eq!(fixed(&slow.task.outcome()).code, code, "{cdb:02x?}");
     }
     // Several operations in flight: the first to fail counts.
     let list = Data::new(unmap_list(&[(0, 1), (2, 1), (4, 1)]));
-    let mut slow = Slow::new(&bench, &cdb10(0x42, 0, 0, 56), &list);
+    let mut slow = SlowTask::new(&bench, &cdb10(0x42, 0, 0, 56), &list);
     assert_eq!((slow.go(&bench), slow.held.len()), (State::InFlight, 3));
     for failure in [Failure::ReadOnly, IO, IO] {
         assert_eq!(slow.go(&bench), State::InFlight);
-        slow.task.ended(&bench.unit, &list, Err(failure));
+        slow.task.complete(&bench.unit, &list, Err(failure));
     }
     assert_eq!(slow.go(&bench), State::Done);
     assert_eq!(fixed(&slow.task.outcome()).code, WRITE_PROTECTED);
@@ -186,7 +186,7 @@ fn failures_of_the_backend() {
 fn an_aborted_command_ends_with_what_is_in_flight() {
     let mut bench = Bench::ram(8 << 20, 512);
     let data = Data::new([7; 512]);
-    let mut slow = Slow::new(&bench, &cdb10(0x41, 0, 0, 16000), &data);
+    let mut slow = SlowTask::new(&bench, &cdb10(0x41, 0, 0, 16000), &data);
     assert!(slow.task.bytes(&bench.unit) <= 1 << 20);
     assert_eq!(slow.go(&bench), State::InFlight);
     slow.task.abort();

@@ -27,9 +27,10 @@ fn unmapped_blocks_read_as_zeroes() {
         let after = bench.read(0, 60);
         for block in 0..60 {
             let gone = (1..38).contains(&block) || (40..45).contains(&block);
-            let expected = match gone {
-                true => vec![0; size],
-                false => bytes[block * size..][..size].to_vec(),
+            let expected = if gone {
+                vec![0; size]
+            } else {
+                bytes[block * size..][..size].to_vec()
             };
             assert_eq!(after[block * size..][..size], expected, "block {block}");
         }

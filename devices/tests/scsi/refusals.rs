@@ -81,9 +81,10 @@ fn a_read_only_disk_is_write_protected() {
             cdb[0],
             0x08 | 0x28 | 0x88 | 0xa8 | 0x2f | 0x8f | 0xaf | 0x35 | 0x91
         );
-        match writes {
-            true => assert_eq!(fixed(&outcome).code, WRITE_PROTECTED, "{cdb:02x?}"),
-            false => assert_eq!(outcome.status, Status::Good, "{cdb:02x?}"),
+        if writes {
+            assert_eq!(fixed(&outcome).code, WRITE_PROTECTED, "{cdb:02x?}");
+        } else {
+            assert_eq!(outcome.status, Status::Good, "{cdb:02x?}");
         }
     }
     assert_eq!(bench.read(0, 8), pattern(1, 4096));

@@ -20,7 +20,7 @@ fn a_batch_is_one_doorbell_one_kick_and_one_interrupt(kind: Kind) {
     for features in [EVERYTHING, EVERYTHING & !EVENT_IDX] {
         let gate = Gate::new(RamDisk::new(1024));
         let mut driver = Driver::start(kind, gate.clone(), config(1), features);
-        let posted: Vec<Posted> = (0..16)
+        let posted: Vec<PostedRequest> = (0..16)
             .map(|sector| driver.post(0, VIRTIO_BLK_T_OUT, sector, &pattern(sector, 512), 0))
             .collect();
         // The worker may be awake and looking at the ring already, and then asks for no doorbell.
@@ -88,7 +88,7 @@ fn the_interrupt_flag_holds_interrupts_back(kind: Kind) {
 /// elements, so that the indices wrap.
 fn an_interrupt_is_never_missing(kind: Kind) {
     let mut driver = Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING);
-    let posted: Vec<Posted> = (0..16)
+    let posted: Vec<PostedRequest> = (0..16)
         .map(|sector| driver.post(0, VIRTIO_BLK_T_IN, sector, &[], 512))
         .collect();
     let heads: Vec<u16> = posted.iter().map(|post| post.head).collect();

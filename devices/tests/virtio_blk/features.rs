@@ -400,7 +400,7 @@ fn a_queue_of_1024_descriptors_is_used_to_its_end(kind: Kind) {
     let live = ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK;
     driver.registers.set_status(live);
     // 512 requests of two descriptors fill the ring.
-    let posted: Vec<Posted> = (0..512)
+    let posted: Vec<PostedRequest> = (0..512)
         .map(|_| driver.post(1, VIRTIO_BLK_T_FLUSH, 0, &[], 0))
         .collect();
     assert_eq!(driver.rings[1].free_descriptors(), 0);

@@ -18,10 +18,10 @@ use walvisor_devices::backend::{
 #[derive(Clone)]
 pub struct Gate {
     disk: RamDisk,
-    shared: Arc<Shared>,
+    shared: Arc<GateState>,
 }
 
-struct Shared {
+struct GateState {
     open: AtomicBool,
     only_flushes: AtomicBool,
     max_request: AtomicUsize,
@@ -38,7 +38,7 @@ struct Shared {
 impl Gate {
     /// A closed gate in front of `disk`.
     pub fn new(disk: RamDisk) -> Self {
-        let shared = Shared {
+        let shared = GateState {
             open: AtomicBool::new(false),
             only_flushes: AtomicBool::new(false),
             max_request: AtomicUsize::new(MAX_REQUEST_BYTES),
@@ -155,7 +155,7 @@ impl Backend for Gate {
 
 struct GateQueue {
     inner: Box<dyn BackendQueue>,
-    shared: Arc<Shared>,
+    shared: Arc<GateState>,
     event: EventFd,
     /// Requests submitted and not kicked yet, which by the contract have not started.
     batch: Vec<(u64, Operation)>,

@@ -60,8 +60,8 @@ fn expect_reset(kind: Kind, what: &str, offence: impl Fn(&mut Driver, GuestAddre
 }
 
 fn broken_chains_need_a_reset(kind: Kind) {
-    type Offence = fn(&mut Ring, u64);
-    let offences: [(&str, Offence); 13] = [
+    type RingEdit = fn(&mut Ring, u64);
+    let offences: [(&str, RingEdit); 13] = [
         ("a descriptor that follows itself", |ring, at| {
             ring.set_descriptor(0, at, 16, NEXT, 0);
         }),

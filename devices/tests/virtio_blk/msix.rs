@@ -6,7 +6,7 @@ use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::block::VirtioBlock;
 
 use crate::driver::*;
-use crate::pci::{Live, device, live};
+use crate::pci::{LiveDevice, device, live};
 
 #[test]
 fn every_queue_has_a_vector_of_its_own() {
@@ -150,8 +150,8 @@ fn without_msix_the_isr_tells() {
     let disk = Arc::new(RamDisk::new(64));
     let device = VirtioBlock::new(disk, config(1)).expect("a device");
     let pci = PciDriver::discover(device, Arc::clone(&memory));
-    let mut live = Live::start(pci, memory);
-    let isr = |live: &mut Live| {
+    let mut live = LiveDevice::start(pci, memory);
+    let isr = |live: &mut LiveDevice| {
         let mut byte = [0];
         live.pci
             .transport
@@ -198,7 +198,7 @@ fn the_isr_names_configuration_changes_even_under_msix() {
 }
 
 /// Interrupt Status of the PCI Status register.
-fn status_interrupt(live: &mut Live) -> u8 {
+fn status_interrupt(live: &mut LiveDevice) -> u8 {
     live.pci.config::<1>(0x06)[0] & 1 << 3
 }
 
@@ -208,7 +208,7 @@ fn without_msix_the_interrupt_status_bit_follows_the_isr() {
     let disk = Arc::new(RamDisk::new(64));
     let device = VirtioBlock::new(disk, config(1)).expect("a device");
     let pci = PciDriver::discover(device, Arc::clone(&memory));
-    let mut live = Live::start(pci, memory);
+    let mut live = LiveDevice::start(pci, memory);
     assert_eq!(status_interrupt(&mut live), 0);
     live.flush();
     wait_until("the bit", || status_interrupt(&mut live) != 0);

@@ -17,13 +17,13 @@ pub fn device(queues: u16) -> PciDriver {
 }
 
 /// A driver whose PCI side tests can access: a live device with one queue.
-pub struct Live {
+pub struct LiveDevice {
     pub pci: PciDriver,
     pub ring: Ring,
     memory: Memory,
 }
 
-impl Live {
+impl LiveDevice {
     pub fn start(mut pci: PciDriver, memory: Memory) -> Self {
         let mut ring = Ring::new(
             Arc::clone(&memory),
@@ -63,11 +63,11 @@ impl Live {
     }
 }
 
-pub fn live(queues: u16) -> Live {
+pub fn live(queues: u16) -> LiveDevice {
     let memory = guest_memory();
     let disk = Arc::new(RamDisk::new(64));
     let device = VirtioBlock::new(disk, config(queues)).expect("a device");
-    Live::start(PciDriver::new(device, Arc::clone(&memory)), memory)
+    LiveDevice::start(PciDriver::new(device, Arc::clone(&memory)), memory)
 }
 
 #[test]
@@ -147,7 +147,7 @@ fn a_reset_unmaps_the_vectors() {
     assert_eq!(live.pci.config::<1>(live.pci.msix + 3), [0x80]);
     assert!(live.pci.transport.bars().iter().all(|bar| bar.enabled));
     let memory = Arc::clone(&live.memory);
-    let mut live = Live::start(live.pci, memory);
+    let mut live = LiveDevice::start(live.pci, memory);
     live.flush();
     wait_until("an interrupt", || live.pci.router.take(1) == 1);
 }
@@ -156,7 +156,7 @@ fn a_reset_unmaps_the_vectors() {
 fn bars_are_reached_through_configuration_space() {
     let mut live = live(1);
     let (at, common) = (live.pci.pci_cfg, live.pci.common);
-    let window = |live: &mut Live, bar: u8, offset: u32, len: u32| {
+    let window = |live: &mut LiveDevice, bar: u8, offset: u32, len: u32| {
         live.pci.transport.config_write(at + 4, &[bar]);
         live.pci
             .transport

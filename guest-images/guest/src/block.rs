@@ -4,7 +4,7 @@ pub mod config;
 pub mod request;
 
 use crate::block::config::{Config, Features, WRITEBACK, feature, read_config};
-use crate::block::request::{Done, Plan, Request, RequestQueue, SEGMENTS};
+use crate::block::request::{CompletionHandler, Request, RequestQueue, RequestSource, SEGMENTS};
 use crate::contract::Counts;
 use crate::error::Error;
 use crate::memory::{Arena, Region};
@@ -161,8 +161,8 @@ impl<'a> Block<'a> {
         &mut self,
         queues: usize,
         total: u32,
-        plan: &mut Plan<'_>,
-        done: &mut Done<'_>,
+        plan: &mut RequestSource<'_>,
+        done: &mut CompletionHandler<'_>,
     ) -> Result<(), Error> {
         let queues = queues.clamp(1, self.queue_count());
         // A single request uses direct descriptors, several requests use indirect tables.

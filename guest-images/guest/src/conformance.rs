@@ -40,9 +40,10 @@ type Case = (&'static str, fn(&mut Bench<'_>) -> Verdict);
 
 /// Fails with the problem `what` and the number `number`, unless `right`.
 fn check(right: bool, what: &'static str, number: u64) -> Verdict {
-    match right {
-        true => Ok(()),
-        false => Err(Problem(what, number)),
+    if right {
+        Ok(())
+    } else {
+        Err(Problem(what, number))
     }
 }
 

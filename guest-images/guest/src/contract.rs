@@ -213,7 +213,7 @@ pub struct Outcome {
 
 /// The result of a load, as the guest saw it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Loaded {
+pub struct LoadResult {
     /// The driver's counts.
     pub counts: Counts,
     /// Duration of the load in ticks of the time stamp counter.
@@ -236,7 +236,7 @@ pub enum Line<T> {
     /// The job of this transport has ended, with every byte verified.
     End(T, Outcome),
     /// The load on this transport has ended.
-    Loaded(T, Loaded),
+    Loaded(T, LoadResult),
     /// The task on this transport has failed, for the reason given.
     Fail(T, T),
     /// A case of this name ran on this transport. The third field is the problem, if the case failed.
@@ -331,7 +331,7 @@ impl<'a> Line<&'a str> {
                 let (transport, numbers) = rest.split_once(' ')?;
                 let mut numbers = numbers.split(' ').map(u64::from_str);
                 let mut next = || numbers.next()?.ok();
-                let loaded = Loaded {
+                let loaded = LoadResult {
                     counts: Counts::read(&mut next)?,
                     ticks: next()?,
                     p50: next()?,
@@ -432,7 +432,7 @@ mod tests {
             Line::End("pci", outcome),
             Line::Loaded(
                 "pci",
-                Loaded {
+                LoadResult {
                     counts,
                     ticks: 8,
                     p50: 9,

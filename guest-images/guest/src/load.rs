@@ -14,7 +14,7 @@ use core::fmt::Write;
 use crate::block::Block;
 use crate::block::request::{Request, SLOTS};
 use crate::block::{MAX_QUEUES, config::feature};
-use crate::contract::{Line, Load, LoadKind, Loaded, mix};
+use crate::contract::{Line, Load, LoadKind, LoadResult, mix};
 use crate::error::Error;
 use crate::histogram::Histogram;
 use crate::pattern::BLOCK;
@@ -72,7 +72,7 @@ pub fn run(
             LoadKind::RandWrite | LoadKind::RandWriteFlush => Request::Write(number),
         })
     })?;
-    let loaded = Loaded {
+    let loaded = LoadResult {
         counts: block.counts(),
         ticks: now().wrapping_sub(start),
         p50: histogram.quantile(500),

@@ -96,9 +96,13 @@ extern "C" fn main(boot: u64) -> ! {
             }),
         };
         match outcome {
-            Ok(Done::Job(outcome)) => writeln!(Console, "{}", Line::End(transport, outcome)).ok(),
-            Ok(Done::Load) => None,
-            Ok(Done::Cases(count)) => writeln!(Console, "{}", Line::Checked(transport, count)).ok(),
+            Ok(TaskResult::Job(outcome)) => {
+                writeln!(Console, "{}", Line::End(transport, outcome)).ok()
+            }
+            Ok(TaskResult::Load) => None,
+            Ok(TaskResult::Cases(count)) => {
+                writeln!(Console, "{}", Line::Checked(transport, count)).ok()
+            }
             Err(error) => writeln!(Console, "@fail {transport} {error}").ok(),
         };
     }
@@ -109,7 +113,7 @@ extern "C" fn main(boot: u64) -> ! {
 }
 
 /// The result of the task on one disk.
-enum Done {
+enum TaskResult {
     Job(Outcome),
     Cases(u32),
     /// The load has already printed its result.
@@ -122,20 +126,21 @@ fn drive(
     controller: &Controller,
     arena: &mut Arena,
     seed: u32,
-) -> Result<Done, Error> {
+) -> Result<TaskResult, Error> {
     if info.task == Task::Conformance {
         let end = info.memory_end;
-        return conformance::run(transport, controller, arena, end, &mut Console).map(Done::Cases);
+        return conformance::run(transport, controller, arena, end, &mut Console)
+            .map(TaskResult::Cases);
     }
     let mut block = Block::start(transport, controller, arena)?;
     let outcome = match info.task {
         Task::Load(load) => {
             // SAFETY: the instruction only reads a counter, which ring 3 may do (CR4.TSD is clear).
             let mut now = || unsafe { core::arch::x86_64::_rdtsc() };
-            load::run(&mut block, &load, &mut now, &mut Console).map(|()| Done::Load)
+            load::run(&mut block, &load, &mut now, &mut Console).map(|()| TaskResult::Load)
         }
         Task::Job | Task::Conformance => {
-            job::run(&mut block, arena, seed, &mut Console).map(Done::Job)
+            job::run(&mut block, arena, seed, &mut Console).map(TaskResult::Job)
         }
     };
     block.stop();

@@ -30,7 +30,7 @@ pub struct Segment {
 
 /// A request that the device has used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Used {
+pub struct UsedElement {
     /// The token that [`Queue::add`] got with the request.
     pub token: u16,
     /// Bytes written, according to the device.
@@ -216,7 +216,7 @@ impl Queue {
     ///
     /// # Errors
     /// [`Error::UsedRing`] if the device names a descriptor that heads no chain in flight.
-    pub fn take(&mut self) -> Result<Option<Used>, Error> {
+    pub fn take(&mut self) -> Result<Option<UsedElement>, Error> {
         if self.used.read::<u16>(2) == self.taken {
             return Ok(None);
         }
@@ -239,7 +239,7 @@ impl Queue {
         self.free_head = head;
         self.free += length;
         self.taken = self.taken.wrapping_add(1);
-        Ok(Some(Used { token, written }))
+        Ok(Some(UsedElement { token, written }))
     }
 
     /// Asks for an interrupt once `count` more requests are used. Returns `true` if the device has already used as

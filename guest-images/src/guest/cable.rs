@@ -1,4 +1,4 @@
-//! A network cable between two guests of user-mode Linux. It needs no network of this machine, and no rights.
+//! A network cable between two guests of user-mode Linux. It needs neither a network on this machine nor privileges.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::process::Command;
@@ -9,10 +9,10 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair, sockopt};
 use crate::error::{FileContext, Result};
 use crate::process::inherit;
 
-/// Bytes that a cable holds in each direction, as far as the system allows.
+/// Bytes that a cable buffers in each direction, if the system allows that many.
 const CAPACITY: usize = 4 << 20;
 
-/// One end of a network cable. The guest that it is plugged into has the network card `vec0`. A frame that the other
+/// One end of a network cable. In the guest that it is plugged into, the network card is `vec0`. A frame that the other
 /// guest does not receive in time is lost, as on any network.
 #[derive(Clone, Debug)]
 pub struct CableEnd {
@@ -52,7 +52,7 @@ impl CableEnd {
 
     /// Plugs the end into the guest that `command` starts.
     pub(super) fn plug(&self, command: &mut Command) {
-        // vec=0: a system call for each frame. With more, the driver delays frames.
+        // vec=0: a system call per frame. With higher values the driver delays frames.
         command.arg(format!(
             "vec0:transport=fd,fd={},vec=0,mac=02:00:00:00:00:{:02x}",
             self.socket.as_raw_fd(),

@@ -8,19 +8,19 @@ use super::FINISH;
 use crate::error::{FileContext, Result};
 use crate::images::GuestImages;
 
-/// The commands of every guest's init before its script.
+/// What every guest's init runs before its script.
 const BEGIN: &str = "#!/bin/sh
 export PATH=/bin:/sbin HOME=/
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs run /run
 for module in $(ls /uml/*.ko 2>/dev/null || ls /modules/*.ko); do insmod $module || echo guest: no $module; done
 ";
 
-/// Makes an initramfs in `directory` with busybox, e2fsprogs and fio, that runs `script`. If `modules` is not empty,
-/// the guest loads those and none of the images' own modules, which belong to another kernel.
+/// Creates an initramfs in `directory` that has busybox, e2fsprogs and fio, and runs `script`. If `modules` is not empty,
+/// the guest loads these instead of the images' own modules, which belong to another kernel.
 ///
 /// # Errors
 /// A file cannot be read or written.
-pub(super) fn initramfs(
+pub(super) fn build_initramfs(
     directory: &Path,
     images: &GuestImages,
     script: &str,

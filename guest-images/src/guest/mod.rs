@@ -1,6 +1,5 @@
-//! Guests of other monitors than `walvisor run`: user-mode Linux, which is near native wherever a program runs, and
-//! QEMU in full emulation, alone or under libvirt. They boot in seconds. Their disks, if any, are attached over
-//! vhost-user.
+//! Guests of monitors other than `walvisor run`: user-mode Linux, which runs at near-native speed anywhere, and QEMU in
+//! full emulation, alone or under libvirt. They boot in seconds. Their disks, if any, are attached over vhost-user.
 //!
 //! ```text
 //!   initramfs.rs: busybox, fio, modules, the script ──▶ user_mode.rs, qemu.rs ──▶ Guest: its console, line by line
@@ -24,19 +23,18 @@ pub use qemu::vhost_user_disk;
 pub use user_mode::UserMode;
 
 use crate::error::{Error, FileContext, Result};
-use crate::process::Leashed;
+use crate::process::LeashedChild;
 
-/// A guest that prints nothing for longer than this has hung: no step of a guest takes this long on the slowest
-/// machine.
-const PATIENCE: Duration = Duration::from_secs(240);
+/// A guest that prints nothing for longer than this has hung: even on the slowest machine no step takes this long.
+const SILENCE_LIMIT: Duration = Duration::from_secs(240);
 
-/// Console lines that an error carries at most.
+/// The most console lines in an error.
 const LAST_LINES: usize = 60;
 
 /// The last line that a guest prints.
 pub const END: &str = "guest: end";
 
-/// The commands of every guest's init after its script.
+/// What every guest's init runs after its script.
 const FINISH: &str = "
 echo guest: end
 poweroff -f
@@ -44,7 +42,7 @@ poweroff -f
 
 /// A running guest. Dropping it kills it.
 pub struct Guest {
-    process: Leashed,
+    process: LeashedChild,
     input: Option<ChildStdin>,
     lines: Receiver<String>,
     /// The last lines of the console, for error messages.
@@ -52,8 +50,7 @@ pub struct Guest {
 }
 
 impl Guest {
-    /// Starts the monitor `command` in `directory`. Its stdout is the guest's console, and its stdin that console's
-    /// input.
+    /// Starts the monitor `command` in `directory`. Its stdout is the guest's console, and its stdin the console's input.
     ///
     /// # Errors
     /// The program cannot be started.
@@ -64,30 +61,31 @@ impl Guest {
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .stderr(Stdio::null());
-        // The monitor may start processes of its own, so all of its process group is killed.
-        let mut process = Leashed::spawn(&mut command, true)?;
+        // The monitor may start processes of its own, so its whole process group is killed.
+        let mut process = LeashedChild::spawn(&mut command, true)?;
         Ok(Self {
-            input: process.input(),
-            lines: process.lines(),
+            input: process.take_input(),
+            lines: process.read_lines(),
             process,
             last: VecDeque::new(),
         })
     }
 
-    /// The next line of the console, or `None` when the guest has ended.
+    /// Waits for the next line of the console; `None`: the guest has ended.
     ///
     /// # Errors
     /// The guest prints nothing for four minutes.
     pub fn line(&mut self) -> Result<Option<String>> {
-        match self.lines.recv_timeout(PATIENCE) {
+        match self.lines.recv_timeout(SILENCE_LIMIT) {
             Ok(line) => {
                 self.keep(&line);
                 Ok(Some(line))
             }
             Err(RecvTimeoutError::Disconnected) => Ok(None),
-            Err(RecvTimeoutError::Timeout) => {
-                Err(self.lost(format!("has said nothing for {} s", PATIENCE.as_secs())))
-            }
+            Err(RecvTimeoutError::Timeout) => Err(self.error(format!(
+                "has printed nothing for {} s",
+                SILENCE_LIMIT.as_secs()
+            ))),
         }
     }
 
@@ -101,17 +99,17 @@ impl Guest {
                 return Ok(line);
             }
         }
-        Err(self.lost(format!("has ended, and never said {start:?}")))
+        Err(self.error(format!("has ended without printing {start:?}")))
     }
 
-    /// The console lines so far that the caller has not read yet.
-    pub fn said(&mut self) -> Vec<String> {
+    /// Takes the console lines that have arrived and were not read yet.
+    pub fn take_lines(&mut self) -> Vec<String> {
         let lines: Vec<_> = self.lines.try_iter().collect();
         lines.iter().for_each(|line| self.keep(line));
         lines
     }
 
-    /// Keeps a line for error messages.
+    /// Remembers a line for error messages.
     fn keep(&mut self, line: &str) {
         if self.last.len() == LAST_LINES {
             self.last.pop_front();
@@ -119,8 +117,8 @@ impl Guest {
         self.last.push_back(line.to_owned());
     }
 
-    /// The input of the guest's console. Only user-mode Linux reads it. Only the first call gets it; dropping it
-    /// hangs the console up.
+    /// Takes the input of the guest's console, which only user-mode Linux reads. Only the first call returns it. Dropping
+    /// it hangs the console up.
     pub fn input(&mut self) -> Option<ChildStdin> {
         self.input.take()
     }
@@ -140,14 +138,14 @@ impl Guest {
         self.process.wait().at("wait for", "the guest")
     }
 
-    /// Kills the guest at once, like a power cut. Returns the console lines that the caller has not read yet.
+    /// Kills the guest at once, like a power cut. Returns the console lines that were not read yet.
     #[must_use]
-    pub fn cut(self) -> Vec<String> {
+    pub fn kill(self) -> Vec<String> {
         drop(self.process);
         self.lines.iter().collect()
     }
 
-    fn lost(&self, what: String) -> Error {
+    fn error(&self, what: String) -> Error {
         Error::Guest {
             what,
             console: self.console(),

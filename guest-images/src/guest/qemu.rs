@@ -6,14 +6,14 @@ use std::path::Path;
 use std::process::Command;
 
 use super::Guest;
-use super::initramfs::initramfs;
+use super::initramfs::build_initramfs;
 use crate::error::{FileContext, Result};
 use crate::images::GuestImages;
 
 /// The user ID of `nobody`.
 const NOBODY: u32 = 65534;
 
-/// QEMU's arguments for the vhost-user disk at `socket`. QEMU reconnects whenever the daemon is back.
+/// QEMU's arguments for the vhost-user disk at `socket`. QEMU reconnects whenever the daemon comes back.
 #[must_use]
 pub fn vhost_user_disk(socket: &Path, queues: u16) -> [String; 4] {
     let socket = socket.display();
@@ -26,8 +26,8 @@ pub fn vhost_user_disk(socket: &Path, queues: u16) -> [String; 4] {
 }
 
 impl Guest {
-    /// Starts QEMU in full emulation, with further `arguments`, for instance for its disks, of which the first is
-    /// /dev/vda. The guest's memory is shared, as [`vhost_user_disk`] needs it.
+    /// Starts QEMU in full emulation, with further `arguments`, for instance for disks; the first is /dev/vda. The guest's
+    /// memory is shared, as [`vhost_user_disk`] requires.
     ///
     /// # Errors
     /// A file cannot be read or written, or QEMU cannot be started.
@@ -37,7 +37,7 @@ impl Guest {
         arguments: &[String],
         script: &str,
     ) -> Result<Self> {
-        let initramfs = initramfs(dir, images, script, &[])?;
+        let initramfs = build_initramfs(dir, images, script, &[])?;
         let mut command = Command::new("qemu-system-x86_64");
         command
             .args(["-nodefaults", "-no-user-config", "-no-reboot"])
@@ -57,7 +57,7 @@ impl Guest {
         Self::spawn(command, dir)
     }
 
-    /// Starts a libvirt domain without libvirt's daemon. Its disk is moved from `/run/walvisor/vm.sock` to `socket`.
+    /// Starts a libvirt domain without libvirt's daemon. `socket` replaces `/run/walvisor/vm.sock`, its disk.
     ///
     /// # Errors
     /// A file cannot be read or written, or the guest cannot be started.
@@ -72,13 +72,13 @@ impl Guest {
         fs::create_dir(&own).at("create", &own)?;
         let kernel = images.path("vmlinuz");
         fs::copy(&kernel, own.join("vmlinuz")).at("copy", &kernel)?;
-        initramfs(&own, images, script, &[])?;
-        // None of libvirt's daemons needs to run: QEMU's output goes to a file, not to virtlogd.
+        build_initramfs(&own, images, script, &[])?;
+        // QEMU's output goes to a file instead of virtlogd, so none of libvirt's daemons has to run.
         let (root, etc) = (own.join("root"), own.join("root/etc"));
         fs::create_dir_all(&etc).at("create", &etc)?;
         let settings = etc.join("qemu.conf");
         fs::write(&settings, "stdio_handler = \"file\"\n").at("write", &settings)?;
-        // As a user other than root, libvirt needs no set-up of the system.
+        // As a user other than root, libvirt needs no system-wide setup.
         let nobody = rustix::process::geteuid().is_root();
         if nobody {
             let reachable = fs::Permissions::from_mode(0o755);
@@ -104,14 +104,15 @@ impl Guest {
         let description = own.join("domain.xml");
         fs::write(&description, domain).at("write", &description)?;
         let run = format!("virt-qemu-run -r {place}/root domain.xml >libvirt.log 2>&1");
-        let run = match nobody {
-            // QEMU detaches from libvirt, which starts it. The namespace's first shell adopts it, and QEMU ends with
-            // that shell.
-            true => format!(
+        let run = if nobody {
+            // QEMU detaches from libvirt, which starts it. The namespace's first shell adopts it, so QEMU ends with that
+            // shell.
+            format!(
                 "unshare --pid --fork --kill-child --mount-proc sh -c 'setpriv --reuid={NOBODY} --regid={NOBODY} \\
                  --clear-groups {run} & wait'"
-            ),
-            false => run,
+            )
+        } else {
+            run
         };
         let script = format!(
             "mkfifo -m 666 console.in console.out

@@ -6,7 +6,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use super::initramfs::initramfs;
+use super::initramfs::build_initramfs;
 use super::{CableEnd, FINISH, Guest};
 use crate::error::{Error, FileContext, Result};
 use crate::images::GuestImages;
@@ -24,9 +24,9 @@ const FLOATING_POINT_SIZE: u32 = 2696;
 /// The CPUID leaf about XSAVE (Intel SDM volume 1, 13.2).
 const XSAVE_LEAF: u32 = 0xd;
 
-/// The first commands of a guest over the files of this machine. $MODULES stands for the directory of the modules.
-/// What the guest writes below /var and /mnt stays in its memory. It sees this machine's files there, such as the
-/// program under test.
+/// What the init of a guest over the files of this machine runs first. $MODULES stands for the directory of the modules.
+/// Below /var and /mnt the guest sees this machine's files, such as the program under test, and what it writes there
+/// stays in its memory.
 const BEGIN: &str = "#!/bin/sh
 export PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin HOME=/
 mount -t proc proc /proc; mount -t sysfs sys /sys; mount -t devtmpfs dev /dev; mount -t tmpfs memory /run
@@ -39,12 +39,12 @@ mkdir /run/guest/work; cd /run/guest/work
 stty -echo </dev/tty0
 ";
 
-/// The configuration of a guest.
+/// The configuration of a guest in user-mode Linux.
 #[derive(Clone, Debug, Default)]
 pub struct UserMode {
     /// Sockets of vhost-user disks: /dev/vda, /dev/vdb, ...
     pub disks: Vec<PathBuf>,
-    /// Names of modules to load. The modules that they depend on are loaded too.
+    /// Names of modules to load, with the modules that they depend on.
     pub modules: Vec<String>,
     /// Files that the guest sees as block devices: /dev/ubda, /dev/ubdb, ...
     pub files: Vec<PathBuf>,
@@ -56,7 +56,7 @@ impl UserMode {
     /// Installs user-mode Linux and modprobe if they are missing.
     ///
     /// # Errors
-    /// A program is missing, and apt cannot install it: mostly because the caller is not root.
+    /// A program is missing, and apt cannot install it, usually because the caller is not root.
     pub fn install(reporter: &Reporter) -> Result<()> {
         install_missing(
             &[("linux.uml", "user-mode-linux"), ("modprobe", "kmod")],
@@ -64,31 +64,31 @@ impl UserMode {
         )
     }
 
-    /// Starts a guest with busybox, e2fsprogs and fio in its memory, that runs `script`. `directory` keeps the files
+    /// Starts a guest that runs `script`, with busybox, e2fsprogs and fio in its memory. `directory` is for the files that
     /// it boots from.
     ///
     /// # Errors
     /// A module does not exist, a file cannot be read or written, or the guest cannot be started.
     pub fn boot(&self, directory: &Path, images: &GuestImages, script: &str) -> Result<Guest> {
-        let modules = match self.wanted().as_slice() {
+        let modules = match self.module_names().as_slice() {
             [] => Vec::new(),
             wanted => in_load_order(directory, wanted)?,
         };
-        let initramfs = initramfs(directory, images, script, &modules)?;
+        let initramfs = build_initramfs(directory, images, script, &modules)?;
         let mut command = self.command(directory, "256M")?;
         command.arg(format!("initrd={}", initramfs.display()));
         Guest::spawn(command, directory)
     }
 
-    /// Starts a guest over the files of this machine, which it cannot change. `script` runs in an empty directory in
-    /// memory; `directory` keeps the files that the guest boots from.
+    /// Starts a guest that sees the files of this machine read-only. `script` runs in an empty directory in memory;
+    /// `directory` is for the files that the guest boots from.
     ///
     /// # Errors
     /// A file cannot be written, or the guest cannot be started.
     pub fn boot_here(&self, directory: &Path, script: &str) -> Result<Guest> {
-        let place = module_tree(directory)?;
+        let place = prepare_module_tree(directory)?;
         let modules: String = self
-            .wanted()
+            .module_names()
             .iter()
             .map(|module| {
                 format!(
@@ -110,17 +110,17 @@ impl UserMode {
         Guest::spawn(command, directory)
     }
 
-    fn wanted(&self) -> Vec<&str> {
+    fn module_names(&self) -> Vec<&str> {
         let disks = (!self.disks.is_empty()).then_some(DISK_MODULE);
         let modules = self.modules.iter().map(String::as_str);
         disks.into_iter().chain(modules).collect()
     }
 
     fn command(&self, directory: &Path, memory: &str) -> Result<Command> {
-        // User-mode Linux has several processes, and some survive when the first is killed. So it runs in a PID
-        // namespace, which dies with its first process. That is a shell: the kernel gives orphans to the first
-        // process of a namespace, and drops signals that this process sends to itself, which is how user-mode Linux
-        // ends.
+        // User-mode Linux has several processes, and some survive when the first is killed. So it runs in a PID namespace,
+        // which dies with its first process. User-mode Linux cannot be that process itself: the first process of a
+        // namespace gets all orphans, and the kernel drops signals that it sends to itself, which is how user-mode Linux
+        // ends. So the first process is a shell.
         let mut group = Command::new("unshare");
         group.args(["--pid", "--fork", "--kill-child"]);
         let mut command = match run(Command::new("unshare").args(["--pid", "--fork", "true"])) {
@@ -134,7 +134,7 @@ impl UserMode {
             .arg(format!("mem={memory}"))
             .args(["con=null", "con0=fd:0,fd:1", "quiet"])
             .arg(format!("uml_dir={}", directory.display()));
-        if let Some(library) = wide_xsave(directory)? {
+        if let Some(library) = build_wide_xsave(directory)? {
             command.env("LD_PRELOAD", library);
         }
         for disk in &self.disks {
@@ -151,9 +151,10 @@ impl UserMode {
     }
 }
 
-/// Compiles `wide_xsave.c` if this processor's XSAVE area, with AMX mostly, is more than user-mode Linux can restore.
-fn wide_xsave(directory: &Path) -> Result<Option<PathBuf>> {
-    // EBX is the size that the enabled features take.
+/// Compiles `wide_xsave.c` if this processor's XSAVE area is larger than user-mode Linux can restore, usually because of
+/// AMX.
+fn build_wide_xsave(directory: &Path) -> Result<Option<PathBuf>> {
+    // EBX is the size for the enabled features.
     if __cpuid_count(XSAVE_LEAF, 0).ebx <= FLOATING_POINT_SIZE {
         return Ok(None);
     }
@@ -166,8 +167,8 @@ fn wide_xsave(directory: &Path) -> Result<Option<PathBuf>> {
     Ok(Some(library))
 }
 
-/// Makes a directory for `modprobe -d`.
-fn module_tree(directory: &Path) -> Result<&Path> {
+/// Prepares `directory` for `modprobe -d`.
+fn prepare_module_tree(directory: &Path) -> Result<&Path> {
     let lib = directory.join("lib");
     fs::create_dir_all(&lib).at("create", &lib)?;
     let link = lib.join("modules");
@@ -179,7 +180,7 @@ fn module_tree(directory: &Path) -> Result<&Path> {
 
 /// The files of `modules` and of the modules that they depend on, in load order.
 fn in_load_order(directory: &Path, modules: &[&str]) -> Result<Vec<PathBuf>> {
-    let place = module_tree(directory)?;
+    let place = prepare_module_tree(directory)?;
     let version = fs::read_dir(MODULES)
         .at("read", MODULES)?
         .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
@@ -190,7 +191,7 @@ fn in_load_order(directory: &Path, modules: &[&str]) -> Result<Vec<PathBuf>> {
         let mut command = Command::new("modprobe");
         command.args(["--show-depends", "-S", &version, "-d"]);
         let output = run(command.arg(place).arg(module))?;
-        // modprobe prints `insmod PATH` for each module, in order, and `builtin NAME` for one that needs no loading.
+        // modprobe prints `insmod PATH` for each module, in order, and `builtin NAME` for one in the kernel.
         for line in String::from_utf8_lossy(&output.stdout).lines() {
             let Some(path) = line.strip_prefix("insmod ") else {
                 continue;

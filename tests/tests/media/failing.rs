@@ -289,9 +289,10 @@ fn what_is(port: &mut Port, block: u64) -> String {
         0 => vec![0; BLOCK],
         round => content(round, block),
     };
-    match data[..] == expected {
-        true => round.to_string(),
-        false => "torn".to_owned(),
+    if data[..] == expected {
+        round.to_string()
+    } else {
+        "torn".to_owned()
     }
 }
 
@@ -310,15 +311,15 @@ struct Tally {
 
 /// Who gets the reports of pages that could not be written back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Reports {
+enum ReportReceiver {
     /// The store.
-    Kept,
-    /// The test takes those that the store's syncs would get.
-    Taken,
+    Store,
+    /// The test, which takes those that the store's syncs would get.
+    Test,
 }
 
 /// Lets writes fail in `count` rounds; with reports taken, until an acknowledged FLUSH is lost.
-fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: Reports) -> Tally {
+fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: ReportReceiver) -> Tally {
     let mut tally = Tally::default();
     make_disk_on(fs);
     let mut before = vec!["0".to_owned(); BLOCKS as usize];
@@ -366,9 +367,9 @@ fn fail_in_rounds(fs: &mut FailingFs, count: u64, delay: u64, reports: Reports) 
         tally.wrong += wrong;
         match reports {
             // A log that is refused although nothing is lost is a fault of its own.
-            Reports::Kept => assert!(lost + wrong > 0, "{opened}"),
-            Reports::Taken if lost > 0 => break,
-            Reports::Taken => {}
+            ReportReceiver::Store => assert!(lost + wrong > 0, "{opened}"),
+            ReportReceiver::Test if lost > 0 => break,
+            ReportReceiver::Test => {}
         }
         drop(reader);
         make_disk_on(fs);
@@ -403,7 +404,8 @@ fn nothing_acknowledged_is_lost(kind: &str) {
         Ok(fs) => fs,
         Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
     };
-    let tallies = DELAYS.map(|delay| fail_in_rounds(&mut fs, rounds(12), delay, Reports::Kept));
+    let tallies =
+        DELAYS.map(|delay| fail_in_rounds(&mut fs, rounds(12), delay, ReportReceiver::Store));
     for tally in tallies {
         assert_eq!((tally.lost, tally.wrong), (0, 0));
         assert!(tally.failed == tally.rounds && tally.acknowledged > 0);
@@ -450,7 +452,7 @@ fn a_report_that_another_call_takes_loses_a_flush() {
             Ok(fs) => fs,
             Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
         };
-        let tally = fail_in_rounds(&mut fs, 200, 20, Reports::Taken);
+        let tally = fail_in_rounds(&mut fs, 200, 20, ReportReceiver::Test);
         assert!(tally.lost > 0, "{kind}: the test does not see the fault");
     }
 }

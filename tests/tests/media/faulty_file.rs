@@ -175,9 +175,10 @@ impl Medium {
                 let mut bytes = vec![0; u32_at(arguments, 16) as usize];
                 let read = self.memory.read_at(&mut bytes, u64_at(arguments, 8));
                 bytes.truncate(read.map_err(|_| Errno::IO)?);
-                match self.read_fails(&bytes) {
-                    true => Err(Errno::IO),
-                    false => Ok(bytes),
+                if self.read_fails(&bytes) {
+                    Err(Errno::IO)
+                } else {
+                    Ok(bytes)
                 }
             }
             WRITE => {

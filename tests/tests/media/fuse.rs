@@ -13,12 +13,12 @@ use crate::volume::{is_mount, run, wait};
 use crate::{carry_out, open, options, write};
 
 /// bindfs, which shows a directory at another path, and logs each request to a file.
-struct Shown {
+struct BindMount {
     dir: tempfile::TempDir,
     process: Child,
 }
 
-impl Shown {
+impl BindMount {
     fn new() -> Result<Self, String> {
         if !have("bindfs", "bindfs") {
             return Err("no bindfs".to_owned());
@@ -53,7 +53,7 @@ impl Shown {
     }
 }
 
-impl Drop for Shown {
+impl Drop for BindMount {
     fn drop(&mut self) {
         let _ = run("umount", &[&self.top().display().to_string()]);
         let _ = self.process.kill();
@@ -70,7 +70,7 @@ fn disk(top: &Path, size: u64) -> (PathBuf, PathBuf) {
 
 #[test]
 fn a_server_that_looks_at_no_flag_gets_a_sync_for_each_flush() {
-    let shown = match Shown::new() {
+    let shown = match BindMount::new() {
         Ok(shown) => shown,
         Err(why) => return println!("skipped: no FUSE: {why}"),
     };
@@ -91,7 +91,7 @@ fn a_server_that_looks_at_no_flag_gets_a_sync_for_each_flush() {
 #[test]
 fn a_discard_where_there_are_no_holes_takes_no_space() {
     const SIZE: u64 = 200 << 20;
-    let shown = match Shown::new() {
+    let shown = match BindMount::new() {
         Ok(shown) => shown,
         Err(why) => return println!("skipped: no FUSE: {why}"),
     };

@@ -12,13 +12,13 @@ pub fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
         .args(arguments)
         .output()
         .map_err(|error| format!("{program}: {error}"))?;
-    match output.status.success() {
-        true => Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned()),
-        false => Err(format!(
-            "{program} {arguments:?}: {}",
-            String::from_utf8_lossy(&output.stderr).trim()
-        )),
+    if output.status.success() {
+        return Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned());
     }
+    Err(format!(
+        "{program} {arguments:?}: {}",
+        String::from_utf8_lossy(&output.stderr).trim()
+    ))
 }
 
 /// Waits until `is_so` returns `true`.

@@ -83,7 +83,7 @@ fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
         std::thread::sleep(Duration::from_millis(300));
         daemon = serve();
         // Lines from before the restart are not answers of the new daemon.
-        results.extend(guest.said().into_iter().filter_map(result));
+        results.extend(guest.take_lines().into_iter().filter_map(result));
     }
     assert!(killed > 0, "fio ended before the first kill");
     while results.len() < 3 {

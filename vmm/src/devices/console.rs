@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 
 use vmm_sys_util::eventfd::EventFd;
 use walvisor_devices::event_loop::EventSet;
-use walvisor_devices::listen::{Stop, Waited, Waiter};
+use walvisor_devices::listen::{Stop, Waiter, WakeReason};
 
 use super::serial::SerialPort;
 use super::terminal::RawTerminal;
@@ -194,7 +194,10 @@ impl Feeder {
 
 /// Waits until `source` is readable. Returns `false` if the run ended first.
 fn ready(waiter: &mut Waiter, source: impl AsFd) -> bool {
-    matches!(waiter.wait(source, EventSet::IN, None), Ok(Waited::Ready))
+    matches!(
+        waiter.wait(source, EventSet::IN, None),
+        Ok(WakeReason::Ready)
+    )
 }
 
 /// Finds Ctrl-A x and Ctrl-A h in the input. Ctrl-A Ctrl-A stands for one Ctrl-A.

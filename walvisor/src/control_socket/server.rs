@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 use walvisor_devices::event_loop::EventSet;
-use walvisor_devices::listen::{Stop, Threads, Waited, Waiter, accept_each};
+use walvisor_devices::listen::{Stop, Threads, Waiter, WakeReason, accept_each};
 
 use super::command::{ControlCommand, ControlError, ControlRequest, export_progress};
 use super::controlled::Controlled;
@@ -108,7 +108,7 @@ fn converse(stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io::Re
     // Descriptors are for the request that they come with.
     let mut files = Vec::new();
     loop {
-        if waiter.wait(stream, EventSet::IN, None)? == Waited::Stopped {
+        if waiter.wait(stream, EventSet::IN, None)? == WakeReason::Stopped {
             return Ok(());
         }
         let count = match receive(stream, &mut buffer, &mut files) {
@@ -186,7 +186,7 @@ fn progress<'a>(
         }
         told = Instant::now();
         let free = waiter.wait(stream, EventSet::OUT, None);
-        matches!(free, Ok(Waited::Ready))
+        matches!(free, Ok(WakeReason::Ready))
             && send(stream, &export_progress(passed, total), waiter).is_ok()
     }
 }
@@ -198,7 +198,7 @@ fn send(mut stream: &UnixStream, mut bytes: &[u8], waiter: &mut Waiter) -> io::R
             Ok(count) => bytes = &bytes[count..],
             Err(error) if error.kind() == ErrorKind::Interrupted => {}
             Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                if waiter.wait(stream, EventSet::OUT, None)? == Waited::Stopped {
+                if waiter.wait(stream, EventSet::OUT, None)? == WakeReason::Stopped {
                     return Err(ErrorKind::ConnectionAborted.into());
                 }
             }

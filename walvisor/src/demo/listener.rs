@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::recorder::{Event, Measured};
-use walvisor_guest::contract::{Line, Loaded, Outcome};
+use walvisor_guest::contract::{Line, LoadResult, Outcome};
 use walvisor_vmm::control::{RunControl, RunEnd};
 
 /// Longest silence of a guest. Its whole job takes about a second; a loaded machine gets many times that.
@@ -41,7 +41,7 @@ pub struct Transcript {
     /// The jobs that ended or failed.
     pub jobs: Vec<Job>,
     /// The load, if it has ended, and the VMM's counts meanwhile.
-    pub load: Option<(Loaded, Measured)>,
+    pub load: Option<(LoadResult, Measured)>,
     /// The cases, in the order in which the guest ran them.
     pub cases: Vec<Case>,
     /// The transports whose cases were all tried, each with their number.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 
 use walvisor_devices::event_loop::EventSet;
-use walvisor_devices::listen::{Stop, Threads, Waited, Waiter};
+use walvisor_devices::listen::{Stop, Threads, Waiter, WakeReason};
 use walvisor_devices::tcmu::{CommandRing, Entry, Response};
 
 use super::target::Result;
@@ -69,7 +69,7 @@ fn refuse(mut ring: CommandRing, uio: &Uio, stop: &Stop) -> io::Result<()> {
             rustix::io::write(&uio.device, &1_u32.to_ne_bytes())?;
             continue;
         }
-        if waiter.wait(&uio.device, EventSet::IN, None)? == Waited::Stopped {
+        if waiter.wait(&uio.device, EventSet::IN, None)? == WakeReason::Stopped {
             return Ok(());
         }
         rustix::io::read(&uio.device, &mut [0; 4])?;

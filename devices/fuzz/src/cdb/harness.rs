@@ -82,7 +82,7 @@ impl DataBuffer for Data {
 }
 
 /// A command in flight.
-struct Running {
+struct RunningCommand {
     task: Task,
     data: Data,
     /// The data buffer's contents before the command.
@@ -95,7 +95,7 @@ struct Initiator {
     unit: LogicalUnit,
     queue: Box<dyn BackendQueue>,
     read_only: bool,
-    tasks: Vec<Running>,
+    tasks: Vec<RunningCommand>,
     /// The commands that the server reports, as CDB usage data.
     usages: Vec<Vec<u8>>,
     /// The disk's contents when the last command in flight had ended; empty while they are unknown.
@@ -105,9 +105,10 @@ struct Initiator {
 impl Initiator {
     fn new(options: u8) -> Self {
         let read_only = options & 2 != 0;
-        let disk = match read_only {
-            true => RamDisk::read_only(&[0x5a; SECTORS as usize * 512]),
-            false => RamDisk::new(SECTORS),
+        let disk = if read_only {
+            RamDisk::read_only(&[0x5a; SECTORS as usize * 512])
+        } else {
+            RamDisk::new(SECTORS)
         };
         disk.set_write_cache(options & 4 == 0);
         let queue = disk.open_queue().expect("a queue");
@@ -210,7 +211,7 @@ impl Initiator {
         let before = data.0.borrow().clone();
         let task = Task::new(&self.unit, cdb, &data);
         assert!(task.bytes(&self.unit) <= SECTORS as usize * 512);
-        self.tasks.push(Running {
+        self.tasks.push(RunningCommand {
             task,
             data,
             before,
@@ -222,7 +223,7 @@ impl Initiator {
 
     /// Ends an operation of the task `at`, or of the first task with one if that task has none.
     fn end(&mut self, at: usize) {
-        let holds = |task: &Running| !task.held.is_empty();
+        let holds = |task: &RunningCommand| !task.held.is_empty();
         let at = match self.tasks.get(at) {
             Some(task) if holds(task) => Some(at),
             _ => self.tasks.iter().position(holds),
@@ -234,7 +235,7 @@ impl Initiator {
         let operation = self.tasks[at].held.remove(0);
         let result = self.operate(operation).result;
         let running = &mut self.tasks[at];
-        running.task.ended(&self.unit, &running.data, result);
+        running.task.complete(&self.unit, &running.data, result);
         self.go(at);
     }
 
@@ -277,7 +278,7 @@ impl Initiator {
         }
     }
 
-    fn check(&mut self, running: Running) {
+    fn check(&mut self, running: RunningCommand) {
         let TaskOutcome {
             status,
             sense,

@@ -42,9 +42,10 @@ impl MsiRouter for Router {
     fn set_route(&self, vector: u16, message: MsiMessage) -> io::Result<()> {
         let good = message.address & !0xf_ffff == u64::from(VALID_ADDRESS);
         self.routes(vector)[usize::from(vector)] = good.then_some(message);
-        match good {
-            true => Ok(()),
-            false => Err(io::ErrorKind::InvalidInput.into()),
+        if good {
+            Ok(())
+        } else {
+            Err(io::ErrorKind::InvalidInput.into())
         }
     }
 

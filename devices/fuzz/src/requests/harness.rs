@@ -102,9 +102,10 @@ impl Driver {
     fn new(options: u8) -> Self {
         let contents = MIXED[..SECTORS as usize * SECTOR].to_vec();
         let read_only = options & 2 != 0;
-        let disk = match read_only {
-            true => RamDisk::read_only(&contents),
-            false => RamDisk::new(SECTORS),
+        let disk = if read_only {
+            RamDisk::read_only(&contents)
+        } else {
+            RamDisk::new(SECTORS)
         };
         disk.set_write_cache(options & 4 == 0);
         let config = BlockConfig {

@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustix::event::{EventfdFlags, eventfd};
 
 use super::*;
-use crate::block::seat::QueueControl;
+use crate::block::queue_slot::QueueControl;
 
-/// The calls that each queue has got, in order.
+/// The calls of all queues, in order.
 #[derive(Clone, Default)]
-struct Diary(Arc<Mutex<Vec<(&'static str, char)>>>);
+struct CallLog(Arc<Mutex<Vec<(&'static str, char)>>>);
 
-impl Diary {
+impl CallLog {
     fn wait_for(&self, note: (&'static str, char)) {
         while !self.0.lock().unwrap().contains(&note) {
             thread::sleep(std::time::Duration::from_millis(1));
@@ -18,23 +18,23 @@ impl Diary {
     }
 }
 
-/// A queue that records its calls, and waits or panics in them if a test wants it.
-struct Noted {
+/// A queue that logs its calls, and waits or panics in them if a test asks for it.
+struct LoggedQueue {
     name: char,
     control: Arc<QueueControl>,
     fds: [OwnedFd; 3],
-    diary: Diary,
+    log: CallLog,
     gate: Arc<Mutex<Option<mpsc::Receiver<()>>>>,
-    panic_at_the_bell: Arc<AtomicBool>,
+    panic_at_doorbell: Arc<AtomicBool>,
 }
 
-impl Noted {
+impl LoggedQueue {
     fn note(&self, what: &'static str) {
-        self.diary.0.lock().unwrap().push((what, self.name));
+        self.log.0.lock().unwrap().push((what, self.name));
     }
 }
 
-impl Served for Noted {
+impl PooledQueue for LoggedQueue {
     fn control(&self) -> Arc<QueueControl> {
         Arc::clone(&self.control)
     }
@@ -51,25 +51,25 @@ impl Served for Noted {
         self.fds[2].as_fd()
     }
 
-    fn rung(&mut self) {
-        assert!(!self.panic_at_the_bell.load(Ordering::SeqCst));
+    fn acknowledge_doorbell(&mut self) {
+        assert!(!self.panic_at_doorbell.load(Ordering::SeqCst));
         rustix::io::read(&self.fds[0], &mut [0; 8]).unwrap();
-        self.note("rung");
+        self.note("doorbell");
     }
 
     fn release(&mut self) {
         self.note("release");
     }
 
-    fn take(&mut self) {
+    fn take_chains(&mut self) {
         self.note("take");
         let gate = self.gate.lock().unwrap().take();
-        // A test that drops the other end wants a panic.
+        // Panics if the test has dropped the other end.
         gate.iter().for_each(|gate| gate.recv().unwrap());
     }
 
-    fn start(&mut self, _alone: bool) {
-        self.note("start");
+    fn submit(&mut self, _alone: bool) {
+        self.note("submit");
     }
 
     fn answer(&mut self) -> bool {
@@ -77,11 +77,11 @@ impl Served for Noted {
         false
     }
 
-    fn waits(&self) -> bool {
+    fn has_in_flight(&self) -> bool {
         false
     }
 
-    fn taken(&self) -> u16 {
+    fn chains_taken(&self) -> u16 {
         7
     }
 
@@ -90,45 +90,50 @@ impl Served for Noted {
     }
 }
 
-/// A queue that is served, and its driver's side.
-struct Queue {
-    worker: Worker,
+/// A running queue, and its driver's side.
+struct TestQueue {
+    worker: QueueHandle,
     doorbell: OwnedFd,
     gate: Arc<Mutex<Option<mpsc::Receiver<()>>>>,
-    panic_at_the_bell: Arc<AtomicBool>,
+    panic_at_doorbell: Arc<AtomicBool>,
 }
 
-impl Queue {
-    fn new(pool: &Arc<WorkerPool>, name: char, diary: &Diary) -> Self {
-        Self::start(pool, None, name, diary)
+impl TestQueue {
+    fn new(pool: &Arc<WorkerPool>, name: char, log: &CallLog) -> Self {
+        Self::start(pool, None, name, log)
     }
 
-    fn start(pool: &Arc<WorkerPool>, alone: Option<Alone>, name: char, diary: &Diary) -> Self {
+    fn start(
+        pool: &Arc<WorkerPool>,
+        dedicated: Option<DedicatedThread>,
+        name: char,
+        log: &CallLog,
+    ) -> Self {
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let fds = [(); 3].map(|()| eventfd(0, flags).unwrap());
         let doorbell = fds[0].try_clone().unwrap();
-        let (gate, panic_at_the_bell) = (Arc::default(), Arc::default());
-        let noted = Noted {
+        let (gate, panic_at_doorbell) = (Arc::default(), Arc::default());
+        let queue = LoggedQueue {
             name,
             control: Arc::default(),
             fds,
-            diary: diary.clone(),
+            log: log.clone(),
             gate: Arc::clone(&gate),
-            panic_at_the_bell: Arc::clone(&panic_at_the_bell),
+            panic_at_doorbell: Arc::clone(&panic_at_doorbell),
         };
-        let worker = pool.serve(alone, move || Ok(Box::new(noted))).unwrap();
+        let worker = pool.serve(dedicated, move || Ok(Box::new(queue))).unwrap();
         // The worker's first look at the ring.
-        diary.wait_for(("answer", name));
-        diary.0.lock().unwrap().clear();
+        log.wait_for(("answer", name));
+        log.0.lock().unwrap().clear();
         Self {
             worker,
             doorbell,
             gate,
-            panic_at_the_bell,
+            panic_at_doorbell,
         }
     }
 
-    fn inbox(&self) -> &Arc<Inbox> {
+    fn inbox(&self) -> &Arc<ThreadInbox> {
         &self.worker.queue.as_ref().unwrap().1
     }
 
@@ -136,7 +141,7 @@ impl Queue {
         rustix::io::write(&self.doorbell, &1_u64.to_ne_bytes()).unwrap();
     }
 
-    /// Makes its thread wait in the next turn until the sender sends; a dropped sender makes it panic.
+    /// Makes the queue's thread wait in its next turn for a message of the sender; a dropped sender makes it panic.
     fn hold_up(&self) -> mpsc::Sender<()> {
         let (opens, gate) = mpsc::channel();
         *self.gate.lock().unwrap() = Some(gate);
@@ -145,35 +150,35 @@ impl Queue {
     }
 }
 
-/// Three queues at one thread, whatever the number of processors.
-fn three() -> (Arc<WorkerPool>, Diary, [Queue; 3]) {
+/// Three queues of one thread, whatever the number of processors.
+fn three() -> (Arc<WorkerPool>, CallLog, [TestQueue; 3]) {
     let pool = Arc::new(WorkerPool {
-        most: 1,
+        max_shared: 1,
         ..WorkerPool::default()
     });
-    let diary = Diary::default();
-    let queues = ['a', 'b', 'c'].map(|name| Queue::new(&pool, name, &diary));
+    let log = CallLog::default();
+    let queues = ['a', 'b', 'c'].map(|name| TestQueue::new(&pool, name, &log));
     for queue in &queues[1..] {
         assert!(Arc::ptr_eq(queues[0].inbox(), queue.inbox()));
     }
-    (pool, diary, queues)
+    (pool, log, queues)
 }
 
 #[test]
-fn all_queues_that_rang_are_taken_from_before_any_is_answered() {
-    let (_pool, diary, [first, second, third]) = three();
+fn every_queue_that_rang_is_taken_from_before_any_is_answered() {
+    let (_pool, log, [first, second, third]) = three();
     let opens = first.hold_up();
-    diary.wait_for(("take", 'a'));
+    log.wait_for(("take", 'a'));
     second.ring();
     third.ring();
     opens.send(()).unwrap();
-    diary.wait_for(("answer", 'c'));
-    let notes = diary.0.lock().unwrap().clone();
+    log.wait_for(("answer", 'c'));
+    let notes = log.0.lock().unwrap().clone();
     let [a, b, c] = ['a', 'b', 'c'];
-    let alone = [("rung", a), ("take", a), ("start", a), ("answer", a)];
-    let rung = [("rung", b), ("rung", c), ("take", b), ("take", c)];
-    let then = [("start", b), ("start", c), ("answer", b), ("answer", c)];
-    assert_eq!(notes, [alone, rung, then].concat());
+    let alone = [("doorbell", a), ("take", a), ("submit", a), ("answer", a)];
+    let take = [("doorbell", b), ("doorbell", c), ("take", b), ("take", c)];
+    let answer = [("submit", b), ("submit", c), ("answer", b), ("answer", c)];
+    assert_eq!(notes, [alone, take, answer].concat());
     assert_eq!(
         [first, second, third].map(|queue| queue.worker.drain()),
         [Some(7); 3]
@@ -181,62 +186,62 @@ fn all_queues_that_rang_are_taken_from_before_any_is_answered() {
 }
 
 #[test]
-fn a_queue_that_panics_is_lost_alone() {
-    let (_pool, diary, [first, second, third]) = three();
+fn a_queue_that_panics_takes_no_other_queue_with_it() {
+    let (_pool, log, [first, second, third]) = three();
     drop(second.hold_up());
-    diary.wait_for(("give up", 'b'));
+    log.wait_for(("give up", 'b'));
     assert_eq!(second.worker.drain(), Some(7));
-    diary.0.lock().unwrap().clear();
+    log.0.lock().unwrap().clear();
     for (queue, name) in [(&first, 'a'), (&third, 'c')] {
         queue.ring();
-        diary.wait_for(("answer", name));
-        assert!(!queue.worker.finished());
+        log.wait_for(("answer", name));
+        assert!(!queue.worker.is_drained());
     }
 }
 
 #[test]
 fn a_thread_ends_with_its_last_queue_and_another_takes_its_place() {
-    let (pool, diary) = (Arc::new(WorkerPool::default()), Diary::default());
-    let first = Queue::new(&pool, 'a', &diary);
+    let (pool, log) = (Arc::new(WorkerPool::default()), CallLog::default());
+    let first = TestQueue::new(&pool, 'a', &log);
     first.worker.drain();
-    while !first.inbox().closed() {
+    while !first.inbox().is_closed() {
         thread::yield_now();
     }
-    let second = Queue::new(&pool, 'b', &diary);
+    let second = TestQueue::new(&pool, 'b', &log);
     assert!(!Arc::ptr_eq(first.inbox(), second.inbox()));
     assert_eq!(pool.shared.lock().unwrap().len(), 1);
     second.ring();
-    diary.wait_for(("answer", 'b'));
+    log.wait_for(("answer", 'b'));
 }
 
 #[test]
 fn a_thread_ends_when_its_only_queue_panics() {
-    let (pool, diary) = (Arc::new(WorkerPool::default()), Diary::default());
-    let alone = Alone {
+    let (pool, log) = (Arc::new(WorkerPool::default()), CallLog::default());
+    let alone = DedicatedThread {
         name: "alone".into(),
         cpu: None,
     };
-    let queue = Queue::start(&pool, Some(alone), 'a', &diary);
+    let queue = TestQueue::start(&pool, Some(alone), 'a', &log);
     drop(queue.hold_up());
-    diary.wait_for(("give up", 'a'));
-    while !queue.inbox().closed() {
+    log.wait_for(("give up", 'a'));
+    while !queue.inbox().is_closed() {
         thread::yield_now();
     }
     assert_eq!(queue.worker.drain(), Some(7));
 }
 
-/// The messages that a thread gets in the turn in which one of its queues panics still reach the other queues.
+/// Messages that arrive in a turn in which one queue panics still reach the other queues.
 #[test]
 fn a_queue_is_stopped_although_another_panics_in_the_same_turn() {
-    let (_pool, diary, [first, second, third]) = three();
+    let (_pool, log, [first, second, third]) = three();
     let opens = first.hold_up();
-    diary.wait_for(("take", 'a'));
-    second.panic_at_the_bell.store(true, Ordering::SeqCst);
+    log.wait_for(("take", 'a'));
+    second.panic_at_doorbell.store(true, Ordering::SeqCst);
     second.ring();
     third.worker.request_stop();
     opens.send(()).unwrap();
     assert_eq!(third.worker.drain(), Some(7));
     assert_eq!(second.worker.drain(), Some(7));
     first.ring();
-    diary.wait_for(("answer", 'a'));
+    log.wait_for(("answer", 'a'));
 }

@@ -1,38 +1,38 @@
-//! A worker over a RAM disk, with a model of the kernel at the other end of a socket in place of a UIO device.
+//! A worker over a RAM disk. A socket stands in for the UIO device, with a model of the kernel at its other end.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-use super::super::kernel::{Ended, Kernel, Request};
+use super::super::kernel::{EndedCommand, Kernel, Request};
 use super::*;
 use crate::backend::ram::RamDisk;
 
 const BLOCK: usize = 512;
 
-struct Machine {
+struct TestHost {
     kernel: Kernel,
     device: Device,
-    bell: UnixStream,
+    uio: UnixStream,
     worker: Option<Worker>,
 }
 
-impl Machine {
+impl TestHost {
     fn new() -> Self {
-        Self::over(RamDisk::new(64))
+        Self::with_disk(RamDisk::new(64))
     }
 
-    fn over(disk: RamDisk) -> Self {
+    fn with_disk(disk: RamDisk) -> Self {
         Self {
             kernel: Kernel::new(16384, 64),
             device: Device::new(Arc::new(disk), "disk", "serial", 512).unwrap(),
-            bell: UnixStream::pair().unwrap().0,
+            uio: UnixStream::pair().unwrap().0,
             worker: None,
         }
     }
 
     fn start(&mut self) {
         let (ours, uio) = UnixStream::pair().unwrap();
-        self.bell = ours;
+        self.uio = ours;
         let ring = CommandRing::open(self.kernel.memory()).unwrap();
         self.worker = Some(Worker::start(&self.device, ring, uio.into()).unwrap());
     }
@@ -42,15 +42,15 @@ impl Machine {
     }
 
     fn ring(&mut self) {
-        self.bell.write_all(&1_u32.to_ne_bytes()).unwrap();
+        self.uio.write_all(&1_u32.to_ne_bytes()).unwrap();
     }
 
     /// Waits until the worker has reported this many ended commands.
-    fn ended(&mut self, count: usize) -> Vec<Ended> {
+    fn wait_for_ended(&mut self, count: usize) -> Vec<EndedCommand> {
         let mut ended = Vec::new();
         while ended.len() < count {
-            self.bell.read_exact(&mut [0; 4]).unwrap();
-            ended.extend(self.kernel.ended());
+            self.uio.read_exact(&mut [0; 4]).unwrap();
+            ended.extend(self.kernel.take_ended());
         }
         assert_eq!(ended.len(), count);
         ended
@@ -78,15 +78,15 @@ fn write(lba: u8, byte: u8) -> Request {
 }
 
 #[test]
-fn what_waits_is_one_batch_and_one_wake() {
-    let mut machine = Machine::new();
+fn waiting_commands_make_one_batch_and_one_wake() {
+    let mut host = TestHost::new();
     for lba in 0..32 {
-        machine.queue(write(lba, lba + 1));
+        host.queue(write(lba, lba + 1));
     }
-    machine.start();
-    let ended = machine.ended(32);
+    host.start();
+    let ended = host.wait_for_ended(32);
     assert!(ended.iter().all(|ended| ended.status == 0));
-    let counts = machine.counts();
+    let counts = host.counts();
     assert_eq!(
         (counts.requests, counts.writes, counts.interrupts),
         (32, 32, 1)
@@ -94,48 +94,47 @@ fn what_waits_is_one_batch_and_one_wake() {
     assert_eq!(counts.bytes_written, 32 * BLOCK as u64);
     // Commands sent one at a time are each reported at once.
     for lba in 0..4 {
-        machine.queue(read(lba, 2));
-        machine.ring();
-        let data = machine.ended(1).remove(0).data;
+        host.queue(read(lba, 2));
+        host.ring();
+        let data = host.wait_for_ended(1).remove(0).data;
         let expected = [vec![lba + 1; BLOCK], vec![lba + 2; BLOCK]].concat();
         assert_eq!(data, expected);
     }
-    let counts = machine.counts();
+    let counts = host.counts();
     assert_eq!((counts.interrupts, counts.errors), (5, 0));
     assert_eq!(counts.bytes_read, 8 * BLOCK as u64);
 }
 
 #[test]
 fn refusals_come_with_sense_data() {
-    let mut machine = Machine::new();
-    machine.start();
-    let id = machine.queue(read(64, 1));
-    machine.ring();
-    let ended = machine.ended(1);
+    let mut host = TestHost::new();
+    host.start();
+    let id = host.queue(read(64, 1));
+    host.ring();
+    let ended = host.wait_for_ended(1);
     assert_eq!((ended[0].id, ended[0].status), (id, 2));
     // Fixed format: ILLEGAL REQUEST, LOGICAL BLOCK ADDRESS OUT OF RANGE.
     assert_eq!((ended[0].sense[0] & 0x7f, ended[0].sense[2]), (0x70, 5));
     assert_eq!(ended[0].sense[12..14], [0x21, 0]);
-    assert_eq!(machine.counts().errors, 1);
+    assert_eq!(host.counts().errors, 1);
 }
 
 #[test]
-fn what_a_kill_would_lose_is_told_before_a_write_is_answered() {
-    let mut machine = Machine::new();
+fn a_volatile_cache_is_reported_before_a_write_is_answered() {
+    let mut host = TestHost::new();
     let told = Arc::new(std::sync::Mutex::new(Vec::new()));
     let hook = Arc::clone(&told);
-    machine
-        .device
+    host.device
         .on_write_cache(Box::new(move |on| hook.lock().unwrap().push(on)));
-    machine.start();
-    let control = machine.device.control();
-    let backend = Arc::clone(machine.device.unit().backend());
+    host.start();
+    let control = host.device.control();
+    let backend = Arc::clone(host.device.unit().backend());
     assert!(!control.set_write_cache(false));
     for on in [false, true, true] {
         backend.set_write_cache(on);
-        machine.queue(write(1, 9));
-        machine.ring();
-        machine.ended(1);
+        host.queue(write(1, 9));
+        host.ring();
+        host.wait_for_ended(1);
     }
     assert_eq!(*told.lock().unwrap(), [true, false, true]);
     // The owner cannot turn writeback on: an initiator that has seen writethrough would not flush.
@@ -144,101 +143,101 @@ fn what_a_kill_would_lose_is_told_before_a_write_is_answered() {
 }
 
 #[test]
-fn the_end_of_the_write_cache_is_told_once_nothing_is_volatile() {
+fn the_end_of_the_write_cache_is_reported_once_nothing_is_volatile() {
     let disk = RamDisk::with_power_loss(64, true);
-    let mut machine = Machine::over(disk.clone());
+    let mut host = TestHost::with_disk(disk.clone());
     let (tell, told) = std::sync::mpsc::channel();
     let hook = std::sync::Mutex::new(tell);
-    machine.device.on_write_cache(Box::new(move |on| {
+    host.device.on_write_cache(Box::new(move |on| {
         // After `false` the next process would let initiators go on, so a power loss now must lose nothing.
         if !on {
             disk.power_loss();
         }
         hook.lock().unwrap().send(on).unwrap();
     }));
-    machine.start();
-    machine.queue(write(1, 9));
-    machine.ring();
-    machine.ended(1);
-    assert!(!machine.device.control().set_write_cache(false));
-    machine.queue(read(1, 1));
-    machine.ring();
-    machine.ended(1);
+    host.start();
+    host.queue(write(1, 9));
+    host.ring();
+    host.wait_for_ended(1);
+    assert!(!host.device.control().set_write_cache(false));
+    host.queue(read(1, 1));
+    host.ring();
+    host.wait_for_ended(1);
     assert_eq!([told.recv(), told.recv()], [Ok(true), Ok(false)]);
-    machine.queue(read(1, 1));
-    machine.ring();
-    assert_eq!(machine.ended(1)[0].data, [9; BLOCK]);
+    host.queue(read(1, 1));
+    host.ring();
+    assert_eq!(host.wait_for_ended(1)[0].data, [9; BLOCK]);
 }
 
 #[test]
-fn a_command_that_reads_nothing_shows_nothing_of_others() {
-    let mut machine = Machine::new();
-    machine.start();
-    machine.queue(write(1, 9));
-    machine.ring();
-    machine.ended(1);
+fn a_command_that_reads_nothing_leaks_nothing_of_others() {
+    let mut host = TestHost::new();
+    host.start();
+    host.queue(write(1, 9));
+    host.ring();
+    host.wait_for_ended(1);
     // A READ of zero blocks, into the buffer that the write used.
     let request = Request {
         read: BLOCK,
         ..read(1, 0)
     };
-    machine.queue(request);
-    machine.ring();
-    assert_eq!(machine.ended(1)[0].data, [0; BLOCK]);
+    host.queue(request);
+    host.ring();
+    assert_eq!(host.wait_for_ended(1)[0].data, [0; BLOCK]);
 }
 
 #[test]
 fn a_paused_device_leaves_commands_in_the_ring() {
-    let mut machine = Machine::new();
-    machine.start();
-    let control = machine.device.control();
+    let mut host = TestHost::new();
+    host.start();
+    let control = host.device.control();
     control.pause().unwrap();
-    machine.queue(write(1, 9));
-    machine.ring();
+    host.queue(write(1, 9));
+    host.ring();
     control.pause().unwrap();
-    assert_eq!(machine.counts().requests, 0);
+    assert_eq!(host.counts().requests, 0);
     control.resume();
-    machine.ended(1);
-    assert_eq!(machine.counts().requests, 1);
+    host.wait_for_ended(1);
+    assert_eq!(host.counts().requests, 1);
 }
 
 #[test]
-fn what_is_in_the_ring_at_the_end_waits_for_the_next_worker() {
-    let mut machine = Machine::new();
-    machine.start();
-    machine.queue(write(1, 7));
-    machine.ring();
-    machine.ended(1);
-    machine.worker.take().unwrap().stop();
-    let id = machine.queue(read(1, 1));
-    assert!(machine.kernel.ended().is_empty());
-    machine.start();
-    let ended = machine.ended(1);
+fn commands_left_in_the_ring_wait_for_the_next_worker() {
+    let mut host = TestHost::new();
+    host.start();
+    host.queue(write(1, 7));
+    host.ring();
+    host.wait_for_ended(1);
+    host.worker.take().unwrap().stop();
+    let id = host.queue(read(1, 1));
+    assert!(host.kernel.take_ended().is_empty());
+    host.start();
+    let ended = host.wait_for_ended(1);
     assert_eq!((ended[0].id, ended[0].data[0]), (id, 7));
 }
 
 #[test]
-fn a_torn_entry_ends_the_device_and_not_what_came_before_it() {
-    let mut machine = Machine::new();
-    machine.queue(write(3, 5));
-    machine.kernel.finish(8, 1);
-    machine.queue(write(4, 5));
-    machine.start();
-    let ended = machine.ended(1);
+fn a_torn_entry_stops_the_device_but_not_earlier_commands() {
+    let mut host = TestHost::new();
+    host.queue(write(3, 5));
+    host.kernel.finish(8, 1);
+    host.queue(write(4, 5));
+    host.start();
+    let ended = host.wait_for_ended(1);
     assert_eq!(ended[0].status, 0);
     // The worker's thread has ended, so its end of the socket is closed.
-    assert_eq!(machine.bell.read(&mut [0; 4]).unwrap(), 0);
-    assert_eq!(machine.counts().requests, 1);
+    assert_eq!(host.uio.read(&mut [0; 4]).unwrap(), 0);
+    assert_eq!(host.counts().requests, 1);
 }
 
 #[test]
 fn a_device_that_is_removed_is_served_no_longer() {
-    let mut machine = Machine::new();
-    machine.start();
+    let mut host = TestHost::new();
+    host.start();
     let (other, _) = UnixStream::pair().unwrap();
-    drop(std::mem::replace(&mut machine.bell, other));
-    // The worker reads nothing, or gets an error: it must not retry for ever.
-    while !machine.worker.as_ref().unwrap().finished() {
+    drop(std::mem::replace(&mut host.uio, other));
+    // The worker reads nothing, or gets an error: it must not retry forever.
+    while !host.worker.as_ref().unwrap().finished() {
         thread::yield_now();
     }
 }

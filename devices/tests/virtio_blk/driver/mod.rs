@@ -177,7 +177,7 @@ pub struct Answer {
 
 /// A request in the ring.
 #[derive(Clone, Debug)]
-pub struct Posted {
+pub struct PostedRequest {
     pub head: u16,
     data: GuestAddress,
     data_len: usize,
@@ -287,7 +287,7 @@ impl Driver {
         sector: u64,
         out: &[u8],
         data_in: usize,
-    ) -> Posted {
+    ) -> PostedRequest {
         let (posted, readable, writable) = self.lay_out(kind, sector, out, data_in);
         let mut pieces = vec![Piece::readable(readable, 16)];
         if !out.is_empty() {
@@ -301,7 +301,7 @@ impl Driver {
         }
         pieces.push(Piece::writable(posted.status, 1));
         let head = self.rings[queue].add(&pieces);
-        Posted { head, ..posted }
+        PostedRequest { head, ..posted }
     }
 
     /// Writes a request's bytes into fresh guest memory: readable and writable part, each without a gap.
@@ -311,7 +311,7 @@ impl Driver {
         sector: u64,
         out: &[u8],
         data_in: usize,
-    ) -> (Posted, GuestAddress, GuestAddress) {
+    ) -> (PostedRequest, GuestAddress, GuestAddress) {
         let readable = self.allocate(16 + out.len());
         let writable = self.allocate(data_in + 1);
         let mut header = [0; 16];
@@ -324,7 +324,7 @@ impl Driver {
         let status = GuestAddress(writable.0 + data_in as u64);
         self.memory.write_obj(UNANSWERED, status).expect("status");
         (
-            Posted {
+            PostedRequest {
                 head: u16::MAX,
                 data: writable,
                 data_len: data_in,
@@ -376,7 +376,7 @@ impl Driver {
     }
 
     /// The device's answer to `posted`.
-    pub fn answer(&self, posted: &Posted, written: u32) -> Answer {
+    pub fn answer(&self, posted: &PostedRequest, written: u32) -> Answer {
         let mut data = vec![0; posted.data_len];
         self.memory
             .read_slice(&mut data, posted.data)

@@ -69,7 +69,7 @@ impl MsiRouter for Router {
 
 /// The location of a virtio structure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct StructureLocation {
     pub bar: usize,
     pub offset: u64,
     pub len: u64,
@@ -79,10 +79,10 @@ pub struct Place {
 pub struct PciDriver {
     pub transport: PciTransport<Memory>,
     pub router: Arc<Router>,
-    pub common: Place,
-    pub notify: Place,
-    pub isr: Place,
-    pub device: Place,
+    pub common: StructureLocation,
+    pub notify: StructureLocation,
+    pub isr: StructureLocation,
+    pub device: StructureLocation,
     /// Offset of the PCI configuration access capability.
     pub pci_cfg: u16,
     /// Offset of the MSI-X capability.
@@ -109,7 +109,7 @@ impl PciDriver {
             transport.set_bar(bar.index, next);
             next += bar.size;
         }
-        let nowhere = Place {
+        let nowhere = StructureLocation {
             bar: 9,
             offset: 0,
             len: 0,
@@ -143,7 +143,7 @@ impl PciDriver {
 
     fn virtio_capability(&mut self, at: u16) {
         let [cfg_type, bar] = self.config(at + 3);
-        let place = Place {
+        let place = StructureLocation {
             bar: bar.into(),
             offset: u32::from_le_bytes(self.config(at + 8)).into(),
             len: u32::from_le_bytes(self.config(at + 12)).into(),

@@ -129,9 +129,10 @@ pub(super) fn read_config(
     let block_size = field(feature::BLK_SIZE, BLK_SIZE, 512);
     let max_discard = field(feature::DISCARD, MAX_DISCARD_SECTORS, 0);
     let max_write_zeroes = field(feature::WRITE_ZEROES, MAX_WRITE_ZEROES_SECTORS, 0);
-    let queues = match features.has(feature::MQ) {
-        true => transport.config16(NUM_QUEUES),
-        false => 1,
+    let queues = if features.has(feature::MQ) {
+        transport.config16(NUM_QUEUES)
+    } else {
+        1
     };
     let sectors = transport.config64(CAPACITY);
     if queues == 0 {

@@ -4,7 +4,7 @@ use crate::contract::Counts;
 use crate::error::Error;
 use crate::memory::{Arena, Region};
 use crate::pattern::BLOCK;
-use crate::queue::{Queue, Segment, Used};
+use crate::queue::{Queue, Segment, UsedElement};
 
 /// Sectors of a block.
 pub const SECTORS_PER_BLOCK: u64 = BLOCK as u64 / 512;
@@ -14,9 +14,9 @@ pub const SLOTS: usize = 32;
 pub const SEGMENTS: usize = 16;
 
 /// Returns the request with this number, and fills in its data if it is a write.
-pub type Plan<'a> = dyn FnMut(u32, &mut [u8]) -> Request + 'a;
+pub type RequestSource<'a> = dyn FnMut(u32, &mut [u8]) -> Request + 'a;
 /// Receives a request that has succeeded, with its data if it was a read.
-pub type Done<'a> = dyn FnMut(Request, &[u8]) -> Result<(), Error> + 'a;
+pub type CompletionHandler<'a> = dyn FnMut(Request, &[u8]) -> Result<(), Error> + 'a;
 
 /// One request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -123,7 +123,7 @@ impl RequestQueue {
         total: u32,
         next: &mut u32,
         indirect: bool,
-        plan: &mut Plan<'_>,
+        plan: &mut RequestSource<'_>,
     ) {
         let indirect = indirect && self.queue.features().indirect;
         for index in 0..SLOTS {
@@ -219,10 +219,10 @@ impl RequestQueue {
     /// Checks a used request's status and length; `bytes` is the length of its data if it is a read or write.
     pub(super) fn finish(
         &mut self,
-        used: Used,
+        used: UsedElement,
         bytes: usize,
         counts: &mut Counts,
-        done: &mut Done<'_>,
+        done: &mut CompletionHandler<'_>,
     ) -> Result<(), Error> {
         let unknown = Error::UsedRing {
             id: u32::from(used.token),

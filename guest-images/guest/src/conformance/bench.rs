@@ -111,7 +111,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Polls until `condition` holds. Each read of the status is an exit, which lets the VMM's threads run.
-    pub(super) fn until(
+    pub(super) fn wait_until(
         &mut self,
         what: &'static str,
         mut condition: impl FnMut(&mut Self) -> bool,
@@ -145,7 +145,7 @@ impl<'a> Bench<'a> {
     }
 
     /// Interrupts received, once those under way have arrived.
-    pub(super) fn settled(&mut self) -> u64 {
+    pub(super) fn wait_for_quiet(&mut self) -> u64 {
         loop {
             let before = self.interrupts.count();
             self.quiet();
@@ -158,7 +158,7 @@ impl<'a> Bench<'a> {
     /// Negotiates `features`, from a reset to FEATURES_OK. Returns whether the device accepts them.
     pub(super) fn choose(&mut self, features: u64) -> Result<bool, Problem> {
         self.transport.set_status(0);
-        self.until("a reset does not end", |bench| {
+        self.wait_until("a reset does not end", |bench| {
             bench.transport.status() == 0
         })?;
         self.transport.set_status(status::ACKNOWLEDGE);
@@ -262,7 +262,7 @@ impl<'a> Bench<'a> {
 
     /// Waits until the device has used `count` requests that the driver has not taken yet.
     pub(super) fn wait(&mut self, queue: usize, count: u16) -> Verdict {
-        self.until("a request is not answered", |bench| {
+        self.wait_until("a request is not answered", |bench| {
             let ring = &bench.rings[queue];
             ring.used_index().wrapping_sub(ring.taken) >= count
                 || bench.transport.status() & status::NEEDS_RESET != 0

@@ -7,33 +7,33 @@ use crate::transport::status;
 
 pub(super) const CASES: &[Case] = &[
     ("chain-follows-itself", |bench| {
-        needs_reset(bench, |bench| broken(bench, &[(16, NEXT, 0)]))
+        needs_reset(bench, |bench| post_chain(bench, &[(16, NEXT, 0)]))
     }),
     ("chain-loops-over-two", |bench| {
         needs_reset(bench, |bench| {
-            broken(bench, &[(16, NEXT | WRITE, 1), (16, NEXT | WRITE, 0)]);
+            post_chain(bench, &[(16, NEXT | WRITE, 1), (16, NEXT | WRITE, 0)]);
         })
     }),
     ("chain-leaves-the-table", |bench| {
-        needs_reset(bench, |bench| broken(bench, &[(16, NEXT, SIZE)]))
+        needs_reset(bench, |bench| post_chain(bench, &[(16, NEXT, SIZE)]))
     }),
     ("chain-without-a-status-byte", |bench| {
-        needs_reset(bench, |bench| broken(bench, &[(16, 0, 0)]))
+        needs_reset(bench, |bench| post_chain(bench, &[(16, 0, 0)]))
     }),
     ("chain-with-an-empty-status", |bench| {
         needs_reset(bench, |bench| {
-            broken(bench, &[(16, NEXT, 1), (0, WRITE, 0)]);
+            post_chain(bench, &[(16, NEXT, 1), (0, WRITE, 0)]);
         })
     }),
     ("writable-before-readable", |bench| {
         needs_reset(bench, |bench| {
-            broken(bench, &[(1, NEXT | WRITE, 1), (16, 0, 0)]);
+            post_chain(bench, &[(1, NEXT | WRITE, 1), (16, 0, 0)]);
         })
     }),
     ("more-than-2-to-the-32-bytes", |bench| {
         needs_reset(bench, |bench| {
             let most = u32::MAX;
-            broken(
+            post_chain(
                 bench,
                 &[(16, NEXT, 1), (most, NEXT | WRITE, 2), (most, WRITE, 0)],
             );
@@ -80,7 +80,7 @@ pub(super) const CASES: &[Case] = &[
 fn needs_reset(bench: &mut Bench<'_>, offence: impl FnOnce(&mut Bench<'_>)) -> Verdict {
     bench.start(ALL)?;
     bench.store(16, SECTOR, 16)?;
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     let used = bench.rings[0].used_index();
     offence(bench);
     bench.send(0);
@@ -88,7 +88,7 @@ fn needs_reset(bench: &mut Bench<'_>, offence: impl FnOnce(&mut Bench<'_>)) -> V
     let now = bench.rings[0].used_index();
     check(now == used, "it was answered", now.into())?;
     // The queue is dead until the reset, and the device must not report the fault twice.
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     bench.transport.notify(0);
     bench.quiet();
     let count = bench.interrupts.count() - seen;
@@ -98,16 +98,16 @@ fn needs_reset(bench: &mut Bench<'_>, offence: impl FnOnce(&mut Bench<'_>)) -> V
 }
 
 fn asks_for_a_reset(bench: &mut Bench<'_>, seen: u64) -> Verdict {
-    bench.until("no reset is asked for, status", |bench| {
+    bench.wait_until("no reset is asked for, status", |bench| {
         bench.transport.status() & status::NEEDS_RESET != 0
     })?;
-    bench.until("not told by an interrupt", |bench| {
+    bench.wait_until("not told by an interrupt", |bench| {
         bench.interrupts.count() > seen
     })
 }
 
 /// Offers the chain of these descriptors (length, flags, next), from 0 on, over a FLUSH request.
-fn broken(bench: &mut Bench<'_>, descriptors: &[(u32, u16, u16)]) {
+fn post_chain(bench: &mut Bench<'_>, descriptors: &[(u32, u16, u16)]) {
     bench.head(0, kind::FLUSH, 0);
     let address = bench.header(0);
     for (index, &(length, flags, next)) in (0..).zip(descriptors) {
@@ -119,14 +119,14 @@ fn broken(bench: &mut Bench<'_>, descriptors: &[(u32, u16, u16)]) {
 fn status_outside(bench: &mut Bench<'_>) -> Verdict {
     let end = bench.memory_end;
     needs_reset(bench, |bench| {
-        broken(bench, &[(16, NEXT, 1)]);
+        post_chain(bench, &[(16, NEXT, 1)]);
         bench.rings[0].describe(1, end, 1, WRITE, 0);
     })
 }
 
 fn status_wraps(bench: &mut Bench<'_>) -> Verdict {
     needs_reset(bench, |bench| {
-        broken(bench, &[(16, NEXT, 1)]);
+        post_chain(bench, &[(16, NEXT, 1)]);
         bench.rings[0].describe(1, u64::MAX - 10, 100, WRITE, 0);
     })
 }
@@ -154,7 +154,7 @@ fn nested(bench: &mut Bench<'_>) -> Verdict {
 fn index_jumps(bench: &mut Bench<'_>) -> Verdict {
     for ahead in [SIZE + 1, 1000, 0x8000, u16::MAX] {
         bench.start(ALL)?;
-        let seen = bench.settled();
+        let seen = bench.wait_for_quiet();
         bench.rings[0].set_index(ahead);
         bench.transport.notify(0);
         asks_for_a_reset(bench, seen)?;
@@ -166,9 +166,9 @@ fn index_jumps(bench: &mut Bench<'_>) -> Verdict {
 }
 
 /// A queue at invalid addresses or of an invalid size.
-fn misplaced(bench: &mut Bench<'_>, size: u16, areas: [u64; 3]) -> Verdict {
+fn set_bad_queue(bench: &mut Bench<'_>, size: u16, areas: [u64; 3]) -> Verdict {
     bench.negotiate(ALL)?;
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     bench.rings[0].clear(SIZE);
     // The device may refuse the queue here, or when it goes live: both are right.
     let _ = bench.transport.set_queue(0, size, areas);
@@ -184,7 +184,7 @@ fn rings_outside(bench: &mut Bench<'_>) -> Verdict {
         for address in [end, end - 16, 1 << 40] {
             let mut areas = good;
             areas[area] = address;
-            misplaced(bench, SIZE, areas)?;
+            set_bad_queue(bench, SIZE, areas)?;
         }
     }
     Ok(())
@@ -195,7 +195,7 @@ fn rings_wrap(bench: &mut Bench<'_>) -> Verdict {
     for area in 0..3 {
         let mut areas = good;
         areas[area] = u64::MAX - 15;
-        misplaced(bench, SIZE, areas)?;
+        set_bad_queue(bench, SIZE, areas)?;
     }
     Ok(())
 }
@@ -205,7 +205,7 @@ fn rings_not_aligned(bench: &mut Bench<'_>) -> Verdict {
     for (area, off) in [(0, 8), (1, 1), (2, 2)] {
         let mut areas = good;
         areas[area] += off;
-        misplaced(bench, SIZE, areas)?;
+        set_bad_queue(bench, SIZE, areas)?;
     }
     Ok(())
 }
@@ -214,7 +214,7 @@ fn odd_sizes(bench: &mut Bench<'_>) -> Verdict {
     let areas = bench.rings[0].areas();
     let most = bench.transport.queue_max(0);
     for size in [0, 3, 100, most * 2, 0x8000, u16::MAX] {
-        misplaced(bench, size, areas)?;
+        set_bad_queue(bench, size, areas)?;
     }
     Ok(())
 }
@@ -239,7 +239,7 @@ fn scribbled(bench: &mut Bench<'_>) -> Verdict {
     bench.rings[0].scribble_on_used();
     bench.post(0, 7, 14, (kind::FLUSH, 0), &[]);
     bench.send(0);
-    bench.until("the used index is not the device's", |bench| {
+    bench.wait_until("the used index is not the device's", |bench| {
         bench.rings[0].used_index() == 5
     })?;
     let (head, _) = bench.rings[0].used_at(4);
@@ -278,7 +278,7 @@ fn doorbell_storm(bench: &mut Bench<'_>) -> Verdict {
 
 fn breaks_in_flight(bench: &mut Bench<'_>) -> Verdict {
     bench.start(ALL)?;
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     let segment = bench.data(SECTOR, false);
     for slot in 0..8 {
         let sector = 600 + u64::from(slot);
@@ -290,7 +290,7 @@ fn breaks_in_flight(bench: &mut Bench<'_>) -> Verdict {
     // The fault does not affect the other queue of the same disk.
     bench.post(1, 20, 60, (kind::IN, u64::MAX), &[segment]);
     bench.send(1);
-    bench.until("the other queue is dead", |bench| {
+    bench.wait_until("the other queue is dead", |bench| {
         bench.rings[1].used_index() == 1
     })?;
     let status = bench.answer(20);

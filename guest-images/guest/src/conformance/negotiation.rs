@@ -99,7 +99,7 @@ fn status_grows(bench: &mut Bench<'_>) -> Verdict {
 fn before_driver_ok(bench: &mut Bench<'_>) -> Verdict {
     bench.negotiate(ALL)?;
     bench.set_up(0, 64)?;
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     bench.post(0, 0, 0, (kind::FLUSH, 0), &[]);
     bench.send(0);
     bench.quiet();

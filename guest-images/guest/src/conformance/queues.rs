@@ -128,7 +128,7 @@ fn one_interrupt(bench: &mut Bench<'_>) -> Verdict {
         bench.features,
     )?;
     for _ in 0..10 {
-        let seen = bench.settled();
+        let seen = bench.wait_for_quiet();
         let last = bench.rings[0].offered().wrapping_add(15);
         bench.rings[0].set_used_event(last);
         // With EVENT_IDX the device must ignore this flag (2.7.7.1).
@@ -136,7 +136,7 @@ fn one_interrupt(bench: &mut Bench<'_>) -> Verdict {
         flushes(bench, 0, 16);
         bench.send(0);
         all_ok(bench, 0, 16)?;
-        bench.until("no interrupt", |bench| bench.interrupts.count() > seen)?;
+        bench.wait_until("no interrupt", |bench| bench.interrupts.count() > seen)?;
         bench.quiet();
         let count = bench.interrupts.count() - seen;
         check(count == 1, "interrupts for one batch", count)?;
@@ -155,7 +155,7 @@ fn next_doorbell(bench: &mut Bench<'_>) -> Verdict {
         all_ok(bench, 0, 4)?;
         // The device is idle now, so it must ask for a doorbell with the very next chain.
         let offered = bench.rings[0].offered();
-        bench.until("avail_event stays behind", |bench| {
+        bench.wait_until("avail_event stays behind", |bench| {
             bench.rings[0].avail_event() == offered
         })?;
     }
@@ -167,7 +167,7 @@ fn interrupt_flag(bench: &mut Bench<'_>) -> Verdict {
     bench.rings[0].set_no_interrupt(true);
     // Without EVENT_IDX the device must ignore the event index, even one that asks for an interrupt.
     bench.rings[0].set_used_event(0);
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     flushes(bench, 0, 8);
     bench.send(0);
     all_ok(bench, 0, 8)?;
@@ -175,11 +175,11 @@ fn interrupt_flag(bench: &mut Bench<'_>) -> Verdict {
     let count = bench.interrupts.count() - seen;
     check(count == 0, "interrupts nobody asked for", count)?;
     bench.rings[0].set_no_interrupt(false);
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     flushes(bench, 0, 1);
     bench.send(0);
     all_ok(bench, 0, 1)?;
-    bench.until("no interrupt", |bench| bench.interrupts.count() > seen)
+    bench.wait_until("no interrupt", |bench| bench.interrupts.count() > seen)
 }
 
 fn two_queues(bench: &mut Bench<'_>) -> Verdict {
@@ -230,7 +230,7 @@ fn in_flight(bench: &mut Bench<'_>, queue: u16) {
 
 /// Checks that queue `index` does not change any more, even after a doorbell.
 fn stays_still(bench: &mut Bench<'_>, index: u16) -> Verdict {
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     let used = bench.rings[usize::from(index)].used_index();
     bench.transport.notify(index);
     bench.quiet();
@@ -252,7 +252,7 @@ fn queue_reset(bench: &mut Bench<'_>) -> Verdict {
         bench.transport.reset_queue(1);
         // The other queue works meanwhile.
         bench.store(8, SECTOR, 6)?;
-        bench.until("the reset does not end", |bench| {
+        bench.wait_until("the reset does not end", |bench| {
             !bench.transport.queue_resetting(1)
         })?;
         let enabled = bench.transport.queue_enabled(1);
@@ -272,7 +272,7 @@ impl Bench<'_> {
     /// Resets the queue and sets it up again as [`start`](Self::start) does.
     fn set_up_anew(&mut self, index: u16) -> Verdict {
         self.transport.reset_queue(index);
-        self.until("the reset does not end", |bench| {
+        self.wait_until("the reset does not end", |bench| {
             !bench.transport.queue_resetting(index)
         })?;
         self.set_up(index, SIZE)
@@ -299,7 +299,7 @@ fn device_reset(bench: &mut Bench<'_>) -> Verdict {
         in_flight(bench, 0);
         in_flight(bench, 1);
         bench.transport.set_status(0);
-        bench.until("the reset does not end", |bench| {
+        bench.wait_until("the reset does not end", |bench| {
             bench.transport.status() == 0
         })?;
         stays_still(bench, 0)?;

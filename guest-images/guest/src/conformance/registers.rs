@@ -43,7 +43,7 @@ fn interrupt_status(bench: &mut Bench<'_>) -> Verdict {
     bench.start(ALL & !EVENT_IDX)?;
     let control = bench.transport.control();
     bench.expect((kind::FLUSH, 0), &[], OK)?;
-    bench.until("no bit", |_| control.read32(STATUS) == 1)?;
+    bench.wait_until("no bit", |_| control.read32(STATUS) == 1)?;
     control.write32(ACK, 2);
     let found = control.read32(STATUS);
     check(found == 1, "acknowledged by another bit", found.into())?;
@@ -51,7 +51,7 @@ fn interrupt_status(bench: &mut Bench<'_>) -> Verdict {
     let found = control.read32(STATUS);
     check(found == 0, "not acknowledged", found.into())?;
     bench.expect((kind::FLUSH, 0), &[], OK)?;
-    bench.until("no bit", |_| control.read32(STATUS) == 1)?;
+    bench.wait_until("no bit", |_| control.read32(STATUS) == 1)?;
     bench.transport.set_status(0);
     let found = control.read32(STATUS);
     check(found == 0, "not cleared by a reset", found.into())
@@ -101,11 +101,11 @@ fn pci_widths(bench: &mut Bench<'_>) -> Verdict {
 fn masked(bench: &mut Bench<'_>) -> Verdict {
     bench.start(ALL & !EVENT_IDX)?;
     bench.transport.mask_queue(0, true);
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     for _ in 0..3 {
         bench.expect((kind::FLUSH, 0), &[], OK)?;
     }
-    bench.until("the vector is not pending", |bench| {
+    bench.wait_until("the vector is not pending", |bench| {
         bench.transport.queue_pending(0)
     })?;
     bench.quiet();
@@ -114,7 +114,7 @@ fn masked(bench: &mut Bench<'_>) -> Verdict {
     let other = bench.transport.queue_pending(1);
     check(!other, "another vector is pending", 1)?;
     bench.transport.mask_queue(0, false);
-    bench.until("no interrupt once unmasked", |bench| {
+    bench.wait_until("no interrupt once unmasked", |bench| {
         bench.interrupts.count() > seen
     })?;
     bench.quiet();
@@ -137,7 +137,7 @@ fn no_vector(bench: &mut Bench<'_>) -> Verdict {
         check(found == 0xffff, "vector", found.into())?;
     }
     // 4.1.5.3.1: without a vector the device sends no interrupt.
-    let seen = bench.settled();
+    let seen = bench.wait_for_quiet();
     bench.expect((kind::FLUSH, 0), &[], OK)?;
     bench.quiet();
     let count = bench.interrupts.count() - seen;

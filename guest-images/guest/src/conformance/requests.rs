@@ -50,9 +50,10 @@ fn largest(bench: &mut Bench<'_>) -> Verdict {
             segment.address += (piece * size) as u64;
         }
         let bytes = bench.data.bytes_mut();
-        match write {
-            true => fill(&mut bytes[..pieces * size], 99),
-            false => bytes.fill(0),
+        if write {
+            fill(&mut bytes[..pieces * size], 99);
+        } else {
+            bytes.fill(0);
         }
         let request = if write { kind::OUT } else { kind::IN };
         bench.expect((request, 16), &segments[..pieces], OK)?;

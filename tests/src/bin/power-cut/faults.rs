@@ -81,9 +81,10 @@ impl Program {
                 if traced {
                     ptrace::traceme()?;
                 }
-                match filter.is_empty() {
-                    true => Ok(()),
-                    false => apply_filter(&filter).map_err(|_| io::ErrorKind::Unsupported.into()),
+                if filter.is_empty() {
+                    Ok(())
+                } else {
+                    apply_filter(&filter).map_err(|_| io::ErrorKind::Unsupported.into())
                 }
             });
         }

@@ -18,7 +18,7 @@ use crate::record::{MOUNT, image, imported, log_of};
 const COMMANDS_EACH: usize = 16;
 
 /// The first and the last state that a client's region may be in, by the client's number.
-type Found = BTreeMap<usize, (usize, usize)>;
+type StateRanges = BTreeMap<usize, (usize, usize)>;
 
 /// The inputs of judging.
 pub struct Judge<'a> {
@@ -75,9 +75,12 @@ impl Judge<'_> {
         for (name, promise) in &promises.disks {
             let export = Path::new("/run").join(name);
             let exported = check(name)
-                .and_then(|()| match commands {
-                    true => self.command("check", name, None),
-                    false => Ok(()),
+                .and_then(|()| {
+                    if commands {
+                        self.command("check", name, None)
+                    } else {
+                        Ok(())
+                    }
                 })
                 .and_then(|()| self.export(name, &export, commands))
                 .and_then(|()| std::fs::read(&export).map_err(|error| error.to_string()));
@@ -118,7 +121,7 @@ impl Judge<'_> {
         promise: &Promise,
         promises: &Promises,
         bytes: &[u8],
-        found: &mut Found,
+        found: &mut StateRanges,
         broken: &mut Vec<String>,
     ) {
         let size = bytes.len() as u64;
@@ -164,7 +167,7 @@ impl Judge<'_> {
     }
 
     /// Checks that the states of all clients of a log form a prefix of their operations.
-    fn order(&self, found: &Found, broken: &mut Vec<String>) {
+    fn order(&self, found: &StateRanges, broken: &mut Vec<String>) {
         let chains = &self.history.chains;
         for (&one, &(_, last)) in found {
             for (&other, &(first, _)) in found {
@@ -187,9 +190,10 @@ impl Judge<'_> {
         command.args(["disk", action, name]).args(to);
         command.arg("--log").arg(log_of(name)).current_dir(MOUNT);
         let output = command.output().map_err(|error| error.to_string())?;
-        match output.status.success() {
-            true => Ok(()),
-            false => Err(String::from_utf8_lossy(&output.stderr).trim().to_owned()),
+        if output.status.success() {
+            Ok(())
+        } else {
+            Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
         }
     }
 

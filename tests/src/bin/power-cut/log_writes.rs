@@ -85,9 +85,10 @@ impl Log {
             let (flags, text) = (number(16, &sector), number(24, &sector) as usize);
             let len = number(8, &sector) as usize * SECTOR;
             at += SECTOR as u64;
-            let mark = match flags & MARK != 0 {
-                true => sector[32..][..text.min(SECTOR - 32)].to_vec(),
-                false => Vec::new(),
+            let mark = if flags & MARK != 0 {
+                sector[32..][..text.min(SECTOR - 32)].to_vec()
+            } else {
+                Vec::new()
             };
             entries.push(Entry {
                 offset: number(0, &sector) * SECTOR as u64,

@@ -14,7 +14,7 @@ use std::time::Instant;
 use clap::Args;
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::event_loop::EventSet;
-use walvisor_devices::listen::{Stop, Waited, Waiter};
+use walvisor_devices::listen::{Stop, Waiter, WakeReason};
 
 use super::config::PoolFile;
 use super::door::Doors;
@@ -240,7 +240,7 @@ impl Shutdown {
         let server = server.transpose().map_err(CommandError::failed)?;
         let ended = loop {
             match (waiter.wait(&self.signals, EventSet::IN, None), &mut pool) {
-                (Ok(Waited::Ready), Some(pool)) => match self.signals.take() {
+                (Ok(WakeReason::Ready), Some(pool)) => match self.signals.take() {
                     Ok(libc::SIGHUP) => pool.reload(&controlled, hotplug),
                     taken => break taken.map(|_| ()),
                 },

@@ -61,13 +61,13 @@ const ATTACKS: [(&str, Attack); 43] = [
         it.send(&[0; 3]);
         it.socket.shutdown(std::net::Shutdown::Write).unwrap();
     }),
-    ("message 2 has 4294967295 bytes", |it| {
+    ("message 2 is 4294967295 bytes, more than 4096", |it| {
         it.send(&header(SET_FEATURES, u32::MAX));
     }),
     ("message 2 ends after 4 bytes", |it| {
         it.message(SET_FEATURES, &[0; 4], &[]);
     }),
-    ("message 77 is not for a disk", |it| it.fields(77, &[])),
+    ("message 77 is unknown to a disk", |it| it.fields(77, &[])),
     ("comes with descriptors", |it| {
         let file = memory(1);
         it.message(GET_FEATURES, &[], &[file.as_fd()]);
@@ -107,7 +107,7 @@ const ATTACKS: [(&str, Attack); 43] = [
     ("ring 0 has 32768 descriptors", |it| {
         it.fields(SET_VRING_NUM, &[pair(0, 32768)]);
     }),
-    ("more than 16 bits", |it| {
+    ("does not fit in 16 bits", |it| {
         it.fields(SET_VRING_BASE, &[pair(0, 65536)]);
     }),
     ("a kick descriptor is not an event descriptor", |it| {
@@ -134,12 +134,14 @@ const ATTACKS: [(&str, Attack); 43] = [
         let file = file.or_else(|_| File::open("/sys/kernel/uevent_seqnum"));
         it.share_page(&file.unwrap());
     }),
-    ("to be polled", |it| it.fields(SET_VRING_KICK, &[1 << 8])),
+    ("polling is not supported", |it| {
+        it.fields(SET_VRING_KICK, &[1 << 8])
+    }),
     ("ring 0 lies outside the memory", |it| {
         let [kick, error] = events();
         it.start_ring(&kick, &error);
     }),
-    ("of configuration at once", |it| {
+    ("bytes of configuration, more than 256", |it| {
         it.fields(GET_CONFIG, &[pair(0, 4000), 0]);
     }),
     ("a configuration write without its data", |it| {
@@ -159,15 +161,15 @@ const ATTACKS: [(&str, Attack); 43] = [
         reply[4] |= 4;
         it.send(&reply);
     }),
-    ("message 12 has more than one descriptor", |it| {
+    ("message 12 comes with more than one descriptor", |it| {
         let [kick, other] = events();
         let files = [kick.as_fd(), other.as_fd()];
         it.message(SET_VRING_KICK, &payload(&[0]), &files);
     }),
-    ("the flag about a ring", |it| {
+    ("with the flag that there is none", |it| {
         it.fields(SET_VRING_CALL, &[0])
     }),
-    ("contradicts the descriptors", |it| {
+    ("a ring's descriptor is missing", |it| {
         let [call, _] = events();
         it.message(SET_VRING_CALL, &payload(&[1 << 8]), &[call.as_fd()]);
     }),
@@ -183,7 +185,7 @@ const ATTACKS: [(&str, Attack); 43] = [
     ("there is no memory region", |it| {
         it.fields(REM_MEM_REG, &[0, 0, 0x1000, 0, 0]);
     }),
-    ("a log of memory writes", |it| {
+    ("logging of memory writes", |it| {
         it.fields(SET_VRING_ADDR, &[pair(0, 1), 0, 0x200, 0x100, 0]);
     }),
     ("without VIRTIO_F_VERSION_1", |it| {

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::event_loop::EventSet;
-use walvisor_devices::listen::{Stop, Waited, Waiter};
+use walvisor_devices::listen::{Stop, Waiter, WakeReason};
 use walvisor_devices::tcmu::Device;
 
 use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec};
@@ -117,7 +117,7 @@ impl TargetDisks {
     pub(super) fn listen(&self, events: &Events, stop: &Stop) {
         let listening = || {
             let mut waiter = Waiter::new(events, stop)?;
-            while waiter.wait(events, EventSet::IN, None)? == Waited::Ready {
+            while waiter.wait(events, EventSet::IN, None)? == WakeReason::Ready {
                 let (device, change) = match events.next() {
                     Ok(Some(event)) => event,
                     Ok(None) => continue,

@@ -1,4 +1,4 @@
-//! What a connection's wire needs of TLS, so that it is the same in a program without rustls.
+//! What a connection needs from TLS, so that its code is the same in a program without rustls.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::OwnedFd;
@@ -26,18 +26,18 @@ impl Write for Socket {
     }
 }
 
-/// The TLS state of a connection. It waits for nothing.
-pub(super) trait Session: Send {
-    /// Whether the handshake goes on.
+/// The TLS state of a connection. No call blocks.
+pub(super) trait TlsSession: Send {
+    /// Whether the handshake is still going on.
     fn is_shaking_hands(&self) -> bool;
 
-    /// Takes decrypted bytes; [`WouldBlock`](io::ErrorKind::WouldBlock) if there are none.
+    /// Reads decrypted bytes; [`WouldBlock`](io::ErrorKind::WouldBlock) if there are none.
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize>;
 
-    /// Encrypts a part of `slices`, as much as the send buffer holds; returns how many bytes.
+    /// Encrypts as much of `slices` as the send buffer holds, and returns how many bytes that is.
     fn write(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize>;
 
-    /// Whether encrypted bytes are to be sent.
+    /// Whether there are encrypted bytes to send.
     fn has_unsent(&self) -> bool;
 
     /// Sends encrypted bytes once.
@@ -47,9 +47,9 @@ pub(super) trait Session: Send {
     fn receive(&mut self, socket: &mut Socket) -> io::Result<usize>;
 
     /// Decrypts the complete records; returns whether there are decrypted bytes.
-    /// [`InvalidData`](io::ErrorKind::InvalidData): the alert that gives the reason is to be sent.
+    /// On [`InvalidData`](io::ErrorKind::InvalidData) the caller has to send the alert that tells the client why.
     fn decrypt(&mut self) -> io::Result<bool>;
 
-    /// Adds the closure alert to what is to be sent.
+    /// Queues the closure alert for sending.
     fn close(&mut self);
 }

@@ -1,6 +1,6 @@
-//! Temporary directories below the cache, each for one build or one run. They hold gigabytes (sparse) for a while,
-//! and must not pile up when their owner is killed. Each has a lock file that the kernel unlocks when the owner ends,
-//! and the next process to make a directory removes those whose lock is free.
+//! Temporary directories below the cache, one per build or run. They hold gigabytes (sparse) for a while, and must not
+//! pile up when their owner is killed. Each has a lock file, which the kernel unlocks when the owner ends; the next
+//! process that creates a directory removes those whose lock is free.
 
 use std::fs::{self, File};
 use std::path::Path;
@@ -16,20 +16,20 @@ const LOCK: &str = "lock";
 
 /// A directory that is removed when this value is dropped.
 #[derive(Debug)]
-pub(crate) struct Area {
+pub(crate) struct ScratchDir {
     directory: TempDir,
-    // Never read: the lock on this file shows other processes that the owner is alive.
+    // Never read: the lock on this file tells other processes that the owner is alive.
     _lock: File,
 }
 
-impl Area {
-    /// Makes an empty directory, and removes the directories of dead processes.
+impl ScratchDir {
+    /// Creates an empty directory, and removes the directories of dead processes.
     ///
     /// # Errors
     /// The cache cannot be written to.
     pub(crate) fn new(cache: &Cache, reporter: &Reporter) -> Result<Self> {
-        // This lock keeps other processes from being between making their directory and locking it.
-        let _making = cache.lock("areas", reporter)?;
+        // With this lock no other process is between creating its directory and locking it.
+        let _creating = cache.lock("areas", reporter)?;
         for entry in fs::read_dir(cache.root())
             .at("read", cache.root())?
             .flatten()
@@ -37,7 +37,7 @@ impl Area {
             if entry.file_name().to_string_lossy().starts_with(PREFIX)
                 && is_abandoned(&entry.path())
             {
-                // Best effort: a directory that cannot be removed now only takes space.
+                // Best effort: a directory that cannot be removed only takes space.
                 let _ = fs::remove_dir_all(entry.path());
             }
         }
@@ -69,16 +69,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_the_dead_left_is_removed_and_what_the_living_use_is_not() {
+    fn directories_of_dead_processes_are_removed_and_others_are_not() {
         let root = tempfile::tempdir().unwrap();
         let cache = Cache::open(Some(root.path().to_owned())).unwrap();
         let reporter = Reporter::quiet(None);
         let dead = root.path().join("area-dead");
         fs::create_dir(&dead).unwrap();
         fs::write(dead.join(LOCK), "").unwrap();
-        let first = Area::new(&cache, &reporter).unwrap();
+        let first = ScratchDir::new(&cache, &reporter).unwrap();
         assert!(!dead.exists());
-        let second = Area::new(&cache, &reporter).unwrap();
+        let second = ScratchDir::new(&cache, &reporter).unwrap();
         assert!(first.path().exists() && second.path().exists());
         let path = first.path().to_owned();
         drop(first);

@@ -1,4 +1,4 @@
-//! How connections end, and what the log says about it.
+//! Why a connection ended, and how that is logged.
 
 use std::io;
 
@@ -7,7 +7,7 @@ use rustix::io::Errno;
 /// Why a connection has ended.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ConnectionEnd {
-    /// The client left or the server stops. This is no error.
+    /// The client left, or the server is stopping. Not an error.
     #[error("the connection has ended")]
     Gone,
     /// The client broke the protocol.
@@ -24,7 +24,7 @@ impl From<Errno> for ConnectionEnd {
     }
 }
 
-/// Logs why a connection has ended, unless it ended regularly.
+/// Logs why a connection has ended, unless it was closed as usual.
 pub(super) fn report(outcome: Result<(), ConnectionEnd>) {
     match outcome {
         Err(ConnectionEnd::Socket(error)) if error.kind() == io::ErrorKind::InvalidData => {

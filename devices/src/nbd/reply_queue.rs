@@ -1,4 +1,4 @@
-//! Replies that wait until the socket takes them.
+//! Replies that wait for room in the socket's send buffer.
 
 use std::collections::VecDeque;
 use std::io::{self, IoSlice};
@@ -23,9 +23,9 @@ impl Piece {
     }
 }
 
-/// The sending half of a connection. Data that was read is sent from the buffer of the read, without a copy.
+/// The sending half of a connection. Data is sent from the buffer that it was read into, without a copy.
 #[derive(Default)]
-pub(super) struct Outgoing {
+pub(super) struct ReplyQueue {
     pieces: VecDeque<Piece>,
     /// Bytes of the first piece that have been sent.
     sent: usize,
@@ -33,7 +33,7 @@ pub(super) struct Outgoing {
     bytes: usize,
 }
 
-impl Outgoing {
+impl ReplyQueue {
     /// Unsent bytes.
     pub(super) fn len(&self) -> usize {
         self.bytes
@@ -43,8 +43,8 @@ impl Outgoing {
         self.bytes == 0
     }
 
-    /// Lets `put` append bytes to the replies that wait.
-    pub(super) fn header(&mut self, put: impl FnOnce(&mut Vec<u8>)) {
+    /// Appends the bytes that `put` writes.
+    pub(super) fn push_header(&mut self, put: impl FnOnce(&mut Vec<u8>)) {
         if !matches!(self.pieces.back(), Some(Piece::Bytes(_))) {
             self.pieces.push_back(Piece::Bytes(Vec::new()));
         }
@@ -55,7 +55,8 @@ impl Outgoing {
         }
     }
 
-    pub(super) fn data(&mut self, data: Buffer) {
+    /// Appends data, without a copy.
+    pub(super) fn push_data(&mut self, data: Buffer) {
         self.bytes += data.len();
         self.pieces.push_back(Piece::Data(data));
     }
