@@ -17,7 +17,7 @@ use walvisor_block::short_slice;
 use crate::format::Kind;
 use crate::index::Place;
 use crate::log::disk_state::DiskState;
-use crate::log::group::{Group, Spare};
+use crate::log::group::{Group, GroupBuffers};
 use crate::log::pipeline::Modification;
 use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
 use crate::log::waiters::{Mailbox, Waiter};
@@ -40,7 +40,7 @@ pub(crate) enum Refused {
 pub(crate) struct Committer {
     pub log: Arc<Log>,
     pub mailbox: Arc<Mailbox>,
-    spare: Spare,
+    buffers: GroupBuffers,
     leader: Leader,
     /// The port has appended a record or added a waiter since it last looked at the log.
     unstarted: bool,
@@ -58,7 +58,7 @@ impl Committer {
             log,
             leader,
             mailbox,
-            spare: Spare::default(),
+            buffers: GroupBuffers::default(),
             unstarted: false,
         })
     }
@@ -159,14 +159,14 @@ impl Committer {
         let _failing = FailOnPanic::new(&log);
         loop {
             let mut state = log.lock();
-            let batch = log.write_behind(&mut state, &mut self.spare);
+            let batch = log.write_behind(&mut state, &mut self.buffers);
             state.check(&log);
             if let Some((io, batch)) = batch {
                 drop(state);
                 let ran = log.appender.append(io);
-                self.spare.chunks = ran.list;
+                self.buffers.chunks = ran.list;
                 let own = Some(&self.mailbox).filter(|_| polls);
-                log.end_group(batch, ran.result, own, &mut self.spare, |state| {
+                log.end_group(batch, ran.result, own, &mut self.buffers, |state| {
                     state.check(&log);
                 });
                 continue;
@@ -271,7 +271,7 @@ impl Committer {
 /// A thread's means to lead: the writer's or the keeper's.
 pub(crate) struct Leader {
     log: Arc<Log>,
-    spare: Spare,
+    buffers: GroupBuffers,
     /// Whether this thread leads now.
     leads: bool,
     /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look.
@@ -284,7 +284,7 @@ impl Leader {
     pub(crate) fn new(log: Arc<Log>, own: Option<Arc<Mailbox>>) -> Self {
         Self {
             log,
-            spare: Spare::default(),
+            buffers: GroupBuffers::default(),
             leads: false,
             until: None,
             own,
@@ -303,7 +303,7 @@ impl Leader {
         if state.led && !self.leads {
             return None;
         }
-        let next = self.log.lead(&mut state, &mut self.spare);
+        let next = self.log.lead(&mut state, &mut self.buffers);
         state.check(&self.log);
         self.leads = next.is_some();
         state.led = self.leads;
@@ -325,13 +325,13 @@ impl Leader {
     /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller calls `begin` next; if there
     /// may be more to do, it keeps the lead and gets `true`. Without `goes_on` the writer thread is called for that.
     pub(crate) fn end(&mut self, group: Group, ran: Appended, goes_on: bool) -> bool {
-        self.spare.chunks = ran.list;
+        self.buffers.chunks = ran.list;
         let (log, until) = (&self.log, &mut self.until);
         let wanted = log.end_group(
             group,
             ran.result,
             self.own.as_ref(),
-            &mut self.spare,
+            &mut self.buffers,
             |state| {
                 let wanted = log.wants_leader(state);
                 state.led = wanted && goes_on;

@@ -45,7 +45,7 @@ pub(crate) struct Group {
 
 /// Lists of earlier groups, for reuse: so a leading thread does not allocate new ones for each of its groups.
 #[derive(Default)]
-pub(crate) struct Spare {
+pub(crate) struct GroupBuffers {
     records: Vec<Vec<Record>>,
     /// For the next batch; see [`Appended::list`](crate::medium::file::Appended::list).
     pub(crate) chunks: Vec<Chunk>,
@@ -78,13 +78,17 @@ impl Syncing {
 
 impl Log {
     /// The next operation of the log's leader, if there is one now.
-    pub(crate) fn lead(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
+    pub(crate) fn lead(
+        &self,
+        state: &mut State,
+        buffers: &mut GroupBuffers,
+    ) -> Option<(Io, Group)> {
         if self.poisoned.load(Ordering::Acquire) {
             return None;
         }
         if state.waiters.lsns().len() > 0
             && self.group_starts(state)
-            && let Some(group) = self.serve(state, spare)
+            && let Some(group) = self.serve(state, buffers)
         {
             return Some(group);
         }
@@ -92,7 +96,7 @@ impl Log {
             return Some(self.sync_only(state));
         }
         let batch = match self.is_left_to_leader(state) {
-            true => self.batch(state, spare, false),
+            true => self.batch(state, buffers, false),
             false => None,
         };
         let write_back = || {
@@ -102,31 +106,35 @@ impl Log {
         };
         batch
             .or_else(write_back)
-            .or_else(|| self.seal(state, spare))
+            .or_else(|| self.seal(state, buffers))
     }
 
     /// The next write without a sync for a port, while the leader may be busy with a sync: a batch, or a segment's
     /// summary; `None` if there is none.
-    pub(crate) fn write_behind(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
+    pub(crate) fn write_behind(
+        &self,
+        state: &mut State,
+        buffers: &mut GroupBuffers,
+    ) -> Option<(Io, Group)> {
         if self.poisoned.load(Ordering::Acquire) || self.leader_alone {
             return None;
         }
         let batch = match self.is_behind(state) {
-            true => self.batch(state, spare, false),
+            true => self.batch(state, buffers, false),
             false => None,
         };
-        batch.or_else(|| self.seal(state, spare))
+        batch.or_else(|| self.seal(state, buffers))
     }
 
     /// The write of the next summary of a segment. Nothing waits for it and nothing syncs it: a log without the summary
     /// is opened as well, only slower.
-    fn seal(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
+    fn seal(&self, state: &mut State, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
         let Sealed {
             segment,
             offset,
             summary,
         } = state.ring.take_sealed()?;
-        let mut chunks = std::mem::take(&mut spare.chunks);
+        let mut chunks = std::mem::take(&mut buffers.chunks);
         chunks.push(chunk(summary));
         let io = Io::Append {
             segment,
@@ -201,13 +209,13 @@ impl Log {
 
     /// The next operation towards a sync for the waiters. `None` if the leader has none: a port is writing their
     /// records, or the records have no room.
-    fn serve(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
+    fn serve(&self, state: &mut State, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
         let (batched, written) = (state.pipeline.batched(), state.pipeline.written());
         if state.pipeline.writing() == 0 {
             if batched == state.pipeline.appended() {
                 return Some(self.sync_only(state));
             }
-            if let Some(group) = self.batch(state, spare, true) {
+            if let Some(group) = self.batch(state, buffers, true) {
                 return Some(group);
             }
         }
@@ -219,7 +227,7 @@ impl Log {
         });
         match () {
             () if ready => Some(self.sync_only(state)),
-            () if wanted => self.batch(state, spare, false),
+            () if wanted => self.batch(state, buffers, false),
             () => None,
         }
     }
@@ -291,7 +299,12 @@ impl Log {
     /// Makes a batch of pending records. `synced`: the same operation also syncs the batch if a waiter waits for one
     /// of its records; the caller asks for that only while no other batch is being written. `None` if nothing is
     /// pending, too many batches are being written already, or there is no room.
-    fn batch(&self, state: &mut State, spare: &mut Spare, synced: bool) -> Option<(Io, Group)> {
+    fn batch(
+        &self,
+        state: &mut State,
+        buffers: &mut GroupBuffers,
+        synced: bool,
+    ) -> Option<(Io, Group)> {
         let (count, header, payload_len) = self.batch_extent(state);
         let header_len = header.next_multiple_of(format::BLOCK);
         let whole = (header_len + payload_len) as u64;
@@ -310,7 +323,7 @@ impl Log {
         let tail = ring.tail().expect("make_room gave one");
         let (segment, offset) = (tail.segment.clone(), tail.offset);
         let cid = pipeline.next_cid();
-        let mut records = spare.records.pop().unwrap_or_default();
+        let mut records = buffers.records.pop().unwrap_or_default();
         pipeline.begin_batch(count, &segment, synced, &mut records);
         let described = described(&records);
         let checksums = || {
@@ -349,7 +362,7 @@ impl Log {
         let crc = header.encode(descriptors, checksums().copied(), &mut head);
         let head = head.share();
         let encoded = format::header_len(described.len(), checksums().count());
-        let mut chunks = std::mem::take(&mut spare.chunks);
+        let mut chunks = std::mem::take(&mut buffers.chunks);
         chunks.reserve(count + 3);
         chunks.extend(tail.header.clone().map(chunk));
         chunks.push(chunk(head.clone()));
@@ -451,7 +464,7 @@ impl Log {
         group: Group,
         result: std::io::Result<Written>,
         own: Option<&Arc<Mailbox>>,
-        spare: &mut Spare,
+        buffers: &mut GroupBuffers,
         then: impl FnOnce(&mut State) -> T,
     ) -> T {
         let _failing = FailOnPanic::new(self);
@@ -507,22 +520,22 @@ impl Log {
             let syncs = &self.counters.syncs;
             syncs.fetch_add(u64::from(sync.count), Ordering::Relaxed);
             self.counters.groups.fetch_add(1, Ordering::Relaxed);
-            let served = waiters.serve(pipeline.durable(), self.most_served, &mut spare.served);
+            let served = waiters.serve(pipeline.durable(), self.most_served, &mut buffers.served);
             if served > 0 {
                 self.counters.count_group(served);
             }
             gather.ended(sync::now() - sync.began, served, waiters.lsns().len());
         }
-        waiters.serve_written(pipeline.written(), &mut spare.served);
+        waiters.serve_written(pipeline.written(), &mut buffers.served);
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
         let then = then(&mut state);
         drop(state);
         // Before any client learns that its request has ended: it may close its disk, which the records hold.
         if let Some(GroupBatch { mut records, .. }) = group.batch {
             records.clear();
-            spare.records.push(records);
+            buffers.records.push(records);
         }
-        deliver(spare.served.drain(..), Ok(()), own);
+        deliver(buffers.served.drain(..), Ok(()), own);
         if held_back {
             self.wake_ports();
         }

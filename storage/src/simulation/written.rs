@@ -5,7 +5,7 @@ use std::time::Duration;
 use super::fixture::{Fixture, Running, Shape, filled};
 use super::medium::World;
 use crate::log::committer::Leader;
-use crate::log::group::{Group, Spare};
+use crate::log::group::{Group, GroupBuffers};
 use crate::medium::file::Io;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
@@ -27,14 +27,20 @@ fn open(wait: CommitWait) -> (Fixture, Running) {
 /// Takes the batch that a port would write next, as if its thread were in the middle of writing it.
 fn begin_batch(running: &Running) -> Option<(Io, Group)> {
     let log = &running.disks[0].log;
-    log.write_behind(&mut log.lock(), &mut Spare::default())
+    log.write_behind(&mut log.lock(), &mut GroupBuffers::default())
 }
 
 /// Ends a batch that was begun so.
 fn end_batch(running: &Running, (io, group): (Io, Group)) {
     let log = &running.disks[0].log;
     let ran = log.appender.append(io);
-    log.end_group(group, ran.result, None, &mut Spare::default(), |_| ());
+    log.end_group(
+        group,
+        ran.result,
+        None,
+        &mut GroupBuffers::default(),
+        |_| (),
+    );
 }
 
 /// Whether a port learns that its record is written. The record came while the leader wrote a batch without a sync,
