@@ -81,32 +81,32 @@ pub(crate) struct SegmentRing {
     /// See [`Stamp::passed`], of the next batch.
     passed: u64,
     /// The room that the checkpoint under way has handed on.
-    copied: Handout,
+    copied: GrowthQuota,
     /// The room that the making of a segment file has handed on.
-    made: Handout,
+    made: GrowthQuota,
 }
 
 /// Room that background work hands on to batches in step with its progress.
 #[derive(Default)]
-struct Handout {
+struct GrowthQuota {
     /// The log grows up to this end for now; `None`: as long as there is room.
     end: Option<u64>,
     /// A batch waits for more.
     awaited: bool,
 }
 
-impl Handout {
+impl GrowthQuota {
     /// Lets the log grow up to `end`. Returns whether a batch waited for that.
-    fn hand_on(&mut self, end: Option<u64>) -> bool {
+    fn set(&mut self, end: Option<u64>) -> bool {
         self.end = end;
         std::mem::take(&mut self.awaited)
     }
 
     /// Whether a batch may make the log grow up to `end`. If not, it waits from now on.
-    fn takes(&mut self, end: u64) -> bool {
-        let takes = self.end.is_none_or(|most| end <= most);
-        self.awaited |= !takes;
-        takes
+    fn admits(&mut self, end: u64) -> bool {
+        let admits = self.end.is_none_or(|most| end <= most);
+        self.awaited |= !admits;
+        admits
     }
 }
 
@@ -135,8 +135,8 @@ impl SegmentRing {
             full: false,
             end: 0,
             passed: 0,
-            copied: Handout::default(),
-            made: Handout::default(),
+            copied: GrowthQuota::default(),
+            made: GrowthQuota::default(),
         }
     }
 
@@ -254,7 +254,7 @@ impl SegmentRing {
     /// Lets the log grow up to `end`, or, with `None`, as long as there is room. Returns whether a batch waited for
     /// that.
     pub(crate) fn allow(&mut self, end: Option<u64>) -> bool {
-        self.copied.hand_on(end)
+        self.copied.set(end)
     }
 
     /// Bytes that batches may use before they need a segment file that is not made yet; 0 if no segment is free.
@@ -272,7 +272,7 @@ impl SegmentRing {
     /// While a segment file is being made, lets the log grow up to `end`; with `None`, none is being made any more. Returns
     /// whether a batch waited for that.
     pub(crate) fn make_progress(&mut self, end: Option<u64>) -> bool {
-        self.made.hand_on(end)
+        self.made.set(end)
     }
 
     /// Whether batches use up the log faster than the segment file is made.
@@ -286,7 +286,7 @@ impl SegmentRing {
         let bytes = batch.whole;
         let end = self.end + bytes;
         // Both are asked, because each has to know that a batch waits for it.
-        if !draining && !(self.copied.takes(end) & self.made.takes(end)) {
+        if !draining && !(self.copied.admits(end) & self.made.admits(end)) {
             return Room::Later;
         }
         // While the ring grows and no segment is free, most of the tail is reserved for the keeper, in case no
