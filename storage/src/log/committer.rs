@@ -273,9 +273,9 @@ pub(crate) struct Leader {
     log: Arc<Log>,
     buffers: GroupBuffers,
     /// Whether this thread leads now.
-    leads: bool,
+    leading: bool,
     /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look.
-    until: Option<Instant>,
+    deadline: Option<Instant>,
     /// The mailbox of the leading thread, if it has one: the thread looks into it next, so it is not woken.
     own: Option<Arc<Mailbox>>,
 }
@@ -285,8 +285,8 @@ impl Leader {
         Self {
             log,
             buffers: GroupBuffers::default(),
-            leads: false,
-            until: None,
+            leading: false,
+            deadline: None,
             own,
         }
     }
@@ -300,14 +300,14 @@ impl Leader {
 
     /// As [`begin`](Self::begin), for a caller that has the log's lock.
     pub(crate) fn begin_locked(&mut self, mut state: MutexGuard<'_, State>) -> Option<(Io, Group)> {
-        if state.led && !self.leads {
+        if state.led && !self.leading {
             return None;
         }
         let next = self.log.lead(&mut state, &mut self.buffers);
         state.check(&self.log);
-        self.leads = next.is_some();
-        state.led = self.leads;
-        self.until = state.gather.until();
+        self.leading = next.is_some();
+        state.led = self.leading;
+        self.deadline = state.commit_delay.deadline();
         if next.is_none() {
             let stuck = state.take_stuck();
             drop(state);
@@ -317,16 +317,16 @@ impl Leader {
     }
 
     /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look. The
-    /// writer calls [`over`](Self::over) then.
-    pub(crate) fn until(&self) -> Option<Instant> {
-        self.until
+    /// writer calls [`end_delay`](Self::end_delay) then.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.deadline
     }
 
     /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller calls `begin` next; if there
     /// may be more to do, it keeps the lead and gets `true`. Without `goes_on` the writer thread is called for that.
     pub(crate) fn end(&mut self, group: Group, ran: Appended, goes_on: bool) -> bool {
         self.buffers.chunks = ran.list;
-        let (log, until) = (&self.log, &mut self.until);
+        let (log, deadline) = (&self.log, &mut self.deadline);
         let wanted = log.end_group(
             group,
             ran.result,
@@ -335,22 +335,22 @@ impl Leader {
             |state| {
                 let wanted = log.wants_leader(state);
                 state.led = wanted && goes_on;
-                *until = state.gather.until();
+                *deadline = state.commit_delay.deadline();
                 state.check(log);
                 wanted
             },
         );
-        self.leads = wanted && goes_on;
+        self.leading = wanted && goes_on;
         if wanted && !goes_on && !planted(Mutant::LeaderLeavesSilently) {
             log.call_leader();
         }
-        self.leads
+        self.leading
     }
 
     /// Notes that the time for more waiters to join a group has passed.
-    pub(crate) fn over(&mut self) {
-        self.until = None;
-        self.log.lock().gather.over();
+    pub(crate) fn end_delay(&mut self) {
+        self.deadline = None;
+        self.log.lock().commit_delay.expire();
     }
 
     /// Leads one group in the calling thread, if there is no other leader and a group can start; returns whether it
@@ -415,9 +415,12 @@ fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
         if stopping.load(Ordering::Acquire) {
             return;
         }
-        log.leader_called.sleep_until(leader.until());
-        if leader.until().is_some_and(|until| until <= sync::now()) {
-            leader.over();
+        log.leader_called.sleep_until(leader.deadline());
+        if leader
+            .deadline()
+            .is_some_and(|deadline| deadline <= sync::now())
+        {
+            leader.end_delay();
         }
     }
 }

@@ -157,8 +157,8 @@ impl Log {
     /// Whether the leader has something to do that it may not have seen.
     pub(crate) fn wants_leader(&self, state: &State) -> bool {
         let (waiting, complete) = (state.waiters.lsns().len(), state.waiters.is_complete());
-        let served =
-            waiting > 0 && (self.is_urgent(state) || !state.gather.holds(waiting, complete));
+        let served = waiting > 0
+            && (self.is_urgent(state) || !state.commit_delay.must_wait(waiting, complete));
         served
             || state.pipeline.unsynced() >= MOST_UNSYNCED
             || state.ring.has_sealed()
@@ -188,7 +188,7 @@ impl Log {
         state.waiters.is_only(port)
             && state.pipeline.writing() == 0
             && !self.is_urgent(state)
-            && state.gather.is_quick()
+            && state.commit_delay.is_quick()
     }
 
     /// Whether a group starts without waiting for more waiters to join it: group commit is off, a checkpoint waits
@@ -200,11 +200,11 @@ impl Log {
     /// Whether a group starts now for the present waiters.
     fn group_starts(&self, state: &mut State) -> bool {
         if self.is_urgent(state) {
-            state.gather.interrupt();
+            state.commit_delay.interrupt();
             return true;
         }
         let (waiting, complete) = (state.waiters.lsns().len(), state.waiters.is_complete());
-        state.gather.starts(waiting, complete)
+        state.commit_delay.try_start(waiting, complete)
     }
 
     /// The next operation towards a sync for the waiters. `None` if the leader has none: a port is writing their
@@ -502,7 +502,7 @@ impl Log {
         let State {
             pipeline,
             waiters,
-            gather,
+            commit_delay,
             ..
         } = &mut *state;
         if let Some(batch) = &group.batch {
@@ -524,7 +524,7 @@ impl Log {
             if served > 0 {
                 self.counters.count_group(served);
             }
-            gather.ended(sync::now() - sync.began, served, waiters.lsns().len());
+            commit_delay.record_group(sync::now() - sync.began, served, waiters.lsns().len());
         }
         waiters.serve_written(pipeline.written(), &mut buffers.served);
         let held_back = self.held_back.swap(false, Ordering::Relaxed);

@@ -1,11 +1,11 @@
 //! The log in use: records are appended, written in groups and synced, and their waiters get
 //! completions.
 
+pub(crate) mod commit_delay;
 pub(crate) mod committer;
 pub(crate) mod counters;
 pub(crate) mod disk_state;
 pub(crate) mod export;
-pub(crate) mod gather;
 pub(crate) mod group;
 pub(crate) mod held;
 pub(crate) mod history;

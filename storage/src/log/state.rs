@@ -13,8 +13,8 @@ use crate::catalog::retain::Retain;
 use crate::error::{self, Error, ErrorKind};
 use crate::format::Uuid;
 use crate::index::{ExtentMap, LEAST_BESIDE};
+use crate::log::commit_delay::CommitDelay;
 use crate::log::counters::Counters;
-use crate::log::gather::Gather;
 use crate::log::history::{Borders, Commit, LogHistory, SavedSince};
 use crate::log::orders::{KeeperState, KeeperTask, Order};
 use crate::log::pipeline::Pipeline;
@@ -38,7 +38,7 @@ pub(crate) struct State {
     pub pipeline: Pipeline,
     pub ring: SegmentRing,
     pub waiters: Waiters,
-    pub gather: Gather,
+    pub commit_delay: CommitDelay,
     pub keeper: KeeperState,
     pub stamps: Stamps,
     /// The base images hold everything up to here: see [`LogHistory::horizon`](crate::LogHistory::horizon).
@@ -54,7 +54,7 @@ impl State {
     pub(crate) fn new(
         pipeline: Pipeline,
         ring: SegmentRing,
-        gather: Gather,
+        commit_delay: CommitDelay,
         stamps: Stamps,
     ) -> Self {
         let keeper = KeeperState {
@@ -66,7 +66,7 @@ impl State {
             pipeline,
             ring,
             waiters: Waiters::default(),
-            gather,
+            commit_delay,
             keeper,
             stamps,
             horizon: Commit::default(),

@@ -99,8 +99,8 @@ struct SteppedWriter {
 impl SteppedWriter {
     fn step(&mut self) {
         let Some(group) = self.under_way.take() else {
-            if self.leader.until().is_some() && self.medium.lock().is_over() {
-                self.leader.over();
+            if self.leader.deadline().is_some() && self.medium.lock().is_over() {
+                self.leader.end_delay();
             }
             match self.leader.begin() {
                 Some((io, group)) if is_cached(&io) => {

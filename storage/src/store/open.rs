@@ -12,10 +12,10 @@ use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::log::commit_delay::CommitDelay;
 use crate::log::committer::Writer;
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
-use crate::log::gather::Gather;
 use crate::log::history::{Borders, Commit, SavedSince};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
@@ -395,13 +395,13 @@ fn new_log(
         scan.live.into(),
         free.into(),
     );
-    let gather = Gather::new(options.commit_wait);
+    let commit_delay = CommitDelay::new(options.commit_wait);
     let newest = (
         control.newest_time(scan.last.lsn, scan.last.unix_us),
         scan.passed,
     );
     let stamps = Stamps::open(log_dir, newest, control.born());
-    let mut state = State::new(pipeline, ring, gather, stamps);
+    let mut state = State::new(pipeline, ring, commit_delay, stamps);
     state.horizon = scan.horizon;
     state.keeper.retain = Retain::of(&control.control.history);
     state.keeper.snapshots = Snapshot::all(&control.control);

@@ -34,7 +34,7 @@ enum Phase {
 
 /// The wait of one log's groups. Guarded by the log's lock.
 #[derive(Debug, Default)]
-pub(crate) struct Gather {
+pub(crate) struct CommitDelay {
     wait: CommitWait,
     phase: Phase,
     /// Smoothed time of a sync.
@@ -47,7 +47,7 @@ pub(crate) struct Gather {
     skip: u32,
 }
 
-impl Gather {
+impl CommitDelay {
     pub(crate) fn new(wait: CommitWait) -> Self {
         Self {
             wait,
@@ -56,32 +56,32 @@ impl Gather {
     }
 
     /// Whether a group of `waiting` waiters starts; no sync is under way. `complete`: all clients wait already, so none
-    /// can join. If it does not start, the leader calls [`over`](Self::over) at the time that [`until`](Self::until)
+    /// can join. If it does not start, the leader calls [`expire`](Self::expire) at the time that [`deadline`](Self::deadline)
     /// returns.
-    pub(crate) fn starts(&mut self, waiting: usize, complete: bool) -> bool {
+    pub(crate) fn try_start(&mut self, waiting: usize, complete: bool) -> bool {
         let adaptive = self.wait == CommitWait::default();
-        let enough = self.enough(waiting, complete);
+        let has_enough = self.has_enough(waiting, complete);
         match self.phase {
-            Phase::Idle if enough => true,
+            Phase::Idle if has_enough => true,
             Phase::Idle if adaptive && self.skip > 0 => {
                 self.skip -= 1;
                 true
             }
             Phase::Idle => {
-                let longest = self.longest();
-                if !longest.is_zero() {
-                    self.phase = Phase::Waiting(sync::now() + longest);
+                let limit = self.limit();
+                if !limit.is_zero() {
+                    self.phase = Phase::Waiting(sync::now() + limit);
                 }
-                longest.is_zero()
+                limit.is_zero()
             }
-            Phase::Waiting(_) if enough => {
+            Phase::Waiting(_) if has_enough => {
                 self.misses = 0;
                 self.phase = Phase::Idle;
                 true
             }
             Phase::Waiting(_) => false,
             Phase::Over => {
-                self.misses = if enough {
+                self.misses = if has_enough {
                     0
                 } else {
                     (self.misses + 1).min(MOST_MISSES)
@@ -94,9 +94,9 @@ impl Gather {
     }
 
     /// The end of the wait that is under way, if one is.
-    pub(crate) fn until(&self) -> Option<Instant> {
+    pub(crate) fn deadline(&self) -> Option<Instant> {
         match self.phase {
-            Phase::Waiting(until) => Some(until),
+            Phase::Waiting(deadline) => Some(deadline),
             Phase::Idle | Phase::Over => None,
         }
     }
@@ -104,16 +104,16 @@ impl Gather {
     /// Whether a group of one waiter would start at once, and would soon be over if its sync takes as long as the last
     /// ones. Until a sync has been measured, it counts as quick.
     pub(crate) fn is_quick(&self) -> bool {
-        self.sync_time < QUICK && self.phase == Phase::Idle && self.enough(1, false)
+        self.sync_time < QUICK && self.phase == Phase::Idle && self.has_enough(1, false)
     }
 
-    /// Whether a group only has to go on waiting; otherwise the leader calls [`starts`](Self::starts).
-    pub(crate) fn holds(&self, waiting: usize, complete: bool) -> bool {
-        self.until().is_some() && !self.enough(waiting, complete)
+    /// Whether a group only has to go on waiting; otherwise the leader calls [`try_start`](Self::try_start).
+    pub(crate) fn must_wait(&self, waiting: usize, complete: bool) -> bool {
+        self.deadline().is_some() && !self.has_enough(waiting, complete)
     }
 
     /// Whether the expected waiters are there.
-    fn enough(&self, waiting: usize, complete: bool) -> bool {
+    fn has_enough(&self, waiting: usize, complete: bool) -> bool {
         let target = self
             .wait
             .count
@@ -121,7 +121,7 @@ impl Gather {
         complete || waiting >= target
     }
 
-    fn longest(&self) -> Duration {
+    fn limit(&self) -> Duration {
         match (self.wait.longest, self.wait.count) {
             (Some(longest), _) => longest,
             (None, Some(_)) => WAIT_FOR_COUNT,
@@ -133,8 +133,8 @@ impl Gather {
     }
 
     /// Notes that the wait, if one is under way, has lasted its time.
-    pub(crate) fn over(&mut self) {
-        if self.until().is_some() {
+    pub(crate) fn expire(&mut self) {
+        if self.deadline().is_some() {
             self.phase = Phase::Over;
         }
     }
@@ -146,7 +146,7 @@ impl Gather {
 
     /// Notes that a group has ended: its sync took `sync_time`, it served `served` waiters, and `waiting` others wait
     /// already.
-    pub(crate) fn ended(&mut self, sync_time: Duration, served: usize, waiting: usize) {
+    pub(crate) fn record_group(&mut self, sync_time: Duration, served: usize, waiting: usize) {
         self.sync_time = match self.sync_time.is_zero() {
             true => sync_time,
             false => (self.sync_time * 7 + sync_time) / 8,
@@ -163,74 +163,74 @@ mod tests {
 
     /// A group of `waiting` waiters waits for `time`.
     #[track_caller]
-    fn waits(gather: &mut Gather, waiting: usize, time: Duration) {
+    fn waits(delay: &mut CommitDelay, waiting: usize, time: Duration) {
         let before = sync::now();
-        assert!(!gather.starts(waiting, false));
-        let until = gather.until().expect("a wait");
-        assert!(before + time <= until && until <= sync::now() + time);
+        assert!(!delay.try_start(waiting, false));
+        let deadline = delay.deadline().expect("a wait");
+        assert!(before + time <= deadline && deadline <= sync::now() + time);
     }
 
     #[test]
     fn syncs_count_as_quick_until_they_were_slow() {
-        let mut gather = Gather::default();
-        assert!(gather.is_quick(), "no sync was measured yet");
-        gather.ended(QUICK / 2, 1, 0);
-        assert!(gather.is_quick());
-        gather.ended(QUICK * 10, 1, 0);
-        assert!(!gather.is_quick());
+        let mut delay = CommitDelay::default();
+        assert!(delay.is_quick(), "no sync was measured yet");
+        delay.record_group(QUICK / 2, 1, 0);
+        assert!(delay.is_quick());
+        delay.record_group(QUICK * 10, 1, 0);
+        assert!(!delay.is_quick());
         // A group that has reason to expect more waiters, or was told to wait for them, is no lone one.
-        let mut gather = Gather::default();
-        gather.ended(QUICK / 2, 2, 0);
-        assert!(!gather.is_quick());
-        let gather = Gather::new(CommitWait {
+        let mut delay = CommitDelay::default();
+        delay.record_group(QUICK / 2, 2, 0);
+        assert!(!delay.is_quick());
+        let delay = CommitDelay::new(CommitWait {
             longest: None,
             count: Some(2),
         });
-        assert!(!gather.is_quick());
+        assert!(!delay.is_quick());
     }
 
     #[test]
     fn a_lone_client_never_waits() {
-        let mut gather = Gather::default();
+        let mut delay = CommitDelay::default();
         for _ in 0..10 {
-            assert!(gather.starts(1, false));
-            gather.ended(SYNC, 1, 0);
+            assert!(delay.try_start(1, false));
+            delay.record_group(SYNC, 1, 0);
         }
     }
 
     #[test]
     fn two_alternating_groups_become_one() {
-        let mut gather = Gather::default();
+        let mut delay = CommitDelay::default();
         // The group served four, and four more had come meanwhile: the next group expects eight.
-        gather.ended(SYNC, 4, 4);
-        waits(&mut gather, 4, SYNC / 2);
-        assert!(!gather.starts(7, false));
-        assert!(gather.starts(8, false));
-        gather.ended(SYNC, 8, 0);
-        waits(&mut gather, 1, SYNC / 2);
+        delay.record_group(SYNC, 4, 4);
+        waits(&mut delay, 4, SYNC / 2);
+        assert!(!delay.try_start(7, false));
+        assert!(delay.try_start(8, false));
+        delay.record_group(SYNC, 8, 0);
+        waits(&mut delay, 1, SYNC / 2);
         // No other client can join.
-        assert!(gather.starts(3, true));
+        assert!(delay.try_start(3, true));
     }
 
     #[test]
     fn waits_for_nothing_become_rare() {
-        let mut gather = Gather::default();
+        let mut delay = CommitDelay::default();
         let mut waits = 0;
         for _ in 0..1000 {
-            gather.ended(SYNC, 4, 4);
-            if !gather.starts(4, false) {
+            delay.record_group(SYNC, 4, 4);
+            if !delay.try_start(4, false) {
                 waits += 1;
-                gather.over();
-                assert!(gather.starts(5, false));
+                delay.expire();
+                assert!(delay.try_start(5, false));
             }
         }
         assert!(waits < 1000 / 40, "{waits}");
         // Now the clients do come back, and enough groups follow for that to be noticed.
         let mut joined = 0;
         for _ in 0..100 {
-            gather.ended(SYNC, 4, 4);
-            if !gather.starts(4, false) {
-                assert!(gather.starts(8, false));
+            delay.record_group(SYNC, 4, 4);
+            if !delay.try_start(4, false) {
+                assert!(delay.try_start(8, false));
                 joined += 1;
             }
         }
@@ -239,29 +239,29 @@ mod tests {
 
     #[test]
     fn a_wait_ends_with_its_time_and_what_is_over_late_counts_for_nothing() {
-        let mut gather = Gather::default();
-        gather.over();
-        gather.ended(SYNC, 4, 4);
-        waits(&mut gather, 4, SYNC / 2);
-        assert!(!gather.starts(5, false));
-        gather.over();
-        assert!(gather.starts(5, false));
+        let mut delay = CommitDelay::default();
+        delay.expire();
+        delay.record_group(SYNC, 4, 4);
+        waits(&mut delay, 4, SYNC / 2);
+        assert!(!delay.try_start(5, false));
+        delay.expire();
+        assert!(delay.try_start(5, false));
     }
 
     #[test]
     fn fixed_waits_are_as_told() {
-        let none = &mut Gather::new(CommitWait::NONE);
-        none.ended(SYNC, 4, 4);
-        assert!(none.starts(1, false));
-        let fixed = &mut Gather::new(CommitWait {
+        let none = &mut CommitDelay::new(CommitWait::NONE);
+        none.record_group(SYNC, 4, 4);
+        assert!(none.try_start(1, false));
+        let fixed = &mut CommitDelay::new(CommitWait {
             longest: Some(Duration::from_millis(7)),
             count: Some(3),
         });
-        assert!(fixed.starts(3, false));
+        assert!(fixed.try_start(3, false));
         waits(fixed, 1, Duration::from_millis(7));
-        assert!(!fixed.starts(2, false));
-        assert!(fixed.starts(3, false));
-        let count = &mut Gather::new(CommitWait {
+        assert!(!fixed.try_start(2, false));
+        assert!(fixed.try_start(3, false));
+        let count = &mut CommitDelay::new(CommitWait {
             longest: None,
             count: Some(2),
         });
