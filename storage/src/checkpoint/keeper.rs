@@ -459,7 +459,7 @@ impl Keeper {
     /// Does what can't wait until a copy has ended. `meanwhile` is called between its steps.
     pub(super) fn tend(&mut self, meanwhile: &mut dyn FnMut()) {
         // A growing ring needs its next segment. A failure here is retried, and reported, after the copy.
-        if !self.log.lock().ring.is_cramped() {
+        if !self.log.lock().ring.cannot_grow() {
             let _ = self.log.provide(true, meanwhile);
         }
         self.serve_quick_orders();

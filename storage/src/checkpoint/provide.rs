@@ -68,7 +68,7 @@ impl Log {
             Ok(segment) => state.ring.add(segment),
             Err(error) => {
                 // Without this segment the ring is smaller, so a checkpoint is needed sooner.
-                state.keeper.checkpoint |= state.ring.cramp();
+                state.keeper.checkpoint |= state.ring.fail_to_grow();
                 drop(state);
                 if waited {
                     self.wake_ports();

@@ -61,7 +61,7 @@ pub(crate) struct SegmentRing {
     /// Number of segment files made so far.
     files: u32,
     /// The last attempt to make a segment file failed: until one succeeds, the existing files are the whole ring.
-    cramped: bool,
+    cannot_grow: bool,
     next_sequence: u64,
     tail: Option<Tail>,
     /// Segments in use, oldest first; the tail's is the last.
@@ -124,7 +124,7 @@ impl SegmentRing {
             segment_size,
             most,
             files,
-            cramped: false,
+            cannot_grow: false,
             next_sequence,
             tail: None,
             live,
@@ -217,12 +217,12 @@ impl SegmentRing {
 
     /// Whether the next segment file is to be made, and the last one could be.
     pub(crate) fn is_short(&self) -> bool {
-        self.next_file().is_some() && !self.cramped
+        self.next_file().is_some() && !self.cannot_grow
     }
 
     /// Whether the last segment file could not be made.
-    pub(crate) fn is_cramped(&self) -> bool {
-        self.cramped
+    pub(crate) fn cannot_grow(&self) -> bool {
+        self.cannot_grow
     }
 
     /// The segments that are used next.
@@ -232,7 +232,7 @@ impl SegmentRing {
 
     /// How many segment files are to come.
     fn to_come(&self) -> u32 {
-        match self.cramped {
+        match self.cannot_grow {
             true => 0,
             false => self.most - self.files,
         }
@@ -240,15 +240,15 @@ impl SegmentRing {
 
     /// Adds a segment file that was made.
     pub(crate) fn add(&mut self, made: Segment) {
-        self.cramped = false;
+        self.cannot_grow = false;
         self.free.push_back(Arc::new(made));
         self.files += 1;
         (self.starved, self.full) = (false, false);
     }
 
     /// Notes that no segment file could be made. Returns whether that is new.
-    pub(crate) fn cramp(&mut self) -> bool {
-        !std::mem::replace(&mut self.cramped, true)
+    pub(crate) fn fail_to_grow(&mut self) -> bool {
+        !std::mem::replace(&mut self.cannot_grow, true)
     }
 
     /// Lets the log grow up to `end`, or, with `None`, as long as there is room. Returns whether a batch waited for
