@@ -128,7 +128,7 @@ impl Keeper {
             self.serve_orders();
             // A failed checkpoint waits for its retry; a segment file that is needed is made meanwhile.
             let done = match paused {
-                true => self.log.provide(false, || {}),
+                true => self.log.preallocate_segment(false, || {}),
                 false => self.step(false),
             };
             if let Some(line) = troubles.report(&self.log, &done, paused) {
@@ -175,7 +175,7 @@ impl Keeper {
     /// If a segment can't be made or a checkpoint fails. Nothing is lost; the work stays due.
     pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
         self.reclaim();
-        let provided = self.log.provide(false, || {});
+        let preallocated = self.log.preallocate_segment(false, || {});
         // The request is cleared before the checkpoint starts: a request that comes while it runs asks for another
         // one.
         let mut state = self.log.lock();
@@ -199,7 +199,7 @@ impl Keeper {
             }
             done?;
         }
-        provided
+        preallocated
     }
 
     /// Refuses an order once the log has failed.
@@ -228,7 +228,7 @@ impl Keeper {
         state.check(&self.log);
         drop(state);
         if more {
-            self.log.segments_freed();
+            self.log.wake_for_segments();
         }
     }
 
@@ -288,8 +288,8 @@ impl Keeper {
     /// file notes how far the log is durable.
     pub(super) fn drain(&mut self, lsn: u64) -> Result<()> {
         let needed = self.log.lock().ring.has_none_free();
-        let provided = if needed {
-            self.log.provide(false, || {})
+        let preallocated = if needed {
+            self.log.preallocate_segment(false, || {})
         } else {
             Ok(())
         };
@@ -308,7 +308,7 @@ impl Keeper {
             self.control.control.durable_lsn = U64::new(state.pipeline.durable());
         }
         drop(state);
-        match (flushed, provided) {
+        match (flushed, preallocated) {
             (Ok(()), _) => Ok(()),
             (Err(_), Err(error)) => Err(error),
             (Err(_), Ok(())) => Err(Error::new(
@@ -460,7 +460,7 @@ impl Keeper {
     pub(super) fn tend(&mut self, meanwhile: &mut dyn FnMut()) {
         // A growing ring needs its next segment. A failure here is retried, and reported, after the copy.
         if !self.log.lock().ring.cannot_grow() {
-            let _ = self.log.provide(true, meanwhile);
+            let _ = self.log.preallocate_segment(true, meanwhile);
         }
         self.serve_quick_orders();
     }

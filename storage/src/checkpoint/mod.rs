@@ -8,7 +8,7 @@ pub(crate) mod keeper;
 pub(crate) mod members;
 mod orders;
 pub(crate) mod pace;
-mod provide;
+mod preallocate;
 mod rewind;
 mod runs;
 pub(crate) mod saved_file;

@@ -247,7 +247,7 @@ impl SegmentRing {
     }
 
     /// Notes that no segment file could be made. Returns whether that is new.
-    pub(crate) fn fail_to_grow(&mut self) -> bool {
+    pub(crate) fn note_cannot_grow(&mut self) -> bool {
         !std::mem::replace(&mut self.cannot_grow, true)
     }
 

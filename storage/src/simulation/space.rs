@@ -338,7 +338,7 @@ fn a_copy_gives_way_to_a_segment_that_is_needed() {
     let running = fixture.open(false, CommitWait::NONE).unwrap();
     let log = running.disks[0].log.clone();
     while log.lock().ring.next_file().is_some() {
-        log.provide(false, || {}).unwrap();
+        log.preallocate_segment(false, || {}).unwrap();
     }
     let mut taken = Vec::new();
     let mut steps_beside = |count: usize| {
@@ -346,7 +346,7 @@ fn a_copy_gives_way_to_a_segment_that_is_needed() {
         taken.extend((0..count).map(|_| state.ring.take_free()));
         drop(state);
         let mut steps = 0;
-        log.provide(true, || steps += 1).unwrap();
+        log.preallocate_segment(true, || steps += 1).unwrap();
         steps
     };
     assert_eq!(steps_beside(0), 0, "enough are ready");

@@ -48,7 +48,7 @@ fn a_segment_goes_round_once_no_reader_holds_it() {
     assert_eq!(ring.counts(), (4, 2));
     assert!(matches!(ring.make_room(batch(8192), false), Room::Tail));
     // With no file to come the last segment is the keeper's.
-    assert!(ring.fail_to_grow() && !ring.fail_to_grow());
+    assert!(ring.note_cannot_grow() && !ring.note_cannot_grow());
     assert!(matches!(ring.make_room(batch(SIZE), false), Room::Next(_)));
     let none = ring.make_room(batch(SIZE), false);
     assert!(matches!(

@@ -19,7 +19,11 @@ const LONGEST_WAY: Duration = Duration::from_millis(10);
 impl Log {
     /// Makes the next segment file if too few are ready. `copies`: a copy is under way. `meanwhile` is called between its
     /// steps, unless none is ready: writers then wait, or soon do, and nothing else is to keep the medium from it.
-    pub(crate) fn provide(&self, copies: bool, mut meanwhile: impl FnMut()) -> Result<()> {
+    pub(crate) fn preallocate_segment(
+        &self,
+        copies: bool,
+        mut meanwhile: impl FnMut(),
+    ) -> Result<()> {
         self.prepare_caches();
         let mut state = self.lock();
         let Some(slot) = state.ring.next_file() else {
@@ -68,7 +72,7 @@ impl Log {
             Ok(segment) => state.ring.add(segment),
             Err(error) => {
                 // Without this segment the ring is smaller, so a checkpoint is needed sooner.
-                state.keeper.checkpoint |= state.ring.fail_to_grow();
+                state.keeper.checkpoint |= state.ring.note_cannot_grow();
                 drop(state);
                 if waited {
                     self.wake_ports();
@@ -77,7 +81,7 @@ impl Log {
             }
         }
         drop(state);
-        self.segments_freed();
+        self.wake_for_segments();
         Ok(())
     }
 
@@ -99,7 +103,7 @@ impl Log {
     }
 
     /// Wakes the ports that wait for a segment.
-    pub(super) fn segments_freed(&self) {
+    pub(super) fn wake_for_segments(&self) {
         if !planted(Mutant::SegmentFreedSilently) {
             self.wake_ports();
         }
