@@ -23,11 +23,11 @@ impl Keeper {
     pub(super) fn add(&mut self, options: &DiskOptions, adopt: Adopt) -> Result<Arc<DiskState>> {
         self.refuse_failed()?;
         let path = real_path(&options.path)?;
-        let aside = |disk: &Arc<DiskState>| {
-            disk.aside.load(Ordering::Relaxed)
+        let detached = |disk: &Arc<DiskState>| {
+            disk.detached.load(Ordering::Relaxed)
                 && real_path(&disk.path).is_ok_and(|other| other == path)
         };
-        if let Some(place) = self.disks.iter().position(aside) {
+        if let Some(place) = self.disks.iter().position(detached) {
             if self.log.lock().keeps_history() {
                 return self.take_back(place, options);
             }
@@ -66,7 +66,7 @@ impl Keeper {
     pub(crate) fn remove(&mut self, disk: &Arc<DiskState>) -> Result<()> {
         self.refuse_failed()?;
         let state = self.log.lock();
-        let was_aside = disk.aside.swap(true, Ordering::Relaxed);
+        let was_detached = disk.detached.swap(true, Ordering::Relaxed);
         let keeps_history = state.keeps_history();
         drop(state);
         let removed = match keeps_history {
@@ -75,7 +75,7 @@ impl Keeper {
             false => self.empty(disk).and_then(|()| self.mark_closed(disk)),
         };
         if let Err(error) = removed {
-            disk.aside.store(was_aside, Ordering::Relaxed);
+            disk.detached.store(was_detached, Ordering::Relaxed);
             return Err(error);
         }
         if !keeps_history {

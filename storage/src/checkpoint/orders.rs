@@ -102,7 +102,7 @@ impl Keeper {
             self.checkpoint_to(lsn, true)?;
         }
         let state = self.log.lock();
-        if disk.aside.load(Ordering::Relaxed) {
+        if disk.detached.load(Ordering::Relaxed) {
             let path = disk.path.display();
             let message =
                 format!("{path}: the disk has left its log; open it again, then look at it");

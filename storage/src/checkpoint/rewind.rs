@@ -32,7 +32,7 @@ impl Keeper {
         let (text, marked): (MarkText, _) = (text.parse()?, Marked::default());
         let mut state = self.log.lock();
         let written = disk.last_lsn.load(Ordering::Acquire) != rewinding.newest;
-        if written || disk.aside.load(Ordering::Relaxed) {
+        if written || disk.detached.load(Ordering::Relaxed) {
             let path = disk.path.display();
             let message = format!(
                 "{path}: the disk was written to, or left its log, while it was to be restored; try again"

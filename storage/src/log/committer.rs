@@ -84,8 +84,8 @@ impl Committer {
         // Half a segment at most, so that all pending records fit the ring's last segment, which is the keeper's.
         let full = state.pipeline.bytes() >= PENDING_LIMIT.min(log.segment_size as usize / 2);
         let many = index >= log.index_limit;
-        let aside = disk.aside.load(Ordering::Relaxed);
-        if aside || (full && state.is_stuck()) || (many && state.keeper.failed) {
+        let detached = disk.detached.load(Ordering::Relaxed);
+        if detached || (full && state.is_stuck()) || (many && state.keeper.failed) {
             return Err(Refused::Stuck);
         }
         let rewinding = disk.rewinding.load(Ordering::Relaxed);

@@ -30,7 +30,7 @@ pub(crate) struct DiskState {
     pub no_flush: bool,
     pub write_cache: AtomicBool,
     /// The disk was not asked for, or leaves the log: no record may follow. Changed under the log's lock.
-    pub aside: AtomicBool,
+    pub detached: AtomicBool,
     /// Records up to this LSN were given up, or copied before the disk came back to the log.
     pub void_lsn: u64,
     /// The disk has no past before this LSN: it was not on the log, or had another image.
@@ -59,7 +59,7 @@ impl DiskState {
             read_only: options.read_only,
             no_flush: options.cache == CacheMode::Unsafe,
             write_cache: AtomicBool::new(options.cache != CacheMode::Writethrough),
-            aside: AtomicBool::new(false),
+            detached: AtomicBool::new(false),
             void_lsn: entry.void_lsn.get(),
             since_lsn: 0,
             rewinding: AtomicBool::new(false),
@@ -77,7 +77,7 @@ impl DiskState {
         self.read_only = asked.read_only;
         self.no_flush = asked.cache == CacheMode::Unsafe;
         self.write_cache = AtomicBool::new(asked.cache != CacheMode::Writethrough);
-        self.aside = AtomicBool::new(false);
+        self.detached = AtomicBool::new(false);
     }
 
     /// Ends an export of this disk. Called by its reader.

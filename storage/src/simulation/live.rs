@@ -534,9 +534,9 @@ impl History {
             return Ok(());
         };
         let written = state.last_lsn.load(Ordering::Acquire) != newest;
-        let aside = state.aside.load(Ordering::Relaxed);
+        let detached = state.detached.load(Ordering::Relaxed);
         match error.kind() {
-            ErrorKind::Locked if written || aside => Ok(()),
+            ErrorKind::Locked if written || detached => Ok(()),
             _ => self.excuse(running, "a restore in place", &error),
         }
     }

@@ -184,7 +184,7 @@ impl Store {
     pub(crate) fn start(log: Arc<Log>, disks: Vec<Disk>, keeper: Keeper) -> Result<Self> {
         let failed = |error| Error::io("start the log's threads", &log.dir, error);
         for absent in &keeper.disks[disks.len()..] {
-            absent.aside.store(true, Ordering::Relaxed);
+            absent.detached.store(true, Ordering::Relaxed);
         }
         let writer = Some(Writer::start(&log).map_err(failed)?);
         let keeper = thread::Builder::new()
