@@ -85,15 +85,15 @@ impl Part {
 }
 
 /// The extents of a disk that could not be copied because the medium has damaged them, and the first error.
-pub(crate) struct Rest {
+pub(crate) struct DamagedExtents {
     pub disk: Arc<DiskState>,
     pub layer: ExtentMap,
     pub error: Error,
 }
 
-impl Rest {
+impl DamagedExtents {
     /// The error that reports them.
-    pub(crate) fn told(&self) -> Error {
+    pub(crate) fn to_error(&self) -> Error {
         let (path, error) = (self.disk.path.display(), &self.error);
         Error::new(
             error.kind(),
@@ -130,7 +130,7 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     /// The time for the copy is over.
     cut: bool,
     /// The damaged extents, by disk.
-    rests: Vec<Rest>,
+    damaged: Vec<DamagedExtents>,
 }
 
 /// A disk and its frozen index layer, which is not empty.
@@ -139,10 +139,10 @@ pub(crate) type Layer = (Arc<DiskState>, Arc<ExtentMap>);
 /// How a copy ended.
 pub(crate) enum Copied {
     /// Everything is copied and durable, except the extents that the medium has damaged: they stay in the log only.
-    Whole(Vec<Rest>),
+    Whole(Vec<DamagedExtents>),
     /// The time was over. Part of the layers may be copied, nothing is in flight any more, and the images are
     /// neither marked nor synced. The damaged extents are those found so far.
-    Cut(Vec<Rest>),
+    Cut(Vec<DamagedExtents>),
 }
 
 /// Copies frozen layers to their base images, then marks and syncs the images. `tend` is called repeatedly, with a
@@ -197,7 +197,7 @@ pub(crate) fn copy(
         cost: 0,
         failed: None,
         cut,
-        rests: Vec::new(),
+        damaged: Vec::new(),
     };
     while !copier.has_ended() {
         if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {
@@ -212,11 +212,11 @@ pub(crate) fn copy(
     }
     match copier.failed {
         Some(error) => return Err(error),
-        None if copier.cut => return Ok(Copied::Cut(copier.rests)),
+        None if copier.cut => return Ok(Copied::Cut(copier.damaged)),
         None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
         None => sync_bases(layers)?,
     }
-    Ok(Copied::Whole(copier.rests))
+    Ok(Copied::Whole(copier.damaged))
 }
 
 /// What the copy of these layers writes.
@@ -444,8 +444,12 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
 
     /// Notes that a part of a disk's log is damaged.
     fn note_damage(&mut self, disk: &Arc<DiskState>, error: Error) {
-        if self.rests.iter().all(|rest| rest.disk.id != disk.id) {
-            self.rests.push(Rest {
+        if self
+            .damaged
+            .iter()
+            .all(|extents| extents.disk.id != disk.id)
+        {
+            self.damaged.push(DamagedExtents {
                 disk: disk.clone(),
                 layer: ExtentMap::default(),
                 error,
@@ -460,11 +464,14 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             return self.split(flight.disk, parts, flight.bytes);
         }
         let disk = flight.disk.id;
-        let rest = self.rests.iter_mut().find(|rest| rest.disk.id == disk);
-        let rest = rest.expect("damage is noted before");
+        let extents = self
+            .damaged
+            .iter_mut()
+            .find(|extents| extents.disk.id == disk);
+        let extents = extents.expect("damage is noted before");
         for piece in flight.pieces.drain(..) {
             let place = piece.place.expect("a layer's extents have places");
-            rest.layer.insert(piece.sector, piece.sectors, 0, place);
+            extents.layer.insert(piece.sector, piece.sectors, 0, place);
         }
     }
 
@@ -592,7 +599,7 @@ mod tests {
         };
         let layers = [(disk.clone(), Arc::new(layer))];
         let copied = copy(log, &layers, pace, medium, |_| {}, || false).unwrap();
-        assert!(matches!(copied, Copied::Whole(rests) if rests.is_empty()));
+        assert!(matches!(copied, Copied::Whole(damaged) if damaged.is_empty()));
         // One of 1 MiB, three of 256 KiB, and sixteen blocks.
         let writes = log.counters.base_writes.load(Ordering::Relaxed);
         assert_eq!(writes, 1 + 3 + 16);

@@ -275,8 +275,8 @@ impl Keeper {
         let copied = self.copy_oldest(&oldest, pace);
         self.end_pace();
         let layers = match copied {
-            Ok((layers, Copied::Whole(rests))) => match rests.first() {
-                Some(rest) => return self.give_up(&rest.told()),
+            Ok((layers, Copied::Whole(damaged))) => match damaged.first() {
+                Some(extents) => return self.give_up(&extents.to_error()),
                 None => layers,
             },
             // The log is being closed.

@@ -20,7 +20,7 @@ use zerocopy::little_endian::U64;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
-use crate::checkpoint::copy::{Copied, Layer, Rest, copy};
+use crate::checkpoint::copy::{Copied, DamagedExtents, Layer, copy};
 use crate::checkpoint::pace::CopyPace;
 use crate::checkpoint::saved_file::Saving;
 use crate::checkpoint::troubles::Troubles;
@@ -137,13 +137,13 @@ impl Keeper {
             paused |= done.is_err();
             if self.log.lock().ring.has_readers() {
                 // A reader holds a segment only for the time of one read, so the keeper looks again soon.
-                self.rest();
+                self.pause_and_reclaim();
             }
         }
     }
 
     /// Gives readers time to end, and takes back the segments that they held.
-    pub(crate) fn rest(&self) {
+    pub(crate) fn pause_and_reclaim(&self) {
         sync::sleep(Duration::from_millis(1));
         self.reclaim();
     }
@@ -272,7 +272,7 @@ impl Keeper {
             if !self.log.lock().ring.waits_for_readers() {
                 return;
             }
-            self.rest();
+            self.pause_and_reclaim();
         }
     }
 
@@ -323,8 +323,8 @@ impl Keeper {
     ///
     /// # Errors
     /// [`ErrorKind::Damaged`] if damaged extents are left. The checkpoint has not ended then.
-    fn keep(&self, rests: Vec<Rest>) -> Result<()> {
-        if rests.is_empty() {
+    fn keep_damaged(&self, damaged: Vec<DamagedExtents>) -> Result<()> {
+        if damaged.is_empty() {
             return Ok(());
         }
         let mut failed = Ok(());
@@ -333,7 +333,7 @@ impl Keeper {
         for disk in &self.disks {
             let mut index = disk.index_mut();
             index.frozen = None;
-            let Some(rest) = rests.iter().find(|rest| rest.disk.id == disk.id) else {
+            let Some(extents) = damaged.iter().find(|extents| extents.disk.id == disk.id) else {
                 continue;
             };
             let newest_is_durable =
@@ -344,10 +344,10 @@ impl Keeper {
             } else {
                 &nothing
             };
-            let left = rest.layer.without(newer);
+            let left = extents.layer.without(newer);
             if !left.is_empty() {
                 index.frozen = Some(Arc::new(left));
-                failed = failed.and(Err(rest.told()));
+                failed = failed.and(Err(extents.to_error()));
             }
         }
         drop(state);
@@ -505,10 +505,10 @@ impl Keeper {
         let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.stamps.now().unix_us);
         drop(state);
         match self.copy_frozen(lsn, hurry)? {
-            Copied::Whole(rests) => self.keep(rests)?,
-            Copied::Cut(rests) => {
-                if let Some(rest) = rests.first() {
-                    return Err(rest.told());
+            Copied::Whole(damaged) => self.keep_damaged(damaged)?,
+            Copied::Cut(damaged) => {
+                if let Some(extents) = damaged.first() {
+                    return Err(extents.to_error());
                 }
                 if !planted(Mutant::CutTakenForWhole) {
                     return Ok(false);

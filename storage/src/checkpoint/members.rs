@@ -119,7 +119,7 @@ impl Keeper {
             }
             self.step(true)?;
             self.refuse_over()?;
-            self.rest();
+            self.pause_and_reclaim();
         }
     }
 
@@ -141,8 +141,8 @@ impl Keeper {
 
     fn void_frozen(&mut self, disk: &DiskState, lsn: u64) -> Result<()> {
         match self.copy_frozen(lsn, true)? {
-            Copied::Whole(rests) | Copied::Cut(rests) if !rests.is_empty() => {
-                return Err(rests[0].told());
+            Copied::Whole(damaged) | Copied::Cut(damaged) if !damaged.is_empty() => {
+                return Err(damaged[0].to_error());
             }
             Copied::Whole(_) => {}
             Copied::Cut(_) => return Err(self.log.closed()),

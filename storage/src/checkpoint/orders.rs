@@ -171,7 +171,7 @@ impl Keeper {
             done?;
             self.refuse_over()?;
             // An earlier attempt's checkpoint came first, or a reader holds room that this checkpoint needs.
-            self.rest();
+            self.pause_and_reclaim();
         }
     }
 
