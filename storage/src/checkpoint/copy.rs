@@ -137,12 +137,12 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
 pub(crate) type Layer = (Arc<DiskState>, Arc<ExtentMap>);
 
 /// How a copy ended.
-pub(crate) enum Copied {
+pub(crate) enum CopyOutcome {
     /// Everything is copied and durable, except the extents that the medium has damaged: they stay in the log only.
-    Whole(Vec<DamagedExtents>),
+    Complete(Vec<DamagedExtents>),
     /// The time was over. Part of the layers may be copied, nothing is in flight any more, and the images are
     /// neither marked nor synced. The damaged extents are those found so far.
-    Cut(Vec<DamagedExtents>),
+    TimeUp(Vec<DamagedExtents>),
 }
 
 /// Copies frozen layers to their base images, then marks and syncs the images. `tend` is called repeatedly, with a
@@ -159,9 +159,9 @@ pub(crate) fn copy(
     medium: MediumCost,
     mut tend: impl FnMut(&mut dyn FnMut()),
     mut over: impl FnMut() -> bool,
-) -> Result<Copied> {
+) -> Result<CopyOutcome> {
     if layers.is_empty() {
-        return Ok(Copied::Whole(Vec::new()));
+        return Ok(CopyOutcome::Complete(Vec::new()));
     }
     let opened = Event::new().and_then(|event| Ok((log.medium.engine(&event)?, event)));
     let (engine, event) =
@@ -212,11 +212,11 @@ pub(crate) fn copy(
     }
     match copier.failed {
         Some(error) => return Err(error),
-        None if copier.cut => return Ok(Copied::Cut(copier.damaged)),
+        None if copier.cut => return Ok(CopyOutcome::TimeUp(copier.damaged)),
         None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
         None => sync_bases(layers)?,
     }
-    Ok(Copied::Whole(copier.damaged))
+    Ok(CopyOutcome::Complete(copier.damaged))
 }
 
 /// What the copy of these layers writes.
@@ -599,7 +599,7 @@ mod tests {
         };
         let layers = [(disk.clone(), Arc::new(layer))];
         let copied = copy(log, &layers, pace, medium, |_| {}, || false).unwrap();
-        assert!(matches!(copied, Copied::Whole(damaged) if damaged.is_empty()));
+        assert!(matches!(copied, CopyOutcome::Complete(damaged) if damaged.is_empty()));
         // One of 1 MiB, three of 256 KiB, and sixteen blocks.
         let writes = log.counters.base_writes.load(Ordering::Relaxed);
         assert_eq!(writes, 1 + 3 + 16);

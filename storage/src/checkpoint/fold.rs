@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 
 use crate::catalog::snapshot::Snapshot;
-use crate::checkpoint::copy::{Copied, Layer};
+use crate::checkpoint::copy::{CopyOutcome, Layer};
 use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
@@ -275,12 +275,12 @@ impl Keeper {
         let copied = self.copy_oldest(&oldest, pace);
         self.end_pace();
         let layers = match copied {
-            Ok((layers, Copied::Whole(damaged))) => match damaged.first() {
+            Ok((layers, CopyOutcome::Complete(damaged))) => match damaged.first() {
                 Some(extents) => return self.give_up(&extents.to_error()),
                 None => layers,
             },
             // The log is being closed.
-            Ok((_, Copied::Cut(_))) => return Ok(false),
+            Ok((_, CopyOutcome::TimeUp(_))) => return Ok(false),
             Err(error) if error.kind() == ErrorKind::Damaged => return self.give_up(&error),
             Err(error) => return Err(error),
         };
@@ -289,7 +289,11 @@ impl Keeper {
     }
 
     /// Copies what the segments left of each disk.
-    fn copy_oldest(&mut self, oldest: &Oldest, pace: CopyPace) -> Result<(Vec<Layer>, Copied)> {
+    fn copy_oldest(
+        &mut self,
+        oldest: &Oldest,
+        pace: CopyPace,
+    ) -> Result<(Vec<Layer>, CopyOutcome)> {
         let lsn = oldest.last.lsn;
         if self.log.lock().pipeline.durable() < lsn {
             self.drain(lsn)?;

@@ -20,7 +20,7 @@ use zerocopy::little_endian::U64;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
-use crate::checkpoint::copy::{Copied, DamagedExtents, Layer, copy};
+use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, Layer, copy};
 use crate::checkpoint::pace::CopyPace;
 use crate::checkpoint::saved_file::Saving;
 use crate::checkpoint::troubles::Troubles;
@@ -411,14 +411,14 @@ impl Keeper {
     }
 
     /// Makes the records up to `lsn`, the newest of the frozen layers, durable, and copies the layers.
-    pub(super) fn copy_frozen(&mut self, lsn: u64, hurry: bool) -> Result<Copied> {
+    pub(super) fn copy_frozen(&mut self, lsn: u64, hurry: bool) -> Result<CopyOutcome> {
         let pace = CopyPace::new(&self.log, &mut self.log.lock(), hurry);
         let copied = self.copy_at(lsn, pace);
         self.end_pace();
         copied
     }
 
-    fn copy_at(&mut self, lsn: u64, pace: CopyPace) -> Result<Copied> {
+    fn copy_at(&mut self, lsn: u64, pace: CopyPace) -> Result<CopyOutcome> {
         if !planted(Mutant::CopyBeforeDurable) {
             self.drain(lsn)?;
         }
@@ -435,7 +435,7 @@ impl Keeper {
         lsn: u64,
         layers: &[Layer],
         pace: CopyPace,
-    ) -> Result<Copied> {
+    ) -> Result<CopyOutcome> {
         debug_assert!(!self.copies, "no copy begins while another is under way");
         self.copies = true;
         let copied = self.save_and_copy(lsn, layers, pace);
@@ -443,11 +443,16 @@ impl Keeper {
         copied
     }
 
-    fn save_and_copy(&mut self, lsn: u64, layers: &[Layer], mut pace: CopyPace) -> Result<Copied> {
+    fn save_and_copy(
+        &mut self,
+        lsn: u64,
+        layers: &[Layer],
+        mut pace: CopyPace,
+    ) -> Result<CopyOutcome> {
         let medium = self.medium_cost(layers);
         pace.know_rate(medium.rate);
         if !self.save_for_snapshots(lsn, layers, &mut pace, medium)? {
-            return Ok(Copied::Cut(Vec::new()));
+            return Ok(CopyOutcome::TimeUp(Vec::new()));
         }
         self.announce(lsn, layers)?;
         let log = self.log.clone();
@@ -505,8 +510,8 @@ impl Keeper {
         let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.stamps.now().unix_us);
         drop(state);
         match self.copy_frozen(lsn, hurry)? {
-            Copied::Whole(damaged) => self.keep_damaged(damaged)?,
-            Copied::Cut(damaged) => {
+            CopyOutcome::Complete(damaged) => self.keep_damaged(damaged)?,
+            CopyOutcome::TimeUp(damaged) => {
                 if let Some(extents) = damaged.first() {
                     return Err(extents.to_error());
                 }

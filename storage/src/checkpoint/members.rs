@@ -8,7 +8,7 @@ use zerocopy::little_endian::U64;
 
 use crate::catalog::control::real_path;
 use crate::catalog::options::DiskOptions;
-use crate::checkpoint::copy::Copied;
+use crate::checkpoint::copy::CopyOutcome;
 use crate::checkpoint::keeper::{Keeper, settle};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::disk_state::DiskState;
@@ -141,11 +141,13 @@ impl Keeper {
 
     fn void_frozen(&mut self, disk: &DiskState, lsn: u64) -> Result<()> {
         match self.copy_frozen(lsn, true)? {
-            Copied::Whole(damaged) | Copied::Cut(damaged) if !damaged.is_empty() => {
+            CopyOutcome::Complete(damaged) | CopyOutcome::TimeUp(damaged)
+                if !damaged.is_empty() =>
+            {
                 return Err(damaged[0].to_error());
             }
-            Copied::Whole(_) => {}
-            Copied::Cut(_) => return Err(self.log.closed()),
+            CopyOutcome::Complete(_) => {}
+            CopyOutcome::TimeUp(_) => return Err(self.log.closed()),
         }
         self.control.change(|control| {
             settle(control, &self.announced);

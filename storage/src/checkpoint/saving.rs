@@ -13,11 +13,11 @@ use crate::medium::cost::MediumCost;
 use crate::recovery::saved;
 
 /// How an attempt to save what snapshots need ended.
-enum Saved {
+enum SaveOutcome {
     /// Everything is saved, and durable.
-    Whole,
+    Complete,
     /// The time that closing may take is over.
-    Cut,
+    TimeUp,
     /// The snapshot was deleted meanwhile, with its files.
     Deleted,
 }
@@ -39,10 +39,10 @@ impl Keeper {
     ) -> Result<bool> {
         loop {
             match self.try_to_save(until, layers, pace, medium)? {
-                Saved::Whole => return Ok(true),
-                Saved::Cut => return Ok(false),
+                SaveOutcome::Complete => return Ok(true),
+                SaveOutcome::TimeUp => return Ok(false),
                 // Older ones may need the same in their own files.
-                Saved::Deleted => {}
+                SaveOutcome::Deleted => {}
             }
         }
     }
@@ -54,14 +54,14 @@ impl Keeper {
         layers: &[Layer],
         pace: &mut CopyPace,
         medium: MediumCost,
-    ) -> Result<Saved> {
+    ) -> Result<SaveOutcome> {
         let control = &self.control.control;
         let reached = control.header.checkpoint_lsn.get();
         let snapshots = control.snapshots.iter().map(|entry| entry.lsn.get());
         let newest = snapshots.filter(|lsn| *lsn <= reached).max();
         let Some(lsn) = newest.filter(|lsn| *lsn < control.with_rewinds(until)) else {
             self.saving = None;
-            return Ok(Saved::Whole);
+            return Ok(SaveOutcome::Complete);
         };
         let known = self.saving.take().filter(|saving| saving.lsn == lsn);
         let mut saving = match known {
@@ -72,7 +72,7 @@ impl Keeper {
                 let count = control.saved(lsn).max(tried);
                 match Saving::open(&self.log, &control.header.log, lsn, count)? {
                     Some(saving) => saving,
-                    None => return Ok(Saved::Cut),
+                    None => return Ok(SaveOutcome::TimeUp),
                 }
             }
         };
@@ -108,7 +108,7 @@ impl Keeper {
         pace.end_saving(cost);
         let mut entries = self.control.control.snapshots.iter();
         if !entries.any(|entry| entry.lsn == lsn) {
-            return Ok(Saved::Deleted);
+            return Ok(SaveOutcome::Deleted);
         }
         saving.write()?;
         saving.sync()?;
@@ -128,8 +128,8 @@ impl Keeper {
         self.saving = Some(saving);
         self.note_saved();
         match whole {
-            true => Ok(Saved::Whole),
-            false => Ok(Saved::Cut),
+            true => Ok(SaveOutcome::Complete),
+            false => Ok(SaveOutcome::TimeUp),
         }
     }
 
