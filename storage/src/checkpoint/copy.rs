@@ -39,7 +39,7 @@ const TEND: Duration = Duration::from_millis(20);
 pub(super) const SHORT: Duration = Duration::from_millis(1);
 
 /// A run in flight.
-struct Flight<'a> {
+struct InFlightRun<'a> {
     disk: &'a Arc<DiskState>,
     sector: u64,
     bytes: usize,
@@ -49,7 +49,7 @@ struct Flight<'a> {
     cost: u64,
     /// The pieces of the run, and for each the state of its read, in order.
     pieces: Vec<Piece>,
-    chunks: Vec<Part>,
+    chunks: Vec<RunPart>,
     /// Whether the base image fills gaps between the pieces.
     stripe: bool,
     /// What the base image has in the place of a stripe, once it was read.
@@ -62,12 +62,12 @@ struct Flight<'a> {
 }
 
 /// A part of a run.
-enum Part {
+enum RunPart {
     Reading(LogRead),
     Read(Chunk),
 }
 
-impl Part {
+impl RunPart {
     /// Takes the buffer that was read, if its checksums match those that were logged.
     fn verified(&mut self, buffer: Buffer) -> Result<()> {
         if let Self::Reading(read) = self {
@@ -121,7 +121,7 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     /// Signalled when an operation of the engine ends.
     event: Event,
     /// By number; operation ids are `number * MAX_CHUNKS + part`.
-    flights: HashMap<u64, Flight<'a>>,
+    flights: HashMap<u64, InFlightRun<'a>>,
     next: u64,
     memory: usize,
     /// What the runs in flight cost the medium.
@@ -340,7 +340,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
         let number = self.next;
         self.next += 1;
-        let mut flight = Flight {
+        let mut flight = InFlightRun {
             disk,
             sector,
             bytes: span,
@@ -368,10 +368,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                         buffer: Buffer::for_overwrite(read.bytes()),
                     };
                     self.engine.submit(id(part), io);
-                    Part::Reading(read)
+                    RunPart::Reading(read)
                 }
                 Some(Place::Memory { payload, offset }) => {
-                    Part::Read(chunk(Buffer::from(&payload[*offset..*offset + len])))
+                    RunPart::Read(chunk(Buffer::from(&payload[*offset..*offset + len])))
                 }
                 Some(Place::Zero { .. }) | None => {
                     unreachable!("a run of data has data, and a layer's extents have places")
@@ -400,10 +400,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     }
 
     /// Writes the run to the base image: all of it is in memory.
-    fn write(&mut self, number: u64, flight: &mut Flight<'_>) {
+    fn write(&mut self, number: u64, flight: &mut InFlightRun<'_>) {
         self.count_write();
         flight.writing = true;
-        let mut chunks: Vec<_> = flight.chunks.drain(..).filter_map(Part::read).collect();
+        let mut chunks: Vec<_> = flight.chunks.drain(..).filter_map(RunPart::read).collect();
         if let Some(mut stripe) = flight.fill.take() {
             for (piece, part) in flight.pieces.iter().zip(chunks) {
                 let at = ((piece.sector - flight.sector) * SECTOR_SIZE) as usize;
@@ -458,7 +458,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     }
 
     /// Leaves a damaged run in the log. Of a stripe only the damaged parts are left.
-    fn leave(&mut self, flight: &mut Flight<'a>) {
+    fn leave(&mut self, flight: &mut InFlightRun<'a>) {
         if flight.stripe {
             let parts = std::mem::take(&mut flight.pieces);
             return self.split(flight.disk, parts, flight.bytes);
