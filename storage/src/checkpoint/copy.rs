@@ -8,15 +8,15 @@
 //! replicas apply the transactions of one commit group in parallel. The order of the records is already settled in
 //! the layer, which has only the newest extent of each sector.
 //!
-//! If many small parts of a segment are wanted, they are read through the page cache, see [`Ahead`].
+//! If many small parts of a segment are wanted, they are read through the page cache, see [`Readahead`].
 
 use std::collections::{HashMap, VecDeque};
 use std::iter::Peekable;
 use std::ops::Range;
 use std::time::Duration;
 
-use crate::checkpoint::ahead::Ahead;
 use crate::checkpoint::pace::{CopyPace, IN_FLIGHT_RUNS};
+use crate::checkpoint::readahead::Readahead;
 use crate::checkpoint::runs::{Run, Stripes};
 use crate::error::{Error, Result};
 use crate::index::{ExtentMap, Piece, Place};
@@ -167,10 +167,10 @@ pub(crate) fn copy(
     let (engine, event) =
         opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
     let pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
-    let ahead = Ahead::of(log, pieces);
-    pace.plan(ahead.bytes() + cost(layers, medium));
+    let readahead = Readahead::of(log, pieces);
+    pace.plan(readahead.bytes() + cost(layers, medium));
     let mut cut = false;
-    ahead.read(medium.largest, |read| {
+    readahead.read(medium.largest, |read| {
         loop {
             tend(&mut || {});
             cut = over();
@@ -183,7 +183,7 @@ pub(crate) fn copy(
     });
     let mut copier = Copier {
         log,
-        done: ahead.bytes(),
+        done: readahead.bytes(),
         pace,
         medium,
         runs: runs(layers, medium).peekable(),

@@ -20,12 +20,12 @@ const STEPS_IN_HASTE: usize = 4;
 
 /// See the module's documentation.
 #[derive(Default)]
-pub(crate) struct Ahead {
+pub(crate) struct Readahead {
     segments: Vec<Arc<Segment>>,
     segment_size: u64,
 }
 
-impl Ahead {
+impl Readahead {
     /// Picks the segments of which so many of `pieces` are wanted that reading the whole segment is faster.
     pub(crate) fn of(log: &Log, pieces: impl Iterator<Item = Piece>) -> Self {
         let mut parts: HashMap<*const Segment, (Arc<Segment>, u64)> = HashMap::new();
@@ -117,17 +117,17 @@ mod tests {
         for byte in 1..20_u8 {
             let bytes = Buffer::from(&vec![byte; 1 << 20][..]);
             segment.file.write_all_at(&bytes, 0).unwrap();
-            assert_eq!(Ahead::of(log, pieces(15)).bytes(), 0);
-            let ahead = Ahead::of(log, pieces(16));
-            assert_eq!(ahead.bytes(), 1 << 20);
+            assert_eq!(Readahead::of(log, pieces(15)).bytes(), 0);
+            let readahead = Readahead::of(log, pieces(16));
+            assert_eq!(readahead.bytes(), 1 << 20);
             let mut steps = Vec::new();
-            ahead.read(STEP, |done| {
+            readahead.read(STEP, |done| {
                 steps.push(done);
                 Some(byte % 2 == 0)
             });
             assert_eq!(steps, [0, STEP, 2 * STEP, 3 * STEP]);
             let mut cut = 0;
-            ahead.read(STEP, |_| {
+            readahead.read(STEP, |_| {
                 cut += 1;
                 (cut < 2).then_some(true)
             });
