@@ -41,7 +41,7 @@ const ROOM_STEP: u64 = 256 << 10;
 
 /// Detects whether something that is counted goes on.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Growth {
+pub(crate) struct ActivityMeter {
     /// The count at the last check.
     count: u64,
     /// When the count was last seen to have grown.
@@ -49,7 +49,7 @@ pub(crate) struct Growth {
     quiet: Duration,
 }
 
-impl Growth {
+impl ActivityMeter {
     /// Growth of a log that ends at `end`: background work would delay those who write to it.
     pub(crate) fn of_log(end: u64) -> Self {
         Self::new(end, QUIET)
@@ -64,7 +64,7 @@ impl Growth {
     }
 
     /// Whether the count has grown lately, given that it is `count` now.
-    pub(crate) fn is_under_way(&mut self, count: u64) -> bool {
+    pub(crate) fn is_active(&mut self, count: u64) -> bool {
         let now = sync::now();
         if count > self.count {
             self.grown = Some(now);
@@ -77,10 +77,10 @@ impl Growth {
 
 /// The pace of a copy: it is to end before the log is full.
 pub(crate) struct CopyPace {
-    growth: Growth,
+    log_activity: ActivityMeter,
     /// Reads and FLUSHes of all disks of the log.
-    reads: Growth,
-    flushes: Growth,
+    reads: ActivityMeter,
+    flushes: ActivityMeter,
     hurry: bool,
     /// Bytes of log when the copy began, and how many more there was room for.
     bytes: (u64, u64),
@@ -107,9 +107,9 @@ impl CopyPace {
         let room = state.ring.unused_bytes();
         let room = room.saturating_sub(log.segment_size);
         let mut pace = Self {
-            growth: Growth::of_log(end),
-            reads: Growth::new(log.reads.load(Ordering::Relaxed), STILL),
-            flushes: Growth::new(log.counters.flushes.load(Ordering::Relaxed), STILL),
+            log_activity: ActivityMeter::of_log(end),
+            reads: ActivityMeter::new(log.reads.load(Ordering::Relaxed), STILL),
+            flushes: ActivityMeter::new(log.counters.flushes.load(Ordering::Relaxed), STILL),
             hurry,
             bytes: (end, room),
             index: (index, log.index_limit.saturating_sub(index)),
@@ -178,13 +178,13 @@ impl CopyPace {
             true => 1.0,
             false => used - done as f64 / self.work as f64,
         };
-        let disturbing = behind <= 0.0 && self.growth.is_under_way(end);
+        let disturbing = behind <= 0.0 && self.log_activity.is_active(end);
         if disturbing {
             return 0;
         }
         let (reads, flushes) = (&log.reads, &log.counters.flushes);
-        let read = self.reads.is_under_way(reads.load(Ordering::Relaxed));
-        let flushed = self.flushes.is_under_way(flushes.load(Ordering::Relaxed));
+        let read = self.reads.is_active(reads.load(Ordering::Relaxed));
+        let flushed = self.flushes.is_active(flushes.load(Ordering::Relaxed));
         let most = match (read, flushed) {
             (true, _) => RUNS_BESIDE_READS,
             (false, true) => RUNS_BESIDE_FLUSHES,
@@ -250,12 +250,12 @@ mod tests {
 
     #[test]
     fn less_is_in_flight_while_guests_flush_and_little_while_they_read() {
-        let mut reads = Growth::new(7, Duration::MAX);
-        assert!(!reads.is_under_way(7));
-        assert!(reads.is_under_way(8));
-        assert!(reads.is_under_way(8), "a moment ago");
+        let mut reads = ActivityMeter::new(7, Duration::MAX);
+        assert!(!reads.is_active(7));
+        assert!(reads.is_active(8));
+        assert!(reads.is_active(8), "a moment ago");
         reads.quiet = Duration::ZERO;
-        assert!(!reads.is_under_way(8), "long ago");
+        assert!(!reads.is_active(8), "long ago");
 
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::checkpoint::pace::Growth;
+use crate::checkpoint::pace::ActivityMeter;
 use crate::error::Result;
 use crate::log::state::Log;
 use crate::medium::file::Segment;
@@ -34,7 +34,7 @@ impl Log {
             state.ring.end(),
             state.ring.ready_bytes(),
         );
-        let mut growth = Growth::of_log(began);
+        let mut log_activity = ActivityMeter::of_log(began);
         // Writers that are faster get half of what is ready at once, and the rest in step with the file: else they would use it up,
         // and wait until the file is made.
         let mut steps = 0;
@@ -49,7 +49,7 @@ impl Log {
             let mut state = self.lock();
             let needed = state.ring.has_none_free();
             let pressing = state.is_pressing() || needed || copies || state.ring.outruns_files();
-            let disturbing = growth.is_under_way(state.ring.end());
+            let disturbing = log_activity.is_active(state.ring.end());
             let waited = state.ring.make_progress(progress());
             drop(state);
             if waited {
