@@ -42,7 +42,7 @@ fn who_needs(staying: &[Snapshot], lsn: u64) -> String {
 const FORGOTTEN: usize = 512;
 
 /// Segments that are to be folded: all up to this record.
-struct Oldest {
+struct FoldRange {
     segments: Vec<(Arc<Segment>, Commit)>,
     last: Commit,
 }
@@ -67,15 +67,15 @@ impl Keeper {
             }
             let (retain, pinned) = (state.keeper.retain, state.keeper.held());
             let index = log.counters.index.bytes();
-            self.tell_crowded(&state, index);
+            self.warn_if_crowded(&state, index);
             let heavy = index >= log.index_limit / 2;
             let starved = state.ring.is_starved();
             let pressed = heavy || starved || state.ring.is_running_out(retain);
-            let Some(oldest) = self.oldest(&mut state, pressed) else {
+            let Some(range) = self.next_range(&mut state, pressed) else {
                 drop(state);
                 return match pinned {
                     Some(lsn) if starved || index >= log.index_limit => {
-                        Err(self.pinned("no segment of the log can be freed", lsn))
+                        Err(self.pinned_error("no segment of the log can be freed", lsn))
                     }
                     // All of it is in the last segment.
                     None if heavy => self.checkpoint(false, false).map(drop),
@@ -84,7 +84,7 @@ impl Keeper {
             };
             let pace = CopyPace::new(&log, &mut state, false);
             drop(state);
-            if !self.fold_oldest(oldest, pace)? {
+            if !self.fold_range(range, pace)? {
                 return Ok(());
             }
             let mut state = log.lock();
@@ -107,12 +107,12 @@ impl Keeper {
             if !state.ring.is_used_up() || state.ring.waits_for_readers() {
                 break;
             }
-            let Some(oldest) = self.oldest(&mut state, true) else {
+            let Some(range) = self.next_range(&mut state, true) else {
                 break;
             };
             let pace = CopyPace::new(&log, &mut state, true);
             drop(state);
-            if !self.fold_oldest(oldest, pace)? {
+            if !self.fold_range(range, pace)? {
                 break;
             }
         }
@@ -120,7 +120,7 @@ impl Keeper {
     }
 
     /// The segments that are to be folded now, if any. Reports once that history goes earlier than it was to.
-    fn oldest(&mut self, state: &mut State, pressed: bool) -> Option<Oldest> {
+    fn next_range(&mut self, state: &mut State, pressed: bool) -> Option<FoldRange> {
         let retain = state.keeper.retain;
         let pinned = match planted(Mutant::FoldPassesPin) {
             true => u64::MAX,
@@ -128,7 +128,7 @@ impl Keeper {
         };
         let now = state.stamps.now().passed;
         let (wanted, early) = state.ring.expired(retain, now, pressed, pinned);
-        let (count, more) = self.unsplit(state, wanted, pressed, pinned);
+        let (count, more) = self.without_split_rewinds(state, wanted, pressed, pinned);
         let early = early + more;
         let shortened = early > 0 && retain != crate::Retain::All;
         if shortened && !self.shortened {
@@ -142,8 +142,8 @@ impl Keeper {
         let segments = state.ring.oldest(count);
         let last = segments.last()?.1;
         let stop = self.stop_before(self.control.control.with_rewinds(last.lsn));
-        stop.map_or(Some(Oldest { segments, last }), |stop| {
-            Some(self.up_to(stop, state))
+        stop.map_or(Some(FoldRange { segments, last }), |stop| {
+            Some(self.range_up_to(stop, state))
         })
     }
 
@@ -177,14 +177,14 @@ impl Keeper {
     }
 
     /// The segments with the records up to a snapshot.
-    fn up_to(&self, snapshot: Snapshot, state: &State) -> Oldest {
+    fn range_up_to(&self, snapshot: Snapshot, state: &State) -> FoldRange {
         let lsn = self.control.control.without_rewinds(snapshot.lsn);
         // Rewinds that the base images have passed are not known any more.
         let lsn = lsn.min(state.pipeline.appended());
         let mut segments = state.ring.oldest(usize::MAX);
         let end = segments.iter().position(|(_, last)| last.lsn >= lsn);
         segments.truncate(end.map_or(segments.len(), |end| end + 1));
-        Oldest {
+        FoldRange {
             segments,
             last: Commit {
                 lsn,
@@ -206,10 +206,10 @@ impl Keeper {
             let Some(stop) = stop else {
                 break;
             };
-            let oldest = self.up_to(stop, &state);
+            let range = self.range_up_to(stop, &state);
             let pace = CopyPace::new(&log, &mut state, true);
             drop(state);
-            if !self.fold_oldest(oldest, pace)? {
+            if !self.fold_range(range, pace)? {
                 return Ok(self.frozen_at.is_none() && !self.log.lock().keeper.is_over());
             }
         }
@@ -218,7 +218,13 @@ impl Keeper {
 
     /// How many of the oldest segments are folded if so many are to be: no rewind is split. If the log is pressed for room and
     /// fewer would be none, more. With the number of those that are more.
-    fn unsplit(&self, state: &State, wanted: usize, pressed: bool, pinned: u64) -> (usize, usize) {
+    fn without_split_rewinds(
+        &self,
+        state: &State,
+        wanted: usize,
+        pressed: bool,
+        pinned: u64,
+    ) -> (usize, usize) {
         let control = &self.control.control;
         if control.rewinds.is_empty() {
             return (wanted, 0);
@@ -243,7 +249,7 @@ impl Keeper {
 
     /// Warns once when what must stay of the history has almost filled the log, or the memory of its index; again if that was
     /// over meanwhile.
-    fn tell_crowded(&mut self, state: &State, index: u64) {
+    fn warn_if_crowded(&mut self, state: &State, index: u64) {
         let (log, most, held) = (&self.log, state.ring.most(), state.keeper.held());
         let used = state.held_segments();
         let parts = [
@@ -265,14 +271,14 @@ impl Keeper {
     }
 
     /// The error that says that something can't be done because of what comes behind this LSN.
-    pub(super) fn pinned(&self, what: &str, lsn: u64) -> Error {
+    pub(super) fn pinned_error(&self, what: &str, lsn: u64) -> Error {
         let who = who_needs(&self.log.lock().keeper.staying, lsn);
         Error::full(format!("{}: {what}: {who}", self.log.dir.display()))
     }
 
     /// Returns whether the segments are folded. Otherwise the log is being closed, or everything was copied in their place.
-    fn fold_oldest(&mut self, oldest: Oldest, pace: CopyPace) -> Result<bool> {
-        let copied = self.copy_oldest(&oldest, pace);
+    fn fold_range(&mut self, range: FoldRange, pace: CopyPace) -> Result<bool> {
+        let copied = self.copy_range(&range, pace);
         self.end_pace();
         let layers = match copied {
             Ok((layers, CopyOutcome::Complete(damaged))) => match damaged.first() {
@@ -284,27 +290,27 @@ impl Keeper {
             Err(error) if error.kind() == ErrorKind::Damaged => return self.give_up(&error),
             Err(error) => return Err(error),
         };
-        self.end_checkpoint(oldest.last, |keeper| keeper.forget(&layers, &oldest))?;
+        self.end_checkpoint(range.last, |keeper| keeper.forget(&layers, &range))?;
         Ok(true)
     }
 
     /// Copies what the segments left of each disk.
-    fn copy_oldest(
+    fn copy_range(
         &mut self,
-        oldest: &Oldest,
+        range: &FoldRange,
         pace: CopyPace,
     ) -> Result<(Vec<Layer>, CopyOutcome)> {
-        let lsn = oldest.last.lsn;
+        let lsn = range.last.lsn;
         if self.log.lock().pipeline.durable() < lsn {
             self.drain(lsn)?;
         }
-        let layers = self.layers_of(oldest)?;
+        let layers = self.layers_of(range)?;
         let copied = self.copy_layers(lsn, &layers, pace)?;
         Ok((layers, copied))
     }
 
     /// Takes what was copied out of the indexes.
-    fn forget(&self, layers: &[Layer], oldest: &Oldest) {
+    fn forget(&self, layers: &[Layer], range: &FoldRange) {
         for (disk, layer) in layers {
             let mut pieces = layer.iter();
             loop {
@@ -317,8 +323,8 @@ impl Keeper {
                 drop(self.log.lock());
             }
         }
-        let whole = oldest.segments.iter();
-        let whole = whole.filter(|(_, last)| last.lsn <= oldest.last.lsn);
+        let whole = range.segments.iter();
+        let whole = whole.filter(|(_, last)| last.lsn <= range.last.lsn);
         let segments: Vec<_> = whole.map(|(segment, _)| segment.clone()).collect();
         for disk in &self.disks {
             disk.index_mut().active.release(&segments);
@@ -349,7 +355,7 @@ impl Keeper {
     ///
     /// # Errors
     /// [`ErrorKind::Damaged`] if a record can't be read.
-    fn layers_of(&self, oldest: &Oldest) -> Result<Vec<Layer>> {
+    fn layers_of(&self, range: &FoldRange) -> Result<Vec<Layer>> {
         let control = &self.control.control;
         let mut builders: BTreeMap<u32, Builder> = BTreeMap::new();
         let visit = &mut |found: Found<'_>| {
@@ -367,12 +373,12 @@ impl Keeper {
             builder.add(sector, sectors, place);
         };
         // Their records up to the last one are durable. The keeper's thread does nothing else meanwhile.
-        let segments = oldest.segments.iter();
+        let segments = range.segments.iter();
         let segments: Vec<_> = segments
             .map(|(segment, last)| (segment.clone(), last.lsn))
             .collect();
         let until = match segments.last() {
-            Some((_, last_lsn)) if *last_lsn > oldest.last.lsn => oldest.last.lsn,
+            Some((_, last_lsn)) if *last_lsn > range.last.lsn => range.last.lsn,
             _ => u64::MAX,
         };
         read_live(&segments, until, control, 1, visit)?;
