@@ -45,11 +45,11 @@ const RETRY: Duration = Duration::from_secs(1);
 
 /// A disk whose image gets another generation, and two parts that the checkpoint writes to it, by byte offset and
 /// length.
-type Announced = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
+type NewGeneration = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
 
 /// Notes in the control file that the announced images have their new generation.
-pub(super) fn settle(control: &mut Control, announced: &[Announced]) {
-    for (disk, parts) in announced {
+pub(super) fn settle(control: &mut Control, new_generations: &[NewGeneration]) {
+    for (disk, parts) in new_generations {
         if let Some(entry) = control.disk_mut(disk.id) {
             entry.settle();
             entry.take_samples(disk.base.as_ref(), *parts);
@@ -72,7 +72,7 @@ pub(crate) struct Keeper {
     /// The `copying_lsn` in both slots of the control file, if this keeper wrote it.
     pub(super) copying: Option<u64>,
     /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
-    pub(super) announced: Vec<Announced>,
+    pub(super) new_generations: Vec<NewGeneration>,
     /// A copy is under way: no other may begin.
     pub(super) copies: bool,
     /// The saved files that snapshots need, once a copy has added to them.
@@ -104,7 +104,7 @@ impl Keeper {
             frozen_at,
             cost: None,
             copying: None,
-            announced: Vec::new(),
+            new_generations: Vec::new(),
             copies: false,
             saving: None,
             saved: (0, 0),
@@ -389,7 +389,7 @@ impl Keeper {
         })?;
         let parts = layers.iter().map(|(_, layer)| written_parts(layer));
         let disks = layers.iter().map(|(disk, _)| disk.clone());
-        self.announced = disks.zip(parts).collect();
+        self.new_generations = disks.zip(parts).collect();
         self.copying = Some(lsn);
         self.log.lock().pass_horizon(self.control.control.horizon());
         Ok(())
@@ -554,14 +554,14 @@ impl Keeper {
             header.next_lsn = U64::new(next_lsn);
             header.next_cid = U64::new(next_cid);
             control.set_checkpoint(reached);
-            settle(control, &self.announced);
+            settle(control, &self.new_generations);
         });
         if noted.is_err() {
             // The medium may have it nevertheless, so the next attempt announces anew what it writes to the images.
             self.copying = None;
         }
         noted?;
-        self.announced.clear();
+        self.new_generations.clear();
         // Segments may be reused, and layers dropped, only now that the control file no longer needs them. (A new
         // segment names the one before it, which must stay in `live` until the control file no longer refers to
         // it.)

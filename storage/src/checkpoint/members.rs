@@ -130,7 +130,7 @@ impl Keeper {
         let copied = self.void_frozen(disk, lsn);
         // What is copied next is announced anew, even if it ends with the same record.
         self.copying = None;
-        self.announced.clear();
+        self.new_generations.clear();
         let mut index = disk.index_mut();
         match copied {
             Ok(()) => index.frozen = None,
@@ -150,7 +150,7 @@ impl Keeper {
             CopyOutcome::TimeUp(_) => return Err(self.log.closed()),
         }
         self.control.change(|control| {
-            settle(control, &self.announced);
+            settle(control, &self.new_generations);
             // What a rewind has undone does not come back.
             let void_lsn = control.rewound(disk.id).map_or(lsn, |at| at.max(lsn));
             if let Some(entry) = control.disk_mut(disk.id) {
