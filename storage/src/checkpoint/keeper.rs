@@ -22,7 +22,7 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
 use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, Layer, copy};
 use crate::checkpoint::pace::CopyPace;
-use crate::checkpoint::saved_file::Saving;
+use crate::checkpoint::saved_file::SavedFileWriter;
 use crate::checkpoint::troubles::Troubles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
@@ -76,7 +76,7 @@ pub(crate) struct Keeper {
     /// A copy is under way: no other may begin.
     pub(super) copies: bool,
     /// The saved files that snapshots need, once a copy has added to them.
-    pub(super) saving: Option<Saving>,
+    pub(super) saving: Option<SavedFileWriter>,
     /// The LSN of the snapshot of which this keeper has made records durable in saved files, and how many there are.
     pub(super) saved: (u64, u32),
     /// It was reported that the log has no room for all the history that it is to keep.

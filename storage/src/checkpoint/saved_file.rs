@@ -36,7 +36,7 @@ const KNOWN_SHARE: u64 = if cfg!(test) { 1 << 10 } else { 4 };
 const READERS: usize = if cfg!(test) { 1 } else { 16 };
 
 /// The saved files that a copy adds to: those of the newest snapshot that the base images hold or have gone past.
-pub(crate) struct Saving {
+pub(crate) struct SavedFileWriter {
     log: Arc<Log>,
     files: Arc<dyn FileSystem>,
     /// The snapshot's LSN.
@@ -54,9 +54,9 @@ pub(crate) struct Saving {
 }
 
 /// Ranges of bytes of disks that are to be saved.
-pub(super) struct Unsaved<'a>(Vec<(&'a DiskState, Range<u64>)>);
+pub(super) struct UnsavedRanges<'a>(Vec<(&'a DiskState, Range<u64>)>);
 
-impl Unsaved<'_> {
+impl UnsavedRanges<'_> {
     /// What saving them costs the medium, at most. `operation`: the price of an operation, in bytes.
     pub(super) fn cost(&self, operation: u64) -> u64 {
         self.0.iter().map(|(_, range)| cost(range, operation)).sum()
@@ -70,9 +70,9 @@ fn cost(range: &Range<u64>, operation: u64) -> u64 {
 }
 
 /// A range of a disk that is to be saved, in bytes, with what the base image has there; `None`: a hole.
-type Found = Result<(u32, Range<u64>, Option<Buffer>)>;
+type SavedRange = Result<(u32, Range<u64>, Option<Buffer>)>;
 
-impl Saving {
+impl SavedFileWriter {
     /// The saved files of the snapshots as of `lsn`, which have `count` records. `None` if the time that closing may take is over.
     pub(super) fn open(log: &Arc<Log>, uuid: &Uuid, lsn: u64, count: u32) -> Result<Option<Self>> {
         let files = log.medium.files();
@@ -144,7 +144,7 @@ impl Saving {
         &self,
         layers: &'a [Layer],
         needed: impl Fn(&DiskState) -> bool,
-    ) -> Result<Unsaved<'a>> {
+    ) -> Result<UnsavedRanges<'a>> {
         let mut ranges: Vec<(&DiskState, Range<u64>)> = Vec::new();
         let read = match self.known {
             Some(_) => None,
@@ -170,14 +170,14 @@ impl Saving {
         if planted(Mutant::SnapshotUnsaved) {
             ranges.clear();
         }
-        Ok(Unsaved(ranges))
+        Ok(UnsavedRanges(ranges))
     }
 
     /// Adds these ranges, as fast as `pace` allows, to which an operation costs as many bytes. `tend` is called between. Returns
     /// `false` if the time for that is over.
     pub(super) fn save(
         &mut self,
-        ranges: Unsaved<'_>,
+        ranges: UnsavedRanges<'_>,
         pace: &mut CopyPace,
         operation: u64,
         tend: &mut dyn FnMut(),
@@ -187,7 +187,7 @@ impl Saving {
             let data = DataRanges::new(disk.base.host(), &disk.path, range.clone(), RECORD);
             with_holes(range, data).map(move |part| (disk, part))
         });
-        let read = |(disk, part): (&DiskState, Result<(Range<u64>, bool)>)| -> Found {
+        let read = |(disk, part): (&DiskState, Result<(Range<u64>, bool)>)| -> SavedRange {
             let (range, has_data) = part?;
             if !has_data {
                 return Ok((disk.id, range, None));
@@ -429,7 +429,7 @@ mod tests {
         let log = disk.log.clone();
         let open = || {
             let count = log.lock().keeper.saved.counts()[0].1;
-            Saving::open(&log, &log.uuid, lsn, count).unwrap()
+            SavedFileWriter::open(&log, &log.uuid, lsn, count).unwrap()
         };
         assert!(open().is_some());
         log.lock().keeper.copy_steps = Some(0);

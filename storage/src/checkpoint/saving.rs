@@ -6,7 +6,7 @@ use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::copy::{self, Layer};
 use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
-use crate::checkpoint::saved_file::Saving;
+use crate::checkpoint::saved_file::SavedFileWriter;
 use crate::error::Result;
 use crate::log::disk_state::DiskState;
 use crate::medium::cost::MediumCost;
@@ -70,7 +70,7 @@ impl Keeper {
                 // An attempt to write the control file may have failed, and be durable: what it names must stay.
                 let tried = if self.saved.0 == lsn { self.saved.1 } else { 0 };
                 let count = control.saved(lsn).max(tried);
-                match Saving::open(&self.log, &control.header.log, lsn, count)? {
+                match SavedFileWriter::open(&self.log, &control.header.log, lsn, count)? {
                     Some(saving) => saving,
                     None => return Ok(SaveOutcome::TimeUp),
                 }
@@ -157,7 +157,7 @@ impl Keeper {
                 }
             }
         }
-        let gone = |saving: &mut Saving| !needed(saving.lsn);
+        let gone = |saving: &mut SavedFileWriter| !needed(saving.lsn);
         self.saving.take_if(gone);
         self.note_saved();
     }
