@@ -168,7 +168,7 @@ pub(super) struct Stripes<I: Iterator<Item = Piece>> {
     runs: Peekable<Runs<I>>,
     cost: MediumCost,
     /// Runs that are cheaper as they are.
-    apart: VecDeque<Run>,
+    separate: VecDeque<Run>,
 }
 
 impl<I: Iterator<Item = Piece>> Stripes<I> {
@@ -178,7 +178,7 @@ impl<I: Iterator<Item = Piece>> Stripes<I> {
         Self {
             runs: Runs::new(pieces, cost.largest).peekable(),
             cost,
-            apart: VecDeque::new(),
+            separate: VecDeque::new(),
         }
     }
 }
@@ -187,7 +187,7 @@ impl<I: Iterator<Item = Piece>> Iterator for Stripes<I> {
     type Item = Run;
 
     fn next(&mut self) -> Option<Run> {
-        if let Some(run) = self.apart.pop_front() {
+        if let Some(run) = self.separate.pop_front() {
             return Some(run);
         }
         let run = self.runs.next()?;
@@ -207,13 +207,13 @@ impl<I: Iterator<Item = Piece>> Iterator for Stripes<I> {
             Run::Zero { .. } => false,
         };
         while let Some(run) = self.runs.next_if(&mut fits) {
-            self.apart.push_back(run);
+            self.separate.push_back(run);
         }
-        if self.apart.is_empty() {
+        if self.separate.is_empty() {
             return Some(run);
         }
-        self.apart.push_front(run);
-        let runs = || self.apart.iter();
+        self.separate.push_front(run);
+        let runs = || self.separate.iter();
         let parts = runs().flat_map(|run| match run {
             Run::Data { parts, .. } => &parts[..],
             Run::Zero { .. } => &[],
@@ -221,12 +221,12 @@ impl<I: Iterator<Item = Piece>> Iterator for Stripes<I> {
         let parts = parts.cloned().collect();
         let stripe = Run::Data { sector, parts };
         let operation = self.cost.operation;
-        let apart = runs().map(|run| run.cost(operation)).sum::<u64>();
-        if stripe.has_gaps() && stripe.cost(operation) < apart {
-            self.apart.clear();
+        let separate = runs().map(|run| run.cost(operation)).sum::<u64>();
+        if stripe.has_gaps() && stripe.cost(operation) < separate {
+            self.separate.clear();
             return Some(stripe);
         }
-        self.apart.pop_front()
+        self.separate.pop_front()
     }
 }
 
@@ -299,16 +299,16 @@ mod tests {
     #[test]
     fn runs_are_joined_to_a_stripe_where_that_is_cheaper() {
         let scattered: Vec<_> = (0..64).step_by(4).map(|block| data(block * 8, 8)).collect();
-        let apart: Vec<_> = (0..64)
+        let separate: Vec<_> = (0..64)
             .step_by(4)
             .map(|block| (block * 8, 8, false))
             .collect();
-        assert_eq!(stripes(&scattered, 0), apart);
-        assert_eq!(stripes(&scattered, 16 << 10), apart);
+        assert_eq!(stripes(&scattered, 0), separate);
+        assert_eq!(stripes(&scattered, 16 << 10), separate);
         // 16 operations and 64 KiB, or 2 operations and twice 244 KiB.
         assert_eq!(stripes(&scattered, 31 << 10), [(0, 61 * 8, true)]);
         // Two operations take the place of two.
-        assert_eq!(stripes(&scattered[..2], 1 << 30), apart[..2]);
+        assert_eq!(stripes(&scattered[..2], 1 << 30), separate[..2]);
         // No stripe covers zeroes, or crosses a multiple of 256 KiB.
         let mut zero = scattered.clone();
         zero.insert(8, zeroes(232, 8));

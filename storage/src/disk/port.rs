@@ -8,7 +8,7 @@ use crate::catalog::mark_text::MarkText;
 use crate::disk::reads::{Part, ReadQueue, SharedReads, check_range, check_read};
 use crate::format::Kind;
 use crate::index::Piece;
-use crate::log::committer::{Committer, Refused};
+use crate::log::committer::{AppendError, Committer};
 use crate::log::disk_state::DiskState;
 use crate::log::pipeline::{Marked, Modification};
 use crate::log::state::Log;
@@ -37,7 +37,7 @@ pub struct Port {
 }
 
 /// The state of a request after the port has taken it.
-enum Submitted {
+enum RequestState {
     /// The request has ended, with the data of a READ.
     Ended(Option<Buffer>),
     /// The completion comes later.
@@ -165,14 +165,14 @@ impl Port {
     }
 
     /// Queues the completion of a request that has ended already, and parks one that the full log holds back.
-    fn settle(&mut self, token: u64, submitted: Result<Submitted, Failure>) {
+    fn settle(&mut self, token: u64, submitted: Result<RequestState, Failure>) {
         let result = match submitted {
-            Ok(Submitted::InFlight) => return,
-            Ok(Submitted::HeldBack(modification)) => {
+            Ok(RequestState::InFlight) => return,
+            Ok(RequestState::HeldBack(modification)) => {
                 self.parked.push_back((token, modification));
                 return;
             }
-            Ok(Submitted::Ended(data)) => Ok(data),
+            Ok(RequestState::Ended(data)) => Ok(data),
             Err(failure) => Err(failure),
         };
         self.done.push(Completion { token, result });
@@ -217,7 +217,7 @@ impl Port {
         }
     }
 
-    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<Submitted, Failure> {
+    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<RequestState, Failure> {
         self.check_writable()?;
         let most = self.committer.log.max_request_bytes();
         if !data.len().is_multiple_of(SECTOR_SIZE as usize) || data.len() > most {
@@ -258,7 +258,7 @@ impl Port {
         kind: Kind,
         sector: u64,
         sectors: u32,
-    ) -> Result<Submitted, Failure> {
+    ) -> Result<RequestState, Failure> {
         self.check_writable()?;
         self.check_range(sector, u64::from(sectors))?;
         self.modify(
@@ -274,26 +274,28 @@ impl Port {
     }
 
     /// Logs a modification. It is held back while earlier ones are parked.
-    fn modify(&mut self, token: u64, modification: Modification) -> Result<Submitted, Failure> {
+    fn modify(&mut self, token: u64, modification: Modification) -> Result<RequestState, Failure> {
         if !self.parked.is_empty() {
-            return Ok(Submitted::HeldBack(modification));
+            return Ok(RequestState::HeldBack(modification));
         }
         self.append(token, modification)
     }
 
-    fn append(&mut self, token: u64, modification: Modification) -> Result<Submitted, Failure> {
+    fn append(&mut self, token: u64, modification: Modification) -> Result<RequestState, Failure> {
         let mark = modification.mark.is_some();
         let lsn = match self.committer.append(&self.disk, modification) {
             Ok(lsn) => lsn,
-            Err(Refused::Stuck) => return Err(Failure::Io),
-            Err(Refused::HeldBack(modification)) => return Ok(Submitted::HeldBack(modification)),
+            Err(AppendError::Stuck) => return Err(Failure::Io),
+            Err(AppendError::HeldBack(modification)) => {
+                return Ok(RequestState::HeldBack(modification));
+            }
         };
         self.newest_lsn = lsn;
         if mark && !planted(Mutant::MarkAnsweredEarly) {
             return self.wait(token, lsn);
         }
         if mark || self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
-            return Ok(Submitted::Ended(None));
+            return Ok(RequestState::Ended(None));
         }
         self.wait(token, lsn)
     }
@@ -306,7 +308,7 @@ impl Port {
                 None => self.check_writable(),
             };
             match writable.and_then(|()| self.append(token, modification)) {
-                Ok(Submitted::HeldBack(modification)) => {
+                Ok(RequestState::HeldBack(modification)) => {
                     self.parked.push_front((token, modification));
                     return;
                 }
@@ -315,25 +317,25 @@ impl Port {
         }
     }
 
-    fn flush(&mut self, token: u64) -> Result<Submitted, Failure> {
+    fn flush(&mut self, token: u64) -> Result<RequestState, Failure> {
         if self.disk.no_flush {
-            return Ok(Submitted::Ended(None));
+            return Ok(RequestState::Ended(None));
         }
         self.wait(token, self.disk.last_lsn.load(Ordering::Acquire))
     }
 
-    fn wait(&mut self, token: u64, lsn: u64) -> Result<Submitted, Failure> {
+    fn wait(&mut self, token: u64, lsn: u64) -> Result<RequestState, Failure> {
         let waits = !self.committer.wait_for(lsn, token)?;
         let counters = &self.committer.log.counters;
         counters.flushes.fetch_add(1, Ordering::Relaxed);
         if !waits {
-            return Ok(Submitted::Ended(None));
+            return Ok(RequestState::Ended(None));
         }
         counters.flushes_grouped.fetch_add(1, Ordering::Relaxed);
-        Ok(Submitted::InFlight)
+        Ok(RequestState::InFlight)
     }
 
-    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Submitted, Failure> {
+    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<RequestState, Failure> {
         check_read(sector, sectors, self.disk.sectors())?;
         let disk = &self.disk;
         self.committer.log.reads.fetch_add(1, Ordering::Relaxed);
@@ -347,8 +349,8 @@ impl Port {
             .reads
             .with(|reads| reads.begin(token, sector, sectors, parts));
         Ok(match begun {
-            Some(data) => Submitted::Ended(Some(data)),
-            None => Submitted::InFlight,
+            Some(data) => RequestState::Ended(Some(data)),
+            None => RequestState::InFlight,
         })
     }
 }

@@ -29,7 +29,7 @@ use crate::sync::{self, Arc, Event, MutexGuard};
 use crate::{Completion, Failure};
 
 /// Why a record was not appended.
-pub(crate) enum Refused {
+pub(crate) enum AppendError {
     /// Too much waits for the log. The port gets the request back, and tries again when it is woken.
     HeldBack(Modification),
     /// The ring is full and can't be emptied, or the disk has left the log.
@@ -71,7 +71,7 @@ impl Committer {
         &mut self,
         disk: &Arc<DiskState>,
         change: Modification,
-    ) -> Result<u64, Refused> {
+    ) -> Result<u64, AppendError> {
         self.unstarted = true;
         let log = &self.log;
         let mut state = log.lock();
@@ -86,13 +86,13 @@ impl Committer {
         let many = index >= log.index_limit;
         let detached = disk.detached.load(Ordering::Relaxed);
         if detached || (full && state.is_stuck()) || (many && state.keeper.failed) {
-            return Err(Refused::Stuck);
+            return Err(AppendError::Stuck);
         }
         let rewinding = disk.rewinding.load(Ordering::Relaxed);
         // Once closing has begun, no record may come behind those that its checkpoint copies.
         if full || many || rewinding || state.keeper.stop {
             log.held_back.store(true, Ordering::Relaxed);
-            return Err(Refused::HeldBack(change));
+            return Err(AppendError::HeldBack(change));
         }
         let place = match &change.payload {
             Some(payload) => Place::Memory {
