@@ -11,9 +11,9 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::held::Held;
 use crate::log::orders::{KeeperTask, Order};
 use crate::log::pin::Pin;
+use crate::log::pinned_log::PinnedLog;
 use crate::medium::file::set_size;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -89,7 +89,7 @@ impl Keeper {
     /// are until that is dropped. What is to be copied now comes first, so that looks which follow each other do not keep it
     /// from being copied for ever. If that fails, what it has copied is in the log too: so a look at the points that are left sees the
     /// same. `settled`: it must not fail, since the index is going to be replaced, and an attempt that has not ended has a layer of it.
-    pub(crate) fn hold(&mut self, disk: &DiskState, settled: bool) -> Result<Held> {
+    pub(crate) fn hold(&mut self, disk: &DiskState, settled: bool) -> Result<PinnedLog> {
         self.refuse_failed()?;
         let state = self.log.lock();
         let due = state.keeper.checkpoint && state.keeper.looks.is_empty();
@@ -123,7 +123,7 @@ impl Keeper {
             .position(|&(_, last_lsn)| last_lsn >= newest);
         segments.truncate(last.map_or(segments.len(), |last| last + 1));
         segments.retain(|&(_, last_lsn)| last_lsn > applied);
-        Ok(Held {
+        Ok(PinnedLog {
             segments,
             newest: control.with_rewinds(newest),
             control,

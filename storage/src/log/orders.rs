@@ -21,7 +21,7 @@ use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::held::Held;
+use crate::log::pinned_log::PinnedLog;
 use crate::log::rewinding::Rewinding;
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
@@ -49,7 +49,7 @@ pub(crate) enum KeeperTask {
     /// Keep so much history from now on.
     Retain(Retain),
     /// Hold what a look at a disk reads. If `true`, an attempt to copy everything that has not ended ends first.
-    Look(Arc<DiskState>, bool, mpsc::Sender<Held>),
+    Look(Arc<DiskState>, bool, mpsc::Sender<PinnedLog>),
     /// Restore a disk in place, and send the LSN of that.
     Rewind(Arc<DiskState>, Rewinding, mpsc::Sender<u64>),
 }

@@ -22,9 +22,9 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::held::Held;
 use crate::log::history::Commit;
 use crate::log::orders::{KeeperTask, Order};
+use crate::log::pinned_log::PinnedLog;
 use crate::log::rewinding::Rewinding;
 use crate::log::stamp::{CLOCKS, Reading};
 use crate::recovery::live::read_live;
@@ -115,7 +115,7 @@ struct Planned {
     then: Vec<u32>,
     rewinding: Rewinding,
     /// It pins the base images.
-    _held: Held,
+    _held: PinnedLog,
 }
 
 /// Whether a log may refuse a disk as of an LSN that is that of a point: the base image has gone past it, and no saved file has what it
@@ -335,7 +335,7 @@ impl History {
     }
 
     /// The time of a record that the log has of a disk, and the last point up to that time. `None`: the log has no record.
-    fn time_of(&mut self, live: &Disk, held: &Held) -> Result<Option<(u64, u64)>> {
+    fn time_of(&mut self, live: &Disk, held: &PinnedLog) -> Result<Option<(u64, u64)>> {
         let (mut commits, control): (Vec<Commit>, _) = (Vec::new(), &held.control);
         let visit = &mut |found: Found<'_>| commits.push(found.commit());
         read_live(&held.segments, held.newest, control, 1, visit)?;

@@ -27,9 +27,9 @@ use crate::disk::reads::{Origin, Part, Reads, check_range, check_read};
 use crate::error::Error;
 use crate::format::Control;
 use crate::index::{ExtentMap, IndexMemory, Piece};
-use crate::log::held::Held;
 use crate::log::history::{Borders, SavedSince};
 use crate::log::orders::KeeperTask;
+use crate::log::pinned_log::PinnedLog;
 use crate::log::ring::Live;
 use crate::log::state::Log;
 use crate::medium::copying::Named;
@@ -305,7 +305,7 @@ impl Disk {
     /// # Errors
     /// If the disk has left the log, or the log had failed, is being closed, is open for reading only, or can't be copied although it
     /// must.
-    pub(crate) fn hold(&self, settled: bool) -> crate::Result<Held> {
+    pub(crate) fn hold(&self, settled: bool) -> crate::Result<PinnedLog> {
         let (held, holds) = mpsc::channel();
         let task = KeeperTask::Look(self.state.clone(), settled, held);
         self.log.order(task)?;
@@ -316,11 +316,11 @@ impl Disk {
     pub(crate) fn look_at(
         &self,
         at: Point,
-        held: Held,
+        held: PinnedLog,
         scratch: Option<File>,
     ) -> crate::Result<Look> {
         let (log, disk) = (&self.log, &self.state);
-        let Held {
+        let PinnedLog {
             segments,
             newest,
             control,

@@ -7,9 +7,9 @@ use crate::catalog::options::DiskOptions;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
-use crate::log::held::Held;
 use crate::log::history::Commit;
 use crate::log::orders::KeeperTask;
+use crate::log::pinned_log::PinnedLog;
 use crate::log::rewinding::Rewinding;
 use crate::log::stamp::{Reading, Stamps};
 use crate::medium::directory::{Medium, directory};
@@ -223,7 +223,7 @@ impl Disk {
         &self,
         at: Point,
         newest: u64,
-        held: &Held,
+        held: &PinnedLog,
     ) -> Result<(Rewound, Option<Rewinding>)> {
         let (log, disk, control) = (&self.log, &self.state, &held.control);
         let threads = log.medium.threads();

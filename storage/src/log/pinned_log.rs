@@ -7,7 +7,7 @@ use crate::medium::file::Segment;
 use crate::sync::Arc;
 
 /// What a look reads of a log: all records up to an LSN, which are durable.
-pub(crate) struct Held {
+pub(crate) struct PinnedLog {
     /// The segments that have records which are not in the base images, oldest first, each with its last LSN so far. They
     /// come before the pin, so that they are given back before the keeper looks for free ones.
     pub segments: Vec<(Arc<Segment>, u64)>,
