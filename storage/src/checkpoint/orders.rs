@@ -55,8 +55,8 @@ impl Keeper {
                 // A client that has gone away needs nothing.
                 let _ = held.send(looked);
             }),
-            KeeperTask::Rewind(disk, rewinding, rewound) => {
-                self.rewind(&disk, rewinding).map(|lsn| {
+            KeeperTask::Rewind(disk, request, rewound) => {
+                self.rewind(&disk, request).map(|lsn| {
                     // A client that has gone away needs no LSN.
                     let _ = rewound.send(lsn);
                 })

@@ -12,7 +12,7 @@ use crate::checkpoint::keeper::Keeper;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::disk_state::DiskState;
 use crate::log::pipeline::{Marked, Modification};
-use crate::log::rewinding::Rewinding;
+use crate::log::rewind_request::RewindRequest;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -22,16 +22,16 @@ impl Keeper {
     /// meanwhile.
     ///
     /// # Errors
-    /// If the disk was written to since `rewinding` was made, or the log can't be written. The disk is then as it was.
-    pub(crate) fn rewind(&mut self, disk: &Arc<DiskState>, rewinding: Rewinding) -> Result<u64> {
+    /// If the disk was written to since `request` was made, or the log can't be written. The disk is then as it was.
+    pub(crate) fn rewind(&mut self, disk: &Arc<DiskState>, request: RewindRequest) -> Result<u64> {
         self.refuse_failed()?;
         let mut next = self.control.control.clone();
-        let room = next.rewind(disk.id, rewinding.to, rewinding.newest, 0);
+        let room = next.rewind(disk.id, request.to, request.newest, 0);
         room.map_err(|error| error.of_file(&self.log.dir))?;
-        let text = format!("restored in place as of LSN {}", rewinding.to);
+        let text = format!("restored in place as of LSN {}", request.to);
         let (text, marked): (MarkText, _) = (text.parse()?, Marked::default());
         let mut state = self.log.lock();
-        let written = disk.last_lsn.load(Ordering::Acquire) != rewinding.newest;
+        let written = disk.last_lsn.load(Ordering::Acquire) != request.newest;
         if written || disk.detached.load(Ordering::Relaxed) {
             let path = disk.path.display();
             let message = format!(
@@ -44,7 +44,7 @@ impl Keeper {
         disk.last_lsn.store(at, Ordering::Release);
         disk.rewinding.store(true, Ordering::Relaxed);
         drop(state);
-        let rewound = self.rewind_at(disk, rewinding, at, &marked);
+        let rewound = self.rewind_at(disk, request, at, &marked);
         let state = self.log.lock();
         disk.rewinding.store(false, Ordering::Relaxed);
         drop(state);
@@ -56,7 +56,7 @@ impl Keeper {
     fn rewind_at(
         &mut self,
         disk: &DiskState,
-        Rewinding { to, extents, .. }: Rewinding,
+        RewindRequest { to, extents, .. }: RewindRequest,
         at: u64,
         marked: &Marked,
     ) -> Result<()> {

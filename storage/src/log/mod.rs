@@ -12,7 +12,7 @@ pub(crate) mod orders;
 pub(crate) mod pin;
 pub(crate) mod pinned_log;
 pub(crate) mod pipeline;
-pub(crate) mod rewinding;
+pub(crate) mod rewind_request;
 pub(crate) mod ring;
 pub(crate) mod stamp;
 pub(crate) mod state;

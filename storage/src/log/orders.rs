@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
 use crate::log::pinned_log::PinnedLog;
-use crate::log::rewinding::Rewinding;
+use crate::log::rewind_request::RewindRequest;
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
 
@@ -51,7 +51,7 @@ pub(crate) enum KeeperTask {
     /// Hold what a look at a disk reads. If `true`, an attempt to copy everything that has not ended ends first.
     Look(Arc<DiskState>, bool, mpsc::Sender<PinnedLog>),
     /// Restore a disk in place, and send the LSN of that.
-    Rewind(Arc<DiskState>, Rewinding, mpsc::Sender<u64>),
+    Rewind(Arc<DiskState>, RewindRequest, mpsc::Sender<u64>),
 }
 
 impl KeeperTask {

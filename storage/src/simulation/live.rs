@@ -25,7 +25,7 @@ use crate::log::export::Export;
 use crate::log::history::Commit;
 use crate::log::orders::{KeeperTask, Order};
 use crate::log::pinned_log::PinnedLog;
-use crate::log::rewinding::Rewinding;
+use crate::log::rewind_request::RewindRequest;
 use crate::log::stamp::{CLOCKS, Reading};
 use crate::recovery::live::read_live;
 use crate::recovery::scan::Found;
@@ -113,7 +113,7 @@ struct Planned {
     state: Arc<DiskState>,
     to: u64,
     then: Vec<u32>,
-    rewinding: Rewinding,
+    rewinding: RewindRequest,
     /// It pins the base images.
     _held: PinnedLog,
 }

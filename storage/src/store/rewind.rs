@@ -10,7 +10,7 @@ use crate::format::Control;
 use crate::log::history::Commit;
 use crate::log::orders::KeeperTask;
 use crate::log::pinned_log::PinnedLog;
-use crate::log::rewinding::Rewinding;
+use crate::log::rewind_request::RewindRequest;
 use crate::log::stamp::{Reading, Stamps};
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
@@ -224,7 +224,7 @@ impl Disk {
         at: Point,
         newest: u64,
         held: &PinnedLog,
-    ) -> Result<(Rewound, Option<Rewinding>)> {
+    ) -> Result<(Rewound, Option<RewindRequest>)> {
         let (log, disk, control) = (&self.log, &self.state, &held.control);
         let threads = log.medium.threads();
         let mut records = Records::new(disk.id);
@@ -238,7 +238,7 @@ impl Disk {
         let extents = read_live_disk(&held.segments, to, control, disk.id, &log.dir, threads)?;
         Ok((
             done,
-            Some(Rewinding {
+            Some(RewindRequest {
                 to,
                 newest,
                 extents,

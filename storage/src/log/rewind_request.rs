@@ -3,7 +3,7 @@
 use crate::index::ExtentMap;
 
 /// What the keeper needs to restore a disk in place.
-pub(crate) struct Rewinding {
+pub(crate) struct RewindRequest {
     /// The LSN as of which the disk is to be.
     pub to: u64,
     /// The newest record of the disk when this was made.
