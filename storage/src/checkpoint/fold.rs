@@ -126,7 +126,7 @@ impl Keeper {
             true => u64::MAX,
             false => state.keeper.held().unwrap_or(u64::MAX),
         };
-        let now = state.stamps.now().passed;
+        let now = state.clock.now().passed;
         let (wanted, early) = state.ring.expired(retain, now, pressed, pinned);
         let (count, more) = self.without_split_rewinds(state, wanted, pressed, pinned);
         let early = early + more;

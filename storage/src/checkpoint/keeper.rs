@@ -507,7 +507,7 @@ impl Keeper {
             }
             newest
         });
-        let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.stamps.now().unix_us);
+        let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.clock.now().unix_us);
         drop(state);
         match self.copy_frozen(lsn, hurry)? {
             CopyOutcome::Complete(damaged) => self.keep_damaged(damaged)?,

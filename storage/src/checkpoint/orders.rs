@@ -70,7 +70,7 @@ impl Keeper {
     pub(crate) fn snapshot(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
         // A log that needs room gets it afterwards: a snapshot takes no longer than a sync.
         let mut state = self.log.lock();
-        let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now().unix_us);
+        let (lsn, unix_us) = (state.pipeline.appended(), state.clock.now().unix_us);
         drop(state);
         self.drain(lsn)?;
         let cid = self.log.lock().pipeline.next_cid() - 1;

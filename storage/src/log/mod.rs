@@ -1,6 +1,7 @@
 //! The log in use: records are appended, written in groups and synced, and their waiters get
 //! completions.
 
+pub(crate) mod clock;
 pub(crate) mod commit_delay;
 pub(crate) mod committer;
 pub(crate) mod counters;
@@ -14,7 +15,6 @@ pub(crate) mod pinned_log;
 pub(crate) mod pipeline;
 pub(crate) mod rewind_request;
 pub(crate) mod ring;
-pub(crate) mod stamp;
 pub(crate) mod state;
 pub(crate) mod tail;
 pub(crate) mod waiters;

@@ -13,8 +13,8 @@ use zerocopy::little_endian::{U32, U64};
 use crate::Buffer;
 use crate::catalog::retain::Retain;
 use crate::format::{self, SegmentHeader, Uuid};
+use crate::log::clock::Timestamp;
 use crate::log::history::Commit;
-use crate::log::stamp::Stamp;
 use crate::log::tail::{BatchSize, Sealed, Tail};
 use crate::medium::checksum::Table;
 use crate::medium::file::Segment;
@@ -37,7 +37,7 @@ pub(crate) struct Live {
     pub sequence: u64,
     /// Its last record so far, or the last one before it; the time is that of the record's batch.
     pub last: Commit,
-    /// How much time had passed then since the oldest record of the log: see [`Stamp::passed`].
+    /// How much time had passed then since the oldest record of the log: see [`Timestamp::passed`].
     pub passed: u64,
 }
 
@@ -78,7 +78,7 @@ pub(crate) struct SegmentRing {
     full: bool,
     /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
     end: u64,
-    /// See [`Stamp::passed`], of the next batch.
+    /// See [`Timestamp::passed`], of the next batch.
     passed: u64,
     /// The room that the checkpoint under way has handed on.
     copied: GrowthQuota,
@@ -404,7 +404,7 @@ impl SegmentRing {
     }
 
     /// Notes the time of the next batch: no record before it is later than that.
-    pub(crate) fn note_time(&mut self, stamp: Stamp) {
+    pub(crate) fn note_time(&mut self, stamp: Timestamp) {
         self.passed = stamp.passed;
         let later = |live: &&mut Live| live.last.unix_us > stamp.unix_us;
         let later = self.live.iter_mut().rev().take_while(later);
@@ -441,7 +441,7 @@ impl SegmentRing {
         self.live.len() + self.step(retain) >= self.most as usize
     }
 
-    /// How many of the oldest segments a log that keeps so much history frees now; `now`: see [`Stamp::passed`];
+    /// How many of the oldest segments a log that keeps so much history frees now; `now`: see [`Timestamp::passed`];
     /// `pressed`: room is needed whatever is kept; `pinned`: what comes behind this LSN stays. With the number of those that
     /// are kept for no longer than they were to be.
     pub(crate) fn expired(

@@ -13,13 +13,13 @@ use crate::catalog::retain::Retain;
 use crate::error::{self, Error, ErrorKind};
 use crate::format::Uuid;
 use crate::index::{ExtentMap, LEAST_BESIDE};
+use crate::log::clock::LogClock;
 use crate::log::commit_delay::CommitDelay;
 use crate::log::counters::Counters;
 use crate::log::history::{Borders, Commit, LogHistory, SavedSince};
 use crate::log::orders::{KeeperState, KeeperTask, Order};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
-use crate::log::stamp::Stamps;
 use crate::log::waiters::{Waiter, Waiters, deliver};
 use crate::medium::directory::Medium;
 use crate::medium::file::Append;
@@ -40,7 +40,7 @@ pub(crate) struct State {
     pub waiters: Waiters,
     pub commit_delay: CommitDelay,
     pub keeper: KeeperState,
-    pub stamps: Stamps,
+    pub clock: LogClock,
     /// The base images hold everything up to here: see [`LogHistory::horizon`](crate::LogHistory::horizon).
     pub horizon: Commit,
     /// Why the log failed for good.
@@ -55,7 +55,7 @@ impl State {
         pipeline: Pipeline,
         ring: SegmentRing,
         commit_delay: CommitDelay,
-        stamps: Stamps,
+        clock: LogClock,
     ) -> Self {
         let keeper = KeeperState {
             // What an earlier process left in the log is copied soon, not only when the log is full.
@@ -68,7 +68,7 @@ impl State {
             waiters: Waiters::default(),
             commit_delay,
             keeper,
-            stamps,
+            clock,
             horizon: Commit::default(),
             failure: None,
             led: false,
@@ -77,7 +77,7 @@ impl State {
 
     /// The time of the next batch. No older record is later than that.
     pub(crate) fn stamp(&mut self) -> u64 {
-        let stamp = self.stamps.next();
+        let stamp = self.clock.next();
         self.ring.note_time(stamp);
         self.horizon.unix_us = self.horizon.unix_us.min(stamp.unix_us);
         stamp.unix_us

@@ -31,7 +31,7 @@ use super::fixture::{Fixture, Running, Shape, filled};
 use super::medium::{Pace, Stored, World};
 use super::oracle::{Broken, Contents, Oracle};
 use super::{Total, on_all_cores};
-use crate::log::stamp::Stamps;
+use crate::log::clock::LogClock;
 use crate::mutant::{Mutant, PLANTED};
 use crate::{CommitWait, Operation};
 
@@ -238,7 +238,7 @@ impl<'a> Explorer<'a> {
         };
         explorer.oracle.written = setting.written;
         // The clock stands still: then different histories may leave the same bytes.
-        running.disks[0].log.lock().stamps = Stamps::standing(FAR_FUTURE);
+        running.disks[0].log.lock().clock = LogClock::stopped(FAR_FUTURE);
         let mut clients = Clients::open(&running, 2, false);
         running
             .keeper

@@ -16,9 +16,9 @@ use crate::catalog::retain::Retain;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::format::{Control, ControlHeader, DiskEntry};
+use crate::log::clock::{ClockReading, LogClock};
 use crate::log::committer::Leader;
 use crate::log::group::Group;
-use crate::log::stamp::{Reading, Stamps};
 use crate::log::state::Log;
 use crate::medium::file::{Append, Appended, Engine, Io, SyncScope, Written};
 use crate::medium::lock::Use;
@@ -216,7 +216,7 @@ impl Fixture {
         let mut control = open_control(log, Use::Log)?;
         let base = OpenBase::open(&image, Use::Write, true)?;
         // At the time of the newest record, since the clock was never set: a seed reproduces one run.
-        let (at, now) = (Point::Lsn(to), Reading::default());
+        let (at, now) = (Point::Lsn(to), ClockReading::default());
         rewind(&self.medium, log, &mut control, &base, at, now)
     }
 
@@ -509,8 +509,8 @@ fn times_in_a_log_never_go_back() {
         commit(&mut running, 2 * opened);
         if opened == 0 {
             let mut state = running.disks[0].log.lock();
-            ahead = state.stamps.next().unix_us + 3_600_000_000;
-            state.stamps = Stamps::standing(ahead);
+            ahead = state.clock.next().unix_us + 3_600_000_000;
+            state.clock = LogClock::stopped(ahead);
         }
         commit(&mut running, 2 * opened + 1);
         drop(running);
@@ -544,8 +544,8 @@ fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         running.keeper.step(false).unwrap();
         if run == 1 {
-            let ahead = Reading::now().wall + YEAR;
-            running.disks[0].log.lock().stamps = Stamps::standing(ahead);
+            let ahead = ClockReading::now().wall + YEAR;
+            running.disks[0].log.lock().clock = LogClock::stopped(ahead);
         }
         let mut port = running.disks[0].open_port().unwrap();
         for sector in 0..8 {
@@ -555,7 +555,7 @@ fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
         }
         running.finish_writer();
         let mut state = running.disks[0].log.lock();
-        let now = state.stamps.now();
+        let now = state.clock.now();
         let hour = |hours: u64| now.passed + hours * 3_600_000_000 + 1_000_000;
         let (retain, all) = (state.keeper.retain, u64::MAX);
         let freed = |now| state.ring.expired(retain, now, true, all);

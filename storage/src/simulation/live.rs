@@ -20,13 +20,13 @@ use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
+use crate::log::clock::{CLOCKS, ClockReading};
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
 use crate::log::history::Commit;
 use crate::log::orders::{KeeperTask, Order};
 use crate::log::pinned_log::PinnedLog;
 use crate::log::rewind_request::RewindRequest;
-use crate::log::stamp::{CLOCKS, Reading};
 use crate::recovery::live::read_live;
 use crate::recovery::scan::Found;
 use crate::store::look::Look;
@@ -41,11 +41,11 @@ const LOOKS: usize = 3;
 const HOUR: u64 = 3_600_000_000;
 
 /// The clocks of a history.
-pub(super) struct Clock(Reading);
+pub(super) struct Clock(ClockReading);
 
 impl Clock {
     pub(super) fn new() -> Self {
-        let clock = Self(Reading {
+        let clock = Self(ClockReading {
             wall: 1_800_000_000_000_000,
             steady: HOUR,
         });

@@ -12,6 +12,7 @@ use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::log::clock::LogClock;
 use crate::log::commit_delay::CommitDelay;
 use crate::log::committer::Writer;
 use crate::log::counters::Counters;
@@ -19,7 +20,6 @@ use crate::log::disk_state::DiskState;
 use crate::log::history::{Borders, Commit, SavedSince};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
-use crate::log::stamp::Stamps;
 use crate::log::state::{FailOnPanic, Log, State};
 use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
 use crate::medium::engine::{self, EngineKind};
@@ -400,8 +400,8 @@ fn new_log(
         control.newest_time(scan.last.lsn, scan.last.unix_us),
         scan.passed,
     );
-    let stamps = Stamps::open(log_dir, newest, control.born());
-    let mut state = State::new(pipeline, ring, commit_delay, stamps);
+    let clock = LogClock::open(log_dir, newest, control.born());
+    let mut state = State::new(pipeline, ring, commit_delay, clock);
     state.horizon = scan.horizon;
     state.keeper.retain = Retain::of(&control.control.history);
     state.keeper.snapshots = Snapshot::all(&control.control);

@@ -7,11 +7,11 @@ use crate::catalog::options::DiskOptions;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
+use crate::log::clock::{ClockReading, LogClock};
 use crate::log::history::Commit;
 use crate::log::orders::KeeperTask;
 use crate::log::pinned_log::PinnedLog;
 use crate::log::rewind_request::RewindRequest;
-use crate::log::stamp::{Reading, Stamps};
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Use;
@@ -54,7 +54,14 @@ pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<Rewound> {
     let mut control = existing_log(log_dir, Use::Log)?;
     let base = OpenBase::open(&DiskOptions::new(path), Use::Write, true)?;
     let medium = directory(log_dir, EngineKind::Blocking);
-    rewind(&medium, log_dir, &mut control, &base, at, Reading::now())
+    rewind(
+        &medium,
+        log_dir,
+        &mut control,
+        &base,
+        at,
+        ClockReading::now(),
+    )
 }
 
 /// The records of a log, for a restore in place of one of its disks.
@@ -144,7 +151,7 @@ pub(crate) fn rewind(
     control: &mut ControlFile,
     base: &OpenBase,
     at: Point,
-    now: Reading,
+    now: ClockReading,
 ) -> Result<Rewound> {
     let place = locate(base, control, log_dir)?;
     let disk_id = control.control.disks[place].id.get();
@@ -166,8 +173,8 @@ pub(crate) fn rewind(
         control.newest_time(scan.last.lsn, scan.last.unix_us),
         scan.passed,
     );
-    let mut stamps = Stamps::open_at(log_dir, newest_time, control.born(), now);
-    let unix_us = stamps.next_at(now).unix_us;
+    let mut clock = LogClock::open_at(log_dir, newest_time, control.born(), now);
+    let unix_us = clock.next_at(now).unix_us;
     let mut next = known.clone();
     let lsn = next.rewind(disk_id, done.to_lsn, newest, unix_us);
     done.lsn = Some(lsn.map_err(|error| error.of_file(log_dir))?);

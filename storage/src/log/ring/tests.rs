@@ -98,7 +98,7 @@ fn the_oldest_segments_expire() {
             panic!("a segment is free");
         };
         ring.begin_tail(segment, [7; 16], 1, lsn - 1);
-        ring.note_time(Stamp {
+        ring.note_time(Timestamp {
             unix_us: 7,
             passed: 1000 * lsn,
         });

@@ -26,14 +26,14 @@ const UNSET: u64 = 1_767_225_600 * SECOND;
 
 /// A reading of both clocks, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Reading {
+pub(crate) struct ClockReading {
     /// The wall clock: since 1970.
     pub wall: u64,
     /// The steady clock: since the machine was started, also while it slept.
     pub steady: u64,
 }
 
-impl Reading {
+impl ClockReading {
     /// The clocks are read here only.
     pub(crate) fn now() -> Self {
         #[cfg(test)]
@@ -72,7 +72,7 @@ pub(crate) fn passed_between(from: u64, to: u64) -> u64 {
 
 /// A time of a log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Stamp {
+pub(crate) struct Timestamp {
     /// Microseconds since 1970.
     pub unix_us: u64,
     /// Microseconds that have certainly passed since the oldest record of the log.
@@ -81,38 +81,43 @@ pub(crate) struct Stamp {
 
 /// The source of a log's times.
 #[derive(Debug)]
-pub(crate) struct Stamps {
+pub(crate) struct LogClock {
     /// The log, for those who read of it.
     log: String,
     /// The last timestamp, and when the log was opened: how much had passed since its oldest record.
     last: u64,
-    opened: Stamp,
+    opened: Timestamp,
     opened_at: u64,
     /// The last reading that was believed. `certain`: it is not only the timestamp that the log ended with.
-    agreed: Reading,
+    agreed: ClockReading,
     certain: bool,
     /// The wall clock has jumped to this reading, and has not been believed yet.
-    doubted: Option<Reading>,
+    doubted: Option<ClockReading>,
     /// The time stands still.
     #[cfg(test)]
-    stands: bool,
+    stopped: bool,
 }
 
-impl Stamps {
+impl LogClock {
     /// The times of a log that is opened now. `last`: its newest timestamp, 0: it has none; `passed`: how much time has certainly
     /// passed from its oldest record to the newest; `born`: when it was made, by the wall clock, in microseconds since 1970.
     pub(crate) fn open(log: &Path, (last, passed): (u64, u64), born: u64) -> Self {
-        Self::open_at(log, (last, passed), born, Reading::now())
+        Self::open_at(log, (last, passed), born, ClockReading::now())
     }
 
-    pub(crate) fn open_at(log: &Path, (last, passed): (u64, u64), born: u64, now: Reading) -> Self {
+    pub(crate) fn open_at(
+        log: &Path,
+        (last, passed): (u64, u64),
+        born: u64,
+        now: ClockReading,
+    ) -> Self {
         let behind = last.saturating_sub(now.wall);
         let was_ahead = behind > DAY && now.wall >= born.max(UNSET);
         let believed = behind <= TOLERATED || was_ahead;
-        let stamps = Self {
+        let clock = Self {
             log: log.display().to_string(),
             last,
-            opened: Stamp {
+            opened: Timestamp {
                 unix_us: last,
                 passed: match last {
                     0 => 0,
@@ -120,81 +125,81 @@ impl Stamps {
                 },
             },
             opened_at: now.steady,
-            agreed: Reading {
+            agreed: ClockReading {
                 wall: if believed { now.wall } else { last },
                 ..now
             },
             certain: believed,
             doubted: (!believed).then_some(now),
             #[cfg(test)]
-            stands: false,
+            stopped: false,
         };
         if was_ahead {
             tracing::warn!(
                 "log {}: its newest record has a time that is {} ahead: the clock was wrong then; from now on times are those of \
                  the clock, and records with later times count as written now",
-                stamps.log,
+                clock.log,
                 length(behind),
             );
         } else if !believed {
             tracing::warn!(
                 "log {}: the clock is {} behind the time of the newest record, which new records get until the clock has passed it, \
                  or for {}",
-                stamps.log,
+                clock.log,
                 length(behind),
                 length(BELIEVED),
             );
         }
-        stamps
+        clock
     }
 
     /// A source whose time stands still.
     #[cfg(test)]
-    pub(crate) fn standing(at: u64) -> Self {
-        let now = Reading {
+    pub(crate) fn stopped(at: u64) -> Self {
+        let now = ClockReading {
             wall: at,
-            ..Reading::now()
+            ..ClockReading::now()
         };
         Self {
-            stands: true,
+            stopped: true,
             ..Self::open_at(Path::new("log"), (at, 0), 0, now)
         }
     }
 
     /// The next timestamp.
-    pub(crate) fn next(&mut self) -> Stamp {
-        self.next_at(Reading::now())
+    pub(crate) fn next(&mut self) -> Timestamp {
+        self.next_at(ClockReading::now())
     }
 
     /// The time now by these timestamps.
-    pub(crate) fn now(&mut self) -> Stamp {
+    pub(crate) fn now(&mut self) -> Timestamp {
         let last = self.last;
         let now = self.next();
         self.last = last;
         now
     }
 
-    pub(crate) fn next_at(&mut self, now: Reading) -> Stamp {
+    pub(crate) fn next_at(&mut self, now: ClockReading) -> Timestamp {
         let time = self.time_at(now);
         // Times of a moment ago are repeated; those of a clock that was wrong are not.
         if time > self.last || self.last - time > TOLERATED {
             self.last = time;
         }
         let passed = now.steady.saturating_sub(self.opened_at);
-        Stamp {
+        Timestamp {
             unix_us: self.last,
             passed: self.opened.passed + passed,
         }
     }
 
     /// The wall clock's time as far as it is believed.
-    fn time_at(&mut self, now: Reading) -> u64 {
+    fn time_at(&mut self, now: ClockReading) -> u64 {
         #[cfg(test)]
-        if self.stands {
+        if self.stopped {
             return self.last;
         }
         let caught_up = !self.certain && now.wall >= self.last;
-        let stays = |doubted: Reading| {
+        let stays = |doubted: ClockReading| {
             doubted.goes_to(now) && now.steady.saturating_sub(doubted.steady) >= BELIEVED
         };
         if self.certain && self.agreed.goes_to(now) || caught_up || self.doubted.is_some_and(stays)
@@ -236,7 +241,7 @@ fn length(us: u64) -> String {
 #[cfg(test)]
 thread_local! {
     /// What this thread takes for a reading of the clocks; `None`: the host's.
-    pub(crate) static CLOCKS: std::cell::Cell<Option<Reading>> = const { std::cell::Cell::new(None) };
+    pub(crate) static CLOCKS: std::cell::Cell<Option<ClockReading>> = const { std::cell::Cell::new(None) };
 }
 
 #[cfg(test)]
@@ -268,37 +273,37 @@ mod tests {
             NOW + self.steady - 7 * HOUR
         }
 
-        fn read(&self) -> Reading {
-            Reading {
+        fn read(&self) -> ClockReading {
+            ClockReading {
                 wall: self.right().saturating_add_signed(self.ahead),
                 steady: self.steady,
             }
         }
 
-        fn open(&self, last: u64, passed: u64) -> Stamps {
-            Stamps::open_at(Path::new("log"), (last, passed), BORN, self.read())
+        fn open(&self, last: u64, passed: u64) -> LogClock {
+            LogClock::open_at(Path::new("log"), (last, passed), BORN, self.read())
         }
 
         /// The time of a batch, so much later.
-        fn after(&mut self, us: u64, stamps: &mut Stamps) -> u64 {
+        fn after(&mut self, us: u64, clock: &mut LogClock) -> u64 {
             self.steady += us;
-            stamps.next_at(self.read()).unix_us
+            clock.next_at(self.read()).unix_us
         }
     }
 
     #[test]
     fn stamps_follow_the_clock() {
         let mut machine = Machine::new();
-        let mut stamps = machine.open(0, 0);
+        let mut clock = machine.open(0, 0);
         for us in [0, 5, SECOND, 3 * DAY, 0] {
-            assert_eq!(machine.after(us, &mut stamps), machine.right());
+            assert_eq!(machine.after(us, &mut clock), machine.right());
         }
         // A second comes twice, and the clock is set right by some seconds.
         let newest = machine.right();
         machine.ahead = -(SECOND as i64);
-        assert_eq!(machine.after(9, &mut stamps), newest);
+        assert_eq!(machine.after(9, &mut clock), newest);
         machine.ahead = 5 * SECOND as i64;
-        assert_eq!(machine.after(9, &mut stamps), machine.right() + 5 * SECOND);
+        assert_eq!(machine.after(9, &mut clock), machine.right() + 5 * SECOND);
     }
 
     /// One wrong reading, or some, change nothing.
@@ -306,19 +311,15 @@ mod tests {
     fn a_clock_that_jumps_and_returns_is_not_followed() {
         for jump in [YEAR as i64, -(YEAR as i64), 2 * HOUR as i64, -(HOUR as i64)] {
             let mut machine = Machine::new();
-            let mut stamps = machine.open(machine.right() - HOUR, 0);
-            machine.after(SECOND, &mut stamps);
+            let mut clock = machine.open(machine.right() - HOUR, 0);
+            machine.after(SECOND, &mut clock);
             machine.ahead = jump;
             for _ in 0..9 {
-                assert_eq!(
-                    machine.after(MINUTE, &mut stamps),
-                    machine.right(),
-                    "{jump}"
-                );
+                assert_eq!(machine.after(MINUTE, &mut clock), machine.right(), "{jump}");
             }
             machine.ahead = 0;
-            assert_eq!(machine.after(MINUTE, &mut stamps), machine.right());
-            assert_eq!(stamps.doubted, None);
+            assert_eq!(machine.after(MINUTE, &mut clock), machine.right());
+            assert_eq!(clock.doubted, None);
         }
     }
 
@@ -327,15 +328,15 @@ mod tests {
     fn a_clock_that_stays_where_it_jumped_to_is_believed() {
         for jump in [YEAR as i64, -(HOUR as i64), -(YEAR as i64)] {
             let mut machine = Machine::new();
-            let mut stamps = machine.open(0, 0);
+            let mut clock = machine.open(0, 0);
             machine.ahead = jump;
-            machine.after(SECOND, &mut stamps);
+            machine.after(SECOND, &mut clock);
             machine.steady += BELIEVED;
-            let time = machine.after(0, &mut stamps);
+            let time = machine.after(0, &mut clock);
             assert_eq!(time, machine.read().wall, "{jump}");
             machine.ahead = 0;
-            machine.after(SECOND, &mut stamps);
-            assert_eq!(machine.after(BELIEVED, &mut stamps), machine.right());
+            machine.after(SECOND, &mut clock);
+            assert_eq!(machine.after(BELIEVED, &mut clock), machine.right());
         }
     }
 
@@ -348,9 +349,9 @@ mod tests {
         let last = machine.after(HOUR, &mut wrong);
         assert_eq!(last, machine.right() + YEAR);
         machine.ahead = 0;
-        let mut stamps = machine.open(last, 0);
-        assert_eq!(machine.after(MINUTE, &mut stamps), machine.right());
-        assert_eq!(machine.after(MINUTE, &mut stamps), machine.right());
+        let mut clock = machine.open(last, 0);
+        assert_eq!(machine.after(MINUTE, &mut clock), machine.right());
+        assert_eq!(machine.after(MINUTE, &mut clock), machine.right());
     }
 
     /// A machine without a battery begins long ago, and gets its time from the network a little later: what it writes before does not
@@ -362,14 +363,14 @@ mod tests {
         for wall in [0, 100 * DAY, UNSET - 1, BORN - 1, last - 2 * HOUR] {
             let right = machine.right();
             machine.ahead = wall as i64 - right as i64;
-            let mut stamps = machine.open(last, 0);
-            assert_eq!(machine.after(MINUTE, &mut stamps), last);
+            let mut clock = machine.open(last, 0);
+            assert_eq!(machine.after(MINUTE, &mut clock), last);
             machine.ahead = 0;
-            assert_eq!(machine.after(MINUTE, &mut stamps), machine.right());
+            assert_eq!(machine.after(MINUTE, &mut clock), machine.right());
             // Without a network it stays there.
             machine.ahead = wall as i64 - right as i64;
-            let mut stamps = machine.open(last, 0);
-            assert_eq!(machine.after(BELIEVED, &mut stamps), machine.read().wall);
+            let mut clock = machine.open(last, 0);
+            assert_eq!(machine.after(BELIEVED, &mut clock), machine.read().wall);
         }
     }
 
@@ -385,21 +386,21 @@ mod tests {
             (machine.right() + YEAR, 0),
             (0, 0),
         ] {
-            let mut stamps = machine.open(last, if last > 0 { 5 } else { 0 });
+            let mut clock = machine.open(last, if last > 0 { 5 } else { 0 });
             let before = if last > 0 { 5 } else { 0 } + closed;
-            assert_eq!(stamps.next_at(machine.read()).passed, before);
+            assert_eq!(clock.next_at(machine.read()).passed, before);
             machine.ahead = YEAR as i64;
             machine.steady += 3 * DAY;
-            assert_eq!(stamps.next_at(machine.read()).passed, before + 3 * DAY);
+            assert_eq!(clock.next_at(machine.read()).passed, before + 3 * DAY);
             machine.ahead = 0;
         }
     }
 
     #[test]
     fn a_time_that_stands_stands() {
-        let mut stamps = Stamps::standing(77 * DAY);
-        assert_eq!(stamps.next().unix_us, 77 * DAY);
-        assert_eq!(stamps.now().unix_us, 77 * DAY);
-        assert!(Reading::now().wall > 20_000 * DAY);
+        let mut clock = LogClock::stopped(77 * DAY);
+        assert_eq!(clock.next().unix_us, 77 * DAY);
+        assert_eq!(clock.now().unix_us, 77 * DAY);
+        assert!(ClockReading::now().wall > 20_000 * DAY);
     }
 }
