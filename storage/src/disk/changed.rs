@@ -14,7 +14,7 @@ use std::path::Path;
 use crate::catalog::snapshot::SavedFiles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{ExtentMap, Piece, Place};
-use crate::log::history::{Border, Borders, SavedSince};
+use crate::log::history::{LogPosition, PositionCache, SavedExtentsCache};
 use crate::log::ring::Live;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::FileSystem;
@@ -33,7 +33,7 @@ const REMEMBERED_SAVED: usize = 8;
 pub(crate) struct Since {
     lsn: u64,
     /// `None`: there are no records behind it.
-    border: Option<Border>,
+    position: Option<LogPosition>,
     /// The sequences of the segments in use.
     sequences: HashMap<*const Segment, u64>,
     /// The base images have gone past the LSN: what was saved of the disk since.
@@ -61,7 +61,7 @@ pub(crate) fn saved_since(
     files: &SavedFiles,
     disk: (u32, u64),
     lsns: Range<u64>,
-    (known, admit): (&SavedSince, Admit<'_>),
+    (known, admit): (&SavedExtentsCache, Admit<'_>),
 ) -> Result<Option<Arc<ExtentMap>>> {
     if !files.has(lsns.start) {
         return Ok(None);
@@ -95,27 +95,32 @@ impl Since {
     ///
     /// # Errors
     /// If the segment that has the border can't be read.
-    pub(crate) fn new(lsn: u64, live: &[Live], size: u64, borders: &Borders) -> Result<Self> {
+    pub(crate) fn new(
+        lsn: u64,
+        live: &[Live],
+        size: u64,
+        positions: &PositionCache,
+    ) -> Result<Self> {
         let place = live.iter().position(|live| live.last.lsn > lsn);
-        let border = place.map(|place| {
-            let known = || borders.lock().expect("borders lock");
-            if let Some(border) = known().get(&lsn) {
-                return Ok(*border);
+        let position = place.map(|place| {
+            let known = || positions.lock().expect("positions lock");
+            if let Some(position) = known().get(&lsn) {
+                return Ok(*position);
             }
             let limit = (place + 1 < live.len()).then_some(live[place].last.lsn);
             let offset = first_behind(&live[place].segment, lsn, size, limit)?;
-            let (border, mut known) = ((live[place].sequence, offset), known());
+            let (position, mut known) = ((live[place].sequence, offset), known());
             if known.len() == REMEMBERED {
                 known.clear();
             }
-            known.insert(lsn, border);
-            Ok(border)
+            known.insert(lsn, position);
+            Ok(position)
         });
         let live = live.iter();
         let sequences = live.map(|live| (Arc::as_ptr(&live.segment), live.sequence));
         Ok(Self {
             lsn,
-            border: border.transpose()?,
+            position: position.transpose()?,
             sequences: sequences.collect(),
             saved: None,
         })
@@ -125,7 +130,7 @@ impl Since {
     pub(crate) fn saved(lsn: u64, saved: Saved) -> Self {
         Self {
             lsn,
-            border: None,
+            position: None,
             sequences: HashMap::new(),
             saved: Some(saved),
         }
@@ -142,7 +147,7 @@ impl Since {
             };
         }
         // How many sectors at the begin of the piece have not changed.
-        let old = match (&piece.place, self.border) {
+        let old = match (&piece.place, self.position) {
             (None, _) => piece.sectors,
             (Some(Place::Zero { lsn, .. }), _) if *lsn <= self.lsn => piece.sectors,
             (Some(Place::Zero { unmap: true, .. }), _) if planted(Mutant::ChangesMissDiscard) => {
@@ -150,11 +155,11 @@ impl Since {
             }
             // What is not in the log yet came after all that is durable, as a named point is.
             (Some(Place::Zero { .. } | Place::Memory { .. }), _) => 0,
-            (Some(Place::Log { segment, offset }), Some(border)) => {
+            (Some(Place::Log { segment, offset }), Some(position)) => {
                 match self.sequences.get(&Arc::as_ptr(segment)) {
-                    Some(sequence) if *sequence > border.0 => 0,
-                    Some(sequence) if *sequence == border.0 => {
-                        let before = border.1.saturating_sub(*offset) / SECTOR_SIZE;
+                    Some(sequence) if *sequence > position.0 => 0,
+                    Some(sequence) if *sequence == position.0 => {
+                        let before = position.1.saturating_sub(*offset) / SECTOR_SIZE;
                         before.min(piece.sectors)
                     }
                     // A segment that is not in use any more has only older records.

@@ -312,7 +312,7 @@ impl Backend for Disk {
                         and_log: true,
                     },
                 ),
-                None => Since::new(since, &live, log.segment_size, &log.borders)?,
+                None => Since::new(since, &live, log.segment_size, &log.positions)?,
             };
             pieces.iter().for_each(|piece| since.append(piece, changes));
             Ok(())

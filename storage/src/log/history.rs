@@ -49,11 +49,11 @@ pub struct LogHistory {
 }
 
 /// Where the records behind an LSN begin: a segment's sequence, and a byte offset in the segment.
-pub(crate) type Border = (u64, u64);
+pub(crate) type LogPosition = (u64, u64);
 
 /// What was last read of the saved files, oldest first: the files there were, the disk and the snapshot that it was read for, and where
 /// the disk had something.
-pub(crate) type SavedSince = Mutex<Vec<(SavedFiles, (u32, u64), Arc<ExtentMap>)>>;
+pub(crate) type SavedExtentsCache = Mutex<Vec<(SavedFiles, (u32, u64), Arc<ExtentMap>)>>;
 
 /// The borders that were looked for, by LSN.
-pub(crate) type Borders = Mutex<HashMap<u64, Border>>;
+pub(crate) type PositionCache = Mutex<HashMap<u64, LogPosition>>;

@@ -16,7 +16,7 @@ use crate::index::{ExtentMap, LEAST_BESIDE};
 use crate::log::clock::LogClock;
 use crate::log::commit_delay::CommitDelay;
 use crate::log::counters::Counters;
-use crate::log::history::{Borders, Commit, LogHistory, SavedSince};
+use crate::log::history::{Commit, LogHistory, PositionCache, SavedExtentsCache};
 use crate::log::orders::{KeeperState, KeeperTask, Order};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
@@ -194,9 +194,9 @@ pub(crate) struct Log {
     pub reads: AtomicU64,
     pub counters: Counters,
     /// Where the records behind snapshots begin, as far as that was asked for.
-    pub borders: Borders,
+    pub positions: PositionCache,
     /// What has changed since a snapshot that the base images have gone past.
-    pub saved_since: SavedSince,
+    pub saved_since: SavedExtentsCache,
     pub state: Mutex<State>,
     /// The writer thread sleeps on this.
     pub leader_called: Call,

@@ -27,7 +27,7 @@ use crate::disk::reads::{Origin, Part, Reads, check_range, check_read};
 use crate::error::Error;
 use crate::format::Control;
 use crate::index::{ExtentMap, IndexMemory, Piece};
-use crate::log::history::{Borders, SavedSince};
+use crate::log::history::{PositionCache, SavedExtentsCache};
 use crate::log::orders::KeeperTask;
 use crate::log::pinned_log::PinnedLog;
 use crate::log::ring::Live;
@@ -72,14 +72,14 @@ struct Past {
     /// The log's segments, and their size in bytes.
     live: Vec<Live>,
     segment_size: u64,
-    borders: Borders,
+    positions: PositionCache,
     /// The disk's number and the point.
     disk_id: u32,
     until: u64,
     /// The saved files of the log, and what was last read of them.
     log_dir: PathBuf,
     files: SavedFiles,
-    saved_since: SavedSince,
+    saved_since: SavedExtentsCache,
     /// The snapshots before the point.
     points: Vec<PastPoint>,
     /// The last of the fields: the log is used again once nothing else here needs it.
@@ -188,7 +188,7 @@ impl Past {
                 let and_log = !passed;
                 Ok(Since::saved(lsn, Saved { extents, and_log }))
             }
-            None => Since::new(lsn, &self.live, self.segment_size, &self.borders),
+            None => Since::new(lsn, &self.live, self.segment_size, &self.positions),
         }
     }
 
@@ -235,12 +235,12 @@ impl Look {
         let past = Past {
             live: view.live,
             segment_size: log.map_or(0, |(log, _)| log.control.header.segment_size.get()),
-            borders: Borders::default(),
+            positions: PositionCache::default(),
             disk_id,
             until: view.last_lsn,
             log_dir: log_dir.to_path_buf(),
             files,
-            saved_since: SavedSince::default(),
+            saved_since: SavedExtentsCache::default(),
             points,
             scratch: sized(scratch, view.size, &disk.path)?,
             path: disk.path.clone(),
@@ -352,12 +352,12 @@ impl Disk {
             extents,
             live: log.lock().ring.all_live(),
             segment_size: log.segment_size,
-            borders: Borders::default(),
+            positions: PositionCache::default(),
             disk_id: disk.id,
             until,
             log_dir: log.dir.clone(),
             files: saved_files,
-            saved_since: SavedSince::default(),
+            saved_since: SavedExtentsCache::default(),
             points: points(&control, disk.id, until),
             hold: Hold::Live {
                 log: log.clone(),

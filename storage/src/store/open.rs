@@ -17,7 +17,7 @@ use crate::log::commit_delay::CommitDelay;
 use crate::log::committer::Writer;
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
-use crate::log::history::{Borders, Commit, SavedSince};
+use crate::log::history::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
 use crate::log::state::{FailOnPanic, Log, State};
@@ -423,8 +423,8 @@ fn new_log(
         held_back: AtomicBool::new(false),
         reads: AtomicU64::new(0),
         counters: Counters::default(),
-        borders: Borders::default(),
-        saved_since: SavedSince::default(),
+        positions: PositionCache::default(),
+        saved_since: SavedExtentsCache::default(),
         state: Mutex::new(state),
         leader_called: Call::default(),
         keeper_wanted: Condvar::new(),
