@@ -30,25 +30,25 @@ const REMEMBERED: usize = 64;
 const REMEMBERED_SAVED: usize = 8;
 
 /// What is behind an LSN.
-pub(crate) struct Since {
+pub(crate) struct ChangesSince {
     lsn: u64,
     /// `None`: there are no records behind it.
     position: Option<LogPosition>,
     /// The sequences of the segments in use.
     sequences: HashMap<*const Segment, u64>,
     /// The base images have gone past the LSN: what was saved of the disk since.
-    saved: Option<Saved>,
+    saved: Option<SavedExtents>,
 }
 
 /// What was saved of a disk since a snapshot.
-pub(crate) struct Saved {
+pub(crate) struct SavedExtents {
     pub extents: Arc<ExtentMap>,
     /// What is not in the base image has changed too: it is newer than the snapshot.
     pub and_log: bool,
 }
 
 /// Counts the memory of extents that are going to be remembered, or refuses it.
-pub(crate) type Admit<'a> = &'a dyn Fn(&mut ExtentMap) -> Result<()>;
+pub(crate) type MemoryCheck<'a> = &'a dyn Fn(&mut ExtentMap) -> Result<()>;
 
 /// What was saved of a disk of so many bytes for the first of these LSNs, and not for those behind the last; `None` if no saved files are
 /// of the first. `known` has what was read last. `admit` counts the memory of more, or refuses it.
@@ -61,7 +61,7 @@ pub(crate) fn saved_since(
     files: &SavedFiles,
     disk: (u32, u64),
     lsns: Range<u64>,
-    (known, admit): (&SavedExtentsCache, Admit<'_>),
+    (known, admit): (&SavedExtentsCache, MemoryCheck<'_>),
 ) -> Result<Option<Arc<ExtentMap>>> {
     if !files.has(lsns.start) {
         return Ok(None);
@@ -90,7 +90,7 @@ pub(crate) fn saved_since(
     Ok(Some(extents))
 }
 
-impl Since {
+impl ChangesSince {
     /// `live`: the segments in use, of `size` bytes, as they were after the pieces of the index were looked up.
     ///
     /// # Errors
@@ -127,7 +127,7 @@ impl Since {
     }
 
     /// As of a snapshot that the base images have gone past.
-    pub(crate) fn saved(lsn: u64, saved: Saved) -> Self {
+    pub(crate) fn saved(lsn: u64, saved: SavedExtents) -> Self {
         Self {
             lsn,
             position: None,
@@ -138,7 +138,7 @@ impl Since {
 
     /// Appends what has changed in this piece of an index. What is behind the LSN is in the log, or was saved.
     pub(crate) fn append(&self, piece: &Piece, changes: &mut Vec<Change>) {
-        if let Some(Saved { extents, and_log }) = &self.saved {
+        if let Some(SavedExtents { extents, and_log }) = &self.saved {
             return match piece.place.is_some() && *and_log {
                 true => push_change(changes, piece.sectors, true),
                 false => extents.visit(piece.sector, piece.sectors, &mut |part| {

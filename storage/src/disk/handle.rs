@@ -9,7 +9,7 @@ use crate::catalog::options::{Resize, check_size};
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::allocation::{disk_extents, push_piece};
-use crate::disk::changed::{Saved, Since, saved_since, unknown_point};
+use crate::disk::changed::{ChangesSince, SavedExtents, saved_since, unknown_point};
 use crate::disk::port::Port;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::disk_state::DiskState;
@@ -305,14 +305,14 @@ impl Backend for Disk {
                 (&log.saved_since, &|extents| log.admit(extents)),
             )?;
             let since = match saved {
-                Some(extents) => Since::saved(
+                Some(extents) => ChangesSince::saved(
                     since,
-                    Saved {
+                    SavedExtents {
                         extents,
                         and_log: true,
                     },
                 ),
-                None => Since::new(since, &live, log.segment_size, &log.positions)?,
+                None => ChangesSince::new(since, &live, log.segment_size, &log.positions)?,
             };
             pieces.iter().for_each(|piece| since.append(piece, changes));
             Ok(())

@@ -21,7 +21,7 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::options::{DiskOptions, StoreOptions};
 use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::disk::allocation::{disk_extents, push, push_piece};
-use crate::disk::changed::{Saved, Since, push_change, saved_since, unknown_point};
+use crate::disk::changed::{ChangesSince, SavedExtents, push_change, saved_since, unknown_point};
 use crate::disk::handle::Disk;
 use crate::disk::reads::{Origin, Part, Reads, check_range, check_read};
 use crate::error::Error;
@@ -162,7 +162,7 @@ impl Past {
     }
 
     /// What has changed since a snapshot.
-    fn since(&self, lsn: u64) -> crate::Result<Since> {
+    fn since(&self, lsn: u64) -> crate::Result<ChangesSince> {
         // The base images may have gone past the point of this look too.
         let (passed, end) = match self.files.has(self.until) {
             true => (true, self.until),
@@ -186,9 +186,9 @@ impl Past {
         match saved {
             Some(extents) => {
                 let and_log = !passed;
-                Ok(Since::saved(lsn, Saved { extents, and_log }))
+                Ok(ChangesSince::saved(lsn, SavedExtents { extents, and_log }))
             }
-            None => Since::new(lsn, &self.live, self.segment_size, &self.positions),
+            None => ChangesSince::new(lsn, &self.live, self.segment_size, &self.positions),
         }
     }
 
