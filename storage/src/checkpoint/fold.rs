@@ -17,7 +17,7 @@ use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{Builder, Piece, Place};
 use crate::log::history::Commit;
-use crate::log::state::State;
+use crate::log::state::LogState;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::live::read_live;
@@ -120,7 +120,7 @@ impl Keeper {
     }
 
     /// The segments that are to be folded now, if any. Reports once that history goes earlier than it was to.
-    fn next_range(&mut self, state: &mut State, pressed: bool) -> Option<FoldRange> {
+    fn next_range(&mut self, state: &mut LogState, pressed: bool) -> Option<FoldRange> {
         let retain = state.keeper.retain;
         let pinned = match planted(Mutant::FoldPassesPin) {
             true => u64::MAX,
@@ -177,7 +177,7 @@ impl Keeper {
     }
 
     /// The segments with the records up to a snapshot.
-    fn range_up_to(&self, snapshot: Snapshot, state: &State) -> FoldRange {
+    fn range_up_to(&self, snapshot: Snapshot, state: &LogState) -> FoldRange {
         let lsn = self.control.control.without_rewinds(snapshot.lsn);
         // Rewinds that the base images have passed are not known any more.
         let lsn = lsn.min(state.pipeline.appended());
@@ -220,7 +220,7 @@ impl Keeper {
     /// fewer would be none, more. With the number of those that are more.
     fn without_split_rewinds(
         &self,
-        state: &State,
+        state: &LogState,
         wanted: usize,
         pressed: bool,
         pinned: u64,
@@ -249,7 +249,7 @@ impl Keeper {
 
     /// Warns once when what must stay of the history has almost filled the log, or the memory of its index; again if that was
     /// over meanwhile.
-    fn warn_if_crowded(&mut self, state: &State, index: u64) {
+    fn warn_if_crowded(&mut self, state: &LogState, index: u64) {
         let (log, most, held) = (&self.log, state.ring.most(), state.keeper.held());
         let used = state.held_segments();
         let parts = [

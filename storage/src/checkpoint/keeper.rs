@@ -30,7 +30,7 @@ use crate::index::ExtentMap;
 use crate::log::committer::{Committer, Leader};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
-use crate::log::state::{Log, State};
+use crate::log::state::{Log, LogState};
 use crate::medium::cost::MediumCost;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
@@ -151,7 +151,7 @@ impl Keeper {
     /// Sleeps until there is work; returns whether the keeper is to stop. `paused`: an attempt has just failed;
     /// cleared once the next attempt may be made.
     fn wait(&self, paused: &mut bool) -> bool {
-        let urgent = |state: &State| {
+        let urgent = |state: &LogState| {
             let keeper = &state.keeper;
             keeper.stop || !keeper.orders.is_empty() || state.ring.is_short()
         };

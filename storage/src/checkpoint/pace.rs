@@ -12,7 +12,7 @@
 
 use std::time::{Duration, Instant};
 
-use crate::log::state::{Log, State};
+use crate::log::state::{Log, LogState};
 use crate::sync;
 use crate::sync::atomic::Ordering;
 
@@ -101,7 +101,7 @@ pub(crate) struct CopyPace {
 impl CopyPace {
     /// The pace of a copy that begins now. `hurry`: a caller waits for it. Until more is known of its work, writers have
     /// the first share of the room.
-    pub(super) fn new(log: &Log, state: &mut State, hurry: bool) -> Self {
+    pub(super) fn new(log: &Log, state: &mut LogState, hurry: bool) -> Self {
         let (end, index) = (state.ring.end(), log.counters.index.bytes());
         // One segment is the keeper's.
         let room = state.ring.unused_bytes();

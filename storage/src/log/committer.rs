@@ -19,7 +19,7 @@ use crate::index::Place;
 use crate::log::disk_state::DiskState;
 use crate::log::group::{Group, GroupBuffers};
 use crate::log::pipeline::Modification;
-use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
+use crate::log::state::{FailOnPanic, Log, LogState, PENDING_LIMIT};
 use crate::log::waiters::{Mailbox, Waiter};
 use crate::medium::file::{Appended, Io};
 use crate::mutant::{Mutant, planted};
@@ -299,7 +299,10 @@ impl Leader {
     }
 
     /// As [`begin`](Self::begin), for a caller that has the log's lock.
-    pub(crate) fn begin_locked(&mut self, mut state: MutexGuard<'_, State>) -> Option<(Io, Group)> {
+    pub(crate) fn begin_locked(
+        &mut self,
+        mut state: MutexGuard<'_, LogState>,
+    ) -> Option<(Io, Group)> {
         if state.led && !self.leading {
             return None;
         }

@@ -18,7 +18,7 @@ use crate::format::{self, BatchHeader, Descriptor};
 use crate::log::history::Commit;
 use crate::log::pipeline::Record;
 use crate::log::ring::Room;
-use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
+use crate::log::state::{FailOnPanic, Log, LogState, PENDING_LIMIT};
 use crate::log::tail::{BatchSize, Sealed};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
 use crate::medium::file::{Chunk, Io, Segment, SyncScope, WriteBack, Written};
@@ -80,7 +80,7 @@ impl Log {
     /// The next operation of the log's leader, if there is one now.
     pub(crate) fn lead(
         &self,
-        state: &mut State,
+        state: &mut LogState,
         buffers: &mut GroupBuffers,
     ) -> Option<(Io, Group)> {
         if self.poisoned.load(Ordering::Acquire) {
@@ -113,7 +113,7 @@ impl Log {
     /// summary; `None` if there is none.
     pub(crate) fn write_behind(
         &self,
-        state: &mut State,
+        state: &mut LogState,
         buffers: &mut GroupBuffers,
     ) -> Option<(Io, Group)> {
         if self.poisoned.load(Ordering::Acquire) || self.leader_alone {
@@ -128,7 +128,7 @@ impl Log {
 
     /// The write of the next summary of a segment. Nothing waits for it and nothing syncs it: a log without the summary
     /// is opened as well, only slower.
-    fn seal(&self, state: &mut State, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
+    fn seal(&self, state: &mut LogState, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
         let Sealed {
             segment,
             offset,
@@ -149,13 +149,13 @@ impl Log {
 
     /// Whether pending records are to be written without a sync: there are many bytes of them, or a waiter waits for
     /// `written`.
-    fn is_behind(&self, state: &State) -> bool {
+    fn is_behind(&self, state: &LogState) -> bool {
         let much = WRITE_BEHIND.min(self.segment_size as usize / 8);
         state.pipeline.queued_bytes() >= much || self.is_awaited(state)
     }
 
     /// Whether the leader has something to do that it may not have seen.
-    pub(crate) fn wants_leader(&self, state: &State) -> bool {
+    pub(crate) fn wants_leader(&self, state: &LogState) -> bool {
         let (waiting, complete) = (state.waiters.lsns().len(), state.waiters.is_complete());
         let served = waiting > 0
             && (self.is_urgent(state) || !state.commit_delay.must_wait(waiting, complete));
@@ -168,7 +168,7 @@ impl Log {
 
     /// Whether pending records are to be written without a sync, and no port may look for that: a port that began to wait while
     /// the leader wrote a batch, or whose batch waited for the write-back, does not look again.
-    fn is_left_to_leader(&self, state: &State) -> bool {
+    fn is_left_to_leader(&self, state: &LogState) -> bool {
         let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
         let left = left || self.leader_alone || state.pipeline.is_released();
         left && self.is_behind(state)
@@ -184,7 +184,7 @@ impl Log {
     }
 
     /// Whether the only waiter is one of `port`'s, and its group would start at once and soon be over.
-    pub(crate) fn is_lone(&self, state: &State, port: &Arc<Mailbox>) -> bool {
+    pub(crate) fn is_lone(&self, state: &LogState, port: &Arc<Mailbox>) -> bool {
         state.waiters.is_only(port)
             && state.pipeline.writing() == 0
             && !self.is_urgent(state)
@@ -193,12 +193,12 @@ impl Log {
 
     /// Whether a group starts without waiting for more waiters to join it: group commit is off, a checkpoint waits
     /// for the group, or its records have no room.
-    fn is_urgent(&self, state: &State) -> bool {
+    fn is_urgent(&self, state: &LogState) -> bool {
         self.most_served == 1 || state.keeper.draining.is_some() || state.ring.is_starved()
     }
 
     /// Whether a group starts now for the present waiters.
-    fn group_starts(&self, state: &mut State) -> bool {
+    fn group_starts(&self, state: &mut LogState) -> bool {
         if self.is_urgent(state) {
             state.commit_delay.interrupt();
             return true;
@@ -209,7 +209,7 @@ impl Log {
 
     /// The next operation towards a sync for the waiters. `None` if the leader has none: a port is writing their
     /// records, or the records have no room.
-    fn serve(&self, state: &mut State, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
+    fn serve(&self, state: &mut LogState, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
         let (batched, written) = (state.pipeline.batched(), state.pipeline.written());
         if state.pipeline.writing() == 0 {
             if batched == state.pipeline.appended() {
@@ -234,7 +234,7 @@ impl Log {
 
     /// How many pending records make the next batch, and the bytes of its header, without padding, and of its padded
     /// payloads.
-    fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
+    fn batch_extent(&self, state: &LogState) -> (usize, usize, usize) {
         let (mut count, mut checksums, mut payload) = (0, 0, 0);
         // A batch takes all that may be pending, so that one sync serves all waiters, unless segments are small or a
         // record is longer.
@@ -269,7 +269,7 @@ impl Log {
 
     /// Makes sure that the tail has room for a batch, taking a free segment into use if need be. Returns whether it
     /// has.
-    fn make_room(&self, state: &mut State, batch: BatchSize) -> bool {
+    fn make_room(&self, state: &mut LogState, batch: BatchSize) -> bool {
         let (draining, starved) = (state.is_draining(), state.ring.is_starved());
         let found = match state.ring.make_room(batch, draining) {
             Room::Tail => return true,
@@ -301,7 +301,7 @@ impl Log {
     /// pending, too many batches are being written already, or there is no room.
     fn batch(
         &self,
-        state: &mut State,
+        state: &mut LogState,
         buffers: &mut GroupBuffers,
         synced: bool,
     ) -> Option<(Io, Group)> {
@@ -428,7 +428,7 @@ impl Log {
     }
 
     /// A group for records that are written already and need only the sync.
-    fn sync_only(&self, state: &mut State) -> (Io, Group) {
+    fn sync_only(&self, state: &mut LogState) -> (Io, Group) {
         let mut segments = state.pipeline.sync_written();
         // A waiter waits for more than is durable, so a segment is written and not synced. Only without group commit
         // may it be synced already.
@@ -453,7 +453,7 @@ impl Log {
     }
 
     /// The LSNs of the waiters that one group may serve.
-    fn next_served<'a>(&self, state: &'a State) -> impl Iterator<Item = u64> + use<'a> {
+    fn next_served<'a>(&self, state: &'a LogState) -> impl Iterator<Item = u64> + use<'a> {
         state.waiters.lsns().take(self.most_served)
     }
 
@@ -465,7 +465,7 @@ impl Log {
         result: std::io::Result<Written>,
         own: Option<&Arc<Mailbox>>,
         buffers: &mut GroupBuffers,
-        then: impl FnOnce(&mut State) -> T,
+        then: impl FnOnce(&mut LogState) -> T,
     ) -> T {
         let _failing = FailOnPanic::new(self);
         let Written { writes, cached } = match result {
@@ -499,7 +499,7 @@ impl Log {
             // Another group has failed meanwhile: every waiter has got its error, and nothing becomes durable.
             return then(&mut state);
         }
-        let State {
+        let LogState {
             pipeline,
             waiters,
             commit_delay,
@@ -567,7 +567,7 @@ impl Log {
     ///
     /// Records gather while a batch is being written: fewer and larger batches cost less. But clients that flush wait for each of
     /// their writes, and have few of them, so a second batch may begin then.
-    pub(crate) fn is_awaited(&self, state: &State) -> bool {
+    pub(crate) fn is_awaited(&self, state: &LogState) -> bool {
         let (waiters, pipeline) = (&state.waiters, &state.pipeline);
         let most = if waiters.lsns().len() > 0 { 2 } else { 1 };
         waiters.newest_written() > pipeline.batched() && pipeline.writes_alone() < most

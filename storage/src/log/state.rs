@@ -34,7 +34,7 @@ use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
 pub(crate) const PENDING_LIMIT: usize = 4 << 20;
 
 /// The state that the log's lock guards. A thread holds the lock for memory operations only, never across I/O.
-pub(crate) struct State {
+pub(crate) struct LogState {
     pub pipeline: Pipeline,
     pub ring: SegmentRing,
     pub waiters: Waiters,
@@ -49,7 +49,7 @@ pub(crate) struct State {
     pub led: bool,
 }
 
-impl State {
+impl LogState {
     /// The state of a log that is being opened.
     pub(crate) fn new(
         pipeline: Pipeline,
@@ -197,7 +197,7 @@ pub(crate) struct Log {
     pub positions: PositionCache,
     /// What has changed since a snapshot that the base images have gone past.
     pub saved_since: SavedExtentsCache,
-    pub state: Mutex<State>,
+    pub state: Mutex<LogState>,
     /// The writer thread sleeps on this.
     pub leader_called: Call,
     pub keeper_wanted: Condvar,
@@ -209,7 +209,7 @@ impl Log {
         MAX_REQUEST_BYTES.min(self.segment_size as usize / 4)
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, LogState> {
         match self.state.lock() {
             Ok(state) => state,
             // A thread that is panicking already may clean up; it can't make things worse.
@@ -310,7 +310,7 @@ impl Log {
     }
 
     /// Every request that waits, or comes later, gets an error; reads go on.
-    pub(crate) fn refuse(&self, mut state: MutexGuard<'_, State>) {
+    pub(crate) fn refuse(&self, mut state: MutexGuard<'_, LogState>) {
         self.poisoned.store(true, Ordering::Release);
         let waiters = state.waiters.take(|_| true);
         // Records that were not written stay readable through the index, but never become durable.
@@ -407,7 +407,7 @@ impl Log {
     }
 
     /// The error of a caller for whom the keeper has gone.
-    pub(crate) fn gone(&self, state: &State) -> Error {
+    pub(crate) fn gone(&self, state: &LogState) -> Error {
         let reading = state.keeper.gone && !state.keeper.stop;
         let why = match reading {
             true => "open for reading only",

@@ -604,10 +604,10 @@ fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
 #[cfg(not(feature = "shuttle"))]
 fn every_step_checks_the_state_of_the_log() {
     use crate::log::pipeline::tests::panics;
-    use crate::log::state::State;
+    use crate::log::state::LogState;
 
     let shape = Shape::one_disk(64, 16);
-    type Fault = fn(&Log, &mut State);
+    type Fault = fn(&Log, &mut LogState);
     let broken: [(&str, Fault); 3] = [
         ("applied 9", |_, state| state.pipeline.set_applied(9)),
         ("written watermark", |log, _| {

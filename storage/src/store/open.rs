@@ -20,7 +20,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::history::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
-use crate::log::state::{FailOnPanic, Log, State};
+use crate::log::state::{FailOnPanic, Log, LogState};
 use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
 use crate::medium::engine::{self, EngineKind};
 use crate::medium::file::{Append, Segment};
@@ -401,7 +401,7 @@ fn new_log(
         scan.passed,
     );
     let clock = LogClock::open(log_dir, newest, control.born());
-    let mut state = State::new(pipeline, ring, commit_delay, clock);
+    let mut state = LogState::new(pipeline, ring, commit_delay, clock);
     state.horizon = scan.horizon;
     state.keeper.retain = Retain::of(&control.control.history);
     state.keeper.snapshots = Snapshot::all(&control.control);
