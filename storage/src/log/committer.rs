@@ -19,7 +19,7 @@ use crate::index::Place;
 use crate::log::disk_state::DiskState;
 use crate::log::group::{Group, GroupBuffers};
 use crate::log::pipeline::Modification;
-use crate::log::state::{FailOnPanic, Log, LogState, PENDING_LIMIT};
+use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
 use crate::log::waiters::{Mailbox, Waiter};
 use crate::medium::file::{Appended, Io};
 use crate::mutant::{Mutant, planted};
@@ -156,7 +156,7 @@ impl Committer {
         self.unstarted = false;
         // If this thread panicked, a batch that it has taken would never end.
         let log = self.log.clone();
-        let _failing = FailOnPanic::new(&log);
+        let _failing = PanicGuard::new(&log);
         loop {
             let mut state = log.lock();
             let batch = log.write_behind(&mut state, &mut self.buffers);
@@ -392,7 +392,7 @@ impl Writer {
         let thread = thread::Builder::new()
             .name("log-writer".into())
             .spawn(move || {
-                let _failing = FailOnPanic::new(&leading);
+                let _failing = PanicGuard::new(&leading);
                 short_slice();
                 lead(&leading, &stopping);
             })?;

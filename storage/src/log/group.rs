@@ -18,7 +18,7 @@ use crate::format::{self, BatchHeader, Descriptor};
 use crate::log::history::Commit;
 use crate::log::pipeline::Record;
 use crate::log::ring::Room;
-use crate::log::state::{FailOnPanic, Log, LogState, PENDING_LIMIT};
+use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
 use crate::log::tail::{BatchSize, Sealed};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
 use crate::medium::file::{Chunk, Io, Segment, SyncScope, WriteBack, Written};
@@ -467,7 +467,7 @@ impl Log {
         buffers: &mut GroupBuffers,
         then: impl FnOnce(&mut LogState) -> T,
     ) -> T {
-        let _failing = FailOnPanic::new(self);
+        let _failing = PanicGuard::new(self);
         let Written { writes, cached } = match result {
             Ok(written) => written,
             Err(error) => {

@@ -343,13 +343,13 @@ impl Log {
 
 /// Fails the log if the thread panics before this is dropped: no other thread does what this one was about to do, so
 /// its waiters would wait for ever.
-pub(crate) struct FailOnPanic<'a> {
+pub(crate) struct PanicGuard<'a> {
     log: &'a Log,
     /// The thread was panicking before: cleaning up after a panic elsewhere does no harm.
     before: bool,
 }
 
-impl<'a> FailOnPanic<'a> {
+impl<'a> PanicGuard<'a> {
     pub(crate) fn new(log: &'a Log) -> Self {
         Self {
             log,
@@ -358,7 +358,7 @@ impl<'a> FailOnPanic<'a> {
     }
 }
 
-impl Drop for FailOnPanic<'_> {
+impl Drop for PanicGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() && !self.before {
             let thread = std::thread::current();

@@ -20,7 +20,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::history::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
-use crate::log::state::{FailOnPanic, Log, LogState};
+use crate::log::state::{Log, LogState, PanicGuard};
 use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
 use crate::medium::engine::{self, EngineKind};
 use crate::medium::file::{Append, Segment};
@@ -191,7 +191,7 @@ impl Store {
             .name("log-keeper".into())
             .spawn(move || {
                 let log = keeper.log.clone();
-                let _failing = FailOnPanic::new(&log);
+                let _failing = PanicGuard::new(&log);
                 keeper.run()
             });
         let keeper = Some(keeper.map_err(failed)?);
