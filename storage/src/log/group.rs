@@ -40,7 +40,7 @@ const MOST_UNSYNCED: usize = 8;
 /// is told to write back.
 pub(crate) struct Group {
     batch: Option<GroupBatch>,
-    sync: Option<Syncing>,
+    sync: Option<GroupSync>,
 }
 
 /// Lists of earlier groups, for reuse: so a leading thread does not allocate new ones for each of its groups.
@@ -61,13 +61,13 @@ struct GroupBatch {
     bytes: u64,
 }
 
-struct Syncing {
+struct GroupSync {
     /// Number of device syncs.
     count: u32,
     began: Instant,
 }
 
-impl Syncing {
+impl GroupSync {
     fn new(scope: &SyncScope) -> Self {
         Self {
             count: scope.count(),
@@ -415,7 +415,7 @@ impl Log {
                 payload_at,
                 bytes,
             }),
-            sync: synced.then(|| Syncing::new(&scope)),
+            sync: synced.then(|| GroupSync::new(&scope)),
         };
         let io = Io::Append {
             segment,
@@ -440,7 +440,7 @@ impl Log {
         let scope = SyncScope::Segments(segments);
         let group = Group {
             batch: None,
-            sync: Some(Syncing::new(&scope)),
+            sync: Some(GroupSync::new(&scope)),
         };
         let io = Io::Append {
             segment,

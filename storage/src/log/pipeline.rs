@@ -90,7 +90,7 @@ impl Record {
 const MOST_WRITE_BACKS: usize = 4;
 
 /// A batch on its way to its segment.
-struct Writing {
+struct InFlightBatch {
     last_lsn: u64,
     segment: Arc<Segment>,
     /// The [pending bytes](Record::pending_bytes) of its records.
@@ -116,7 +116,7 @@ pub(crate) struct Pipeline {
     queued_bytes: usize,
     writing_bytes: usize,
     /// Batches being written, and written batches behind one that is still being written, in the log's order.
-    writing: VecDeque<Writing>,
+    writing: VecDeque<InFlightBatch>,
     /// Segments that hold written batches that no sync covers, neither an ended one nor the one under way.
     unsynced: Vec<Arc<Segment>>,
     /// The sync under way makes records up to this LSN durable.
@@ -277,7 +277,7 @@ impl Pipeline {
         self.queued_bytes -= bytes;
         self.writing_bytes += bytes;
         self.batched = records[count - 1].lsn;
-        self.writing.push_back(Writing {
+        self.writing.push_back(InFlightBatch {
             last_lsn: self.batched,
             segment: segment.clone(),
             bytes,
