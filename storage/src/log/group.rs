@@ -19,7 +19,7 @@ use crate::log::history::Commit;
 use crate::log::pipeline::Record;
 use crate::log::ring::Room;
 use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
-use crate::log::tail::{BatchSize, Sealed};
+use crate::log::tail::{BatchSize, PendingSummary};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
 use crate::medium::file::{Chunk, Io, Segment, SyncScope, WriteBack, Written};
 use crate::mutant::{Mutant, described, planted};
@@ -129,11 +129,11 @@ impl Log {
     /// The write of the next summary of a segment. Nothing waits for it and nothing syncs it: a log without the summary
     /// is opened as well, only slower.
     fn seal(&self, state: &mut LogState, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
-        let Sealed {
+        let PendingSummary {
             segment,
             offset,
             summary,
-        } = state.ring.take_sealed()?;
+        } = state.ring.take_pending_summary()?;
         let mut chunks = std::mem::take(&mut buffers.chunks);
         chunks.push(chunk(summary));
         let io = Io::Append {
@@ -161,7 +161,7 @@ impl Log {
             && (self.is_urgent(state) || !state.commit_delay.must_wait(waiting, complete));
         served
             || state.pipeline.unsynced() >= MOST_UNSYNCED
-            || state.ring.has_sealed()
+            || state.ring.has_pending_summary()
             || state.pipeline.has_write_back()
             || self.is_left_to_leader(state)
     }

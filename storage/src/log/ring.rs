@@ -15,7 +15,7 @@ use crate::catalog::retain::Retain;
 use crate::format::{self, SegmentHeader, Uuid};
 use crate::log::clock::Timestamp;
 use crate::log::history::Commit;
-use crate::log::tail::{BatchSize, Sealed, Tail};
+use crate::log::tail::{BatchSize, PendingSummary, Tail};
 use crate::medium::checksum::Table;
 use crate::medium::file::Segment;
 use crate::sync::Arc;
@@ -26,7 +26,7 @@ const READY: usize = 2;
 /// that may be pending.
 const GROWING_SHARE: u64 = 8;
 /// Most summaries that wait to be written; when one more comes, the oldest is given up.
-const MOST_SEALED: usize = 2;
+const MOST_PENDING_SUMMARIES: usize = 2;
 /// Most segments that a log which keeps history frees at a time.
 const MOST_FREED: usize = 16;
 
@@ -67,7 +67,7 @@ pub(crate) struct SegmentRing {
     /// Segments in use, oldest first; the tail's is the last.
     live: VecDeque<Live>,
     /// Summaries that are not written yet, oldest first.
-    sealed: VecDeque<Sealed>,
+    pending_summaries: VecDeque<PendingSummary>,
     /// Segments that are no longer needed. Readers may still hold them.
     retiring: Vec<Arc<Segment>>,
     /// Free segments; the one that was freed first is used first.
@@ -128,7 +128,7 @@ impl SegmentRing {
             next_sequence,
             tail: None,
             live,
-            sealed: VecDeque::new(),
+            pending_summaries: VecDeque::new(),
             retiring: Vec::new(),
             free,
             starved: false,
@@ -370,27 +370,27 @@ impl SegmentRing {
         let Some(tail) = self.tail.take() else {
             return Vec::new();
         };
-        let (sealed, headers) = tail.seal(log, self.segment_size);
-        if sealed.is_some() && self.sealed.len() == MOST_SEALED {
-            self.sealed.pop_front();
+        let (summary, headers) = tail.seal(log, self.segment_size);
+        if summary.is_some() && self.pending_summaries.len() == MOST_PENDING_SUMMARIES {
+            self.pending_summaries.pop_front();
         }
-        self.sealed.extend(sealed);
+        self.pending_summaries.extend(summary);
         headers
     }
 
     /// Whether a summary waits to be written.
-    pub(crate) fn has_sealed(&self) -> bool {
-        !self.sealed.is_empty()
+    pub(crate) fn has_pending_summary(&self) -> bool {
+        !self.pending_summaries.is_empty()
     }
 
     /// Takes the oldest summary that waits to be written.
-    pub(crate) fn take_sealed(&mut self) -> Option<Sealed> {
-        self.sealed.pop_front()
+    pub(crate) fn take_pending_summary(&mut self) -> Option<PendingSummary> {
+        self.pending_summaries.pop_front()
     }
 
     /// Gives up the summaries that wait to be written, because the log has failed.
-    pub(crate) fn drop_sealed(&mut self) {
-        self.sealed.clear();
+    pub(crate) fn drop_pending_summaries(&mut self) {
+        self.pending_summaries.clear();
     }
 
     /// Moves the tail behind a batch of `bytes`, segment header included. `header`: the batch's header with descriptors
@@ -498,8 +498,9 @@ impl SegmentRing {
         self.retiring.extend(retired);
         // A segment that is not needed needs no summary.
         let retired = &self.retiring[first..];
-        let is_live = |one: &Sealed| !retired.iter().any(|other| Arc::ptr_eq(other, &one.segment));
-        self.sealed.retain(is_live);
+        let is_live =
+            |one: &PendingSummary| !retired.iter().any(|other| Arc::ptr_eq(other, &one.segment));
+        self.pending_summaries.retain(is_live);
     }
 
     /// Frees the retired segments that no reader holds any more. Returns whether there was one.

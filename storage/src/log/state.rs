@@ -315,7 +315,7 @@ impl Log {
         let waiters = state.waiters.take(|_| true);
         // Records that were not written stay readable through the index, but never become durable.
         state.pipeline.fail();
-        state.ring.drop_sealed();
+        state.ring.drop_pending_summaries();
         drop(state);
         self.refuse_waiters(waiters);
         self.wake_ports();

@@ -20,7 +20,7 @@ pub(crate) struct Tail {
 }
 
 /// The summary of a segment that takes no more batches. It waits to be written.
-pub(crate) struct Sealed {
+pub(crate) struct PendingSummary {
     pub segment: Arc<Segment>,
     /// Byte offset in the segment.
     pub offset: u64,
@@ -63,7 +63,7 @@ impl Tail {
 
     /// Makes the summary of the segment, unless it gets none. Returns the memory of the headers too, emptied, for the
     /// next tail.
-    pub(crate) fn seal(self, log: Uuid, segment_size: u64) -> (Option<Sealed>, Vec<u8>) {
+    pub(crate) fn seal(self, log: Uuid, segment_size: u64) -> (Option<PendingSummary>, Vec<u8>) {
         let mut headers = self.headers.unwrap_or_default();
         let footer = SummaryFooter::new(log, self.sequence, self.salt);
         // Without a batch there is nothing to sum up.
@@ -72,12 +72,12 @@ impl Tail {
             false => footer.encode(&headers, segment_size),
         };
         headers.clear();
-        let sealed = summary.map(|summary| Sealed {
+        let pending = summary.map(|summary| PendingSummary {
             segment: self.segment,
             offset: segment_size - summary.len() as u64,
             summary: summary.share(),
         });
-        (sealed, headers)
+        (pending, headers)
     }
 
     /// Bytes that the summary takes once `more` bytes of batch headers have been added; 0 if the segment gets none.

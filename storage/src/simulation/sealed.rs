@@ -28,8 +28,9 @@ fn killed(segments: u64) -> Fixture {
         carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
         carry_out(&mut running, &mut port, Operation::Flush).unwrap();
     }
-    let has_sealed = |running: &Running| running.disks[0].log.lock().ring.has_sealed();
-    while has_sealed(&running) {
+    let has_pending_summary =
+        |running: &Running| running.disks[0].log.lock().ring.has_pending_summary();
+    while has_pending_summary(&running) {
         running.step_writer();
     }
     running.finish_writer();

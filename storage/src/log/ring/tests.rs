@@ -157,7 +157,7 @@ fn batches_leave_room_for_the_summary() {
         }
         let end = ring.tail().expect("a tail").offset;
         ring.begin_tail(segment(), [7; 16], 1, lsn + 1);
-        (ring.take_sealed(), end, lsn + 1)
+        (ring.take_pending_summary(), end, lsn + 1)
     };
     let (sealed, end, batches) = fill(false);
     let sealed = sealed.expect("a summary");
@@ -175,21 +175,21 @@ fn batches_leave_room_for_the_summary() {
 fn few_summaries_wait() {
     let (mut ring, _reader) = ring();
     assert_eq!(
-        ring.sealed.len(),
-        MOST_SEALED - 1,
+        ring.pending_summaries.len(),
+        MOST_PENDING_SUMMARIES - 1,
         "that of a retired one is gone"
     );
     for lsn in 10..20 {
         ring.begin_tail(segment(), [7; 16], 1, lsn - 1);
         ring.extend_tail(8192, (&[0; 116], 1), at(lsn, 0));
-        assert!(ring.sealed.len() <= MOST_SEALED);
+        assert!(ring.pending_summaries.len() <= MOST_PENDING_SUMMARIES);
     }
-    assert!(ring.has_sealed());
+    assert!(ring.has_pending_summary());
     let newest = ring.live.len() - 2;
-    ring.take_sealed();
-    let sealed = ring.take_sealed().expect("two wait");
+    ring.take_pending_summary();
+    let sealed = ring.take_pending_summary().expect("two wait");
     assert!(Arc::ptr_eq(&sealed.segment, &ring.live[newest].segment));
-    assert!(!ring.has_sealed());
+    assert!(!ring.has_pending_summary());
 }
 
 #[test]
