@@ -15,7 +15,7 @@ use crate::catalog::snapshot::SavedFiles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::history::{LogPosition, PositionCache, SavedExtentsCache};
-use crate::log::ring::Live;
+use crate::log::ring::LiveSegment;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::FileSystem;
 use crate::mutant::{Mutant, planted};
@@ -97,7 +97,7 @@ impl ChangesSince {
     /// If the segment that has the border can't be read.
     pub(crate) fn new(
         lsn: u64,
-        live: &[Live],
+        live: &[LiveSegment],
         size: u64,
         positions: &PositionCache,
     ) -> Result<Self> {

@@ -32,7 +32,7 @@ const MOST_FREED: usize = 16;
 
 /// A segment in use.
 #[derive(Clone)]
-pub(crate) struct Live {
+pub(crate) struct LiveSegment {
     pub segment: Arc<Segment>,
     pub sequence: u64,
     /// Its last record so far, or the last one before it; the time is that of the record's batch.
@@ -65,7 +65,7 @@ pub(crate) struct SegmentRing {
     next_sequence: u64,
     tail: Option<Tail>,
     /// Segments in use, oldest first; the tail's is the last.
-    live: VecDeque<Live>,
+    live: VecDeque<LiveSegment>,
     /// Summaries that are not written yet, oldest first.
     pending_summaries: VecDeque<PendingSummary>,
     /// Segments that are no longer needed. Readers may still hold them.
@@ -117,7 +117,7 @@ impl SegmentRing {
         segment_size: u64,
         (files, most): (u32, u32),
         next_sequence: u64,
-        live: VecDeque<Live>,
+        live: VecDeque<LiveSegment>,
         free: VecDeque<Arc<Segment>>,
     ) -> Self {
         Self {
@@ -343,7 +343,7 @@ impl SegmentRing {
         };
         let mut block = Buffer::zeroed(format::BLOCK);
         let previous_crc = header.encode(&mut block);
-        self.live.push_back(Live {
+        self.live.push_back(LiveSegment {
             segment: segment.clone(),
             sequence,
             last: Commit {
@@ -406,7 +406,7 @@ impl SegmentRing {
     /// Notes the time of the next batch: no record before it is later than that.
     pub(crate) fn note_time(&mut self, stamp: Timestamp) {
         self.passed = stamp.passed;
-        let later = |live: &&mut Live| live.last.unix_us > stamp.unix_us;
+        let later = |live: &&mut LiveSegment| live.last.unix_us > stamp.unix_us;
         let later = self.live.iter_mut().rev().take_while(later);
         later.for_each(|live| live.last.unix_us = stamp.unix_us);
     }
@@ -453,7 +453,7 @@ impl SegmentRing {
     ) -> (usize, usize) {
         let sealed = self.live.len() - usize::from(self.tail.is_some());
         let newer = |at: usize| (self.live.len() - at - 1) as u64 * self.segment_size;
-        let expired = |&(at, live): &(usize, &Live)| match retain {
+        let expired = |&(at, live): &(usize, &LiveSegment)| match retain {
             Retain::Nothing => true,
             Retain::Time(time) => u128::from(now.saturating_sub(live.passed)) > time.as_micros(),
             Retain::Bytes(bytes) => newer(at) >= bytes,
@@ -531,7 +531,7 @@ impl SegmentRing {
     }
 
     /// The segments that are in use, oldest first, with what is known of them.
-    pub(crate) fn all_live(&self) -> Vec<Live> {
+    pub(crate) fn all_live(&self) -> Vec<LiveSegment> {
         self.live.iter().cloned().collect()
     }
 

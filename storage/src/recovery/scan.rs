@@ -26,7 +26,7 @@ use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHea
 use crate::index::{ExtentMap, Place};
 use crate::log::clock::passed_between;
 use crate::log::history::Commit;
-use crate::log::ring::Live;
+use crate::log::ring::LiveSegment;
 use crate::medium::directory::Medium;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
@@ -39,7 +39,7 @@ use crate::{Buffer, SECTOR_SIZE, parallel};
 #[derive(Default)]
 pub(crate) struct Scan {
     /// The segments that hold parts of the log.
-    pub live: Vec<Live>,
+    pub live: Vec<LiveSegment>,
     /// Those that hold none: see [`release`](Self::release).
     free: Vec<Arc<Segment>>,
     /// Segments behind the end of the log whose headers must be wiped before the log is written again.
@@ -357,7 +357,7 @@ pub(crate) fn scan(
     let evidence = taker.durable;
     let lives = candidates[..end].iter().zip(&taker.last);
     scan.live = lives
-        .map(|(candidate, &(last, passed))| Live {
+        .map(|(candidate, &(last, passed))| LiveSegment {
             segment: candidate.segment.clone(),
             sequence: candidate.header.sequence.get(),
             last,

@@ -30,7 +30,7 @@ use crate::index::{ExtentMap, IndexMemory, Piece};
 use crate::log::history::{PositionCache, SavedExtentsCache};
 use crate::log::orders::KeeperTask;
 use crate::log::pinned_log::PinnedLog;
-use crate::log::ring::Live;
+use crate::log::ring::LiveSegment;
 use crate::log::state::Log;
 use crate::medium::copying::Named;
 use crate::medium::engine;
@@ -70,7 +70,7 @@ struct Past {
     extents: ExtentMap,
     scratch: Option<Scratch>,
     /// The log's segments, and their size in bytes.
-    live: Vec<Live>,
+    live: Vec<LiveSegment>,
     segment_size: u64,
     positions: PositionCache,
     /// The disk's number and the point.

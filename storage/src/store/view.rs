@@ -10,7 +10,7 @@ use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::index::{ExtentMap, Piece, Place};
-use crate::log::ring::Live;
+use crate::log::ring::LiveSegment;
 use crate::medium::copying::{COPY_BYTES, Named, parts};
 use crate::medium::directory::{Directory, directory_to_read};
 use crate::medium::file::{DataFile, Segment};
@@ -36,7 +36,7 @@ pub(crate) struct View {
     /// The extents whose newest bytes are in the log and not in the base image.
     pub extents: ExtentMap,
     /// The segments of the log, and the point up to which it was read.
-    pub live: Vec<Live>,
+    pub live: Vec<LiveSegment>,
     pub last_lsn: u64,
     /// Whether the disk was rewound: the log has records that do not count, but may again.
     pub rewound: bool,
@@ -67,7 +67,7 @@ pub(crate) struct LocatedLog {
     pub place: usize,
     pub medium: Directory,
     /// The segments that were read.
-    pub live: Vec<Live>,
+    pub live: Vec<LiveSegment>,
     /// The newest point, or that up to which the log was read again.
     pub last_lsn: u64,
     pub waiting: Indexes,
