@@ -13,7 +13,7 @@ use crate::checkpoint::keeper::{Keeper, settle};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::disk_state::DiskState;
 use crate::log::orders::Adopt;
-use crate::log::pipeline::{Marked, Modification};
+use crate::log::pipeline::{MarkCommit, Modification};
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -41,7 +41,8 @@ impl Keeper {
         self.disks.push(disk.clone());
         if disk.since_lsn > newest {
             // What the disk is from now on has an LSN of its own. Only records have them in a log in use.
-            let mark = Modification::mark(&"a disk has another image".parse()?, Marked::default());
+            let mark =
+                Modification::mark(&"a disk has another image".parse()?, MarkCommit::default());
             let at = self.log.lock().pipeline.append(&disk, mark);
             disk.last_lsn.store(at, Ordering::Release);
         }

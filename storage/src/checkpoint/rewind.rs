@@ -11,7 +11,7 @@ use crate::catalog::mark_text::MarkText;
 use crate::checkpoint::keeper::Keeper;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::disk_state::DiskState;
-use crate::log::pipeline::{Marked, Modification};
+use crate::log::pipeline::{MarkCommit, Modification};
 use crate::log::rewind_request::RewindRequest;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
@@ -29,7 +29,7 @@ impl Keeper {
         let room = next.rewind(disk.id, request.to, request.newest, 0);
         room.map_err(|error| error.of_file(&self.log.dir))?;
         let text = format!("restored in place as of LSN {}", request.to);
-        let (text, marked): (MarkText, _) = (text.parse()?, Marked::default());
+        let (text, marked): (MarkText, _) = (text.parse()?, MarkCommit::default());
         let mut state = self.log.lock();
         let written = disk.last_lsn.load(Ordering::Acquire) != request.newest;
         if written || disk.detached.load(Ordering::Relaxed) {
@@ -58,7 +58,7 @@ impl Keeper {
         disk: &DiskState,
         RewindRequest { to, extents, .. }: RewindRequest,
         at: u64,
-        marked: &Marked,
+        marked: &MarkCommit,
     ) -> Result<()> {
         self.drain(at)?;
         let unix_us = marked.get().map_or(0, |commit| commit.unix_us);

@@ -16,7 +16,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::export::{Export, ended_early};
 use crate::log::history::{Commit, LogHistory};
 use crate::log::orders::KeeperTask;
-use crate::log::pipeline::Marked;
+use crate::log::pipeline::MarkCommit;
 use crate::log::state::Log;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -112,7 +112,7 @@ impl Disk {
             return Err(self.log.gone(&state));
         }
         drop(state);
-        let (mut port, marked) = (self.open_port()?, Marked::default());
+        let (mut port, marked) = (self.open_port()?, MarkCommit::default());
         port.mark(1, text, marked.clone());
         port.kick_alone();
         let mut done = Vec::new();

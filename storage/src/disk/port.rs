@@ -10,7 +10,7 @@ use crate::format::Kind;
 use crate::index::Piece;
 use crate::log::committer::{AppendError, Committer};
 use crate::log::disk_state::DiskState;
-use crate::log::pipeline::{Marked, Modification};
+use crate::log::pipeline::{MarkCommit, Modification};
 use crate::log::state::Log;
 use crate::log::waiters::PortReads;
 use crate::medium::checksum::{self, Payload};
@@ -245,7 +245,7 @@ impl Port {
     }
 
     /// Logs a mark with this text; its completion comes once it is durable, and `marked` then has its place.
-    pub(crate) fn mark(&mut self, token: u64, text: &MarkText, marked: Marked) {
+    pub(crate) fn mark(&mut self, token: u64, text: &MarkText, marked: MarkCommit) {
         let mark = Modification::mark(text, marked);
         let submitted = self.check_healthy();
         let submitted = submitted.and_then(|()| self.modify(token, mark));

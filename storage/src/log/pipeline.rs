@@ -24,15 +24,15 @@ pub(crate) struct Modification {
     pub sectors: u32,
     pub payload: Option<Payload>,
     /// The record is a mark, whose text is the payload: it changes no disk. Its place in the log is written here.
-    pub mark: Option<Marked>,
+    pub mark: Option<MarkCommit>,
 }
 
 /// Where a mark is in the log, once it is in a batch.
-pub(crate) type Marked = Arc<OnceLock<Commit>>;
+pub(crate) type MarkCommit = Arc<OnceLock<Commit>>;
 
 impl Modification {
     /// A mark with this text.
-    pub(crate) fn mark(text: &MarkText, marked: Marked) -> Self {
+    pub(crate) fn mark(text: &MarkText, marked: MarkCommit) -> Self {
         let bytes = text.stored();
         let checksums = checksum::of(&bytes);
         let payload = Payload {

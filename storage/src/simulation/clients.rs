@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::fixture::{Fixture, Running};
 use super::oracle::{Broken, Oracle};
-use crate::log::pipeline::Marked;
+use crate::log::pipeline::MarkCommit;
 use crate::{Backend, BackendQueue, Completion, MarkText, Operation, Port};
 
 /// Ports that one thread uses.
@@ -99,7 +99,7 @@ impl Clients {
         self.next_token += 1;
         let before = running.appended();
         oracle.submit_mark(which, self.next_token, *disk, number);
-        port.mark(self.next_token, text, Marked::default());
+        port.mark(self.next_token, text, MarkCommit::default());
         oracle.place(which, running.appended() - before);
     }
 
