@@ -35,14 +35,14 @@ pub(crate) struct Export {
     base: Arc<dyn DataFile>,
     path: PathBuf,
     target: File,
-    progress: Mutex<Progress>,
+    progress: Mutex<ExportProgress>,
     /// Signalled when the reader has copied a part, or has ended.
     copied: Condvar,
 }
 
 /// What is copied. All ranges are in bytes of the disk.
 #[derive(Debug, Default)]
-struct Progress {
+struct ExportProgress {
     /// The disk's size as of the copied record.
     size: u64,
     /// Everything before is copied.
@@ -50,7 +50,7 @@ struct Progress {
     /// The reader copies the part from `next` to here.
     busy: u64,
     /// What the keeper has copied, or found to be a hole.
-    saved: Ranges,
+    saved: RangeSet,
     /// Bytes copied, holes excluded.
     bytes: u64,
     /// The error that the keeper met.
@@ -129,7 +129,7 @@ impl Export {
     /// Copies a part of the range, from its begin on, if that is not copied yet. Returns where this part ends. Called by
     /// the keeper, which may then change the part.
     pub(crate) fn save(&self, range: Range<u64>) -> u64 {
-        let reads = |progress: &mut Progress| {
+        let reads = |progress: &mut ExportProgress| {
             let (first, end) = (range.start.max(progress.next), range.end.min(progress.busy));
             !progress.ended && first < end
         };
@@ -200,7 +200,7 @@ impl Export {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Progress> {
+    fn lock(&self) -> MutexGuard<'_, ExportProgress> {
         self.progress.lock().expect("export lock")
     }
 }
@@ -238,9 +238,9 @@ pub(crate) fn ended_early(why: &str) -> Error {
 
 /// Disjoint ranges that do not touch each other: their ends by their begins.
 #[derive(Debug, Default)]
-struct Ranges(BTreeMap<u64, u64>);
+struct RangeSet(BTreeMap<u64, u64>);
 
-impl Ranges {
+impl RangeSet {
     fn insert(&mut self, mut range: Range<u64>) {
         while let Some((&start, &end)) = self.0.range(..=range.end).next_back()
             && end >= range.start
@@ -275,7 +275,7 @@ mod tests {
 
     #[test]
     fn ranges_are_joined_and_their_gaps_found() {
-        let mut ranges = Ranges::default();
+        let mut ranges = RangeSet::default();
         assert!(ranges.gaps(&(3..9)).into_iter().eq(std::iter::once(3..9)));
         for range in [10..20, 40..50, 30..40, 25..28] {
             ranges.insert(range);
