@@ -12,7 +12,7 @@ use crate::checkpoint::copy::CopyOutcome;
 use crate::checkpoint::keeper::{Keeper, settle};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::disk_state::DiskState;
-use crate::log::orders::Adopt;
+use crate::log::orders::DiskAdoption;
 use crate::log::pipeline::{MarkCommit, Modification};
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
@@ -20,7 +20,11 @@ use crate::sync::atomic::Ordering;
 
 impl Keeper {
     /// Takes on a disk.
-    pub(super) fn add(&mut self, options: &DiskOptions, adopt: Adopt) -> Result<Arc<DiskState>> {
+    pub(super) fn add(
+        &mut self,
+        options: &DiskOptions,
+        adopt: DiskAdoption,
+    ) -> Result<Arc<DiskState>> {
         self.refuse_failed()?;
         let path = real_path(&options.path)?;
         let detached = |disk: &Arc<DiskState>| {

@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::orders::{KeeperTask, Order};
+use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::log::pin::Pin;
 use crate::log::pinned_log::PinnedLog;
 use crate::medium::file::set_size;
@@ -36,7 +36,7 @@ impl Keeper {
         quick.into_iter().for_each(|order| self.serve(order));
     }
 
-    fn serve(&mut self, Order { task, answer }: Order) {
+    fn serve(&mut self, KeeperOrder { task, answer }: KeeperOrder) {
         let done = match task {
             KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn, false),
             KeeperTask::Export(lsn, disk, export) => self.begin_export(lsn, &disk, export),

@@ -27,7 +27,7 @@ use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
 
 /// Gives a disk its place in the log's control file; gets the disks that the log has open, and the LSN as of which they are.
-pub(crate) type Adopt =
+pub(crate) type DiskAdoption =
     Box<dyn FnOnce(&mut ControlFile, &[Arc<DiskState>], u64) -> Result<Arc<DiskState>> + Send>;
 
 /// A task for the keeper.
@@ -39,7 +39,7 @@ pub(crate) enum KeeperTask {
     /// Grow a disk to this many bytes; never fewer than it has.
     Grow(Arc<DiskState>, u64),
     /// Take on a disk.
-    Add(DiskOptions, Adopt, mpsc::Sender<Arc<DiskState>>),
+    Add(DiskOptions, DiskAdoption, mpsc::Sender<Arc<DiskState>>),
     /// Bring the base image of a disk up to date, and forget the disk.
     Remove(Arc<DiskState>),
     /// Name the present state of the log's disks.
@@ -65,7 +65,7 @@ impl KeeperTask {
 }
 
 /// A task, and the channel to the caller that waits for it.
-pub(crate) struct Order {
+pub(crate) struct KeeperOrder {
     pub task: KeeperTask,
     pub answer: mpsc::Sender<Result<()>>,
 }
@@ -103,7 +103,7 @@ pub(crate) struct KeeperState {
     /// Why the log can't be emptied or can't grow, until it can; [`Condition::Ok`] else.
     pub trouble: Condition,
     /// Orders whose callers wait for the keeper.
-    pub orders: Vec<Order>,
+    pub orders: Vec<KeeperOrder>,
     /// The keeper thread has ended.
     pub gone: bool,
 }

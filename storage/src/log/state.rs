@@ -17,7 +17,7 @@ use crate::log::clock::LogClock;
 use crate::log::commit_delay::CommitDelay;
 use crate::log::counters::Counters;
 use crate::log::history::{Commit, LogHistory, PositionCache, SavedExtentsCache};
-use crate::log::orders::{KeeperState, KeeperTask, Order};
+use crate::log::orders::{KeeperOrder, KeeperState, KeeperTask};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
 use crate::log::waiters::{Waiter, Waiters, deliver};
@@ -390,7 +390,7 @@ impl Log {
         // The keeper sets `gone`, and drops the orders left, under the same lock: so every order is answered or
         // refused.
         if !state.keeper.gone && !state.keeper.stop {
-            state.keeper.orders.push(Order { task, answer });
+            state.keeper.orders.push(KeeperOrder { task, answer });
             self.keeper_wanted.notify_all();
         } else {
             drop(answer);

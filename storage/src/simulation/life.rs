@@ -15,7 +15,7 @@ use super::oracle::{Broken, value_of};
 use super::random::Random;
 use crate::catalog::options::DiskOptions;
 use crate::disk::handle::Disk;
-use crate::log::orders::{KeeperTask, Order};
+use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::store::discard::discard_log;
 use crate::store::log_size::resize_log;
 use crate::store::members::{adding_of, leave_log, move_to_log};
@@ -386,7 +386,7 @@ impl Life {
         };
         let mut order = |task| {
             let (answer, answered) = mpsc::channel();
-            let order = Order { task, answer };
+            let order = KeeperOrder { task, answer };
             running.log().lock().keeper.orders.push(order);
             running.keeper.serve_orders();
             answered.try_recv().expect("an answer")

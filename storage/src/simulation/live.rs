@@ -24,7 +24,7 @@ use crate::log::clock::{CLOCKS, ClockReading};
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
 use crate::log::history::Commit;
-use crate::log::orders::{KeeperTask, Order};
+use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::log::pinned_log::PinnedLog;
 use crate::log::rewind_request::RewindRequest;
 use crate::recovery::live::read_live;
@@ -544,7 +544,7 @@ impl History {
     /// Orders the keeper to do something, and lets it do that at once.
     fn order(running: &mut Running, task: KeeperTask) -> Result<()> {
         let (answer, answered) = mpsc::channel();
-        let order = Order { task, answer };
+        let order = KeeperOrder { task, answer };
         running.log().lock().keeper.orders.push(order);
         running.keeper.serve_orders();
         answered.try_recv().expect("an answer")
@@ -562,7 +562,7 @@ impl History {
             true => {
                 let (answer, answered) = mpsc::channel();
                 let task = KeeperTask::DeleteSnapshot(pin.name);
-                let order = Order { task, answer };
+                let order = KeeperOrder { task, answer };
                 running.log().lock().keeper.orders.push(order);
                 if let Err(error) = running.keeper.step(true) {
                     self.excuse(running, "a checkpoint", &error)?;

@@ -3,7 +3,7 @@
 use super::exports::{Bench, SECTORS};
 use super::oracle::value_of;
 use crate::catalog::snapshot::Snapshot;
-use crate::log::orders::{KeeperTask, Order};
+use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::mutant::{Mutant, PLANTED};
 use crate::store::look::Look;
 use crate::store::view::Data;
@@ -140,7 +140,11 @@ fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
         let (answer, answered) = mpsc::channel();
         let task = KeeperTask::DeleteSnapshot(newer);
         let disk = bench.running.disks[0].clone();
-        disk.log.lock().keeper.orders.push(Order { task, answer });
+        disk.log
+            .lock()
+            .keeper
+            .orders
+            .push(KeeperOrder { task, answer });
         bench.running.keeper.step(true).unwrap();
         // If nothing was copied, nobody has looked at the orders.
         let Ok(deleted) = answered.try_recv() else {
@@ -175,7 +179,7 @@ fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
             let task = KeeperTask::Snapshot(newer, None);
             let mut state = disk.log.lock();
             few += u64::from(state.ring.unused_bytes() <= little);
-            state.keeper.orders.push(Order { task, answer });
+            state.keeper.orders.push(KeeperOrder { task, answer });
             drop(state);
             bench.running.keeper.step(true).unwrap();
             if answered.try_recv().is_ok_and(|made| made.is_ok()) {

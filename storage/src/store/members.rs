@@ -21,7 +21,7 @@ use crate::catalog::snapshot::Snapshot;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::disk_state::DiskState;
-use crate::log::orders::{Adopt, KeeperTask};
+use crate::log::orders::{DiskAdoption, KeeperTask};
 use crate::log::state::Log;
 use crate::medium::lock::Use;
 use crate::mutant::{Mutant, planted};
@@ -88,7 +88,7 @@ pub(crate) fn adding_of(
     added: mpsc::Sender<Arc<DiskState>>,
 ) -> KeeperTask {
     let (asked, dir, salt) = (options.clone(), log.dir.clone(), log.medium.salt());
-    let adopt: Adopt = Box::new(move |control, open, newest| {
+    let adopt: DiskAdoption = Box::new(move |control, open, newest| {
         let base = OpenBase::open(&asked, Use::Write, false)?;
         adopt(base, control, open, &dir, (salt, newest))
     });
