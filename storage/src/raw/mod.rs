@@ -21,11 +21,11 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use shared::{Mailbox, Mover, RawShared, Work, locked};
+use shared::{RawMailbox, RawShared, TaskRunner, Work, locked};
 use sync::Syncer;
 use task::{RawStep, RawTask};
-use threads::BlockingMover;
-use uring::UringMover;
+use threads::BlockingRunner;
+use uring::UringRunner;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::medium::engine::probe;
@@ -127,14 +127,14 @@ impl Backend for RawDisk {
     }
 
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
-        let mailbox = Arc::new(Mailbox {
+        let mailbox = Arc::new(RawMailbox {
             ended: Mutex::default(),
             event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
         });
-        let mover: Box<dyn Mover> = match self.engine {
-            EngineKind::Blocking => Box::new(BlockingMover::new(&mailbox, &self.shared)?),
+        let mover: Box<dyn TaskRunner> = match self.engine {
+            EngineKind::Blocking => Box::new(BlockingRunner::new(&mailbox, &self.shared)?),
             EngineKind::Auto | EngineKind::IoUring => {
-                Box::new(UringMover::new(&mailbox.event, &self.shared)?)
+                Box::new(UringRunner::new(&mailbox.event, &self.shared)?)
             }
         };
         Ok(Box::new(RawQueue {
@@ -183,9 +183,9 @@ impl Backend for RawDisk {
 /// One queue of a raw disk.
 struct RawQueue {
     shared: Arc<RawShared>,
-    mover: Box<dyn Mover>,
+    mover: Box<dyn TaskRunner>,
     syncer: Arc<Syncer>,
-    mailbox: Arc<Mailbox>,
+    mailbox: Arc<RawMailbox>,
     /// Tasks being looked at; empty between calls, kept for its memory.
     moved: Vec<(RawTask, io::Result<()>)>,
     /// Requests that ended without the medium.

@@ -36,12 +36,12 @@ pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Completions that other threads put in for a queue.
 #[derive(Debug)]
-pub(super) struct Mailbox {
+pub(super) struct RawMailbox {
     pub(super) ended: Mutex<Vec<Completion>>,
     pub(super) event: EventFd,
 }
 
-impl Mailbox {
+impl RawMailbox {
     pub(super) fn put(&self, completion: Completion) {
         locked(&self.ended).push(completion);
         // If the counter is full, the event is readable already.
@@ -161,7 +161,7 @@ pub(super) enum Work {
 }
 
 /// Carries out tasks. Dropping it waits for those that the kernel has.
-pub(super) trait Mover: Send {
+pub(super) trait TaskRunner: Send {
     /// Takes a task; it may start now or at the next [`enter`](Self::enter).
     fn submit(&mut self, task: RawTask);
     /// Starts every task submitted.

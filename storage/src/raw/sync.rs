@@ -16,14 +16,17 @@ use std::thread::{self, JoinHandle};
 
 use rustix::io::Errno;
 
-use super::shared::{Mailbox, RawShared};
+use super::shared::{RawMailbox, RawShared};
 use crate::{Completion, Failure};
 
 /// A waiter for a sync.
 #[derive(Debug)]
 enum SyncWaiter {
     /// A request of a queue.
-    Request { token: u64, mailbox: Arc<Mailbox> },
+    Request {
+        token: u64,
+        mailbox: Arc<RawMailbox>,
+    },
     /// A thread.
     Caller(Sender<Result<(), Failure>>),
 }
@@ -64,7 +67,7 @@ impl Syncer {
 
     /// Makes durable what was written before the call, and then puts the completion of request `token` into the
     /// mailbox.
-    pub(super) fn submit(&self, token: u64, mailbox: &Arc<Mailbox>) {
+    pub(super) fn submit(&self, token: u64, mailbox: &Arc<RawMailbox>) {
         let mailbox = Arc::clone(mailbox);
         self.send(SyncWaiter::Request { token, mailbox });
     }

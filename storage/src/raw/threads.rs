@@ -5,24 +5,24 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 
-use super::shared::{Mailbox, Mover, RawShared};
+use super::shared::{RawMailbox, RawShared, TaskRunner};
 use super::task::RawTask;
 
 /// A task with how it ended.
-type Moved = (RawTask, io::Result<()>);
+type FinishedTask = (RawTask, io::Result<()>);
 
 /// See the module's documentation.
-pub(super) struct BlockingMover {
+pub(super) struct BlockingRunner {
     /// `None` only while dropping.
     tasks: Option<Sender<RawTask>>,
-    ended: Receiver<Moved>,
+    ended: Receiver<FinishedTask>,
     /// Tasks that the thread could not take, with their error.
-    refused: Vec<Moved>,
+    refused: Vec<FinishedTask>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl BlockingMover {
-    pub(super) fn new(mailbox: &Arc<Mailbox>, shared: &Arc<RawShared>) -> io::Result<Self> {
+impl BlockingRunner {
+    pub(super) fn new(mailbox: &Arc<RawMailbox>, shared: &Arc<RawShared>) -> io::Result<Self> {
         let (move_to, tasks) = channel::<RawTask>();
         let (report, ended) = channel();
         let (mailbox, shared) = (Arc::clone(mailbox), Arc::clone(shared));
@@ -44,7 +44,7 @@ impl BlockingMover {
     }
 }
 
-fn carry_out(mut task: RawTask, shared: &RawShared) -> Moved {
+fn carry_out(mut task: RawTask, shared: &RawShared) -> FinishedTask {
     loop {
         let moved = task.step.call(shared.fd());
         if let Some(result) = task.advance(moved) {
@@ -53,7 +53,7 @@ fn carry_out(mut task: RawTask, shared: &RawShared) -> Moved {
     }
 }
 
-impl Mover for BlockingMover {
+impl TaskRunner for BlockingRunner {
     fn submit(&mut self, task: RawTask) {
         let Some(tasks) = &self.tasks else {
             return;
@@ -67,13 +67,13 @@ impl Mover for BlockingMover {
 
     fn enter(&mut self) {}
 
-    fn poll(&mut self, moved: &mut Vec<Moved>) {
+    fn poll(&mut self, moved: &mut Vec<FinishedTask>) {
         moved.append(&mut self.refused);
         moved.extend(self.ended.try_iter());
     }
 }
 
-impl Drop for BlockingMover {
+impl Drop for BlockingRunner {
     fn drop(&mut self) {
         self.tasks = None;
         if let Some(thread) = self.thread.take() {

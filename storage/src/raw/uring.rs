@@ -6,17 +6,17 @@ use std::sync::Arc;
 use io_uring::{opcode, types};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::shared::{Mover, RawShared};
+use super::shared::{RawShared, TaskRunner};
 use super::task::{RawStep, RawTask};
 use crate::medium::ring::Ring;
 
 /// See the module's documentation.
-pub(super) struct UringMover {
+pub(super) struct UringRunner {
     ring: Ring<RawTask>,
     shared: Arc<RawShared>,
 }
 
-impl UringMover {
+impl UringRunner {
     pub(super) fn new(event: &EventFd, shared: &Arc<RawShared>) -> io::Result<Self> {
         Ok(Self {
             ring: Ring::new(event)?,
@@ -72,7 +72,7 @@ impl UringMover {
     }
 }
 
-impl Mover for UringMover {
+impl TaskRunner for UringRunner {
     fn submit(&mut self, task: RawTask) {
         self.start(task);
     }
