@@ -5,7 +5,7 @@ use std::io;
 use std::os::fd::BorrowedFd;
 
 use crate::catalog::mark_text::MarkText;
-use crate::disk::reads::{Part, ReadQueue, SharedReads, check_range, check_read};
+use crate::disk::reads::{ReadPart, ReadQueue, SharedReads, check_range, check_read};
 use crate::format::Kind;
 use crate::index::Piece;
 use crate::log::committer::{AppendError, Committer};
@@ -344,7 +344,7 @@ impl Port {
         let parts = self
             .pieces
             .drain(..)
-            .map(|piece| Part::of(piece, &disk.base));
+            .map(|piece| ReadPart::of(piece, &disk.base));
         let begun = self
             .reads
             .with(|reads| reads.begin(token, sector, sectors, parts));

@@ -17,7 +17,7 @@ use crate::sync::{Arc, Mutex};
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SECTOR_SIZE, SharedBuffer};
 
 /// A part of a read.
-pub(crate) struct Part {
+pub(crate) struct ReadPart {
     pub sector: u64,
     pub sectors: u64,
     pub origin: Origin,
@@ -38,7 +38,7 @@ pub(crate) enum Origin {
     Zero,
 }
 
-impl Part {
+impl ReadPart {
     /// A piece of an index over the image `base`.
     pub(crate) fn of(piece: Piece, base: &Arc<dyn DataFile>) -> Self {
         let Piece {
@@ -80,7 +80,7 @@ pub(crate) fn check_read(sector: u64, sectors: u32, capacity: u64) -> Result<(),
 }
 
 /// A read whose parts are in flight.
-struct Read {
+struct PendingRead {
     token: u64,
     /// `None` if one part is the whole read: the part's buffer becomes the result.
     buffer: Option<Buffer>,
@@ -92,13 +92,13 @@ struct Read {
 
 /// The reads in flight of one thread.
 #[derive(Default)]
-pub(crate) struct Reads {
+pub(crate) struct InFlightReads {
     /// The engine id of a part is the key of its read here, in 31 bits, then, in 32 bits, the part's first sector in the
     /// read.
-    reads: Slab<Read>,
+    reads: Slab<PendingRead>,
 }
 
-impl Reads {
+impl InFlightReads {
     /// Begins a read of `sectors` sectors from `sector` on, which [`check_read`] has accepted. `parts` are its parts, in
     /// order. `submit` takes the operations of an engine, with their ids, which are below 2^63. Returns the data if no
     /// operation is needed.
@@ -107,7 +107,7 @@ impl Reads {
         token: u64,
         sector: u64,
         sectors: u32,
-        parts: impl Iterator<Item = Part>,
+        parts: impl Iterator<Item = ReadPart>,
         mut submit: impl FnMut(u64, Io),
     ) -> Option<Buffer> {
         let len = sectors as usize * SECTOR_SIZE as usize;
@@ -156,7 +156,7 @@ impl Reads {
             // Parts without an operation are zeroes.
             buffer.get_or_insert_with(|| Buffer::zeroed(len));
         }
-        self.reads.insert(Read {
+        self.reads.insert(PendingRead {
             token,
             buffer,
             open,
@@ -214,7 +214,7 @@ pub(crate) struct ReadQueue {
     engine: Box<dyn Engine>,
     /// Operations submitted to the engine and not yet polled.
     in_engine: usize,
-    reads: Reads,
+    reads: InFlightReads,
     /// Reads that have ended, and were not polled yet.
     ended: Vec<Completion>,
     /// Memory for ended operations.
@@ -228,19 +228,19 @@ impl ReadQueue {
             path: path.to_owned(),
             engine,
             in_engine: 0,
-            reads: Reads::default(),
+            reads: InFlightReads::default(),
             ended: Vec::new(),
             parts: Vec::new(),
         }
     }
 
-    /// Begins a read, see [`Reads::begin`]. It may start now or at the next [`start`](Self::start).
+    /// Begins a read, see [`InFlightReads::begin`]. It may start now or at the next [`start`](Self::start).
     pub(crate) fn begin(
         &mut self,
         token: u64,
         sector: u64,
         sectors: u32,
-        parts: impl Iterator<Item = Part>,
+        parts: impl Iterator<Item = ReadPart>,
     ) -> Option<Buffer> {
         let (engine, in_engine) = (&mut self.engine, &mut self.in_engine);
         self.reads.begin(token, sector, sectors, parts, |id, io| {

@@ -131,7 +131,7 @@ impl Backend for RawDisk {
             ended: Mutex::default(),
             event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
         });
-        let mover: Box<dyn TaskRunner> = match self.engine {
+        let runner: Box<dyn TaskRunner> = match self.engine {
             EngineKind::Blocking => Box::new(BlockingRunner::new(&mailbox, &self.shared)?),
             EngineKind::Auto | EngineKind::IoUring => {
                 Box::new(UringRunner::new(&mailbox.event, &self.shared)?)
@@ -140,7 +140,7 @@ impl Backend for RawDisk {
         Ok(Box::new(RawQueue {
             syncer: self.syncer()?,
             shared: Arc::clone(&self.shared),
-            mover,
+            runner,
             mailbox,
             moved: Vec::new(),
             done: Vec::new(),
@@ -183,7 +183,7 @@ impl Backend for RawDisk {
 /// One queue of a raw disk.
 struct RawQueue {
     shared: Arc<RawShared>,
-    mover: Box<dyn TaskRunner>,
+    runner: Box<dyn TaskRunner>,
     syncer: Arc<Syncer>,
     mailbox: Arc<RawMailbox>,
     /// Tasks being looked at; empty between calls, kept for its memory.
@@ -198,7 +198,7 @@ impl BackendQueue for RawQueue {
         let result = match self.shared.begin(operation) {
             Ok(Work::Move(step)) => {
                 let durably = durably && !matches!(step, RawStep::Read { .. });
-                return self.mover.submit(RawTask {
+                return self.runner.submit(RawTask {
                     token,
                     step,
                     durably,
@@ -212,7 +212,7 @@ impl BackendQueue for RawQueue {
     }
 
     fn kick(&mut self) {
-        self.mover.enter();
+        self.runner.enter();
     }
 
     fn event(&self) -> BorrowedFd<'_> {
@@ -223,7 +223,7 @@ impl BackendQueue for RawQueue {
         // Clear the event before looking: a later completion sets it again.
         let _ = self.mailbox.event.read();
         done.append(&mut self.done);
-        self.mover.poll(&mut self.moved);
+        self.runner.poll(&mut self.moved);
         for (task, result) in self.moved.drain(..) {
             match result {
                 Ok(()) if task.durably => self.syncer.submit(task.token, &self.mailbox),

@@ -23,7 +23,7 @@ use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::disk::allocation::{disk_extents, push, push_piece};
 use crate::disk::changed::{ChangesSince, SavedExtents, push_change, saved_since, unknown_point};
 use crate::disk::handle::Disk;
-use crate::disk::reads::{Origin, Part, Reads, check_range, check_read};
+use crate::disk::reads::{InFlightReads, Origin, ReadPart, check_range, check_read};
 use crate::error::Error;
 use crate::format::Control;
 use crate::index::{ExtentMap, IndexMemory, Piece};
@@ -193,10 +193,10 @@ impl Past {
     }
 
     /// A part for a read.
-    fn part(&self, seen: Seen) -> Part {
+    fn part(&self, seen: Seen) -> ReadPart {
         match (seen, &self.scratch) {
-            (Seen::Past(piece), _) => Part::of(piece, &self.base),
-            (Seen::Changed(sectors, content), scratch) => Part {
+            (Seen::Past(piece), _) => ReadPart::of(piece, &self.base),
+            (Seen::Changed(sectors, content), scratch) => ReadPart {
                 sector: sectors.start,
                 sectors: sectors.end - sectors.start,
                 origin: match (content, scratch) {
@@ -412,7 +412,7 @@ impl Backend for Look {
             past: self.past.clone(),
             engine: self.past.hold.engine(&event)?,
             event,
-            reads: Reads::default(),
+            reads: InFlightReads::default(),
             writes: Slab::new(),
             parts: Vec::new(),
             ended: Vec::new(),
@@ -485,13 +485,13 @@ struct LookQueue {
     past: Arc<Past>,
     engine: Box<dyn Engine>,
     event: Event,
-    reads: Reads,
+    reads: InFlightReads,
     /// The writes in flight: their tokens and sectors. The engine id of a write is its key here and [`WRITES`].
     writes: Slab<(u64, Range<u64>)>,
     /// Requests that ended without the medium.
     done: Vec<Completion>,
     /// Memory for the next read's parts, and for ended operations.
-    parts: Vec<Part>,
+    parts: Vec<ReadPart>,
     ended: Vec<Done>,
 }
 
