@@ -188,7 +188,7 @@ impl Disk {
         let newest = self.log.lock().pipeline.appended();
         let state = &self.state;
         let export = Arc::new(Export::new(&state.base, &state.path, target)?);
-        let reader = Reader(state, export.clone());
+        let reader = ExportReader(state, export.clone());
         self.log
             .order(KeeperTask::Export(newest, state.clone(), export))?;
         loop {
@@ -211,9 +211,9 @@ impl Disk {
 }
 
 /// The thread that copies the base image. Its export ends with it.
-struct Reader<'a>(&'a DiskState, Arc<Export>);
+struct ExportReader<'a>(&'a DiskState, Arc<Export>);
 
-impl Drop for Reader<'_> {
+impl Drop for ExportReader<'_> {
     fn drop(&mut self) {
         self.0.end_export(&self.1);
     }
