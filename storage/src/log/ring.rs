@@ -16,7 +16,7 @@ use crate::format::{self, SegmentHeader, Uuid};
 use crate::log::clock::Timestamp;
 use crate::log::history::Commit;
 use crate::log::tail::{BatchSize, PendingSummary, Tail};
-use crate::medium::checksum::Table;
+use crate::medium::checksum::ChecksumTable;
 use crate::medium::file::Segment;
 use crate::sync::Arc;
 
@@ -329,7 +329,7 @@ impl SegmentRing {
         // The unused end of the previous segment counts as used.
         self.end = self.end.next_multiple_of(self.segment_size);
         let headers = self.seal_tail(log);
-        segment.note(Table::clear);
+        segment.note(ChecksumTable::clear);
         let sequence = self.next_sequence;
         let header = SegmentHeader {
             magic: format::SEGMENT_MAGIC,

@@ -43,12 +43,12 @@ pub(crate) fn whole(checksums: &[u32], len: u64) -> u32 {
 /// One word: the first sector in the segment, the number of sectors, and the index of the first block's checksum. A
 /// segment has at most 2^21 sectors.
 #[derive(Clone, Copy, Debug)]
-struct Run(u64);
+struct ChecksumRun(u64);
 
 /// The bits of each of a run's numbers.
 const BITS: u32 = 21;
 
-impl Run {
+impl ChecksumRun {
     fn new(start: u64, len: u64, checksum: usize) -> Self {
         let (first, sectors) = (start / SECTOR_SIZE, len / SECTOR_SIZE);
         debug_assert!(first.max(sectors).max(checksum as u64) < 1 << BITS);
@@ -78,12 +78,12 @@ impl Run {
 
 /// The checksums of the payloads that a segment holds.
 #[derive(Debug, Default)]
-pub(crate) struct Table {
-    runs: Vec<Run>,
+pub(crate) struct ChecksumTable {
+    runs: Vec<ChecksumRun>,
     checksums: Vec<u32>,
 }
 
-impl Table {
+impl ChecksumTable {
     /// Empties the table, because the segment is taken into use again.
     pub(crate) fn clear(&mut self) {
         self.runs.clear();
@@ -98,12 +98,13 @@ impl Table {
             return;
         }
         let goes_on =
-            |run: &&mut Run| run.end() == offset && run.len().is_multiple_of(BLOCK as u64);
+            |run: &&mut ChecksumRun| run.end() == offset && run.len().is_multiple_of(BLOCK as u64);
         match self.runs.last_mut().filter(goes_on) {
-            Some(run) => *run = Run::new(run.start(), run.len() + len, run.checksum()),
+            Some(run) => *run = ChecksumRun::new(run.start(), run.len() + len, run.checksum()),
             None => {
                 grow(&mut self.runs, 1);
-                self.runs.push(Run::new(offset, len, self.checksums.len()));
+                self.runs
+                    .push(ChecksumRun::new(offset, len, self.checksums.len()));
             }
         }
         grow(&mut self.checksums, checksums.len());
@@ -111,13 +112,13 @@ impl Table {
     }
 
     /// The runs that end behind `offset`.
-    fn runs_from(&self, offset: u64) -> &[Run] {
+    fn runs_from(&self, offset: u64) -> &[ChecksumRun] {
         let passed = self.runs.partition_point(|run| run.end() <= offset);
         &self.runs[passed..]
     }
 
     /// The run that holds the byte at `offset`.
-    fn run_of(&self, offset: u64) -> Option<&Run> {
+    fn run_of(&self, offset: u64) -> Option<&ChecksumRun> {
         let run = self.runs_from(offset).first();
         run.filter(|run| run.start() <= offset)
     }
@@ -188,8 +189,8 @@ mod tests {
 
     /// The bytes of a segment with these payloads (sectors of gap before it, sectors of payload), its table, and the
     /// place and length of each payload.
-    fn segment(payloads: &[(u64, u64)]) -> (Vec<u8>, Table, Vec<(u64, u64)>) {
-        let (mut bytes, mut table, mut places) = (Vec::new(), Table::default(), Vec::new());
+    fn segment(payloads: &[(u64, u64)]) -> (Vec<u8>, ChecksumTable, Vec<(u64, u64)>) {
+        let (mut bytes, mut table, mut places) = (Vec::new(), ChecksumTable::default(), Vec::new());
         for (number, (gap, sectors)) in payloads.iter().enumerate() {
             bytes.resize(bytes.len() + (gap * SECTOR_SIZE) as usize, 0xee);
             let offset = bytes.len() as u64;

@@ -25,7 +25,7 @@ use rustix::io::{Errno, ReadWriteFlags};
 use smallvec::SmallVec;
 
 use crate::error::{Error, Result, invalid};
-use crate::medium::checksum::Table;
+use crate::medium::checksum::ChecksumTable;
 use crate::medium::host;
 use crate::medium::mark::{Inode, Mark};
 use crate::sync::atomic::{AtomicBool, Ordering};
@@ -270,7 +270,7 @@ pub(crate) struct Segment {
     /// Whether its file system needs an explicit sync: a write with `RWF_DSYNC` is not enough there.
     pub needs_sync: bool,
     /// The checksums of the payloads that the segment holds.
-    pub(super) checksums: RwLock<Table>,
+    pub(super) checksums: RwLock<ChecksumTable>,
 }
 
 impl Segment {
@@ -337,7 +337,7 @@ impl Segment {
     }
 
     /// Lets `change` change the table of checksums, under the table's lock.
-    pub(crate) fn note(&self, change: impl FnOnce(&mut Table)) {
+    pub(crate) fn note(&self, change: impl FnOnce(&mut ChecksumTable)) {
         change(&mut self.checksums.write().expect("checksums lock"));
     }
 
