@@ -23,7 +23,7 @@ use crate::index::{ExtentMap, Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::cost::MediumCost;
-use crate::medium::file::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source};
+use crate::medium::file::{Chunk, Done, Engine, Io, MAX_CHUNKS, ReadSource};
 use crate::medium::holes::DataRanges;
 use crate::medium::segment::LogRead;
 use crate::mutant::{Mutant, planted};
@@ -363,7 +363,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                     flight.reads += 1;
                     let read = LogRead::new(segment.clone(), *offset, len);
                     let io = Io::Read {
-                        source: Source::Segment(segment.clone()),
+                        source: ReadSource::Segment(segment.clone()),
                         offset: read.offset(),
                         buffer: Buffer::for_overwrite(read.bytes()),
                     };
@@ -384,7 +384,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             flight.reads += 1;
             flight.memory += span.next_multiple_of(BUFFER_ALIGN);
             let io = Io::Read {
-                source: Source::File(disk.base.clone()),
+                source: ReadSource::File(disk.base.clone()),
                 offset: sector * SECTOR_SIZE,
                 buffer: Buffer::for_overwrite(span),
             };

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use crate::index::{Piece, Place};
 use crate::log::waiters::{Mailbox, PortReads};
-use crate::medium::file::{DataFile, Done, Engine, Io, Source};
+use crate::medium::file::{DataFile, Done, Engine, Io, ReadSource};
 use crate::medium::segment::LogRead;
 use crate::sync::{Arc, Mutex};
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SECTOR_SIZE, SharedBuffer};
@@ -135,11 +135,11 @@ impl InFlightReads {
                 Origin::Zero => continue,
                 Origin::Log(read) => {
                     let (offset, bytes) = (read.offset(), read.bytes());
-                    let source = Source::Segment(read.segment().clone());
+                    let source = ReadSource::Segment(read.segment().clone());
                     logged.push((skipped, read));
                     (source, offset, bytes)
                 }
-                Origin::File(file) => (Source::File(file), part.sector * SECTOR_SIZE, bytes),
+                Origin::File(file) => (ReadSource::File(file), part.sector * SECTOR_SIZE, bytes),
             };
             open += 1;
             let io = Io::Read {

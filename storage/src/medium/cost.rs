@@ -9,7 +9,7 @@ use std::io;
 use std::time::{Duration, Instant};
 
 use crate::Buffer;
-use crate::medium::file::{Engine, Io, Segment, Source};
+use crate::medium::file::{Engine, Io, ReadSource, Segment};
 use crate::sync::{Arc, Event};
 
 /// What operations cost a medium.
@@ -60,7 +60,7 @@ pub(super) fn measure(
         for read in 0..count {
             let place = size / READS / LARGE * LARGE * read + shift;
             let io = Io::Read {
-                source: Source::File(segment.file.clone()),
+                source: ReadSource::File(segment.file.clone()),
                 offset: place.min(size - bytes),
                 buffer: Buffer::for_overwrite(bytes as usize),
             };

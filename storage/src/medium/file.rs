@@ -359,12 +359,12 @@ pub(crate) struct Chunk {
 
 /// The source of a read: a file as it is, or a segment, which the read pins.
 #[derive(Clone, Debug)]
-pub(crate) enum Source {
+pub(crate) enum ReadSource {
     File(Arc<dyn DataFile>),
     Segment(Arc<Segment>),
 }
 
-impl Source {
+impl ReadSource {
     pub(crate) fn file(&self) -> &dyn ReadFile {
         match self {
             Self::File(file) => file.as_ref(),
@@ -387,7 +387,7 @@ pub(crate) enum Io {
     },
     /// Fill `buffer` from `offset`.
     Read {
-        source: Source,
+        source: ReadSource,
         offset: u64,
         buffer: Buffer,
     },
@@ -611,7 +611,7 @@ pub(crate) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
 }
 
 /// Reads exactly `buffer.len()` bytes.
-fn read_exact(source: &Source, offset: u64, mut buffer: Buffer) -> io::Result<Buffer> {
+fn read_exact(source: &ReadSource, offset: u64, mut buffer: Buffer) -> io::Result<Buffer> {
     source.file().read_exact_at(&mut buffer, offset)?;
     Ok(buffer)
 }

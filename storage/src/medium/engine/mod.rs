@@ -60,7 +60,7 @@ mod tests {
     use super::*;
     use crate::Buffer;
     use crate::medium::directory::Medium;
-    use crate::medium::file::{Chunk, DataFile, Done, Io, Source, SyncScope};
+    use crate::medium::file::{Chunk, DataFile, Done, Io, ReadSource, SyncScope};
     use crate::sync::Arc;
 
     fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<Done> {
@@ -110,7 +110,7 @@ mod tests {
             let done = finish(engine.as_mut(), &event, 1);
             assert_eq!(done[0].id, 7);
             assert!(done[0].result.is_ok(), "{:?}", done[0].result);
-            let source = Source::Segment(segment.clone());
+            let source = ReadSource::Segment(segment.clone());
             engine.submit(
                 8,
                 Io::Read {
@@ -151,7 +151,7 @@ mod tests {
                 },
             );
             for i in 0..300 {
-                let source = Source::Segment(segment.clone());
+                let source = ReadSource::Segment(segment.clone());
                 engine.submit(
                     100 + i,
                     Io::Read {

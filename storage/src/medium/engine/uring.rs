@@ -133,7 +133,7 @@ impl Engine for Uring {
 #[cfg(not(feature = "shuttle"))]
 mod tests {
     use super::*;
-    use crate::medium::file::{DataFile, Source};
+    use crate::medium::file::{DataFile, ReadSource};
     use crate::sync::Arc;
 
     /// An operation that was interrupted, or for which the kernel had no memory, is still done; any other error is
@@ -156,7 +156,7 @@ mod tests {
             let operation = InFlight {
                 id: 1,
                 io: Io::Read {
-                    source: Source::File(base.clone()),
+                    source: ReadSource::File(base.clone()),
                     offset: 0,
                     buffer: Buffer::zeroed(512),
                 },
