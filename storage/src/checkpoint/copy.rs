@@ -23,7 +23,7 @@ use crate::index::{ExtentMap, Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::cost::MediumCost;
-use crate::medium::file::{Chunk, Done, Engine, Io, MAX_CHUNKS, ReadSource};
+use crate::medium::file::{Chunk, Engine, Io, IoCompletion, MAX_CHUNKS, ReadSource};
 use crate::medium::holes::DataRanges;
 use crate::medium::segment::LogRead;
 use crate::mutant::{Mutant, planted};
@@ -475,7 +475,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
     }
 
-    fn end(&mut self, end: Done) {
+    fn end(&mut self, end: IoCompletion) {
         let number = end.id / MAX_CHUNKS as u64;
         let part = (end.id % MAX_CHUNKS as u64) as usize;
         let mut flight = self.flights.remove(&number).expect("a run in flight");

@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 
 use crate::index::{Piece, Place};
 use crate::log::waiters::{Mailbox, PortReads};
-use crate::medium::file::{DataFile, Done, Engine, Io, ReadSource};
+use crate::medium::file::{DataFile, Engine, Io, IoCompletion, ReadSource};
 use crate::medium::segment::LogRead;
 use crate::sync::{Arc, Mutex};
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SECTOR_SIZE, SharedBuffer};
@@ -168,7 +168,7 @@ impl InFlightReads {
 
     /// Takes the end of a part. Returns the read's completion if this was its last part. `path` names the disk in the
     /// message about a read that failed.
-    pub(crate) fn end_part(&mut self, path: &Path, end: Done) -> Option<Completion> {
+    pub(crate) fn end_part(&mut self, path: &Path, end: IoCompletion) -> Option<Completion> {
         let (key, skipped) = ((end.id >> 32) as usize, end.id & u64::from(u32::MAX));
         let at = (skipped * SECTOR_SIZE) as usize;
         let read = self.reads.get_mut(key)?;
@@ -218,7 +218,7 @@ pub(crate) struct ReadQueue {
     /// Reads that have ended, and were not polled yet.
     ended: Vec<Completion>,
     /// Memory for ended operations.
-    parts: Vec<Done>,
+    parts: Vec<IoCompletion>,
 }
 
 impl ReadQueue {

@@ -476,7 +476,7 @@ impl SyncScope {
 
 /// The end of an operation.
 #[derive(Debug)]
-pub(crate) struct Done {
+pub(crate) struct IoCompletion {
     pub id: u64,
     /// The filled buffer of a read; `None` for all others.
     pub result: io::Result<Option<Buffer>>,
@@ -571,7 +571,7 @@ pub(crate) trait Engine: Send {
     /// Starts everything submitted.
     fn enter(&mut self);
     /// Appends the ended operations to `done`. The event given at creation is signalled at each end.
-    fn poll(&mut self, done: &mut Vec<Done>);
+    fn poll(&mut self, done: &mut Vec<IoCompletion>);
 }
 
 /// Carries out an operation in the calling thread. Returns its result, and an append's chunk list, emptied.

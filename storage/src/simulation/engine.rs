@@ -11,7 +11,9 @@ use crate::error::Result;
 use crate::medium::cost::MediumCost;
 use crate::medium::directory::Medium;
 use crate::medium::engine::{self, EngineKind};
-use crate::medium::file::{self, Append, Appended, Done, Engine, Io, Segment, SyncScope, Written};
+use crate::medium::file::{
+    self, Append, Appended, Engine, Io, IoCompletion, Segment, SyncScope, Written,
+};
 use crate::medium::filesystem::FileSystem;
 use crate::medium::lock::Use;
 use crate::mutant::{Mutant, planted};
@@ -23,7 +25,7 @@ pub(super) struct SimulatedEngine {
     medium: Simulated,
     event: Event,
     queued: Vec<Queued>,
-    failed: Vec<Done>,
+    failed: Vec<IoCompletion>,
 }
 
 pub(super) struct Queued {
@@ -197,7 +199,7 @@ impl Engine for SimulatedEngine {
         let mut queued = Queued::new(id, io);
         if self.medium.lock().crashed {
             let result = Err(io::Error::other("power lost"));
-            return self.failed.push(Done { id, result });
+            return self.failed.push(IoCompletion { id, result });
         }
         let at_once = {
             let mut world = self.medium.lock();
@@ -207,7 +209,7 @@ impl Engine for SimulatedEngine {
             }
         };
         if at_once && let Err(error) = queued.write() {
-            self.failed.push(Done {
+            self.failed.push(IoCompletion {
                 id,
                 result: Err(error),
             });
@@ -218,7 +220,7 @@ impl Engine for SimulatedEngine {
 
     fn enter(&mut self) {}
 
-    fn poll(&mut self, done: &mut Vec<Done>) {
+    fn poll(&mut self, done: &mut Vec<IoCompletion>) {
         done.append(&mut self.failed);
         if self.queued.is_empty() {
             return;
@@ -226,7 +228,7 @@ impl Engine for SimulatedEngine {
         if self.medium.lock().crashed {
             for queued in self.queued.drain(..) {
                 let (id, result) = (queued.id, Err(io::Error::other("power lost")));
-                done.push(Done { id, result });
+                done.push(IoCompletion { id, result });
                 queued.leave(&self.medium);
             }
             return;
@@ -256,7 +258,7 @@ impl Engine for SimulatedEngine {
                 let ended = sync.count() == 0;
                 match queued.write() {
                     Ok(()) if !ended => self.queued.insert(index, queued),
-                    result => done.push(Done {
+                    result => done.push(IoCompletion {
                         id,
                         result: result.map(|()| None),
                     }),
@@ -264,7 +266,7 @@ impl Engine for SimulatedEngine {
                 continue;
             }
             let result = self.medium.end(queued.io);
-            done.push(Done { id, result });
+            done.push(IoCompletion { id, result });
         }
         if !self.queued.is_empty() {
             self.event.signal();

@@ -34,7 +34,7 @@ use crate::log::ring::LiveSegment;
 use crate::log::state::Log;
 use crate::medium::copying::Named;
 use crate::medium::engine;
-use crate::medium::file::{Chunk, DataFile, Done, Engine, Io};
+use crate::medium::file::{Chunk, DataFile, Engine, Io, IoCompletion};
 use crate::medium::filesystem::{FileSystem, shared_files};
 use crate::recovery::live::read_live;
 use crate::recovery::replay::read_live_disk;
@@ -492,7 +492,7 @@ struct LookQueue {
     done: Vec<Completion>,
     /// Memory for the next read's parts, and for ended operations.
     parts: Vec<ReadPart>,
-    ended: Vec<Done>,
+    ended: Vec<IoCompletion>,
 }
 
 /// How far a request has come: it has ended, with the data of a read, or `None`: its completion comes later.
@@ -542,7 +542,7 @@ impl LookQueue {
     }
 
     /// Takes the end of an operation.
-    fn end(&mut self, end: Done) {
+    fn end(&mut self, end: IoCompletion) {
         let past = &self.past;
         if end.id & WRITES == 0 {
             return self.done.extend(self.reads.end_part(&past.path, end));

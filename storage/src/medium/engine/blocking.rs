@@ -2,7 +2,7 @@
 
 use std::io;
 
-use crate::medium::file::{Done, Engine, Io, run};
+use crate::medium::file::{Engine, Io, IoCompletion, run};
 use crate::sync::Event;
 use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};
@@ -12,14 +12,14 @@ pub(super) struct Blocking {
     event: Event,
     writer: Option<Writer>,
     /// Operations that ended as they were submitted.
-    ended: Vec<Done>,
+    ended: Vec<IoCompletion>,
 }
 
 /// The thread that writes.
 struct Writer {
     /// `None` only while dropping.
     jobs: Option<Sender<(u64, Io)>>,
-    ended: Receiver<Done>,
+    ended: Receiver<IoCompletion>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -56,7 +56,7 @@ impl Writer {
                 while let Ok((id, io)) = todo.recv() {
                     let (result, _) = run(io);
                     // A receiver or event that is gone belongs to a port that is being dropped, so no request waits.
-                    let _ = report.send(Done { id, result });
+                    let _ = report.send(IoCompletion { id, result });
                     event.signal();
                 }
             })?;
@@ -77,12 +77,12 @@ impl Engine for Blocking {
                 Err(error) => Err(error),
             },
         };
-        self.ended.push(Done { id, result });
+        self.ended.push(IoCompletion { id, result });
     }
 
     fn enter(&mut self) {}
 
-    fn poll(&mut self, done: &mut Vec<Done>) {
+    fn poll(&mut self, done: &mut Vec<IoCompletion>) {
         done.append(&mut self.ended);
         if let Some(writer) = &self.writer {
             done.extend(writer.ended.try_iter());

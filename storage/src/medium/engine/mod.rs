@@ -60,10 +60,10 @@ mod tests {
     use super::*;
     use crate::Buffer;
     use crate::medium::directory::Medium;
-    use crate::medium::file::{Chunk, DataFile, Done, Io, ReadSource, SyncScope};
+    use crate::medium::file::{Chunk, DataFile, Io, IoCompletion, ReadSource, SyncScope};
     use crate::sync::Arc;
 
-    fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<Done> {
+    fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<IoCompletion> {
         let mut done = Vec::new();
         engine.enter();
         while done.len() < count {

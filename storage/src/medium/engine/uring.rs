@@ -6,7 +6,7 @@ use io_uring::{opcode, types};
 use rustix::io::Errno;
 
 use crate::Buffer;
-use crate::medium::file::{Done, Engine, Io, run, write_chunks};
+use crate::medium::file::{Engine, Io, IoCompletion, run, write_chunks};
 use crate::medium::ring::Ring;
 use crate::sync::Event;
 
@@ -28,7 +28,7 @@ unsafe impl Send for Slices {}
 /// See the module's documentation.
 pub(super) struct Uring {
     ring: Ring<InFlight>,
-    done: Vec<Done>,
+    done: Vec<IoCompletion>,
     /// Memory for the slices of the next operations.
     slices: Vec<Slices>,
     /// Signalled for operations that end while they are submitted; the ring signals it for all others.
@@ -59,7 +59,7 @@ impl Uring {
         };
         let result = moved.map_err(io::Error::from);
         let result = result.and_then(|moved| end(io, moved));
-        self.done.push(Done { id, result });
+        self.done.push(IoCompletion { id, result });
     }
 }
 
@@ -107,7 +107,7 @@ impl Engine for Uring {
             // Appends are the work of the thread that needs them.
             Io::Append { .. } | Io::WriteBack(_) => {
                 let (result, _) = run(io);
-                return self.done.push(Done { id, result });
+                return self.done.push(IoCompletion { id, result });
             }
         };
         // SAFETY: the operation owns its file, its buffers and its slices, all of them behind pointers.
@@ -121,7 +121,7 @@ impl Engine for Uring {
         }
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) {
+    fn poll(&mut self, done: &mut Vec<IoCompletion>) {
         while let Some((operation, moved)) = self.ring.next_ended() {
             self.account(operation, moved);
         }
