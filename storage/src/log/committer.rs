@@ -21,7 +21,7 @@ use crate::log::group::{Group, GroupBuffers};
 use crate::log::pipeline::Modification;
 use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
 use crate::log::waiters::{Mailbox, Waiter};
-use crate::medium::file::{Appended, Io};
+use crate::medium::file::{AppendResult, Io};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
@@ -327,7 +327,7 @@ impl Leader {
 
     /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller calls `begin` next; if there
     /// may be more to do, it keeps the lead and gets `true`. Without `goes_on` the writer thread is called for that.
-    pub(crate) fn end(&mut self, group: Group, ran: Appended, goes_on: bool) -> bool {
+    pub(crate) fn end(&mut self, group: Group, ran: AppendResult, goes_on: bool) -> bool {
         self.buffers.chunks = ran.list;
         let (log, deadline) = (&self.log, &mut self.deadline);
         let wanted = log.end_group(

@@ -21,7 +21,7 @@ use crate::log::ring::Room;
 use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
 use crate::log::tail::{BatchSize, PendingSummary};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
-use crate::medium::file::{Chunk, Io, Segment, SyncScope, WriteBack, Written};
+use crate::medium::file::{AppendStats, Chunk, Io, Segment, SyncScope, WriteBack};
 use crate::mutant::{Mutant, described, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
@@ -47,7 +47,7 @@ pub(crate) struct Group {
 #[derive(Default)]
 pub(crate) struct GroupBuffers {
     records: Vec<Vec<Record>>,
-    /// For the next batch; see [`Appended::list`](crate::medium::file::Appended::list).
+    /// For the next batch; see [`AppendResult::list`](crate::medium::file::AppendResult::list).
     pub(crate) chunks: Vec<Chunk>,
     served: Vec<Waiter>,
 }
@@ -462,13 +462,13 @@ impl Log {
     pub(crate) fn end_group<T>(
         &self,
         group: Group,
-        result: std::io::Result<Written>,
+        result: std::io::Result<AppendStats>,
         own: Option<&Arc<Mailbox>>,
         buffers: &mut GroupBuffers,
         then: impl FnOnce(&mut LogState) -> T,
     ) -> T {
         let _failing = PanicGuard::new(self);
-        let Written { writes, cached } = match result {
+        let AppendStats { writes, cached } = match result {
             Ok(written) => written,
             Err(error) => {
                 self.poison(&error);

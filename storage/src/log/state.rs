@@ -22,7 +22,7 @@ use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
 use crate::log::waiters::{Waiter, Waiters, deliver};
 use crate::medium::directory::Medium;
-use crate::medium::file::Append;
+use crate::medium::file::Appender;
 use crate::mutant::{any_planted, is_forgotten};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{self, Arc, Call, Condvar, Mutex, MutexGuard, mpsc};
@@ -176,7 +176,7 @@ pub(crate) struct Log {
     pub segment_size: u64,
     pub medium: Box<dyn Medium>,
     /// How the leader appends.
-    pub appender: Box<dyn Append>,
+    pub appender: Box<dyn Appender>,
     /// The leader makes every batch, not only those that sync.
     pub leader_alone: bool,
     /// How long closing may copy the log to the base images; `None`: as long as it takes.

@@ -9,7 +9,7 @@ use std::time::Duration;
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::cost::{self, MediumCost};
 use crate::medium::engine::{self, EngineKind};
-use crate::medium::file::{Append, Direct, Engine, Segment};
+use crate::medium::file::{Appender, DirectAppender, Engine, Segment};
 use crate::medium::filesystem::{FileSystem, files, is_simulated, shared_files};
 use crate::medium::host;
 use crate::medium::lock::Use;
@@ -66,8 +66,8 @@ pub(crate) trait Medium: Send + Sync {
     }
 
     /// How the log's leader appends.
-    fn appender(&self) -> Box<dyn Append> {
-        Box::new(Direct)
+    fn appender(&self) -> Box<dyn Appender> {
+        Box::new(DirectAppender)
     }
 }
 

@@ -1,8 +1,8 @@
 //! Files that hold data, segments of the log among them, and the operations on them.
 //!
 //! ```text
-//!   the log's leader ──▶ Append ──▶ pwritev2(RWF_DSYNC), fdatasync or sync_file_range, in its thread   Direct
-//!   a port           ──▶ Append ──▶ pwritev2 to the page cache, in its thread
+//!   the log's leader ──▶ Appender ──▶ pwritev2(RWF_DSYNC), fdatasync or sync_file_range, in its thread   DirectAppender
+//!   a port           ──▶ Appender ──▶ pwritev2 to the page cache, in its thread
 //!   a port, a copy   ──▶ Engine ──▶ io_uring, or a thread                                              medium/engine/
 //! ```
 //!
@@ -484,22 +484,22 @@ pub(crate) struct IoCompletion {
 
 /// The end of an operation that the calling thread carried out.
 #[derive(Debug)]
-pub(crate) struct Appended {
-    pub result: io::Result<Written>,
+pub(crate) struct AppendResult {
+    pub result: io::Result<AppendStats>,
     /// The append's chunk list, emptied, for the next append.
     pub list: Vec<Chunk>,
 }
 
 /// What an append has written.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Written {
+pub(crate) struct AppendStats {
     /// How many writes it took.
     pub writes: u64,
     /// Whether the bytes are in the page cache, to be written back later.
     pub cached: bool,
 }
 
-impl Written {
+impl AppendStats {
     /// One write past the page cache.
     pub(crate) const DIRECT: Self = Self {
         writes: 1,
@@ -508,9 +508,9 @@ impl Written {
 }
 
 /// How threads append to the log.
-pub(crate) trait Append: Send + Sync {
+pub(crate) trait Appender: Send + Sync {
     /// Carries out an append, or a write-back, in the calling thread.
-    fn append(&self, io: Io) -> Appended;
+    fn append(&self, io: Io) -> AppendResult;
 }
 
 /// Appends by system calls in the calling thread: the fastest way to a durable group. It is one call, and the
@@ -521,25 +521,25 @@ pub(crate) trait Append: Send + Sync {
 /// not wait for the medium, and the thread that took it ends it in the same call: no batch waits for a thread that may not
 /// come back. A checkpoint copies it without a read, and a later fdatasync of the segment includes it. So that this sync stays
 /// short, the log's leader has the page cache written back in steps.
-pub(crate) struct Direct;
+pub(crate) struct DirectAppender;
 
-impl Append for Direct {
-    fn append(&self, mut io: Io) -> Appended {
+impl Appender for DirectAppender {
+    fn append(&self, mut io: Io) -> AppendResult {
         let written = append_cached(&io);
         let (result, list) = match written {
             Some(written) => (written, io.take_list()),
             None => {
                 let (result, list) = run(io);
-                (result.map(|_| Written::DIRECT), list)
+                (result.map(|_| AppendStats::DIRECT), list)
             }
         };
-        Appended { result, list }
+        AppendResult { result, list }
     }
 }
 
 /// Carries out an append that needs no sync yet through the page cache; `None` for any other operation, and if the segment
 /// can't be written that way.
-pub(crate) fn append_cached(io: &Io) -> Option<io::Result<Written>> {
+pub(crate) fn append_cached(io: &Io) -> Option<io::Result<AppendStats>> {
     let Io::Append {
         segment,
         offset,
@@ -558,7 +558,7 @@ pub(crate) fn append_cached(io: &Io) -> Option<io::Result<Written>> {
     let written = write_all(chunks, 0, |slices, done| {
         cache.write_slices_at(slices, offset + done)
     });
-    Some(written.map(|()| Written {
+    Some(written.map(|()| AppendStats {
         writes: 1,
         cached: true,
     }))
@@ -701,7 +701,7 @@ mod tests {
         ];
         for (value, sync) in (1..).zip(scopes) {
             let cached = matches!(sync, SyncScope::Later);
-            let written = Direct
+            let written = DirectAppender
                 .append(append(&segment, value, 8192, sync))
                 .result
                 .unwrap();
@@ -713,7 +713,7 @@ mod tests {
         }
         let range = 0..8192;
         let step = WriteBack { segment, range };
-        Direct.append(Io::WriteBack(step)).result.unwrap();
+        DirectAppender.append(Io::WriteBack(step)).result.unwrap();
     }
 
     /// The log's directory was moved away and copied back: what is written goes to the files that are locked, not to those that
@@ -726,7 +726,7 @@ mod tests {
         let moved = dir.path().join("moved");
         std::fs::rename(&segment.path, &moved).unwrap();
         std::fs::copy(&moved, &segment.path).unwrap();
-        Direct
+        DirectAppender
             .append(append(&segment, 7, 4096, SyncScope::Later))
             .result
             .unwrap();

@@ -4,7 +4,7 @@
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use crate::medium::file::{Append, Appended, Io, SyncScope, Written};
+use crate::medium::file::{AppendResult, AppendStats, Appender, Io, SyncScope};
 use crate::sync::{self, Mutex};
 
 /// Most bytes of one operation: clouds count a longer write as several.
@@ -64,9 +64,9 @@ impl Default for Pace {
 }
 
 /// The slow medium that a log's leader writes to in place of the medium itself.
-pub(crate) struct Slowed {
+pub(crate) struct SlowAppender {
     /// The medium itself.
-    pub medium: Box<dyn Append>,
+    pub medium: Box<dyn Appender>,
     /// The delays of each write and each sync.
     pub pace: Pace,
     /// Time that each sync takes in addition to the medium's own.
@@ -75,8 +75,8 @@ pub(crate) struct Slowed {
     pub write_per_record: bool,
 }
 
-impl Append for Slowed {
-    fn append(&self, io: Io) -> Appended {
+impl Appender for SlowAppender {
+    fn append(&self, io: Io) -> AppendResult {
         match io {
             Io::Append {
                 segment,
@@ -118,8 +118,8 @@ impl Append for Slowed {
                     payloads: 0..0,
                     sync,
                 });
-                Appended {
-                    result: synced.result.map(|_| Written {
+                AppendResult {
+                    result: synced.result.map(|_| AppendStats {
                         writes: payloads.len() as u64,
                         cached: false,
                     }),
@@ -131,9 +131,9 @@ impl Append for Slowed {
     }
 }
 
-impl Slowed {
+impl SlowAppender {
     /// Carries out an operation that has one write at most.
-    fn one(&self, io: Io) -> Appended {
+    fn one(&self, io: Io) -> AppendResult {
         let syncs = match &io {
             Io::Append { sync, .. } => sync.count(),
             _ => 0,

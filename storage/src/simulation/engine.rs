@@ -12,7 +12,7 @@ use crate::medium::cost::MediumCost;
 use crate::medium::directory::Medium;
 use crate::medium::engine::{self, EngineKind};
 use crate::medium::file::{
-    self, Append, Appended, Engine, Io, IoCompletion, Segment, SyncScope, Written,
+    self, AppendResult, AppendStats, Appender, Engine, Io, IoCompletion, Segment, SyncScope,
 };
 use crate::medium::filesystem::FileSystem;
 use crate::medium::lock::Use;
@@ -71,10 +71,10 @@ impl Queued {
     }
 
     /// What an append has written.
-    fn appended(&self) -> Written {
-        Written {
+    fn appended(&self) -> AppendStats {
+        AppendStats {
             cached: self.cached,
-            ..Written::DIRECT
+            ..AppendStats::DIRECT
         }
     }
 
@@ -315,20 +315,20 @@ impl Medium for Simulated {
         }
     }
 
-    fn appender(&self) -> Box<dyn Append> {
+    fn appender(&self) -> Box<dyn Appender> {
         Box::new(self.clone())
     }
 }
 
-impl Append for Simulated {
+impl Appender for Simulated {
     /// Lets other threads run before the sync.
-    fn append(&self, io: Io) -> Appended {
+    fn append(&self, io: Io) -> AppendResult {
         let mut queued = Queued::new(0, io);
         let written = queued.write();
         let appended = queued.appended();
         thread::yield_now();
         let ended = written.and_then(|()| self.end(queued.io));
-        Appended {
+        AppendResult {
             result: ended.map(|_| appended),
             list: Vec::new(),
         }

@@ -20,7 +20,7 @@ use crate::log::clock::{ClockReading, LogClock};
 use crate::log::committer::Leader;
 use crate::log::group::Group;
 use crate::log::state::Log;
-use crate::medium::file::{Append, Appended, Engine, Io, SyncScope, Written};
+use crate::medium::file::{AppendResult, AppendStats, Appender, Engine, Io, SyncScope};
 use crate::medium::lock::Use;
 use crate::mutant::PLANTED;
 use crate::store::attach::OpenBase;
@@ -123,8 +123,8 @@ impl SteppedWriter {
             self.under_way = Some(group);
             return;
         };
-        let ran = Appended {
-            result: end.result.map(|_| Written::DIRECT),
+        let ran = AppendResult {
+            result: end.result.map(|_| AppendStats::DIRECT),
             list: Vec::new(),
         };
         if self.leader.end(group, ran, true) {

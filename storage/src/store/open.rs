@@ -23,10 +23,10 @@ use crate::log::ring::SegmentRing;
 use crate::log::state::{Log, LogState, PanicGuard};
 use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
 use crate::medium::engine::{self, EngineKind};
-use crate::medium::file::{Append, Segment};
+use crate::medium::file::{Appender, Segment};
 use crate::medium::filesystem;
 use crate::medium::lock::Use;
-use crate::medium::pace::{Pace, Slowed};
+use crate::medium::pace::{Pace, SlowAppender};
 use crate::parallel::Progress;
 use crate::recovery::replay::{Indexes, read_for_recovery, read_log_until, recover};
 use crate::recovery::scan::Scan;
@@ -364,12 +364,12 @@ fn assemble(
 }
 
 /// How the log's leader appends to the medium, as slowly as the options say.
-fn appender(medium: &dyn Medium, options: &StoreOptions) -> Box<dyn Append> {
+fn appender(medium: &dyn Medium, options: &StoreOptions) -> Box<dyn Appender> {
     let medium = medium.appender();
     if !options.leader_alone() && options.sync_latency.is_zero() {
         return medium;
     }
-    Box::new(Slowed {
+    Box::new(SlowAppender {
         medium,
         pace: Pace::new(options.operations_per_second, options.operation_latency),
         sync_latency: options.sync_latency,
