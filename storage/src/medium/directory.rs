@@ -131,7 +131,7 @@ impl Medium for Directory {
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         #[cfg(test)]
         if is_simulated() {
-            return Ok(Box::<engine::inline::Inline>::default());
+            return Ok(Box::<engine::inline::InlineEngine>::default());
         }
         engine::create(self.engine, event)
     }

@@ -8,18 +8,18 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::shared::{RawShared, TaskRunner};
 use super::task::{RawStep, RawTask};
-use crate::medium::ring::Ring;
+use crate::medium::io_ring::IoRing;
 
 /// See the module's documentation.
 pub(super) struct UringRunner {
-    ring: Ring<RawTask>,
+    ring: IoRing<RawTask>,
     shared: Arc<RawShared>,
 }
 
 impl UringRunner {
     pub(super) fn new(event: &EventFd, shared: &Arc<RawShared>) -> io::Result<Self> {
         Ok(Self {
-            ring: Ring::new(event)?,
+            ring: IoRing::new(event)?,
             shared: Arc::clone(shared),
         })
     }

@@ -8,22 +8,22 @@ use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};
 
 /// See the module's documentation.
-pub(super) struct Blocking {
+pub(super) struct BlockingEngine {
     event: Event,
-    writer: Option<Writer>,
+    writer: Option<WriterThread>,
     /// Operations that ended as they were submitted.
     ended: Vec<IoCompletion>,
 }
 
 /// The thread that writes.
-struct Writer {
+struct WriterThread {
     /// `None` only while dropping.
     jobs: Option<Sender<(u64, Io)>>,
     ended: Receiver<IoCompletion>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Blocking {
+impl BlockingEngine {
     pub(super) fn new(event: Event) -> Self {
         Self {
             event,
@@ -36,7 +36,7 @@ impl Blocking {
     fn write(&mut self, id: u64, io: Io) -> io::Result<()> {
         let writer = match &mut self.writer {
             Some(writer) => writer,
-            none => none.insert(Writer::start(self.event.try_clone()?)?),
+            none => none.insert(WriterThread::start(self.event.try_clone()?)?),
         };
         let jobs = writer.jobs.as_ref();
         match jobs.is_some_and(|jobs| jobs.send((id, io)).is_ok()) {
@@ -46,7 +46,7 @@ impl Blocking {
     }
 }
 
-impl Writer {
+impl WriterThread {
     fn start(event: Event) -> io::Result<Self> {
         let (jobs, todo) = channel::<(u64, Io)>();
         let (report, ended) = channel();
@@ -68,7 +68,7 @@ impl Writer {
     }
 }
 
-impl Engine for Blocking {
+impl Engine for BlockingEngine {
     fn submit(&mut self, id: u64, io: Io) {
         let result = match io {
             Io::Read { .. } => run(io).0,
@@ -90,7 +90,7 @@ impl Engine for Blocking {
     }
 }
 
-impl Drop for Writer {
+impl Drop for WriterThread {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {

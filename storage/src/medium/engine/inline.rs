@@ -4,11 +4,11 @@ use crate::medium::file::{Engine, Io, IoCompletion, run};
 
 /// See the module's documentation.
 #[derive(Default)]
-pub(crate) struct Inline {
+pub(crate) struct InlineEngine {
     done: Vec<IoCompletion>,
 }
 
-impl Engine for Inline {
+impl Engine for InlineEngine {
     fn submit(&mut self, id: u64, io: Io) {
         let (result, _) = run(io);
         self.done.push(IoCompletion { id, result });

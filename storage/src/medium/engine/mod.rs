@@ -17,7 +17,7 @@ mod uring;
 use std::io;
 
 use crate::medium::file::Engine;
-use crate::medium::ring;
+use crate::medium::io_ring;
 use crate::sync::Event;
 
 /// Which engine moves the bytes.
@@ -36,8 +36,8 @@ pub enum EngineKind {
 pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
     match kind {
         EngineKind::Blocking => Ok(kind),
-        EngineKind::IoUring => ring::probe().map(|()| kind),
-        EngineKind::Auto => Ok(match ring::probe() {
+        EngineKind::IoUring => io_ring::probe().map(|()| kind),
+        EngineKind::Auto => Ok(match io_ring::probe() {
             Ok(()) => EngineKind::IoUring,
             Err(error) => {
                 tracing::info!("io_uring is not usable ({error}): using blocking calls");
@@ -50,8 +50,8 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
 /// Makes an engine of a probed kind that signals `event`.
 pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
     Ok(match kind {
-        EngineKind::Blocking => Box::new(blocking::Blocking::new(event.try_clone()?)),
-        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event)?),
+        EngineKind::Blocking => Box::new(blocking::BlockingEngine::new(event.try_clone()?)),
+        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::UringEngine::new(event)?),
     })
 }
 

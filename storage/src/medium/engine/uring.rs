@@ -7,46 +7,46 @@ use rustix::io::Errno;
 
 use crate::Buffer;
 use crate::medium::file::{Engine, Io, IoCompletion, run, write_chunks};
-use crate::medium::ring::Ring;
+use crate::medium::io_ring::IoRing;
 use crate::sync::Event;
 
 /// An operation in the kernel, with all the memory that the kernel may touch.
-struct InFlight {
+struct InFlightIo {
     /// The caller's number for the operation.
     id: u64,
     io: Io,
     /// The list that `Writev` points at. Never touched while in flight.
-    slices: Slices,
+    slices: IoVecs,
 }
 
 #[derive(Default)]
-struct Slices(Vec<libc::iovec>);
+struct IoVecs(Vec<libc::iovec>);
 
 // SAFETY: the pointers point into buffers that the operation owns, which are `Send`; nothing else uses them.
-unsafe impl Send for Slices {}
+unsafe impl Send for IoVecs {}
 
 /// See the module's documentation.
-pub(super) struct Uring {
-    ring: Ring<InFlight>,
+pub(super) struct UringEngine {
+    ring: IoRing<InFlightIo>,
     done: Vec<IoCompletion>,
     /// Memory for the slices of the next operations.
-    slices: Vec<Slices>,
+    slices: Vec<IoVecs>,
     /// Signalled for operations that end while they are submitted; the ring signals it for all others.
     event: Event,
 }
 
-impl Uring {
+impl UringEngine {
     pub(super) fn new(event: &Event) -> io::Result<Self> {
         Ok(Self {
-            ring: Ring::new(&event.fd())?,
+            ring: IoRing::new(&event.fd())?,
             done: Vec::new(),
             slices: Vec::new(),
             event: event.try_clone()?,
         })
     }
 
-    fn account(&mut self, operation: InFlight, moved: Result<usize, Errno>) {
-        let InFlight { id, io, mut slices } = operation;
+    fn account(&mut self, operation: InFlightIo, moved: Result<usize, Errno>) {
+        let InFlightIo { id, io, mut slices } = operation;
         if slices.0.capacity() > 0 {
             slices.0.clear();
             self.slices.push(slices);
@@ -77,9 +77,9 @@ fn end(io: Io, moved: usize) -> io::Result<Option<Buffer>> {
     }
 }
 
-impl Engine for Uring {
+impl Engine for UringEngine {
     fn submit(&mut self, id: u64, mut io: Io) {
-        let mut slices = Slices::default();
+        let mut slices = IoVecs::default();
         let entry = match &mut io {
             Io::Read {
                 source,
@@ -111,7 +111,7 @@ impl Engine for Uring {
             }
         };
         // SAFETY: the operation owns its file, its buffers and its slices, all of them behind pointers.
-        unsafe { self.ring.submit(InFlight { id, io, slices }, entry) };
+        unsafe { self.ring.submit(InFlightIo { id, io, slices }, entry) };
     }
 
     fn enter(&mut self) {
@@ -140,27 +140,27 @@ mod tests {
     /// reported.
     #[test]
     fn an_interrupted_operation_is_carried_out_by_plain_calls() {
-        if let Err(error) = crate::medium::ring::probe() {
+        if let Err(error) = crate::medium::io_ring::probe() {
             return println!("skipped: no io_uring here: {error}");
         }
         let file = tempfile::tempfile().unwrap();
         DataFile::write_all_at(&file, &[7; 512], 0).unwrap();
         let base: Arc<dyn DataFile> = Arc::new(file);
         let event = Event::new().unwrap();
-        let mut engine = Uring::new(&event).unwrap();
+        let mut engine = UringEngine::new(&event).unwrap();
         for (error, done) in [
             (Errno::INTR, true),
             (Errno::AGAIN, true),
             (Errno::IO, false),
         ] {
-            let operation = InFlight {
+            let operation = InFlightIo {
                 id: 1,
                 io: Io::Read {
                     source: ReadSource::File(base.clone()),
                     offset: 0,
                     buffer: Buffer::zeroed(512),
                 },
-                slices: Slices::default(),
+                slices: IoVecs::default(),
             };
             engine.account(operation, Err(error));
             let result = engine.done.pop().unwrap().result;

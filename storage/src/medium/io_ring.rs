@@ -35,7 +35,7 @@ pub(crate) fn probe() -> io::Result<()> {
 }
 
 /// A ring, and the operations that it carries out. Dropping it waits for those that the kernel has.
-pub(crate) struct Ring<T> {
+pub(crate) struct IoRing<T> {
     ring: IoUring,
     /// By key, every operation with an entry in `waiting`, in the submission queue or in the kernel.
     operations: Slab<T>,
@@ -45,7 +45,7 @@ pub(crate) struct Ring<T> {
     open: usize,
 }
 
-impl<T> Ring<T> {
+impl<T> IoRing<T> {
     /// A ring that signals the eventfd `event` whenever an operation ends.
     pub(crate) fn new(event: &impl AsRawFd) -> io::Result<Self> {
         // Linux 5.19: completions do not interrupt a running thread; its next system call takes them.
@@ -128,7 +128,7 @@ impl<T> Ring<T> {
     }
 }
 
-impl<T> Drop for Ring<T> {
+impl<T> Drop for IoRing<T> {
     fn drop(&mut self) {
         // The kernel may still use the memory of submitted operations: wait for each. The others never start.
         loop {
