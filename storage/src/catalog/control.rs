@@ -14,7 +14,7 @@ use crate::format::{
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, Open, files};
 use crate::medium::host;
-use crate::medium::lock::{Holder, Use};
+use crate::medium::lock::{Access, Holder};
 use crate::medium::{filesystem, lock};
 use crate::mutant::{Mutant, planted};
 
@@ -143,16 +143,16 @@ pub fn has_log(log_dir: &Path) -> bool {
 }
 
 /// Opens, locks and reads the control file, if there is one.
-pub(crate) fn find_control(log_dir: &Path, using: Use) -> Result<Option<ControlFile>> {
+pub(crate) fn find_control(log_dir: &Path, access: Access) -> Result<Option<ControlFile>> {
     match has_log(log_dir) {
-        true => open_control(log_dir, using).map(Some),
+        true => open_control(log_dir, access).map(Some),
         false => Ok(None),
     }
 }
 
 /// As [`find_control`], for a log that must be there.
-pub(crate) fn existing_log(log_dir: &Path, using: Use) -> Result<ControlFile> {
-    find_control(log_dir, using)?.ok_or_else(|| {
+pub(crate) fn existing_log(log_dir: &Path, access: Access) -> Result<ControlFile> {
+    find_control(log_dir, access)?.ok_or_else(|| {
         Error::new(
             ErrorKind::NotFound,
             format!(
@@ -208,7 +208,7 @@ pub(crate) fn create_log(
     let create = |error| Error::io(DOING, &path, error);
     // If several processes create the log at once, the one that locks this file does it, and the others look again.
     let how = Open::Kept { mode: OWNER };
-    let file = lock::open_store_file(&unfinished, DOING, how, Use::Log, |_| Holder::User)?;
+    let file = lock::open_store_file(&unfinished, DOING, how, Access::Log, |_| Holder::User)?;
     if has_log(log_dir) {
         files().remove(&unfinished).map_err(create)?;
         return Ok(None);
@@ -273,7 +273,7 @@ pub(crate) fn open_or_create_log(
 ) -> Result<(ControlFile, bool)> {
     loop {
         if has_log(log_dir) {
-            return Ok((open_control(log_dir, Use::Log)?, false));
+            return Ok((open_control(log_dir, Access::Log)?, false));
         }
         if let Some(control) = create_log(log_dir, options, fill)? {
             return Ok((control, true));
@@ -293,13 +293,13 @@ pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
     read().unwrap_or_default()
 }
 
-/// Opens, locks and reads the control file, to use the log ([`Use::Log`]) or only to look at it ([`Use::LogRead`]).
-pub(crate) fn open_control(log_dir: &Path, using: Use) -> Result<ControlFile> {
+/// Opens, locks and reads the control file, to use the log ([`Access::Log`]) or only to look at it ([`Access::LogRead`]).
+pub(crate) fn open_control(log_dir: &Path, access: Access) -> Result<ControlFile> {
     let path = log_dir.join(CONTROL);
     let holder = |_: &dyn DataFile| Holder::User;
-    let how = using.how(Open::Existing);
-    let file = lock::open_store_file(&path, "open the log", how, using, holder)?;
-    if using == Use::Log {
+    let how = access.open_mode(Open::Existing);
+    let file = lock::open_store_file(&path, "open the log", how, access, holder)?;
+    if access == Access::Log {
         // The names too may be in memory only.
         filesystem::settle_name(&path)?;
         filesystem::settle_name(&real_path(log_dir)?)?;

@@ -4,7 +4,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 
 use super::*;
 use crate::catalog::control::open_control;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::{
     BackendQueue, Buffer, DiskOptions, Operation, Point, Port, Retain, Store, StoreOptions,
     create_disk, default_log_dir, rewind_disk,
@@ -72,7 +72,7 @@ fn sealed_log() -> Vec<u8> {
         ..StoreOptions::default()
     };
     create_disk(&disk, 1 << 20, &log, &options).unwrap();
-    let root = open_control(&log, Use::Log).unwrap().control;
+    let root = open_control(&log, Access::Log).unwrap().control;
     let (uuid, disk_id) = (root.header.log, root.disks[0].id);
     for slot in 0..3 {
         let mut file = vec![0; SEGMENT];

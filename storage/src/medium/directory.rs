@@ -12,7 +12,7 @@ use crate::medium::engine::{self, EngineKind};
 use crate::medium::file::{Appender, DirectAppender, Engine, Segment};
 use crate::medium::filesystem::{FileSystem, files, is_simulated, shared_files};
 use crate::medium::host;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::parallel;
 use crate::sync::{Arc, Event};
 
@@ -79,8 +79,8 @@ pub(crate) struct Directory {
     pub engine: EngineKind,
     /// Number of threads that read the log while it is opened.
     pub threads: usize,
-    /// [`Use::Log`], or [`Use::LogRead`] if nothing is written.
-    pub using: Use,
+    /// [`Access::Log`], or [`Access::LogRead`] if nothing is written.
+    pub access: Access,
 }
 
 impl Medium for Directory {
@@ -113,7 +113,7 @@ impl Medium for Directory {
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {
-        Segment::open_all(&*files(), &self.path, self.using)
+        Segment::open_all(&*files(), &self.path, self.access)
     }
 
     fn salt(&self) -> u64 {
@@ -168,7 +168,7 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
         identity: identity(log_dir),
         engine,
         threads: thread_count(None),
-        using: Use::Log,
+        access: Access::Log,
     }
 }
 
@@ -176,7 +176,7 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
 pub(crate) fn directory_to_read(log_dir: &Path, threads: Option<NonZeroUsize>) -> Directory {
     Directory {
         threads: thread_count(threads),
-        using: Use::LogRead,
+        access: Access::LogRead,
         ..directory(log_dir, EngineKind::Blocking)
     }
 }

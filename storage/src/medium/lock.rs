@@ -12,7 +12,7 @@ use crate::medium::qemu::{self, Conflict};
 
 /// What a file is opened for, and so who else may have it open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
+pub(crate) enum Access {
     /// A part of a log, which other programs do not use: no other opener has it.
     Log,
     /// A part of a log that is only read: others may read it too.
@@ -23,9 +23,9 @@ pub(crate) enum Use {
     Read,
 }
 
-impl Use {
+impl Access {
     /// How a file is opened for this.
-    pub(crate) fn how(self, to_write: Open) -> Open {
+    pub(crate) fn open_mode(self, to_write: Open) -> Open {
         match self {
             Self::Log | Self::Write => to_write,
             Self::LogRead | Self::Read => Open::Read,
@@ -68,13 +68,13 @@ pub(crate) fn open_locked<F>(
     doing: &str,
     open: impl Fn() -> io::Result<F>,
     data: impl Fn(&F) -> &dyn DataFile,
-    using: Use,
+    access: Access,
     holder: impl Fn(&dyn DataFile) -> Holder,
 ) -> Result<F> {
     let failed = |error| Error::io(doing, path, error);
     for _ in 0..PLACES {
         let file = open().map_err(failed)?;
-        lock(data(&file), path, using, holder(data(&file)))?;
+        lock(data(&file), path, access, holder(data(&file)))?;
         let locked = data(&file).inode().map_err(failed)?;
         match files().open(path, Open::Read).and_then(|file| file.inode()) {
             Ok(there) if there == locked => return Ok(file),
@@ -97,11 +97,11 @@ pub(crate) fn open_store_file(
     path: &Path,
     doing: &str,
     how: Open,
-    using: Use,
+    access: Access,
     holder: impl Fn(&dyn DataFile) -> Holder,
 ) -> Result<Box<dyn DataFile>> {
     let open = || files().open(path, how);
-    open_locked(path, doing, open, |file| file.as_ref(), using, holder)
+    open_locked(path, doing, open, |file| file.as_ref(), access, holder)
 }
 
 /// Takes the lock that every opener of a disk or log takes (`flock`, released with the last descriptor of the open
@@ -111,14 +111,19 @@ pub(crate) fn open_store_file(
 /// # Errors
 /// [`ErrorKind::Locked`] if it is still held after about 3 s, or 2 minutes where only writes in flight can hold it;
 /// [`ErrorKind::Io`] if the file system has no locks.
-pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, mut holder: Holder) -> Result<()> {
+pub(crate) fn lock(
+    file: &dyn DataFile,
+    path: &Path,
+    access: Access,
+    mut holder: Holder,
+) -> Result<()> {
     let failed = |error| Error::io("lock", path, error);
     let mut waited = Duration::ZERO;
     loop {
-        let Some(other) = try_lock(file, using).map_err(failed)? else {
+        let Some(other) = try_lock(file, access).map_err(failed)? else {
             return Ok(());
         };
-        let writes = matches!(other, Other::Opener) && holder == Holder::Writes;
+        let writes = matches!(other, LockOwner::Opener) && holder == Holder::Writes;
         let patience = if writes {
             WRITES_PATIENCE
         } else {
@@ -145,7 +150,7 @@ pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, mut holder: Hol
 }
 
 /// Who has a file open that is to be locked.
-enum Other {
+enum LockOwner {
     /// An opener that takes this program's lock.
     Opener,
     /// A program that takes QEMU's locks.
@@ -153,20 +158,20 @@ enum Other {
 }
 
 /// Tries to take the locks once; returns who is in the way.
-fn try_lock(file: &dyn DataFile, using: Use) -> io::Result<Option<Other>> {
-    if !file.try_lock(matches!(using, Use::Read | Use::LogRead))? {
-        return Ok(Some(Other::Opener));
+fn try_lock(file: &dyn DataFile, access: Access) -> io::Result<Option<LockOwner>> {
+    if !file.try_lock(matches!(access, Access::Read | Access::LogRead))? {
+        return Ok(Some(LockOwner::Opener));
     }
     match file.host() {
-        Some(host) if matches!(using, Use::Write | Use::Read) => {
-            let conflict = qemu::try_lock(host, using == Use::Write)?;
-            Ok(conflict.map(Other::Qemu))
+        Some(host) if matches!(access, Access::Write | Access::Read) => {
+            let conflict = qemu::try_lock(host, access == Access::Write)?;
+            Ok(conflict.map(LockOwner::Qemu))
         }
         _ => Ok(None),
     }
 }
 
-impl Other {
+impl LockOwner {
     /// The error for an opener who has waited long enough.
     fn refusal(&self, file: &dyn DataFile, path: &Path, holder: Holder) -> Error {
         let name = path.display();
@@ -212,7 +217,11 @@ mod tests {
         let (path, newer) = (dir.path().join("file"), dir.path().join("newer"));
         std::fs::write(&path, "old").unwrap();
         std::fs::write(&newer, "new").unwrap();
-        let open = || open_store_file(&path, "open", Open::Existing, Use::Log, |_| Holder::Writes);
+        let open = || {
+            open_store_file(&path, "open", Open::Existing, Access::Log, |_| {
+                Holder::Writes
+            })
+        };
         let first = open().unwrap();
         thread::scope(|scope| {
             let waiter = scope.spawn(open);

@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::SegmentHeader;
 use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{FileSystem, Open};
-use crate::medium::lock::{self, Holder, Use};
+use crate::medium::lock::{self, Access, Holder};
 use crate::sync::{self, Arc};
 
 impl Segment {
@@ -48,15 +48,15 @@ impl Segment {
         }
         let synced = files.sync_dir(dir);
         synced.map_err(|error| Error::io("sync the directory", dir, error))?;
-        Self::open(files, path, Use::Log)
+        Self::open(files, path, Access::Log)
     }
 
     /// Opens and locks an existing segment file. The log's control file is locked already, so only writes that a
     /// killed process had in flight can still hold the segment. They must have ended before the segment is read.
-    fn open(files: &dyn FileSystem, path: PathBuf, using: Use) -> Result<Self> {
-        let file = files.open(&path, using.how(Open::Direct));
+    fn open(files: &dyn FileSystem, path: PathBuf, access: Access) -> Result<Self> {
+        let file = files.open(&path, access.open_mode(Open::Direct));
         let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
-        lock::lock(file.as_ref(), &path, using, Holder::Writes)?;
+        lock::lock(file.as_ref(), &path, access, Holder::Writes)?;
         Ok(Self::new(path, file))
     }
 
@@ -64,11 +64,11 @@ impl Segment {
     pub(crate) fn open_all(
         files: &dyn FileSystem,
         dir: &Path,
-        using: Use,
+        access: Access,
     ) -> Result<Vec<(u32, Self)>> {
         let found = Self::list(files, dir)?.into_iter();
         found
-            .map(|(slot, path)| Ok((slot, Self::open(files, path, using)?)))
+            .map(|(slot, path)| Ok((slot, Self::open(files, path, access)?)))
             .collect()
     }
 

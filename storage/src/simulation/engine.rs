@@ -15,7 +15,7 @@ use crate::medium::file::{
     self, AppendResult, AppendStats, Appender, Engine, Io, IoCompletion, Segment, SyncScope,
 };
 use crate::medium::filesystem::FileSystem;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event, thread};
 
@@ -291,7 +291,7 @@ impl Medium for Simulated {
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {
-        Segment::open_all(self, Path::new(LOG), Use::Log)
+        Segment::open_all(self, Path::new(LOG), Access::Log)
     }
 
     fn salt(&self) -> u64 {

@@ -21,7 +21,7 @@ use crate::log::committer::Leader;
 use crate::log::group::Group;
 use crate::log::state::Log;
 use crate::medium::file::{AppendResult, AppendStats, Appender, Engine, Io, SyncScope};
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::mutant::PLANTED;
 use crate::store::attach::OpenBase;
 use crate::store::open::open_log;
@@ -213,8 +213,8 @@ impl Fixture {
     pub(super) fn rewind(&self, disk: usize, to: u64) -> crate::Result<Rewound> {
         let (log, image) = (Path::new(LOG), DiskOptions::new(self.image(disk)));
         let _files = self.medium.enter();
-        let mut control = open_control(log, Use::Log)?;
-        let base = OpenBase::open(&image, Use::Write, true)?;
+        let mut control = open_control(log, Access::Log)?;
+        let base = OpenBase::open(&image, Access::Write, true)?;
         // At the time of the newest record, since the clock was never set: a seed reproduces one run.
         let (at, now) = (Point::Lsn(to), ClockReading::default());
         rewind(&self.medium, log, &mut control, &base, at, now)

@@ -21,7 +21,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::medium::mark::Mark;
 use crate::recovery::replay::read_log_until;
 use crate::store::discard::discard_log;
@@ -150,7 +150,7 @@ impl History {
         if matches!(ran, Ran::Cut) {
             // What the control file has now counts from here on.
             let _files = self.fixture.medium.enter();
-            let confirmed = open_control(Path::new(LOG), Use::Log);
+            let confirmed = open_control(Path::new(LOG), Access::Log);
             let confirmed = confirmed.and_then(|mut control| control.confirm());
             confirmed.map_err(|error| format!("after {what} was cut: {error}"))?;
         }

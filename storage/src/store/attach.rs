@@ -21,7 +21,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
 use crate::medium::file::{DataFile, set_size};
 use crate::medium::filesystem::{self, Open, PathKind, files};
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::medium::mark::{Mark, hex};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{Indexes, Waiting};
@@ -44,9 +44,9 @@ pub(crate) struct OpenBase {
 impl OpenBase {
     /// Opens and locks the image. `in_log`: this process has the disk's log open, so no other user can have an
     /// image that is marked as open.
-    pub(crate) fn open(options: &DiskOptions, using: Use, in_log: bool) -> Result<Self> {
+    pub(crate) fn open(options: &DiskOptions, access: Access, in_log: bool) -> Result<Self> {
         let path = &options.path;
-        let file = open_base(path, using, in_log)?;
+        let file = open_base(path, access, in_log)?;
         let identity = Identity::of(file.as_ref(), path)?;
         let size = disk_len(file.as_ref(), path);
         // The files of other formats have any size.
@@ -63,11 +63,15 @@ impl OpenBase {
     }
 
     /// Opens several images; a file that is named twice is refused.
-    pub(crate) fn open_all(disks: &[DiskOptions], using: Use, in_log: bool) -> Result<Vec<Self>> {
+    pub(crate) fn open_all(
+        disks: &[DiskOptions],
+        access: Access,
+        in_log: bool,
+    ) -> Result<Vec<Self>> {
         let mut opened = Vec::new();
         for options in disks {
             refuse_twice(&options.path, &opened)?;
-            opened.push(Self::open(options, using, in_log)?);
+            opened.push(Self::open(options, access, in_log)?);
         }
         Ok(opened)
     }
@@ -636,7 +640,7 @@ fn open_absent(
     };
     let open = || {
         refuse_twice(&path, opened)?;
-        OpenBase::open(&options, Use::Write, true)
+        OpenBase::open(&options, Access::Write, true)
     };
     let base = open().map_err(|error| refused(error.kind(), &error))?;
     match base.why_not(entry, home)? {

@@ -20,7 +20,7 @@ use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::parent;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::medium::mark::Mark;
 use crate::recovery::replay::read_log_until;
 use crate::store::attach::discard_command;
@@ -75,7 +75,7 @@ impl<'a> NewDisk<'a> {
     /// Checks that a disk can be created there.
     pub(crate) fn begin(path: &'a Path, log_dir: &'a Path, options: &StoreOptions) -> Result<Self> {
         check_options(options)?;
-        let log = find_control(log_dir, Use::Log)?;
+        let log = find_control(log_dir, Access::Log)?;
         let new = Self { path, log_dir, log };
         new.refuse(new.log.as_ref())?;
         Ok(new)

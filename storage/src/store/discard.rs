@@ -15,7 +15,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::log::history::Commit;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::medium::mark::{Mark, hex};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{Waiting, read_for_recovery};
@@ -47,10 +47,10 @@ pub struct Discarded {
 pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     let options = DiskOptions::new(path);
     if !has_log(log_dir) {
-        return unmark(&OpenBase::open(&options, Use::Write, false)?);
+        return unmark(&OpenBase::open(&options, Access::Write, false)?);
     }
-    let mut control = open_control(log_dir, Use::Log)?;
-    let base = match OpenBase::open(&options, Use::Write, true) {
+    let mut control = open_control(log_dir, Access::Log)?;
+    let base = match OpenBase::open(&options, Access::Write, true) {
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         base => Some(base?),
     };

@@ -10,7 +10,7 @@ use crate::error::Result;
 use crate::format::Kind;
 use crate::medium::checksum;
 use crate::medium::directory::directory_to_read;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
 use crate::recovery::contents::Verify;
 use crate::recovery::scan::{self, Found};
@@ -113,7 +113,7 @@ pub(crate) fn text_of(found: &Found<'_>) -> Result<Option<MarkText>> {
 /// As [`inspect`](crate::inspect). If acknowledged records are missing ([`ErrorKind::Damaged`](crate::ErrorKind::Damaged)), `visit` has been
 /// called for the records before them.
 pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Result<()> {
-    let control = existing_log(log_dir, Use::LogRead)?;
+    let control = existing_log(log_dir, Access::LogRead)?;
     let disks = control.control.disks.iter();
     let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
     let medium = directory_to_read(log_dir, None);

@@ -13,7 +13,7 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{Open, PathKind, files};
 use crate::medium::host;
-use crate::medium::lock::{self, Holder, Use};
+use crate::medium::lock::{self, Access, Holder};
 use crate::medium::mark::{Mark, hex};
 use crate::store::other_format::refuse_other_format;
 use crate::{Extent, SECTOR_SIZE};
@@ -133,12 +133,12 @@ fn open_file(path: &Path, write: bool) -> Result<File> {
             false => host::open_direct_with(path, write, OFlags::empty()),
         }
     };
-    let using = if write { Use::Write } else { Use::Read };
-    lock::open_locked(path, OPEN, open, |file| file, using, |_| Holder::User)
+    let access = if write { Access::Write } else { Access::Read };
+    lock::open_locked(path, OPEN, open, |file| file, access, |_| Holder::User)
 }
 
 /// Opens and locks a base image. `in_log`: see [`OpenBase::open`](crate::store::attach::OpenBase::open).
-pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<Box<dyn DataFile>> {
+pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box<dyn DataFile>> {
     if image_kind(path)? == PathKind::BlockDevice {
         // A log marks its disks, and a device has no attributes.
         return Err(invalid(format!(
@@ -153,7 +153,7 @@ pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<Box<dyn
             false => Holder::User,
         }
     };
-    lock::open_store_file(path, OPEN, using.how(Open::Direct), using, holder)
+    lock::open_store_file(path, OPEN, access.open_mode(Open::Direct), access, holder)
 }
 
 /// The kind of file at an image's path; refuses a kind that can't be an image.

@@ -16,7 +16,7 @@ use crate::log::history::LogHistory;
 use crate::medium::directory::directory_to_read;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::files;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::parallel::Progress;
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::read_log;
@@ -140,8 +140,8 @@ pub fn inspect_telling(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<DiskReport> {
-    let control = find_control(log_dir, Use::LogRead)?;
-    let base = OpenBase::open(&DiskOptions::new(path), Use::Read, control.is_some())?;
+    let control = find_control(log_dir, Access::LogRead)?;
+    let base = OpenBase::open(&DiskOptions::new(path), Access::Read, control.is_some())?;
     let metadata = base.file.host().map(File::metadata).transpose();
     let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
     let (size, marked) = (base.size, base.identity.mark.is_some());

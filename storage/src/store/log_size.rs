@@ -17,7 +17,7 @@ use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::{self, files};
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::read_for_recovery;
 use crate::recovery::scan::Scan;
@@ -41,7 +41,7 @@ pub(crate) fn advised(bytes: u64, segment_size: u64, image: u64) -> Option<u64> 
 /// more; [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if files would be removed while something of the log is damaged; or the
 /// log is in use or can't be read. The log is unchanged then.
 pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
-    let mut control = existing_log(log_dir, Use::Log)?;
+    let mut control = existing_log(log_dir, Access::Log)?;
     let header = &control.control.header;
     let segment = header.segment_size.get();
     let old = header.max_segments.get();

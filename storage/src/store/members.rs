@@ -23,7 +23,7 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::disk_state::DiskState;
 use crate::log::orders::{DiskAdoption, KeeperTask};
 use crate::log::state::Log;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::store::attach::{OpenBase, adopt, is_known, refuse_other_copy};
 use crate::store::create::{enrol, first_segment, refuse_unapplied};
@@ -89,7 +89,7 @@ pub(crate) fn adding_of(
 ) -> KeeperTask {
     let (asked, dir, salt) = (options.clone(), log.dir.clone(), log.medium.salt());
     let adopt: DiskAdoption = Box::new(move |control, open, newest| {
-        let base = OpenBase::open(&asked, Use::Write, false)?;
+        let base = OpenBase::open(&asked, Access::Write, false)?;
         adopt(base, control, open, &dir, (salt, newest))
     });
     KeeperTask::Add(options.clone(), adopt, added)
@@ -160,9 +160,9 @@ fn move_log(
             (base, Some((old, place)))
         }
         // What a killed process wrote may be in the page cache only.
-        false if knows(to, path)? => return open_control(to, Use::Log)?.confirm(),
+        false if knows(to, path)? => return open_control(to, Access::Log)?.confirm(),
         false => {
-            let base = OpenBase::open(&DiskOptions::new(path), Use::Write, false)?;
+            let base = OpenBase::open(&DiskOptions::new(path), Access::Write, false)?;
             base.refuse_foreign(from)?;
             (base, None)
         }
@@ -196,10 +196,10 @@ fn move_log(
 
 /// Whether there is a log that has an entry for the image.
 fn knows(log_dir: &Path, path: &Path) -> Result<bool> {
-    let Some(control) = find_control(log_dir, Use::LogRead)? else {
+    let Some(control) = find_control(log_dir, Access::LogRead)? else {
         return Ok(false);
     };
-    let base = OpenBase::open(&DiskOptions::new(path), Use::Read, true)?;
+    let base = OpenBase::open(&DiskOptions::new(path), Access::Read, true)?;
     Ok(is_known(&base, &control))
 }
 
@@ -214,7 +214,7 @@ fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)
             rewound,
             last_lsn,
             ..
-        } = View::open(path, log_dir, Use::Write, None)?;
+        } = View::open(path, log_dir, Access::Write, None)?;
         let Some((control, place)) = log else {
             return Err(Error::new(
                 ErrorKind::NotFound,
@@ -372,7 +372,7 @@ mod tests {
                 move_to_log(&a, &log, &new, &options()).unwrap();
                 assert_eq!(first(&new, &a).unwrap(), 7, "{cut:?}");
                 assert_eq!(first(&log, &b).unwrap(), 8, "{cut:?}");
-                let left = open_control(&log, Use::LogRead).unwrap().image_paths();
+                let left = open_control(&log, Access::LogRead).unwrap().image_paths();
                 assert_eq!(left, [b]);
                 assert_eq!(first(&log, &a).unwrap_err().kind(), ErrorKind::WrongLog);
             }

@@ -25,7 +25,7 @@ use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
 use crate::medium::engine::{self, EngineKind};
 use crate::medium::file::{Appender, Segment};
 use crate::medium::filesystem;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::medium::pace::{Pace, SlowAppender};
 use crate::parallel::Progress;
 use crate::recovery::replay::{Indexes, read_for_recovery, read_log_until, recover};
@@ -81,7 +81,7 @@ impl Store {
         if has_log(log_dir) {
             return filesystem::settle_name(log_dir);
         }
-        let bases = OpenBase::open_all(disks, Use::Write, false)?;
+        let bases = OpenBase::open_all(disks, Access::Write, false)?;
         first_control(&bases, log_dir, options).map(drop)
     }
 
@@ -135,8 +135,8 @@ impl Store {
             engine,
             ..directory_to_read(log_dir, options.threads)
         };
-        let mut control = open_control(log_dir, Use::LogRead)?;
-        let bases = OpenBase::open_all(disks, Use::Read, true)?;
+        let mut control = open_control(log_dir, Access::LogRead)?;
+        let bases = OpenBase::open_all(disks, Access::Read, true)?;
         let read = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
         let (scan, mut waiting) = read;
         let found = find(&bases, &control, log_dir, &waiting)?;
@@ -301,8 +301,8 @@ pub(crate) fn open_log(
     options: &StoreOptions,
     progress: Progress<'_>,
 ) -> Result<(Arc<Log>, Vec<Disk>, Keeper)> {
-    let control = find_control(log_dir, Use::Log)?;
-    let bases = OpenBase::open_all(disks, Use::Write, control.is_some())?;
+    let control = find_control(log_dir, Access::Log)?;
+    let bases = OpenBase::open_all(disks, Access::Write, control.is_some())?;
     let mut control = match control {
         Some(control) => control,
         None => first_control(&bases, log_dir, options)?,

@@ -12,7 +12,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::medium::copying::Named;
 use crate::medium::file::{DataFile, size_error};
 use crate::medium::filesystem::{Open, files};
-use crate::medium::lock::{Holder, Use};
+use crate::medium::lock::{Access, Holder};
 use crate::medium::{filesystem, lock};
 
 /// Whether anything is at the path, including a dangling link.
@@ -91,7 +91,7 @@ impl Part {
         let path = PathBuf::from(path);
         // A file that an interrupted run left is reused; one that a running process writes is locked.
         let how = Open::Kept { mode };
-        let file = lock::open_store_file(&path, "write", how, Use::Write, |_| Holder::User);
+        let file = lock::open_store_file(&path, "write", how, Access::Write, |_| Holder::User);
         let file = file.map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
                 let parent = filesystem::parent(&target).display();

@@ -16,7 +16,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::log::history::Commit;
 use crate::medium::filesystem::parent;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 
 /// A point in the history of a log: after one of its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -56,7 +56,7 @@ impl Point {
     pub fn found(self, log_dir: &Path) -> Result<Self> {
         match self {
             Self::Snapshot(_) => {
-                let control = open_control(log_dir, Use::LogRead)?;
+                let control = open_control(log_dir, Access::LogRead)?;
                 self.numbered(&control.control, log_dir)
             }
             point => Ok(point),

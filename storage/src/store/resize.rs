@@ -18,7 +18,7 @@ use crate::catalog::options::{Resize, check_size};
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::set_size;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::store::open::copy_closed;
 use crate::store::view::View;
@@ -48,7 +48,7 @@ fn resize(
     reached: &mut dyn FnMut(ResizeStep) -> Result<()>,
 ) -> Result<Resize> {
     check_size(path, size)?;
-    let view = View::open(path, log_dir, Use::Write, None)?;
+    let view = View::open(path, log_dir, Access::Write, None)?;
     if let Some((control, _)) = view.log.as_ref().filter(|_| size < view.size) {
         let what = format!("what is behind byte {size} would be cut off");
         Snapshot::refuse_loss(&control.control, path, &what)?;
@@ -60,7 +60,7 @@ fn resize(
             refuse_loss(&view, size, lose_data)?;
             drop(view);
             copy_closed(path, log_dir)?;
-            View::open(path, log_dir, Use::Write, None)?
+            View::open(path, log_dir, Access::Write, None)?
         }
     };
     refuse_loss(&view, size, lose_data)?;

@@ -14,7 +14,7 @@ use crate::log::pinned_log::PinnedLog;
 use crate::log::rewind_request::RewindRequest;
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::recovery::live::read_live;
 use crate::recovery::replay::{read_durable, read_live_disk};
 use crate::recovery::scan::Found;
@@ -51,8 +51,8 @@ pub struct Rewound {
 /// has no record of the disk at all; [`ErrorKind::Locked`] if the disk or its log is in use; [`ErrorKind::InvalidInput`] if there
 /// is no room for another restore in place. Nothing has been changed then.
 pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<Rewound> {
-    let mut control = existing_log(log_dir, Use::Log)?;
-    let base = OpenBase::open(&DiskOptions::new(path), Use::Write, true)?;
+    let mut control = existing_log(log_dir, Access::Log)?;
+    let base = OpenBase::open(&DiskOptions::new(path), Access::Write, true)?;
     let medium = directory(log_dir, EngineKind::Blocking);
     rewind(
         &medium,

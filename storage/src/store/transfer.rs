@@ -21,7 +21,7 @@ use crate::medium::copying::{KERNEL_COPY_BYTES, Named, copy};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, Open, PathKind, files};
 use crate::medium::holes::DataRanges;
-use crate::medium::lock::{self, Holder, Use};
+use crate::medium::lock::{self, Access, Holder};
 use crate::medium::mark::Mark;
 use crate::parallel::{self, Progress, thread_count};
 use crate::recovery::contents::Candidate;
@@ -138,7 +138,7 @@ pub fn export_disk(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
-    let view = View::open(path, log_dir, Use::Read, threads)?;
+    let view = View::open(path, log_dir, Access::Read, threads)?;
     write_raw(&view, path, raw, replace, threads, progress)
 }
 
@@ -185,7 +185,7 @@ pub fn clone_disk(
     let disk = NewDisk::begin(new, new_log_dir, options)?;
     let view = match at {
         Some(at) => View::open_at(&DiskOptions::new(path), log_dir, at, options.threads)?,
-        None => View::open(path, log_dir, Use::Read, options.threads)?,
+        None => View::open(path, log_dir, Access::Read, options.threads)?,
     };
     let mode = mode_of(view.base.file.as_ref(), path)?;
     let part = Part::resume(new, view.size, mode, origin(&view)?)?;
@@ -356,7 +356,7 @@ fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u6
             raw.display()
         )));
     }
-    let source = open_locked(raw, "open the image", Use::Read)?;
+    let source = open_locked(raw, "open the image", Access::Read)?;
     let mark = Identity::of(source.as_ref(), raw)?.mark;
     refuse_other_format(raw, mark.as_ref(), format)?;
     if mark.is_some_and(|mark| mark.open) {
@@ -374,8 +374,8 @@ fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u6
 }
 
 /// Opens a file for reading, for `doing` something, and locks it.
-fn open_locked(path: &Path, doing: &str, using: Use) -> Result<Box<dyn DataFile>> {
-    lock::open_store_file(path, doing, Open::Read, using, |_| Holder::User)
+fn open_locked(path: &Path, doing: &str, access: Access) -> Result<Box<dyn DataFile>> {
+    lock::open_store_file(path, doing, Open::Read, access, |_| Holder::User)
 }
 
 /// The mode bits of a file: its copy must not be accessible to more users.
@@ -402,7 +402,7 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
         }
     }
     // It loses its name: who has it open would go on with a file that nobody else sees.
-    let file = open_locked(raw, "open", Use::Write)?;
+    let file = open_locked(raw, "open", Access::Write)?;
     match Identity::of(file.as_ref(), raw)?.mark {
         Some(Mark { open: true, .. }) => Err(Error::new(
             ErrorKind::WrongLog,

@@ -16,7 +16,7 @@ use crate::medium::directory::{Directory, directory_to_read};
 use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{Open, files};
 use crate::medium::holes::DataRanges;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::{Indexes, read_log_until, read_records};
@@ -80,28 +80,28 @@ impl Located {
     pub(crate) fn open(
         options: &DiskOptions,
         log_dir: &Path,
-        using: Use,
+        access: Access,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let log_using = match using {
-            Use::Read => Use::LogRead,
-            _ => Use::Log,
+        let log_using = match access {
+            Access::Read => Access::LogRead,
+            _ => Access::Log,
         };
         let control = find_control(log_dir, log_using)?;
-        let base = OpenBase::open(options, using, control.is_some())?;
+        let base = OpenBase::open(options, access, control.is_some())?;
         let Some(mut control) = control else {
             base.refuse_foreign(log_dir)?;
             return Ok(Self { base, log: None });
         };
         let medium = Directory {
-            using: log_using,
+            access: log_using,
             ..directory_to_read(log_dir, threads)
         };
         let (scan, waiting) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
         let place = base.find(&control, log_dir, &waiting)?;
         let newest = scan.newest(&control.control);
-        let no_past = match using {
-            Use::Read => base.without_past(&mut control, place, newest.lsn)?,
+        let no_past = match access {
+            Access::Read => base.without_past(&mut control, place, newest.lsn)?,
             // The control file is going to be written.
             _ => {
                 end_past(&base, place, &mut control, newest)?;
@@ -129,7 +129,7 @@ impl Located {
         log_dir: &Path,
         threads: Option<NonZeroUsize>,
     ) -> Result<(OpenBase, LocatedLog)> {
-        let Self { base, log } = Self::open(options, log_dir, Use::Read, threads)?;
+        let Self { base, log } = Self::open(options, log_dir, Access::Read, threads)?;
         let log = log.ok_or_else(|| {
             Error::new(
                 ErrorKind::NotFound,
@@ -272,11 +272,11 @@ impl View {
     pub(crate) fn open(
         path: &Path,
         log_dir: &Path,
-        using: Use,
+        access: Access,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
         let Located { base, log } =
-            Located::open(&DiskOptions::new(path), log_dir, using, threads)?;
+            Located::open(&DiskOptions::new(path), log_dir, access, threads)?;
         Self::of(base, log)
     }
 
