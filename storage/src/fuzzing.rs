@@ -25,7 +25,7 @@ use crate::log::disk_state::DiskState;
 use crate::medium::checksum;
 use crate::medium::directory::Medium;
 use crate::medium::file::{CachedFile, DataFile, Engine, ReadFile, Segment};
-use crate::medium::filesystem::{FileSystem, Open, PathKind};
+use crate::medium::filesystem::{FileSystem, OpenMode, PathKind};
 use crate::medium::mark::{Inode, Mark};
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::{read_for_recovery, read_log, recover};
@@ -294,7 +294,7 @@ impl Medium for Files {
 
 /// The saved files: whatever the LSN of the snapshot, the same parts.
 impl FileSystem for Files {
-    fn open(&self, path: &Path, _how: Open) -> io::Result<Box<dyn DataFile>> {
+    fn open(&self, path: &Path, _how: OpenMode) -> io::Result<Box<dyn DataFile>> {
         let name = path.to_string_lossy();
         let part = name.rsplit('-').next().and_then(|part| part.parse().ok());
         let index = 1 + self.segments + part.unwrap_or(SAVED);

@@ -12,7 +12,7 @@ use crate::format::{
     CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, HistoryHeader, VERSION,
 };
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{OWNER, Open, files};
+use crate::medium::filesystem::{OWNER, OpenMode, files};
 use crate::medium::host;
 use crate::medium::lock::{Access, Holder};
 use crate::medium::{filesystem, lock};
@@ -207,7 +207,7 @@ pub(crate) fn create_log(
     const DOING: &str = "create the log's control file";
     let create = |error| Error::io(DOING, &path, error);
     // If several processes create the log at once, the one that locks this file does it, and the others look again.
-    let how = Open::Kept { mode: OWNER };
+    let how = OpenMode::Kept { mode: OWNER };
     let file = lock::open_store_file(&unfinished, DOING, how, Access::Log, |_| Holder::User)?;
     if has_log(log_dir) {
         files().remove(&unfinished).map_err(create)?;
@@ -286,7 +286,7 @@ pub(crate) fn open_or_create_log(
 pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
     let path = log_dir.join(CONTROL);
     let read = || {
-        let file = files().open(&path, Open::Read).ok()?;
+        let file = files().open(&path, OpenMode::Read).ok()?;
         let control = read_control(file, path.clone(), home(log_dir).ok()?).ok()?;
         Some(control.image_paths())
     };
@@ -297,7 +297,7 @@ pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
 pub(crate) fn open_control(log_dir: &Path, access: Access) -> Result<ControlFile> {
     let path = log_dir.join(CONTROL);
     let holder = |_: &dyn DataFile| Holder::User;
-    let how = access.open_mode(Open::Existing);
+    let how = access.open_mode(OpenMode::Existing);
     let file = lock::open_store_file(&path, "open the log", how, access, holder)?;
     if access == Access::Log {
         // The names too may be in memory only.

@@ -18,7 +18,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::checksum;
 use crate::medium::file::Segment;
-use crate::medium::filesystem::{FileSystem, Open};
+use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::holes::DataRanges;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::saved::{self, End};
@@ -80,7 +80,7 @@ impl SavedFileWriter {
         let visit = &mut |_: &Arc<Segment>, descriptor: &Descriptor, _: u64| {
             note(log, &mut known, descriptor);
         };
-        let (of, how, mut cut) = ((lsn, count), Open::Existing, false);
+        let (of, how, mut cut) = ((lsn, count), OpenMode::Existing, false);
         let end = saved::read(&*files, &log.dir, uuid, of, how, visit, &mut || {
             cut |= log.lock().keeper.is_over();
             cut
@@ -129,9 +129,15 @@ impl SavedFileWriter {
             );
         };
         let (dir, uuid, of) = (&self.log.dir, &self.log.uuid, (self.lsn, self.count));
-        saved::read(&*self.files, dir, uuid, of, Open::Read, visit, &mut || {
-            false
-        })?;
+        saved::read(
+            &*self.files,
+            dir,
+            uuid,
+            of,
+            OpenMode::Read,
+            visit,
+            &mut || false,
+        )?;
         let found = found.into_iter();
         Ok(found.map(|(id, found)| (id, found.finish())).collect())
     }
@@ -327,7 +333,7 @@ impl SavedFileWriter {
         let mut head = Buffer::zeroed(BLOCK);
         let crc = header.encode(&mut head);
         let make = || {
-            let file = self.files.open(&path, Open::Emptied)?;
+            let file = self.files.open(&path, OpenMode::Emptied)?;
             file.allocate(BLOCK as u64)?;
             file.write_all_at(&head, 0)?;
             // The name must be durable before the control file says that the file is there.

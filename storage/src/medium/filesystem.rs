@@ -19,7 +19,7 @@ use crate::sync::Arc;
 
 /// How a file is opened: for reading and writing, unless the variant says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Open {
+pub(crate) enum OpenMode {
     /// An existing file, past the page cache if the file system does sector-sized I/O that way.
     Direct,
     /// An existing file.
@@ -44,7 +44,7 @@ pub(crate) enum PathKind {
 /// The store's operations on a file system. Names are durable once their directory is synced.
 pub(crate) trait FileSystem: Send + Sync + Debug {
     /// Opens a file.
-    fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>>;
+    fn open(&self, path: &Path, how: OpenMode) -> io::Result<Box<dyn DataFile>>;
     /// Makes a directory, for its owner alone.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
     /// Gives a file another name in the same directory, whatever had that name before.
@@ -99,14 +99,14 @@ fn make(path: &Path, options: &mut OpenOptions, mode: u32) -> io::Result<File> {
 pub(crate) struct HostFiles;
 
 impl FileSystem for HostFiles {
-    fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>> {
+    fn open(&self, path: &Path, how: OpenMode) -> io::Result<Box<dyn DataFile>> {
         let mut options = OpenOptions::new();
-        options.read(true).write(how != Open::Read);
+        options.read(true).write(how != OpenMode::Read);
         let file = match how {
-            Open::Direct => open_direct(path, true)?,
-            Open::Existing | Open::Read => options.open(path)?,
-            Open::Kept { mode } => make(path, options.truncate(false), mode)?,
-            Open::Emptied => make(path, options.truncate(true), OWNER)?,
+            OpenMode::Direct => open_direct(path, true)?,
+            OpenMode::Existing | OpenMode::Read => options.open(path)?,
+            OpenMode::Kept { mode } => make(path, options.truncate(false), mode)?,
+            OpenMode::Emptied => make(path, options.truncate(true), OWNER)?,
         };
         Ok(Box::new(file))
     }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{Open, files};
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::owner;
 use crate::medium::qemu::{self, Conflict};
 
@@ -25,10 +25,10 @@ pub(crate) enum Access {
 
 impl Access {
     /// How a file is opened for this.
-    pub(crate) fn open_mode(self, to_write: Open) -> Open {
+    pub(crate) fn open_mode(self, to_write: OpenMode) -> OpenMode {
         match self {
             Self::Log | Self::Write => to_write,
-            Self::LogRead | Self::Read => Open::Read,
+            Self::LogRead | Self::Read => OpenMode::Read,
         }
     }
 }
@@ -76,7 +76,10 @@ pub(crate) fn open_locked<F>(
         let file = open().map_err(failed)?;
         lock(data(&file), path, access, holder(data(&file)))?;
         let locked = data(&file).inode().map_err(failed)?;
-        match files().open(path, Open::Read).and_then(|file| file.inode()) {
+        match files()
+            .open(path, OpenMode::Read)
+            .and_then(|file| file.inode())
+        {
             Ok(there) if there == locked => return Ok(file),
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
             _ => {}
@@ -96,7 +99,7 @@ pub(crate) fn open_locked<F>(
 pub(crate) fn open_store_file(
     path: &Path,
     doing: &str,
-    how: Open,
+    how: OpenMode,
     access: Access,
     holder: impl Fn(&dyn DataFile) -> Holder,
 ) -> Result<Box<dyn DataFile>> {
@@ -218,7 +221,7 @@ mod tests {
         std::fs::write(&path, "old").unwrap();
         std::fs::write(&newer, "new").unwrap();
         let open = || {
-            open_store_file(&path, "open", Open::Existing, Access::Log, |_| {
+            open_store_file(&path, "open", OpenMode::Existing, Access::Log, |_| {
                 Holder::Writes
             })
         };

@@ -10,7 +10,7 @@ use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::SegmentHeader;
 use crate::medium::file::{DataFile, Segment};
-use crate::medium::filesystem::{FileSystem, Open};
+use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::lock::{self, Access, Holder};
 use crate::sync::{self, Arc};
 
@@ -31,11 +31,11 @@ impl Segment {
         let path = Self::path(dir, slot);
         let unfinished = path.with_extension("new");
         let mut fill = || {
-            let file = files.open(&unfinished, Open::Emptied)?;
+            let file = files.open(&unfinished, OpenMode::Emptied)?;
             file.allocate(size)?;
             // The zeroes bypass the page cache and go out in steps: a segment written back at once would keep the
             // medium from the log's syncs.
-            let direct = files.open(&unfinished, Open::Direct)?;
+            let direct = files.open(&unfinished, OpenMode::Direct)?;
             write_zeroes(direct.as_ref(), 0, size, between)?;
             direct.write_all_at(&SegmentHeader::blank(), 0)?;
             file.sync_all()?;
@@ -54,7 +54,7 @@ impl Segment {
     /// Opens and locks an existing segment file. The log's control file is locked already, so only writes that a
     /// killed process had in flight can still hold the segment. They must have ended before the segment is read.
     fn open(files: &dyn FileSystem, path: PathBuf, access: Access) -> Result<Self> {
-        let file = files.open(&path, access.open_mode(Open::Direct));
+        let file = files.open(&path, access.open_mode(OpenMode::Direct));
         let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
         lock::lock(file.as_ref(), &path, access, Holder::Writes)?;
         Ok(Self::new(path, file))

@@ -21,7 +21,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader, Uuid};
 use crate::index::{Builder, ExtentMap};
 use crate::medium::file::Segment;
-use crate::medium::filesystem::{FileSystem, Open};
+use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::segment::LogRead;
 use crate::recovery::batch::Batch;
 use crate::recovery::replay::place;
@@ -57,7 +57,7 @@ pub(crate) fn sizes(files: &dyn FileSystem, dir: &Path) -> BTreeMap<u64, u64> {
         let Some(lsn) = lsn_of(dir, &name) else {
             continue;
         };
-        let file = files.open(&dir.join(&name), Open::Read);
+        let file = files.open(&dir.join(&name), OpenMode::Read);
         // A file that was removed meanwhile has none.
         let bytes = file.and_then(|file| file.len()).unwrap_or(0);
         *sizes.entry(lsn).or_default() += bytes;
@@ -99,7 +99,7 @@ pub(crate) fn read(
     dir: &Path,
     log: &Uuid,
     (lsn, count): (u64, u32),
-    how: Open,
+    how: OpenMode,
     visit: &mut dyn FnMut(&Arc<Segment>, &Descriptor, u64),
     over: &mut dyn FnMut() -> bool,
 ) -> Result<Option<End>> {
@@ -155,9 +155,15 @@ pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> V
             }
         };
         let of = (lsn, count);
-        let read = read(files, dir, saved.log(), of, Open::Read, visit, &mut || {
-            false
-        });
+        let read = read(
+            files,
+            dir,
+            saved.log(),
+            of,
+            OpenMode::Read,
+            visit,
+            &mut || false,
+        );
         if let Err(error) = read {
             wrong.push((lsn, error.to_string()));
         }
@@ -171,7 +177,7 @@ fn open_part(
     path: PathBuf,
     log: &Uuid,
     (part, number): (u64, u64),
-    how: Open,
+    how: OpenMode,
 ) -> Result<End> {
     let file = files.open(&path, how).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => damaged(&path, "missing"),
@@ -274,9 +280,15 @@ pub(crate) fn read_saved(
             }
         };
         let of = (lsn, count);
-        read(files, dir, saved.log(), of, Open::Read, visit, &mut || {
-            false
-        })?;
+        read(
+            files,
+            dir,
+            saved.log(),
+            of,
+            OpenMode::Read,
+            visit,
+            &mut || false,
+        )?;
     }
     match known {
         true => Ok(Some(extents.finish())),

@@ -7,7 +7,7 @@ use super::names::Kept;
 const MOST: usize = 4096;
 
 /// A part of the state that a power cut may leave in several ways.
-enum Open {
+enum CutChoice {
     /// A sector may hold its durable bytes, or those of any write to it since. `cached`: the file's cached writes
     /// that may have been the last to reach the medium.
     Sector { file: usize, cached: Vec<usize> },
@@ -19,7 +19,7 @@ enum Open {
     Name { change: usize, renames: bool },
 }
 
-impl Open {
+impl CutChoice {
     /// The number of ways. In the first nothing of the change is left, in the last all of it.
     fn ways(&self) -> usize {
         match self {
@@ -42,8 +42,8 @@ pub(super) struct CrashStates {
 /// leave the same bytes are one state.
 pub(super) fn crash_states(stored: &Stored) -> CrashStates {
     let named = (0..stored.files.len()).filter(|&file| stored.names.leads_to(file));
-    let mut open: Vec<Open> = named.flat_map(|file| of_file(file, stored)).collect();
-    open.extend((0..stored.names.unsynced()).map(|change| Open::Name {
+    let mut open: Vec<CutChoice> = named.flat_map(|file| of_file(file, stored)).collect();
+    open.extend((0..stored.names.unsynced()).map(|change| CutChoice::Name {
         change,
         renames: stored.names.renames(change),
     }));
@@ -64,7 +64,7 @@ pub(super) fn crash_states(stored: &Stored) -> CrashStates {
 }
 
 /// The length of a file and those of its sectors that may hold different bytes.
-fn of_file(file: usize, stored: &Stored) -> Vec<Open> {
+fn of_file(file: usize, stored: &Stored) -> Vec<CutChoice> {
     let state = &stored.files[file];
     let mut offsets: Vec<usize> = Vec::new();
     for (offset, _) in &state.cached {
@@ -83,13 +83,13 @@ fn of_file(file: usize, stored: &Stored) -> Vec<Open> {
                 cached.push(i);
             }
         }
-        Open::Sector { file, cached }
+        CutChoice::Sector { file, cached }
     };
-    let length = Open::Length {
+    let length = CutChoice::Length {
         file,
         new: state.lengths.len(),
     };
-    let mark = Open::Mark {
+    let mark = CutChoice::Mark {
         file,
         new: state.marks.len(),
     };
@@ -98,8 +98,8 @@ fn of_file(file: usize, stored: &Stored) -> Vec<Open> {
 }
 
 /// The `number`-th combination.
-fn digits(mut number: usize, open: &[Open]) -> Vec<usize> {
-    let digit = |open: &Open| {
+fn digits(mut number: usize, open: &[CutChoice]) -> Vec<usize> {
+    let digit = |open: &CutChoice| {
         let digit = number % open.ways();
         number /= open.ways();
         digit
@@ -107,7 +107,7 @@ fn digits(mut number: usize, open: &[Open]) -> Vec<usize> {
     open.iter().map(digit).collect()
 }
 
-fn extremes(open: &[Open]) -> Vec<Vec<usize>> {
+fn extremes(open: &[CutChoice]) -> Vec<Vec<usize>> {
     let pick = |keep: &dyn Fn(usize) -> bool| {
         let newest = |i: usize| if keep(i) { open[i].ways() - 1 } else { 0 };
         (0..open.len()).map(newest).collect::<Vec<_>>()
@@ -124,21 +124,23 @@ fn extremes(open: &[Open]) -> Vec<Vec<usize>> {
         .collect()
 }
 
-fn state(stored: &Stored, open: &[Open], picks: &[usize]) -> Stored {
+fn state(stored: &Stored, open: &[CutChoice], picks: &[usize]) -> Stored {
     let mut stored = stored.clone();
     let picked = || open.iter().zip(picks);
     for (number, state) in stored.files.iter_mut().enumerate() {
         let cached = std::mem::take(&mut state.cached);
         let kept = picked().filter_map(|(open, pick)| match open {
-            Open::Sector { file, cached } if *file == number => cached.get(pick.checked_sub(1)?),
+            CutChoice::Sector { file, cached } if *file == number => {
+                cached.get(pick.checked_sub(1)?)
+            }
             _ => None,
         });
         let length = picked().find_map(|(open, pick)| match open {
-            Open::Length { file, .. } if *file == number => Some(*pick),
+            CutChoice::Length { file, .. } if *file == number => Some(*pick),
             _ => None,
         });
         let mark = picked().find_map(|(open, pick)| match open {
-            Open::Mark { file, .. } if *file == number => Some(*pick),
+            CutChoice::Mark { file, .. } if *file == number => Some(*pick),
             _ => None,
         });
         let kept = kept.map(|&version| &cached[version]);
@@ -146,7 +148,7 @@ fn state(stored: &Stored, open: &[Open], picks: &[usize]) -> Stored {
     }
     stored.names.settle(|n| {
         let pick = picked().find_map(|(open, pick)| match open {
-            Open::Name { change, .. } if *change == n => Some((*pick, open.ways())),
+            CutChoice::Name { change, .. } if *change == n => Some((*pick, open.ways())),
             _ => None,
         });
         match pick {

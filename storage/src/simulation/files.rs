@@ -12,7 +12,7 @@ use super::medium::{LateWrite, World, due};
 use super::names::DIRECTORY;
 use crate::Buffer;
 use crate::medium::file::{CachedFile, DataFile, ReadFile, Segment};
-use crate::medium::filesystem::{FileSystem, Open, PathKind, SIMULATED};
+use crate::medium::filesystem::{FileSystem, OpenMode, PathKind, SIMULATED};
 use crate::medium::mark::{Inode, Mark};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
@@ -336,7 +336,7 @@ impl DataFile for SimulatedFile {
 }
 
 impl FileSystem for Simulated {
-    fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>> {
+    fn open(&self, path: &Path, how: OpenMode) -> io::Result<Box<dyn DataFile>> {
         let index = self.lock().open(path, how)?;
         Ok(self.numbered(index))
     }

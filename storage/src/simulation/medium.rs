@@ -23,7 +23,7 @@ use std::path::Path;
 use super::bytes::{Bytes, SECTOR};
 use super::names::{DIRECTORY, Names, last};
 use super::random::Random;
-use crate::medium::filesystem::Open;
+use crate::medium::filesystem::OpenMode;
 use crate::medium::mark::Mark;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event};
@@ -293,15 +293,15 @@ impl World {
     }
 
     /// Opens a file. Returns its number.
-    pub(super) fn open(&mut self, path: &Path, how: Open) -> io::Result<usize> {
+    pub(super) fn open(&mut self, path: &Path, how: OpenMode) -> io::Result<usize> {
         if self.crashed {
             return Err(io::Error::other("power lost"));
         }
         let found = self.names.get(path).filter(|file| *file != DIRECTORY);
-        let made = matches!(how, Open::Kept { .. } | Open::Emptied);
+        let made = matches!(how, OpenMode::Kept { .. } | OpenMode::Emptied);
         let parent = path.parent().unwrap_or(Path::new("/"));
         match found {
-            Some(file) if how != Open::Emptied => return Ok(file),
+            Some(file) if how != OpenMode::Emptied => return Ok(file),
             None if !made || !self.names.has_directory(parent) => {
                 return Err(io::ErrorKind::NotFound.into());
             }

@@ -74,7 +74,7 @@ impl Change {
 
 /// A request that has not ended.
 #[derive(Clone)]
-enum Open {
+enum OpenRequest {
     /// Its place in the order once it has an LSN, and whether it must be durable when it ends.
     Change { index: Option<usize>, through: bool },
     /// How much of the order must survive if it succeeds.
@@ -102,7 +102,7 @@ pub(super) struct Oracle {
     /// Whether a change that succeeds survives the end of the process.
     pub written: bool,
     /// The requests that have not ended, each with its disk.
-    open: HashMap<u64, (usize, Open)>,
+    open: HashMap<u64, (usize, OpenRequest)>,
     /// By client: the changes submitted that have no LSN yet, with their tokens, in order.
     unplaced: HashMap<usize, VecDeque<(u64, Change)>>,
     /// A change or FLUSH up to this token came when there was no space, and may fail.
@@ -137,7 +137,7 @@ impl Oracle {
         unplaced.push_back((token, mark));
         let (index, through) = (None, true);
         self.open
-            .insert(token, (disk, Open::Change { index, through }));
+            .insert(token, (disk, OpenRequest::Change { index, through }));
     }
 
     /// The marks, in order: the index of each, its text, and whether it must survive.
@@ -209,7 +209,7 @@ impl Oracle {
     /// Whether a read has not ended.
     pub(super) fn reads(&self) -> bool {
         let mut open = self.open.values();
-        open.any(|(_, open)| matches!(open, Open::Read { .. }))
+        open.any(|(_, open)| matches!(open, OpenRequest::Read { .. }))
     }
 
     /// Whether a request to this disk has not ended.
@@ -245,12 +245,13 @@ impl Oracle {
             Operation::Flush => {
                 let completed = |change: &Change| change.completed && change.disk == disk;
                 let floor = self.order.iter().rposition(completed).map_or(0, |i| i + 1);
-                self.open.insert(token, (disk, Open::Flush { floor }));
+                self.open
+                    .insert(token, (disk, OpenRequest::Flush { floor }));
                 return;
             }
             Operation::Read { sector, sectors } => {
                 let range = *sector as usize..*sector as usize + *sectors as usize;
-                let open = Open::Read {
+                let open = OpenRequest::Read {
                     disk,
                     sector: *sector,
                     then: self.newest()[disk][range].to_vec(),
@@ -264,7 +265,7 @@ impl Oracle {
         unplaced.push_back((token, change));
         let index = None;
         self.open
-            .insert(token, (disk, Open::Change { index, through }));
+            .insert(token, (disk, OpenRequest::Change { index, through }));
     }
 
     /// Places the oldest `count` changes of `client` that had no LSN: they have one now.
@@ -274,7 +275,7 @@ impl Oracle {
             let Some((token, change)) = unplaced.and_then(VecDeque::pop_front) else {
                 return;
             };
-            if let Some((_, Open::Change { index, .. })) = self.open.get_mut(&token) {
+            if let Some((_, OpenRequest::Change { index, .. })) = self.open.get_mut(&token) {
                 *index = Some(self.order.len());
             }
             self.order.push(change);
@@ -299,7 +300,7 @@ impl Oracle {
         let open = self.open.remove(&token);
         let (_, open) = open.ok_or("a request was answered twice")?;
         let failed = result.is_err();
-        let read = matches!(open, Open::Read { .. });
+        let read = matches!(open, OpenRequest::Read { .. });
         let excused = match read {
             true => !good_read,
             false => token <= self.excused,
@@ -309,7 +310,7 @@ impl Oracle {
             return Err(format!("a good request failed: {result:?}"));
         }
         match open {
-            Open::Change { index, through } => {
+            OpenRequest::Change { index, through } => {
                 if let Some(unplaced) = self.unplaced.get_mut(&client) {
                     unplaced.retain(|(other, _)| *other != token);
                 }
@@ -329,9 +330,9 @@ impl Oracle {
                     _ => {}
                 }
             }
-            Open::Flush { floor } if !failed => self.floor = self.floor.max(floor),
-            Open::Flush { .. } => {}
-            Open::Read {
+            OpenRequest::Flush { floor } if !failed => self.floor = self.floor.max(floor),
+            OpenRequest::Flush { .. } => {}
+            OpenRequest::Read {
                 disk,
                 sector,
                 then,

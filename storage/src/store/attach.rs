@@ -20,7 +20,7 @@ use crate::format::{Control, DiskEntry};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
 use crate::medium::file::{DataFile, set_size};
-use crate::medium::filesystem::{self, Open, PathKind, files};
+use crate::medium::filesystem::{self, OpenMode, PathKind, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{Mark, hex};
 use crate::mutant::{Mutant, planted};
@@ -377,7 +377,9 @@ fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
 /// Refuses a file that is already open here: waiting for its lock would be in vain.
 fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
     let inode = match files().kind(path) {
-        Ok(PathKind::File) => files().open(path, Open::Read).and_then(|file| file.inode()),
+        Ok(PathKind::File) => files()
+            .open(path, OpenMode::Read)
+            .and_then(|file| file.inode()),
         _ => return Ok(()),
     };
     let Ok(inode) = inode else {

@@ -11,7 +11,7 @@ use crate::catalog::options::ImageFormat;
 use crate::disk::allocation::{LIMIT, file_extents};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{Open, PathKind, files};
+use crate::medium::filesystem::{OpenMode, PathKind, files};
 use crate::medium::host;
 use crate::medium::lock::{self, Access, Holder};
 use crate::medium::mark::{Mark, hex};
@@ -153,7 +153,13 @@ pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box
             false => Holder::User,
         }
     };
-    lock::open_store_file(path, OPEN, access.open_mode(Open::Direct), access, holder)
+    lock::open_store_file(
+        path,
+        OPEN,
+        access.open_mode(OpenMode::Direct),
+        access,
+        holder,
+    )
 }
 
 /// The kind of file at an image's path; refuses a kind that can't be an image.

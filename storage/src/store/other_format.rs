@@ -7,7 +7,7 @@ use std::path::Path;
 
 use crate::catalog::options::ImageFormat;
 use crate::error::{Error, Result, invalid};
-use crate::medium::filesystem::{Open, files};
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::mark::Mark;
 
 /// How many bytes tell the format.
@@ -40,7 +40,7 @@ pub(crate) fn refuse_other_format(
     }
     let read = || {
         // Through the page cache, because a short file has no whole sector.
-        let file = files().open(path, Open::Read)?;
+        let file = files().open(path, OpenMode::Read)?;
         let mut head = vec![0; file.len()?.min(HEAD) as usize];
         file.read_exact_at(&mut head, 0)?;
         Ok(head)

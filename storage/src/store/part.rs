@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::copying::Named;
 use crate::medium::file::{DataFile, size_error};
-use crate::medium::filesystem::{Open, files};
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::{Access, Holder};
 use crate::medium::{filesystem, lock};
 
@@ -90,7 +90,7 @@ impl Part {
         path.push(".walvisor-part");
         let path = PathBuf::from(path);
         // A file that an interrupted run left is reused; one that a running process writes is locked.
-        let how = Open::Kept { mode };
+        let how = OpenMode::Kept { mode };
         let file = lock::open_store_file(&path, "write", how, Access::Write, |_| Holder::User);
         let file = file.map_err(|error| match error.kind() {
             ErrorKind::NotFound => {

@@ -19,7 +19,7 @@ use crate::catalog::options::{DiskOptions, ImageFormat, StoreOptions, default_lo
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::copying::{KERNEL_COPY_BYTES, Named, copy};
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{OWNER, Open, PathKind, files};
+use crate::medium::filesystem::{OWNER, OpenMode, PathKind, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::{self, Access, Holder};
 use crate::medium::mark::Mark;
@@ -375,7 +375,7 @@ fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u6
 
 /// Opens a file for reading, for `doing` something, and locks it.
 fn open_locked(path: &Path, doing: &str, access: Access) -> Result<Box<dyn DataFile>> {
-    lock::open_store_file(path, doing, Open::Read, access, |_| Holder::User)
+    lock::open_store_file(path, doing, OpenMode::Read, access, |_| Holder::User)
 }
 
 /// The mode bits of a file: its copy must not be accessible to more users.

@@ -14,7 +14,7 @@ use crate::log::ring::LiveSegment;
 use crate::medium::copying::{COPY_BYTES, Named, parts};
 use crate::medium::directory::{Directory, directory_to_read};
 use crate::medium::file::{DataFile, Segment};
-use crate::medium::filesystem::{Open, files};
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
@@ -295,7 +295,7 @@ impl View {
 
     fn of(base: OpenBase, log: Option<LocatedLog>) -> Result<Self> {
         let path = &base.options.path;
-        let reader = files().open(path, Open::Read);
+        let reader = files().open(path, OpenMode::Read);
         let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
         let mut view = Self {
             size: base.size,

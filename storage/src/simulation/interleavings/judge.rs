@@ -16,7 +16,7 @@ struct Write {
 }
 
 /// A request that has not ended, by token.
-enum Open {
+enum OpenRequest {
     Write {
         client: usize,
         index: usize,
@@ -42,7 +42,7 @@ pub(super) struct Judge {
     /// For each client, how many of its writes must survive; `kill_floor`: how many if only the process ends.
     floor: Vec<usize>,
     kill_floor: Vec<usize>,
-    open: HashMap<u64, (u64, Open)>,
+    open: HashMap<u64, (u64, OpenRequest)>,
     asked: HashSet<u64>,
     pub next_token: u64,
     pub flushes: u64,
@@ -93,7 +93,7 @@ impl Judge {
     /// Whether to ask the port to complete this request only once it is written: `true` at most once for each
     /// token.
     pub(super) fn asks(&mut self, token: u64) -> bool {
-        let write = matches!(self.open.get(&token), Some((_, Open::Write { .. })));
+        let write = matches!(self.open.get(&token), Some((_, OpenRequest::Write { .. })));
         write && self.plan.written && self.asked.insert(token)
     }
 
@@ -128,7 +128,7 @@ impl Judge {
                     sector: first + sector,
                     data: filled(value, sectors),
                 };
-                (Open::Write { client, index }, operation)
+                (OpenRequest::Write { client, index }, operation)
             }
             Step::Flush => {
                 let on_disk = |other: usize| self.plan.clients[other].disk == disk;
@@ -138,7 +138,7 @@ impl Judge {
                     last.filter(|_| on_disk(other)).map_or(0, |last| last + 1)
                 };
                 let floor = (0..self.writes.len()).map(ended).collect();
-                (Open::Flush(floor), Operation::Flush)
+                (OpenRequest::Flush(floor), Operation::Flush)
             }
             Step::Read => {
                 let writes = &self.writes[client];
@@ -150,7 +150,7 @@ impl Judge {
                     sector: first,
                     sectors: OWN as u32,
                 };
-                (Open::Read { client, since }, operation)
+                (OpenRequest::Read { client, since }, operation)
             }
             Step::Serve | Step::Wait => return None,
         };
@@ -167,13 +167,13 @@ impl Judge {
             self.breaks(format!("request {token} was answered twice"));
             return false;
         };
-        let excused = self.closing && !matches!(open, Open::Read { .. });
+        let excused = self.closing && !matches!(open, OpenRequest::Read { .. });
         if good && !excused && result.is_err() {
             self.breaks(format!("a good request failed: {result:?}"));
         }
         match (open, result) {
-            (Open::Read { .. }, Err(_)) => {}
-            (Open::Read { client, since }, Ok(data)) => {
+            (OpenRequest::Read { .. }, Err(_)) => {}
+            (OpenRequest::Read { client, since }, Ok(data)) => {
                 let data = data.expect("data of a read");
                 let found: Vec<u32> = data.chunks(512).map(value_of).collect();
                 if good && let Some(since) = since {
@@ -193,7 +193,7 @@ impl Judge {
                     ));
                 }
                 match open {
-                    Open::Write { client, index } => {
+                    OpenRequest::Write { client, index } => {
                         self.writes[client][index].ended = Some(self.now);
                         if self.plan.through {
                             self.floor[client] = self.floor[client].max(index + 1);
@@ -206,14 +206,14 @@ impl Judge {
                         self.killed |= now && good;
                         return now;
                     }
-                    Open::Flush(floor) => {
+                    OpenRequest::Flush(floor) => {
                         for (mine, new) in self.floor.iter_mut().zip(floor) {
                             *mine = (*mine).max(new);
                         }
                         self.flushes += 1;
                         return self.plan.cut_after_flushes == Some(self.flushes);
                     }
-                    Open::Read { .. } => unreachable!("handled above"),
+                    OpenRequest::Read { .. } => unreachable!("handled above"),
                 }
             }
         }
