@@ -16,7 +16,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::medium::copying::{COPY_BYTES, Named, copy};
+use crate::medium::copying::{COPY_BYTES, NamedFile, copy};
 use crate::medium::file::{DataFile, size_error};
 use crate::medium::holes::DataRanges;
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -179,7 +179,7 @@ impl Export {
     /// Copies what is not a hole of these ranges. Returns how many bytes.
     fn copy(&self, ranges: Vec<Range<u64>>) -> Result<u64> {
         let (base, mut bytes) = (self.base(), 0);
-        let to = Named {
+        let to = NamedFile {
             file: &self.target,
             path: Path::new(TARGET),
         };
@@ -193,8 +193,8 @@ impl Export {
         Ok(bytes)
     }
 
-    fn base(&self) -> Named<'_> {
-        Named {
+    fn base(&self) -> NamedFile<'_> {
+        NamedFile {
             file: self.base.as_ref(),
             path: &self.path,
         }

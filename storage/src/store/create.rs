@@ -35,7 +35,7 @@ pub(crate) enum CreateStep {
     /// The log knows the disk.
     Registered,
     /// The image has its final name.
-    Named,
+    NamedFile,
 }
 
 /// Called at each step.

@@ -7,7 +7,7 @@ use std::path::Path;
 use crate::disk::handle::Disk;
 use crate::error::{Error, Result};
 use crate::log::export::{SYNC_BYTES, TARGET, ended_early, sized};
-use crate::medium::copying::{KERNEL_COPY_BYTES, Named, copy};
+use crate::medium::copying::{KERNEL_COPY_BYTES, NamedFile, copy};
 use crate::store::point::Point;
 use crate::store::view::{Data, Layers};
 use crate::{Backend, SECTOR_SIZE, Transfer};
@@ -48,7 +48,7 @@ impl Disk {
     ) -> Result<Transfer> {
         let look = self.look(at, None)?;
         let size = look.sectors() * SECTOR_SIZE;
-        let to = Named {
+        let to = NamedFile {
             file: &sized(target, size)?,
             path: Path::new(TARGET),
         };
@@ -80,7 +80,7 @@ impl Disk {
 }
 
 /// Copies a part of a disk to a file of zeroes. Returns how many bytes.
-fn copy_part(layers: Layers<'_>, to: Named<'_>, range: Range<u64>, data: &Data) -> Result<u64> {
+fn copy_part(layers: Layers<'_>, to: NamedFile<'_>, range: Range<u64>, data: &Data) -> Result<u64> {
     let bytes = range.end - range.start;
     match data {
         Data::Base => copy(layers.base, to, range)?,

@@ -32,7 +32,7 @@ use crate::log::orders::KeeperTask;
 use crate::log::pinned_log::PinnedLog;
 use crate::log::ring::LiveSegment;
 use crate::log::state::Log;
-use crate::medium::copying::Named;
+use crate::medium::copying::NamedFile;
 use crate::medium::engine;
 use crate::medium::file::{Chunk, DataFile, Engine, Io, IoCompletion};
 use crate::medium::filesystem::{FileSystem, shared_files};
@@ -374,7 +374,7 @@ impl Look {
     /// What is looked at, without what was written to the scratch file.
     pub(crate) fn layers(&self) -> Layers<'_> {
         Layers {
-            base: Named {
+            base: NamedFile {
                 file: self.past.base.as_ref(),
                 path: &self.past.path,
             },

@@ -9,7 +9,7 @@ use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::medium::copying::Named;
+use crate::medium::copying::NamedFile;
 use crate::medium::file::{DataFile, size_error};
 use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::{Access, Holder};
@@ -210,8 +210,8 @@ impl Part {
     }
 
     /// The file, to be copied to.
-    pub(crate) fn named(&self) -> Named<'_> {
-        Named {
+    pub(crate) fn named(&self) -> NamedFile<'_> {
+        NamedFile {
             file: self.file(),
             path: &self.path,
         }

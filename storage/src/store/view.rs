@@ -11,7 +11,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::ring::LiveSegment;
-use crate::medium::copying::{COPY_BYTES, Named, parts};
+use crate::medium::copying::{COPY_BYTES, NamedFile, parts};
 use crate::medium::directory::{Directory, directory_to_read};
 use crate::medium::file::{DataFile, Segment};
 use crate::medium::filesystem::{OpenMode, files};
@@ -205,7 +205,7 @@ impl LocatedLog {
 /// The bytes of a disk: its extents in the log, over its base image.
 #[derive(Clone, Copy)]
 pub(crate) struct Layers<'a> {
-    pub base: Named<'a>,
+    pub base: NamedFile<'a>,
     pub extents: &'a ExtentMap,
 }
 
@@ -342,8 +342,8 @@ impl View {
     }
 
     /// The base image, through the page cache.
-    pub(crate) fn reader(&self) -> Named<'_> {
-        Named {
+    pub(crate) fn reader(&self) -> NamedFile<'_> {
+        NamedFile {
             file: self.reader.as_ref(),
             path: &self.base.options.path,
         }
