@@ -26,7 +26,7 @@ use crate::medium::checksum;
 use crate::medium::directory::Medium;
 use crate::medium::file::{CachedFile, DataFile, Engine, ReadFile, Segment};
 use crate::medium::filesystem::{FileSystem, OpenMode, PathKind};
-use crate::medium::mark::{Inode, Mark};
+use crate::medium::mark::{ImageMark, Inode};
 use crate::recovery::contents::Verify;
 use crate::recovery::replay::{read_for_recovery, read_log, recover};
 use crate::recovery::saved::read_saved;
@@ -245,11 +245,11 @@ impl DataFile for MemoryFile {
         Ok(Inode::default())
     }
 
-    fn read_mark(&self) -> io::Result<Option<Mark>> {
+    fn read_mark(&self) -> io::Result<Option<ImageMark>> {
         Ok(None)
     }
 
-    fn write_mark(&self, _mark: Option<&Mark>) -> io::Result<bool> {
+    fn write_mark(&self, _mark: Option<&ImageMark>) -> io::Result<bool> {
         Ok(false)
     }
 

@@ -31,13 +31,13 @@ use crate::error::invalid;
 use crate::format::{BLOCK, Control, DiskEntry, ImageEntry, SAMPLES, Sample};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::medium::file::DataFile;
-use crate::medium::mark::{Inode, Mark};
+use crate::medium::mark::{ImageMark, Inode};
 use crate::{Buffer, Error, Result, SECTOR_SIZE};
 
 /// What identifies an image: its mark and its inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
-    pub mark: Option<Mark>,
+    pub mark: Option<ImageMark>,
     pub inode: Inode,
 }
 

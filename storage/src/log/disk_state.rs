@@ -11,7 +11,7 @@ use crate::format::{DiskEntry, RewindEntry, Uuid};
 use crate::index::Index;
 use crate::log::export::Export;
 use crate::medium::file::DataFile;
-use crate::medium::mark::Mark;
+use crate::medium::mark::ImageMark;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
@@ -99,7 +99,7 @@ impl DiskState {
     /// Writes the base image's mark, and makes the mark and all earlier writes to the image durable. Returns whether
     /// the image's file system has extended attributes.
     pub(crate) fn mark(&self, open: bool) -> Result<bool> {
-        let mark = Mark {
+        let mark = ImageMark {
             disk: self.uuid,
             generation: self.generation.load(Ordering::Relaxed),
             open,

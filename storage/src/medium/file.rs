@@ -27,7 +27,7 @@ use smallvec::SmallVec;
 use crate::error::{Error, Result, invalid};
 use crate::medium::checksum::ChecksumTable;
 use crate::medium::host;
-use crate::medium::mark::{Inode, Mark};
+use crate::medium::mark::{ImageMark, Inode};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, RwLock};
 use crate::{Buffer, SharedBuffer};
@@ -75,9 +75,9 @@ pub(crate) trait DataFile: ReadFile {
     /// The file's identity, by the file system's numbers.
     fn inode(&self) -> io::Result<Inode>;
     /// Reads the mark of a base image, if it has one.
-    fn read_mark(&self) -> io::Result<Option<Mark>>;
+    fn read_mark(&self) -> io::Result<Option<ImageMark>>;
     /// Sets or removes the mark of a base image. `false`: the file system has no extended attributes.
-    fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool>;
+    fn write_mark(&self, mark: Option<&ImageMark>) -> io::Result<bool>;
     /// Opens the same file once more, through the kernel's page cache. `path` is where it was opened; if another file is there
     /// by now, it is not that one that is opened.
     fn open_cached(&self, path: &Path) -> io::Result<Box<dyn CachedFile>>;
@@ -219,11 +219,11 @@ impl DataFile for File {
         })
     }
 
-    fn read_mark(&self) -> io::Result<Option<Mark>> {
+    fn read_mark(&self) -> io::Result<Option<ImageMark>> {
         host::read_mark(self)
     }
 
-    fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool> {
+    fn write_mark(&self, mark: Option<&ImageMark>) -> io::Result<bool> {
         host::write_mark(self, mark)
     }
 

@@ -10,7 +10,7 @@ use std::path::Path;
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags, XattrFlags};
 use rustix::io::Errno;
 
-use crate::medium::mark::Mark;
+use crate::medium::mark::ImageMark;
 use crate::{Buffer, SECTOR_SIZE};
 
 /// Whether a server does the work of a file system: one of FUSE, or one in a network. For direct I/O some of these
@@ -188,7 +188,7 @@ fn lacks_attributes(errno: Errno) -> bool {
     matches!(errno, Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM)
 }
 
-pub(super) fn read_mark(file: &File) -> io::Result<Option<Mark>> {
+pub(super) fn read_mark(file: &File) -> io::Result<Option<ImageMark>> {
     let mut text = [0u8; 256];
     let len = match rustix::fs::fgetxattr(file, ATTRIBUTE, &mut text[..]) {
         Err(Errno::NODATA) => return Ok(None),
@@ -197,7 +197,7 @@ pub(super) fn read_mark(file: &File) -> io::Result<Option<Mark>> {
     };
     let mark = std::str::from_utf8(&text[..len])
         .ok()
-        .and_then(Mark::decode);
+        .and_then(ImageMark::decode);
     mark.map(Some).ok_or_else(|| {
         io::Error::other(format!(
             "the extended attribute {ATTRIBUTE} was not written by this program"
@@ -205,7 +205,7 @@ pub(super) fn read_mark(file: &File) -> io::Result<Option<Mark>> {
     })
 }
 
-pub(super) fn write_mark(file: &File, mark: Option<&Mark>) -> io::Result<bool> {
+pub(super) fn write_mark(file: &File, mark: Option<&ImageMark>) -> io::Result<bool> {
     let result = match mark {
         Some(mark) => {
             let text = mark.encode();

@@ -4,14 +4,14 @@ use crate::format::Uuid;
 
 /// The content of the extended attribute of a base image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Mark {
+pub(crate) struct ImageMark {
     pub disk: Uuid,
     pub generation: u64,
     /// The newest bytes may be in the disk's log.
     pub open: bool,
 }
 
-impl Mark {
+impl ImageMark {
     /// The mark as text, always of the same length: so a mark that fitted once can always be replaced.
     pub(crate) fn encode(&self) -> String {
         let state = if self.open { "open" } else { "closed" };

@@ -13,7 +13,7 @@ use super::names::DIRECTORY;
 use crate::Buffer;
 use crate::medium::file::{CachedFile, DataFile, ReadFile, Segment};
 use crate::medium::filesystem::{FileSystem, OpenMode, PathKind, SIMULATED};
-use crate::medium::mark::{Inode, Mark};
+use crate::medium::mark::{ImageMark, Inode};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Event, Mutex, MutexGuard};
@@ -301,13 +301,13 @@ impl DataFile for SimulatedFile {
         })
     }
 
-    fn read_mark(&self) -> io::Result<Option<Mark>> {
+    fn read_mark(&self) -> io::Result<Option<ImageMark>> {
         let world = self.medium.lock();
         let mark = world.files[self.index].mark();
         Ok(mark.filter(|_| !world.without_attributes))
     }
 
-    fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool> {
+    fn write_mark(&self, mark: Option<&ImageMark>) -> io::Result<bool> {
         let mut world = self.medium.lock();
         if world.without_attributes {
             return Ok(false);

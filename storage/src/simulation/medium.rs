@@ -24,7 +24,7 @@ use super::bytes::{Bytes, SECTOR};
 use super::names::{DIRECTORY, Names, last};
 use super::random::Random;
 use crate::medium::filesystem::OpenMode;
-use crate::medium::mark::Mark;
+use crate::medium::mark::ImageMark;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event};
 
@@ -42,8 +42,8 @@ pub(super) struct FileState {
     /// The lengths that the file got since the last sync, in order.
     pub lengths: Vec<usize>,
     /// The file's durable attribute; `marks` has its values since, in order.
-    mark: Option<Mark>,
-    pub marks: Vec<Option<Mark>>,
+    mark: Option<ImageMark>,
+    pub marks: Vec<Option<ImageMark>>,
     /// A sync failed: readers may see sectors that are neither durable nor will be written by the next sync.
     unwritten: bool,
     /// Of the cached sectors those that the page cache has not begun to write back.
@@ -89,7 +89,7 @@ impl FileState {
     }
 
     /// The attribute as a reader sees it.
-    pub(super) fn mark(&self) -> Option<Mark> {
+    pub(super) fn mark(&self) -> Option<ImageMark> {
         *self.marks.last().unwrap_or(&self.mark)
     }
 
@@ -377,7 +377,7 @@ impl World {
         Ok(())
     }
 
-    pub(super) fn set_mark(&mut self, file: usize, mark: Option<Mark>) -> io::Result<()> {
+    pub(super) fn set_mark(&mut self, file: usize, mark: Option<ImageMark>) -> io::Result<()> {
         self.tick()?;
         self.files[file].marks.push(mark);
         Ok(())
@@ -767,7 +767,7 @@ impl World {
 
     /// Keeps any subset of a file's cached sectors; the others are lost, from the cache too. Returns the lengths
     /// and marks that are lost.
-    fn settle(&mut self, file: usize) -> (Vec<usize>, Vec<Option<Mark>>) {
+    fn settle(&mut self, file: usize) -> (Vec<usize>, Vec<Option<ImageMark>>) {
         // Keeps all, none, about half, or all but a few: mistakes hide at the extremes.
         let mode = match self.forgetful {
             true => 1,
@@ -870,7 +870,7 @@ impl World {
     }
 
     /// The image has other bytes and another mark from now on.
-    pub(super) fn replace_image(&mut self, file: usize, bytes: &[u8], mark: Option<Mark>) {
+    pub(super) fn replace_image(&mut self, file: usize, bytes: &[u8], mark: Option<ImageMark>) {
         self.replace(file, bytes);
         let [now, durable] = self.modify(file);
         *durable = *now;

@@ -22,7 +22,7 @@ use crate::format::Control;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
-use crate::medium::mark::Mark;
+use crate::medium::mark::ImageMark;
 use crate::recovery::replay::read_log_until;
 use crate::store::discard::discard_log;
 use crate::store::log_size::resize_log;
@@ -42,7 +42,7 @@ const NOWHERE: &str = "/nowhere";
 pub(super) struct Backup {
     disk: usize,
     bytes: Vec<u8>,
-    mark: Option<Mark>,
+    mark: Option<ImageMark>,
 }
 
 /// How a command has ended.

@@ -22,7 +22,7 @@ use crate::log::history::Commit;
 use crate::medium::file::{DataFile, set_size};
 use crate::medium::filesystem::{self, OpenMode, PathKind, files};
 use crate::medium::lock::Access;
-use crate::medium::mark::{Mark, hex};
+use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{Indexes, Waiting};
 use crate::store::image::{disk_len, open_base};
@@ -82,7 +82,7 @@ impl OpenBase {
         let mark = self.identity.mark.as_ref();
         refuse_other_format(&self.options.path, mark, self.options.format)?;
         match mark {
-            Some(Mark {
+            Some(ImageMark {
                 open: true, disk, ..
             }) => Err(wrong(format!(
                 "{}: disk {} was not closed, and its log is not at {}; name the log with log=DIR, or discard what \
@@ -133,7 +133,7 @@ impl OpenBase {
         if let Some(why) = self.why_foreign(entry, home) {
             return Ok(Some(why));
         }
-        if matches!(self.identity.mark, Some(Mark { open: false, .. })) {
+        if matches!(self.identity.mark, Some(ImageMark { open: false, .. })) {
             return Ok(Some("it was closed with another copy of the log"));
         }
         self.why_changed(entry)

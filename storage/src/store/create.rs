@@ -21,7 +21,7 @@ use crate::medium::engine::EngineKind;
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::parent;
 use crate::medium::lock::Access;
-use crate::medium::mark::Mark;
+use crate::medium::mark::ImageMark;
 use crate::recovery::replay::read_log_until;
 use crate::store::attach::discard_command;
 use crate::store::log_size::advised;
@@ -35,7 +35,7 @@ pub(crate) enum CreateStep {
     /// The log knows the disk.
     Registered,
     /// The image has its final name.
-    NamedFile,
+    Named,
 }
 
 /// Called at each step.
@@ -178,7 +178,7 @@ pub(crate) fn enrol(
     let entry = &mut control.control.disks[place];
     entry.announce(1);
     entry.settle();
-    let mark = Mark {
+    let mark = ImageMark {
         disk: entry.disk,
         generation: entry.generation.get(),
         open: false,

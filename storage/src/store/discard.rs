@@ -16,7 +16,7 @@ use crate::log::history::Commit;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
-use crate::medium::mark::{Mark, hex};
+use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{Waiting, read_for_recovery};
 use crate::store::attach::{OpenBase, tell_past};
@@ -93,7 +93,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
         }
     })?;
     if let Some(base) = &fits {
-        let mark = Mark {
+        let mark = ImageMark {
             disk: entry.disk,
             generation: control.control.disks[place].next_generation.get(),
             open: false,
@@ -154,7 +154,7 @@ fn find(
 /// Whether the image belongs to another disk: one of this log, or one that another log has open.
 fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
     let disks = &control.control.disks;
-    let foreign = |mark: &Mark| mark.open && mark.disk != disks[place].disk;
+    let foreign = |mark: &ImageMark| mark.open && mark.disk != disks[place].disk;
     base.identity.mark.as_ref().is_some_and(foreign)
         || disks.iter().enumerate().any(|(other, entry)| {
             other != place && entry.is_image(&base.identity, entry.path(&control.home) == base.path)

@@ -14,7 +14,7 @@ use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OpenMode, PathKind, files};
 use crate::medium::host;
 use crate::medium::lock::{self, Access, Holder};
-use crate::medium::mark::{Mark, hex};
+use crate::medium::mark::{ImageMark, hex};
 use crate::store::other_format::refuse_other_format;
 use crate::{Extent, SECTOR_SIZE};
 
@@ -48,7 +48,7 @@ impl Image {
     pub fn open_as(path: &Path, read_only: bool, format: ImageFormat) -> Result<Self> {
         let file = open_file(path, !read_only)?;
         let mark = Identity::of(&file, path)?.mark;
-        if let Some(Mark {
+        if let Some(ImageMark {
             open: true, disk, ..
         }) = mark
         {

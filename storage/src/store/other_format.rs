@@ -8,7 +8,7 @@ use std::path::Path;
 use crate::catalog::options::ImageFormat;
 use crate::error::{Error, Result, invalid};
 use crate::medium::filesystem::{OpenMode, files};
-use crate::medium::mark::Mark;
+use crate::medium::mark::ImageMark;
 
 /// How many bytes tell the format.
 const HEAD: u64 = 512;
@@ -32,7 +32,7 @@ const LUKS: &[u8] = b"LUKS\xba\xbe";
 /// open and locked.
 pub(crate) fn refuse_other_format(
     path: &Path,
-    mark: Option<&Mark>,
+    mark: Option<&ImageMark>,
     format: ImageFormat,
 ) -> Result<()> {
     if mark.is_some() || format == ImageFormat::Raw {

@@ -22,7 +22,7 @@ use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, OpenMode, PathKind, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::{self, Access, Holder};
-use crate::medium::mark::Mark;
+use crate::medium::mark::ImageMark;
 use crate::parallel::{self, Progress, thread_count};
 use crate::recovery::contents::Candidate;
 use crate::store::attach::with_log;
@@ -404,7 +404,7 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     // It loses its name: who has it open would go on with a file that nobody else sees.
     let file = open_locked(raw, "open", Access::Write)?;
     match Identity::of(file.as_ref(), raw)?.mark {
-        Some(Mark { open: true, .. }) => Err(Error::new(
+        Some(ImageMark { open: true, .. }) => Err(Error::new(
             ErrorKind::WrongLog,
             format!(
                 "{}: a disk that was not closed, with records in its log, is not replaced; name another file",
