@@ -21,28 +21,28 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 /// A thread sleeps on this until another thread calls it. A call is kept until it is cleared, so none is lost. The
 /// thread wakes sooner than one that waits for a descriptor.
 #[derive(Debug, Default)]
-pub(crate) struct Call {
+pub(crate) struct WakeFlag {
     called: Mutex<bool>,
     changed: Condvar,
 }
 
-impl Call {
+impl WakeFlag {
     /// Wakes the thread that sleeps on this, now or next.
-    pub(crate) fn make(&self) {
-        if !std::mem::replace(&mut *self.called.lock().expect("call"), true) {
+    pub(crate) fn set(&self) {
+        if !std::mem::replace(&mut *self.called.lock().expect("wake flag lock"), true) {
             self.changed.notify_all();
         }
     }
 
     /// Clears the call.
     pub(crate) fn clear(&self) {
-        *self.called.lock().expect("call") = false;
+        *self.called.lock().expect("wake flag lock") = false;
     }
 
     /// Sleeps until called or until the time `over`, or shorter.
     pub(crate) fn sleep_until(&self, over: Option<Instant>) {
         let left = over.map(|over| over.saturating_duration_since(now()));
-        let called = self.called.lock().expect("call");
+        let called = self.called.lock().expect("wake flag lock");
         match left {
             Some(left) if left.is_zero() => {}
             Some(left) => drop(wait_timeout_while(
@@ -64,7 +64,7 @@ pub(crate) struct Event {
     fd: EventFd,
     /// `shuttle` could not schedule a thread that reads a descriptor.
     #[cfg(all(test, feature = "shuttle"))]
-    call: Arc<Call>,
+    call: Arc<WakeFlag>,
 }
 
 impl Event {
@@ -122,7 +122,7 @@ impl Event {
 #[cfg(all(test, feature = "shuttle"))]
 impl Event {
     pub(crate) fn signal(&self) {
-        self.call.make();
+        self.call.set();
     }
 
     pub(crate) fn clear(&self) {

@@ -25,7 +25,7 @@ use crate::medium::directory::Medium;
 use crate::medium::file::Appender;
 use crate::mutant::{any_planted, is_forgotten};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{self, Arc, Call, Condvar, Mutex, MutexGuard, mpsc};
+use crate::sync::{self, Arc, Condvar, Mutex, MutexGuard, WakeFlag, mpsc};
 use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
 
 /// Bytes of payload that may wait in memory for the log; above this limit appends wait (backpressure). The limit is
@@ -199,7 +199,7 @@ pub(crate) struct Log {
     pub saved_since: SavedExtentsCache,
     pub state: Mutex<LogState>,
     /// The writer thread sleeps on this.
-    pub leader_called: Call,
+    pub leader_called: WakeFlag,
     pub keeper_wanted: Condvar,
 }
 
@@ -337,7 +337,7 @@ impl Log {
 
     /// Makes the leader look at the log again.
     pub(crate) fn call_leader(&self) {
-        self.leader_called.make();
+        self.leader_called.set();
     }
 }
 

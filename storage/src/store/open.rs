@@ -33,7 +33,7 @@ use crate::recovery::scan::Scan;
 use crate::store::attach::{OpenBase, announce_open, attach, find};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Arc, Call, Condvar, Mutex};
+use crate::sync::{Arc, Condvar, Mutex, WakeFlag};
 use crate::{LogCounters, MAX_REQUEST_BYTES, parallel};
 
 /// An open log with its disks. Dropping it closes it; [`close`](Self::close) also returns an error if closing
@@ -426,7 +426,7 @@ fn new_log(
         positions: PositionCache::default(),
         saved_since: SavedExtentsCache::default(),
         state: Mutex::new(state),
-        leader_called: Call::default(),
+        leader_called: WakeFlag::default(),
         keeper_wanted: Condvar::new(),
     }
 }
