@@ -17,8 +17,8 @@ use crate::catalog::control::read_control;
 use crate::catalog::options::DiskOptions;
 use crate::error::Result;
 use crate::format::{
-    self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, CRC_AT, Descriptor, Kind, SEGMENT_MAGIC,
-    SegmentHeader, SummaryFooter,
+    self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, CRC_AT, Descriptor, DescriptorKind,
+    SEGMENT_MAGIC, SegmentHeader, SummaryFooter,
 };
 use crate::index::{Piece, Place};
 use crate::log::disk_state::DiskState;
@@ -124,7 +124,7 @@ fn seal_segment(file: &mut [u8]) {
                 let field = &file[at + descriptor + offset..][..4];
                 u32::from_le_bytes(field.try_into().expect("four bytes"))
             };
-            if field(offset_of!(Descriptor, kind)) != Kind::Write as u32 {
+            if field(offset_of!(Descriptor, kind)) != DescriptorKind::Write as u32 {
                 continue;
             }
             let end = payload + u64::from(field(offset_of!(Descriptor, sectors))) * SECTOR_SIZE;

@@ -10,8 +10,8 @@ use crate::checkpoint::copy::{Layer, SHORT};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, Result, invalid};
 use crate::format::{
-    self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, Kind, SEGMENT_MAGIC, SegmentHeader, Uuid,
-    VERSION,
+    self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, DescriptorKind, SEGMENT_MAGIC,
+    SegmentHeader, Uuid, VERSION,
 };
 use crate::index::{Builder, ExtentMap, Place};
 use crate::log::disk_state::DiskState;
@@ -232,7 +232,9 @@ impl SavedFileWriter {
         if full && !self.records.is_empty() {
             self.write()?;
         }
-        let kind = data.as_ref().map_or(Kind::Discard, |_| Kind::Write);
+        let kind = data
+            .as_ref()
+            .map_or(DescriptorKind::Discard, |_| DescriptorKind::Write);
         let descriptor = Descriptor {
             disk_id: U32::new(disk_id),
             kind: U32::new(kind as u32),

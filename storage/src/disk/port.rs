@@ -6,7 +6,7 @@ use std::os::fd::BorrowedFd;
 
 use crate::catalog::mark_text::MarkText;
 use crate::disk::reads::{ReadPart, ReadQueue, SharedReads, check_range, check_read};
-use crate::format::Kind;
+use crate::format::DescriptorKind;
 use crate::index::Piece;
 use crate::log::committer::{AppendError, Committer};
 use crate::log::disk_state::DiskState;
@@ -92,7 +92,7 @@ impl BackendQueue for Port {
             Operation::Read { sector, sectors } => self.read(token, sector, sectors),
             Operation::Write { sector, data } => self.write(token, sector, data),
             Operation::Discard { sector, sectors } => {
-                self.zero(token, Kind::Discard, sector, sectors)
+                self.zero(token, DescriptorKind::Discard, sector, sectors)
             }
             Operation::WriteZeroes {
                 sector,
@@ -100,9 +100,9 @@ impl BackendQueue for Port {
                 unmap,
             } => {
                 let kind = if unmap {
-                    Kind::Discard
+                    DescriptorKind::Discard
                 } else {
-                    Kind::WriteZeroes
+                    DescriptorKind::WriteZeroes
                 };
                 self.zero(token, kind, sector, sectors)
             }
@@ -235,7 +235,7 @@ impl Port {
         self.modify(
             token,
             Modification {
-                kind: Kind::Write,
+                kind: DescriptorKind::Write,
                 sector,
                 sectors,
                 payload,
@@ -255,7 +255,7 @@ impl Port {
     fn zero(
         &mut self,
         token: u64,
-        kind: Kind,
+        kind: DescriptorKind,
         sector: u64,
         sectors: u32,
     ) -> Result<RequestState, Failure> {

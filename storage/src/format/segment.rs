@@ -96,7 +96,7 @@ pub(crate) struct SummaryFooter {
 pub(crate) struct Descriptor {
     /// [`NO_DISK`](Self::NO_DISK): a mark, if the batch's version is [`MARKS_VERSION`].
     pub disk_id: U32,
-    /// A [`Kind`].
+    /// A [`DescriptorKind`].
     pub kind: U32,
     pub sector: U64,
     pub sectors: U32,
@@ -105,7 +105,7 @@ pub(crate) struct Descriptor {
 /// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub(crate) enum Kind {
+pub(crate) enum DescriptorKind {
     /// `sectors * 512` payload bytes follow.
     Write = 1,
     /// Zeroes; space may be kept allocated.
@@ -114,7 +114,7 @@ pub(crate) enum Kind {
     Discard = 3,
 }
 
-impl Kind {
+impl DescriptorKind {
     pub(crate) fn from_raw(raw: u32) -> Option<Self> {
         [Self::Write, Self::WriteZeroes, Self::Discard]
             .into_iter()
@@ -128,7 +128,7 @@ impl Descriptor {
 
     /// Payload bytes behind the header for this record.
     pub(crate) fn payload_len(&self) -> u64 {
-        if self.kind.get() == Kind::Write as u32 {
+        if self.kind.get() == DescriptorKind::Write as u32 {
             u64::from(self.sectors.get()) * 512
         } else {
             0
@@ -264,7 +264,7 @@ impl BatchHeader {
         let needed: usize = descriptors.iter().map(Descriptor::checksums).sum();
         let known = descriptors
             .iter()
-            .all(|d| Kind::from_raw(d.kind.get()).is_some());
+            .all(|d| DescriptorKind::from_raw(d.kind.get()).is_some());
         let right = known && payload == self.payload_bytes.get() && needed == checksums.len();
         (right || !self.is_known()).then(|| {
             let checksums = checksums.iter().map(|checksum| checksum.get()).collect();
@@ -352,7 +352,7 @@ mod tests {
         };
         let descriptor = Descriptor {
             disk_id: U32::new(1),
-            kind: U32::new(Kind::Write as u32),
+            kind: U32::new(DescriptorKind::Write as u32),
             sector: U64::new(8),
             sectors: U32::new(2),
         };

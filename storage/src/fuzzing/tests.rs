@@ -111,7 +111,7 @@ fn sealed_log() -> Vec<u8> {
             };
             let descriptor = Descriptor {
                 disk_id,
-                kind: U32::new(Kind::Write as u32),
+                kind: U32::new(DescriptorKind::Write as u32),
                 sector: U64::new(lsn * 8),
                 sectors: U32::new(8),
             };

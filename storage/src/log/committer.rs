@@ -14,7 +14,7 @@ use std::time::Instant;
 
 use walvisor_block::short_slice;
 
-use crate::format::Kind;
+use crate::format::DescriptorKind;
 use crate::index::Place;
 use crate::log::disk_state::DiskState;
 use crate::log::group::{Group, GroupBuffers};
@@ -100,12 +100,12 @@ impl Committer {
                 offset: 0,
             },
             None => Place::Zero {
-                unmap: change.kind == Kind::Discard,
+                unmap: change.kind == DescriptorKind::Discard,
                 lsn: state.pipeline.next_lsn(),
             },
         };
         let indexed = change.mark.is_none()
-            && (change.kind != Kind::Discard || !planted(Mutant::IndexSkipsDiscard));
+            && (change.kind != DescriptorKind::Discard || !planted(Mutant::IndexSkipsDiscard));
         let (sector, sectors) = (change.sector, u64::from(change.sectors));
         let lsn = state.pipeline.append(disk, change);
         // The index changes under the log's lock, so that it sees records in LSN order.

@@ -10,7 +10,7 @@ use std::collections::VecDeque;
 use std::sync::OnceLock;
 
 use crate::catalog::mark_text::MarkText;
-use crate::format::{Descriptor, Kind};
+use crate::format::{Descriptor, DescriptorKind};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
 use crate::medium::checksum::{self, Payload};
@@ -19,7 +19,7 @@ use crate::sync::Arc;
 
 /// A request that becomes a record of the log.
 pub(crate) struct Modification {
-    pub kind: Kind,
+    pub kind: DescriptorKind,
     pub sector: u64,
     pub sectors: u32,
     pub payload: Option<Payload>,
@@ -40,7 +40,7 @@ impl Modification {
             checksums,
         };
         Self {
-            kind: Kind::Write,
+            kind: DescriptorKind::Write,
             sector: 0,
             sectors: 1,
             payload: Some(payload),
@@ -466,7 +466,7 @@ pub(crate) mod tests {
         let mut pipeline = Pipeline::new(1, 0, 0, 1);
         for lsn in 1..=6 {
             let change = Modification {
-                kind: Kind::Discard,
+                kind: DescriptorKind::Discard,
                 sector: 0,
                 sectors: 1,
                 payload: None,

@@ -9,7 +9,7 @@ use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::catalog::rewind::Lines;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{Control, Descriptor, Kind};
+use crate::format::{Control, Descriptor, DescriptorKind};
 use crate::index::{Builder, ExtentMap, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::directory::Medium;
@@ -132,13 +132,13 @@ pub(crate) fn place(
     segment: &Arc<Segment>,
     offset: u64,
 ) -> Place {
-    match Kind::from_raw(descriptor.kind.get()) {
-        Some(Kind::Write) => Place::Log {
+    match DescriptorKind::from_raw(descriptor.kind.get()) {
+        Some(DescriptorKind::Write) => Place::Log {
             segment: segment.clone(),
             offset,
         },
         kind => Place::Zero {
-            unmap: kind == Some(Kind::Discard),
+            unmap: kind == Some(DescriptorKind::Discard),
             lsn,
         },
     }

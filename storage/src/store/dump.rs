@@ -7,7 +7,7 @@ use crate::SECTOR_SIZE;
 use crate::catalog::control::existing_log;
 use crate::catalog::mark_text::MarkText;
 use crate::error::Result;
-use crate::format::Kind;
+use crate::format::DescriptorKind;
 use crate::medium::checksum;
 use crate::medium::directory::directory_to_read;
 use crate::medium::lock::Access;
@@ -128,11 +128,11 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
                 Err(error) => drop(failed.get_or_insert(error)),
             }
         }
-        let kind = match Kind::from_raw(descriptor.kind.get()) {
+        let kind = match DescriptorKind::from_raw(descriptor.kind.get()) {
             _ if mark => RecordKind::Mark,
-            Some(Kind::Write) | None => RecordKind::Write,
-            Some(Kind::WriteZeroes) => RecordKind::WriteZeroes,
-            Some(Kind::Discard) => RecordKind::Discard,
+            Some(DescriptorKind::Write) | None => RecordKind::Write,
+            Some(DescriptorKind::WriteZeroes) => RecordKind::WriteZeroes,
+            Some(DescriptorKind::Discard) => RecordKind::Discard,
         };
         visit(&LogRecord {
             lsn: found.lsn,
