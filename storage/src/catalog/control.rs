@@ -9,7 +9,8 @@ use crate::catalog::control;
 use crate::catalog::options::{StoreOptions, check_options};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{
-    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, HistoryHeader, VERSION,
+    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DecodeResult, DiskEntry, HistoryHeader,
+    VERSION,
 };
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, OpenMode, files};
@@ -323,9 +324,9 @@ pub(crate) fn read_control(
             Err(error) => return Err(Error::io("read the log's control file", &path, error)),
         }
         match Control::decode(&bytes) {
-            Decoded::Version(version) => return Err(control::unknown_version(&path, version)),
-            Decoded::Invalid => {}
-            Decoded::Valid(control) => {
+            DecodeResult::Version(version) => return Err(control::unknown_version(&path, version)),
+            DecodeResult::Invalid => {}
+            DecodeResult::Valid(control) => {
                 let newer = |old: &Control| control.header.generation > old.header.generation;
                 if newest.as_ref().is_none_or(newer) {
                     newest = Some(control);

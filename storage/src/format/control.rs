@@ -4,7 +4,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::sealed::{
-    CRC_AT, Decoded, Uuid, VERSION, VERSION_REPLACED, VERSION_REWOUND, VERSION_SAVED, counted,
+    CRC_AT, DecodeResult, Uuid, VERSION, VERSION_REPLACED, VERSION_REWOUND, VERSION_SAVED, counted,
     crc_without, seal,
 };
 use crate::Buffer;
@@ -374,17 +374,17 @@ impl Control {
         slot
     }
 
-    pub(crate) fn decode(slot: &[u8]) -> Decoded<Self> {
+    pub(crate) fn decode(slot: &[u8]) -> DecodeResult<Self> {
         let Ok((mut header, rest)) = ControlHeader::read_from_prefix(slot) else {
-            return Decoded::Invalid;
+            return DecodeResult::Invalid;
         };
         let right = header.crc.get() == crc_without(slot, CRC_AT);
         if header.magic != CONTROL_MAGIC || !(right || planted(Mutant::ControlChecksumIgnored)) {
-            return Decoded::Invalid;
+            return DecodeResult::Invalid;
         }
         let version = std::mem::replace(&mut header.version, U32::new(VERSION));
         if !(VERSION..=VERSION_REPLACED).contains(&version.get()) {
-            return Decoded::Version(version.get());
+            return DecodeResult::Version(version.get());
         }
         let tables = || {
             let (disks, rest) = table::<DiskEntry>(rest, header.disk_count)?;
@@ -413,8 +413,8 @@ impl Control {
             })
         };
         match tables().filter(Self::counted) {
-            Some(control) => Decoded::Valid(control),
-            None => Decoded::Invalid,
+            Some(control) => DecodeResult::Valid(control),
+            None => DecodeResult::Invalid,
         }
     }
 }
@@ -464,7 +464,7 @@ mod tests {
         let count = full.snapshots.len() as u32;
         full.snapshots.pop();
         let mut slot = full.encode();
-        assert!(matches!(Control::decode(&slot), Decoded::Valid(_)));
+        assert!(matches!(Control::decode(&slot), DecodeResult::Valid(_)));
         let end = size_of::<ControlHeader>() + size_of::<DiskEntry>() + size_of::<HistoryHeader>();
         assert_eq!(
             end + count as usize * size_of::<SnapshotEntry>(),
@@ -474,7 +474,7 @@ mod tests {
         let at = size_of::<ControlHeader>() + size_of::<DiskEntry>() + 4;
         slot[at..at + 4].copy_from_slice(&count.to_le_bytes());
         seal(&mut slot);
-        assert!(matches!(Control::decode(&slot), Decoded::Invalid));
+        assert!(matches!(Control::decode(&slot), DecodeResult::Invalid));
     }
 
     fn control(disks: usize, rewinds: Vec<RewindEntry>) -> Control {
@@ -508,7 +508,7 @@ mod tests {
         let rewinds = vec![rewind(3, 10), rewind(9, 11), rewind(4, 99)];
         let with = control(2, rewinds).encode();
         assert_eq!(version(&with), 3);
-        let Decoded::Valid(read) = Control::decode(&with) else {
+        let DecodeResult::Valid(read) = Control::decode(&with) else {
             panic!("a valid slot");
         };
         assert_eq!(read.header.version.get(), VERSION);
@@ -524,7 +524,7 @@ mod tests {
         };
         for slot in [with(7, 0, Vec::new()), with(0, 2, vec![rewind(3, 10)])] {
             assert_eq!(version(&slot), 4);
-            let Decoded::Valid(read) = Control::decode(&slot) else {
+            let DecodeResult::Valid(read) = Control::decode(&slot) else {
                 panic!("a valid slot");
             };
             let snapshot = &read.snapshots[1];
@@ -533,7 +533,7 @@ mod tests {
         let mut later = control(1, Vec::new()).encode();
         later[8] = 6;
         seal(&mut later);
-        assert!(matches!(Control::decode(&later), Decoded::Version(6)));
+        assert!(matches!(Control::decode(&later), DecodeResult::Version(6)));
     }
 
     #[test]
@@ -547,14 +547,14 @@ mod tests {
             vec![rewind(2, 9)],
         ] {
             let slot = control(1, rewinds).encode();
-            assert!(matches!(Control::decode(&slot), Decoded::Invalid));
+            assert!(matches!(Control::decode(&slot), DecodeResult::Invalid));
         }
         // More than the slot has.
         let mut slot = control(1, vec![rewind(5, 6)]).encode();
         let at = size_of::<ControlHeader>() + size_of::<DiskEntry>() + 16 + 3 * 96;
         slot[at..at + 4].copy_from_slice(&u32::MAX.to_le_bytes());
         seal(&mut slot);
-        assert!(matches!(Control::decode(&slot), Decoded::Invalid));
+        assert!(matches!(Control::decode(&slot), DecodeResult::Invalid));
     }
 
     /// No crash history can show why a control slot needs its checksum: all bytes that the history's store changes
@@ -567,7 +567,7 @@ mod tests {
         let is_taken = |bit: usize| {
             let mut bad = slot.to_vec();
             bad[bit / 8] ^= 1 << (bit % 8);
-            matches!(Control::decode(&bad), Decoded::Valid(_))
+            matches!(Control::decode(&bad), DecodeResult::Valid(_))
         };
         let tables = 2 * size_of::<DiskEntry>() + 16 + 3 * size_of::<SnapshotEntry>();
         let used = size_of::<ControlHeader>() + tables + 8 + size_of::<RewindEntry>();

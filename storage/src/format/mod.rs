@@ -19,7 +19,7 @@ pub(crate) use control::{
     CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DiskEntry, HistoryHeader, ImageEntry,
     RewindEntry, SAMPLES, Sample, SnapshotEntry,
 };
-pub(crate) use sealed::{BLOCK, Decoded, Uuid, VERSION, counted};
+pub(crate) use sealed::{BLOCK, DecodeResult, Uuid, VERSION, counted};
 #[cfg(any(test, fuzzing))]
 pub(crate) use sealed::{CRC_AT, seal, seal_at};
 pub(crate) use segment::{

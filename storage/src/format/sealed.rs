@@ -47,7 +47,7 @@ pub(crate) fn counted(numbers: &[U64]) -> bool {
 
 /// The result of reading a block as a structure.
 #[derive(Debug)]
-pub(crate) enum Decoded<T> {
+pub(crate) enum DecodeResult<T> {
     /// Magic, version and CRC are right.
     Valid(T),
     /// Right magic, another version.

@@ -3,7 +3,9 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-use super::sealed::{BLOCK, CRC_AT, Decoded, Uuid, VERSION, counted, crc_without, seal, seal_at};
+use super::sealed::{
+    BLOCK, CRC_AT, DecodeResult, Uuid, VERSION, counted, crc_without, seal, seal_at,
+};
 use crate::{Buffer, MAX_REQUEST_BYTES};
 
 /// Most descriptors of one batch. Bounds the header's size and the write's iovec count (IOV_MAX is 1024).
@@ -180,14 +182,14 @@ impl SegmentHeader {
         seal(&mut block[..size_of::<Self>()])
     }
 
-    pub(crate) fn decode(block: &[u8]) -> Decoded<Self> {
+    pub(crate) fn decode(block: &[u8]) -> DecodeResult<Self> {
         let Ok((header, _)) = Self::read_from_prefix(block) else {
-            return Decoded::Invalid;
+            return DecodeResult::Invalid;
         };
         if header.magic != SEGMENT_MAGIC
             || header.crc.get() != crc_without(&block[..size_of::<Self>()], CRC_AT)
         {
-            return Decoded::Invalid;
+            return DecodeResult::Invalid;
         }
         match header.version.get() {
             VERSION
@@ -197,10 +199,10 @@ impl SegmentHeader {
                     header.previous_lsn,
                 ]) =>
             {
-                Decoded::Valid(header)
+                DecodeResult::Valid(header)
             }
-            VERSION => Decoded::Invalid,
-            other => Decoded::Version(other),
+            VERSION => DecodeResult::Invalid,
+            other => DecodeResult::Version(other),
         }
     }
 }

@@ -11,7 +11,7 @@ use zerocopy::little_endian::{U32, U64};
 
 use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{BLOCK, ControlHeader, Decoded, SegmentHeader, SummaryFooter};
+use crate::format::{BLOCK, ControlHeader, DecodeResult, SegmentHeader, SummaryFooter};
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::batch::Batch;
@@ -39,7 +39,7 @@ impl Candidate {
         let read = segment.file.read_exact_at(&mut head, 0);
         read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
         match SegmentHeader::decode(&head) {
-            Decoded::Valid(header) => Ok(Self {
+            DecodeResult::Valid(header) => Ok(Self {
                 segment: segment.clone(),
                 header,
             }),

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader, Uuid};
+use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader, Uuid};
 use crate::index::{Builder, ExtentMap};
 use crate::medium::file::Segment;
 use crate::medium::filesystem::{FileSystem, OpenMode};
@@ -192,7 +192,7 @@ fn open_part(
         _ => {}
     }
     match SegmentHeader::decode(&head) {
-        Decoded::Valid(header)
+        DecodeResult::Valid(header)
             if header.log == *log
                 && header.sequence == part + 1
                 && header.previous_lsn == number =>

@@ -22,7 +22,7 @@ use zerocopy::little_endian::U64;
 use crate::catalog::control::{ControlFile, unknown_version};
 use crate::catalog::rewind::Lines;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader};
+use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader};
 use crate::index::{ExtentMap, Place};
 use crate::log::clock::passed_between;
 use crate::log::history::Commit;
@@ -436,8 +436,8 @@ fn classify(
         let read = segment.file.read_exact_at(&mut head, 0);
         read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
         match SegmentHeader::decode(&head) {
-            Decoded::Version(version) => return Err(unknown_version(&segment.path, version)),
-            Decoded::Valid(header)
+            DecodeResult::Version(version) => return Err(unknown_version(&segment.path, version)),
+            DecodeResult::Valid(header)
                 if header.log == root.log
                     && (header.sequence >= root.first_sequence
                         || planted(Mutant::RecoveryAcceptsStale)) =>
@@ -445,8 +445,8 @@ fn classify(
                 scan.max_sequence = scan.max_sequence.max(header.sequence.get());
                 candidates.push(Candidate { segment, header });
             }
-            Decoded::Valid(_) => scan.free.push(segment),
-            Decoded::Invalid => suspects.push(segment),
+            DecodeResult::Valid(_) => scan.free.push(segment),
+            DecodeResult::Invalid => suspects.push(segment),
         }
     }
     candidates.sort_by_key(|candidate| candidate.header.sequence.get());

@@ -14,7 +14,7 @@ use super::tell;
 use crate::catalog::retain::Retain;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::ErrorKind;
-use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
+use crate::format::{BLOCK, BatchHeader, DecodeResult, SegmentHeader};
 use crate::{CommitWait, Operation};
 
 /// Sectors of each disk.
@@ -586,7 +586,7 @@ impl History {
         let segments = self.fixture.medium.lock().segments();
         for (name, bytes) in segments {
             // Without its header a segment's batches can't be taken for part of the log.
-            let Decoded::Valid(life) = SegmentHeader::decode(&bytes) else {
+            let DecodeResult::Valid(life) = SegmentHeader::decode(&bytes) else {
                 continue;
             };
             let (salt, sequence) = (life.salt.get(), life.sequence.get());
