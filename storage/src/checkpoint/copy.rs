@@ -134,7 +134,7 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
 }
 
 /// A disk and its frozen index layer, which is not empty.
-pub(crate) type Layer = (Arc<DiskState>, Arc<ExtentMap>);
+pub(crate) type FrozenLayer = (Arc<DiskState>, Arc<ExtentMap>);
 
 /// How a copy ended.
 pub(crate) enum CopyOutcome {
@@ -154,7 +154,7 @@ pub(crate) enum CopyOutcome {
 /// any more.
 pub(crate) fn copy(
     log: &Log,
-    layers: &[Layer],
+    layers: &[FrozenLayer],
     mut pace: CopyPace,
     medium: MediumCost,
     mut tend: impl FnMut(&mut dyn FnMut()),
@@ -220,20 +220,23 @@ pub(crate) fn copy(
 }
 
 /// What the copy of these layers writes.
-fn runs(layers: &[Layer], medium: MediumCost) -> impl Iterator<Item = (&Arc<DiskState>, Run)> {
+fn runs(
+    layers: &[FrozenLayer],
+    medium: MediumCost,
+) -> impl Iterator<Item = (&Arc<DiskState>, Run)> {
     layers.iter().flat_map(move |(disk, layer)| {
         Stripes::new(layer.iter(), medium).map(move |run| (disk, run))
     })
 }
 
 /// What that costs the medium.
-pub(super) fn cost(layers: &[Layer], medium: MediumCost) -> u64 {
+pub(super) fn cost(layers: &[FrozenLayer], medium: MediumCost) -> u64 {
     runs(layers, medium)
         .map(|(_, run)| run.cost(medium.operation))
         .sum()
 }
 
-fn sync_bases(layers: &[Layer]) -> Result<()> {
+fn sync_bases(layers: &[FrozenLayer]) -> Result<()> {
     layers.iter().try_for_each(|(disk, _)| {
         // The mark gets the image's new generation; the sync makes it durable together with the bytes.
         disk.mark(true).map(drop)

@@ -11,7 +11,7 @@
 use std::collections::BTreeMap;
 
 use crate::catalog::snapshot::Snapshot;
-use crate::checkpoint::copy::{CopyOutcome, Layer};
+use crate::checkpoint::copy::{CopyOutcome, FrozenLayer};
 use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
@@ -299,7 +299,7 @@ impl Keeper {
         &mut self,
         range: &FoldRange,
         pace: CopyPace,
-    ) -> Result<(Vec<Layer>, CopyOutcome)> {
+    ) -> Result<(Vec<FrozenLayer>, CopyOutcome)> {
         let lsn = range.last.lsn;
         if self.log.lock().pipeline.durable() < lsn {
             self.drain(lsn)?;
@@ -310,7 +310,7 @@ impl Keeper {
     }
 
     /// Takes what was copied out of the indexes.
-    fn forget(&self, layers: &[Layer], range: &FoldRange) {
+    fn forget(&self, layers: &[FrozenLayer], range: &FoldRange) {
         for (disk, layer) in layers {
             let mut pieces = layer.iter();
             loop {
@@ -355,7 +355,7 @@ impl Keeper {
     ///
     /// # Errors
     /// [`ErrorKind::Damaged`] if a record can't be read.
-    fn layers_of(&self, range: &FoldRange) -> Result<Vec<Layer>> {
+    fn layers_of(&self, range: &FoldRange) -> Result<Vec<FrozenLayer>> {
         let control = &self.control.control;
         let mut builders: BTreeMap<u32, Builder> = BTreeMap::new();
         let visit = &mut |found: Found<'_>| {

@@ -20,7 +20,7 @@ use zerocopy::little_endian::U64;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
-use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, Layer, copy};
+use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer, copy};
 use crate::checkpoint::pace::CopyPace;
 use crate::checkpoint::saved_file::SavedFileWriter;
 use crate::checkpoint::troubles::Troubles;
@@ -355,7 +355,7 @@ impl Keeper {
     }
 
     /// The frozen layers that are not empty, with their disks.
-    fn layers(&self) -> Vec<Layer> {
+    fn layers(&self) -> Vec<FrozenLayer> {
         let disks = self.disks.iter();
         let layers = disks.filter_map(|disk| Some((disk.clone(), disk.index().frozen.clone()?)));
         layers.filter(|(_, layer)| !layer.is_empty()).collect()
@@ -363,7 +363,7 @@ impl Keeper {
 
     /// Writes to the control file that the base images may from now on hold records up to `lsn`, and that the
     /// images which the frozen layers are copied to are about to get another generation.
-    fn announce(&mut self, lsn: u64, layers: &[Layer]) -> Result<()> {
+    fn announce(&mut self, lsn: u64, layers: &[FrozenLayer]) -> Result<()> {
         if self.copying == Some(lsn) {
             return Ok(());
         }
@@ -397,7 +397,7 @@ impl Keeper {
 
     /// What operations cost the medium. It is measured once, when it first decides about much work, and not in the time that closing
     /// may take.
-    fn medium_cost(&mut self, layers: &[Layer]) -> MediumCost {
+    fn medium_cost(&mut self, layers: &[FrozenLayer]) -> MediumCost {
         let state = self.log.lock();
         let (closing, segment) = (state.keeper.stop, state.ring.live().next().cloned());
         drop(state);
@@ -433,7 +433,7 @@ impl Keeper {
     pub(super) fn copy_layers(
         &mut self,
         lsn: u64,
-        layers: &[Layer],
+        layers: &[FrozenLayer],
         pace: CopyPace,
     ) -> Result<CopyOutcome> {
         debug_assert!(!self.copies, "no copy begins while another is under way");
@@ -446,7 +446,7 @@ impl Keeper {
     fn save_and_copy(
         &mut self,
         lsn: u64,
-        layers: &[Layer],
+        layers: &[FrozenLayer],
         mut pace: CopyPace,
     ) -> Result<CopyOutcome> {
         let medium = self.medium_cost(layers);

@@ -6,7 +6,7 @@ use std::ops::Range;
 use zerocopy::FromZeros;
 use zerocopy::little_endian::{U16, U32, U64};
 
-use crate::checkpoint::copy::{Layer, SHORT};
+use crate::checkpoint::copy::{FrozenLayer, SHORT};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, Result, invalid};
 use crate::format::{
@@ -110,7 +110,7 @@ impl SavedFileWriter {
     }
 
     /// Where something is saved under these layers.
-    fn saved_under(&self, layers: &[Layer]) -> Result<BTreeMap<u32, ExtentMap>> {
+    fn saved_under(&self, layers: &[FrozenLayer]) -> Result<BTreeMap<u32, ExtentMap>> {
         let mut found: BTreeMap<u32, Builder> = BTreeMap::new();
         let visit = &mut |_: &Arc<Segment>, record: &Descriptor, _: u64| {
             let id = record.disk_id.get();
@@ -148,7 +148,7 @@ impl SavedFileWriter {
     /// If the saved files have to be read, and can't be.
     pub(super) fn unsaved<'a>(
         &self,
-        layers: &'a [Layer],
+        layers: &'a [FrozenLayer],
         needed: impl Fn(&DiskState) -> bool,
     ) -> Result<UnsavedRanges<'a>> {
         let mut ranges: Vec<(&DiskState, Range<u64>)> = Vec::new();

@@ -3,7 +3,7 @@
 use zerocopy::little_endian::U32;
 
 use crate::catalog::snapshot::Snapshot;
-use crate::checkpoint::copy::{self, Layer};
+use crate::checkpoint::copy::{self, FrozenLayer};
 use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
 use crate::checkpoint::saved_file::SavedFileWriter;
@@ -33,7 +33,7 @@ impl Keeper {
     pub(super) fn save_for_snapshots(
         &mut self,
         until: u64,
-        layers: &[Layer],
+        layers: &[FrozenLayer],
         pace: &mut CopyPace,
         medium: MediumCost,
     ) -> Result<bool> {
@@ -51,7 +51,7 @@ impl Keeper {
     fn try_to_save(
         &mut self,
         until: u64,
-        layers: &[Layer],
+        layers: &[FrozenLayer],
         pace: &mut CopyPace,
         medium: MediumCost,
     ) -> Result<SaveOutcome> {

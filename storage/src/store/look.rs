@@ -41,7 +41,7 @@ use crate::recovery::replay::read_live_disk;
 use crate::recovery::saved::read_saved;
 use crate::recovery::scan::Found;
 use crate::store::point::Point;
-use crate::store::scratch::{Content, Scratch};
+use crate::store::scratch::{Scratch, ScratchContent};
 use crate::store::view::{Layers, View};
 use crate::sync::{Arc, Event, mpsc};
 use crate::{
@@ -139,7 +139,7 @@ enum Seen {
     /// As it was.
     Past(Piece),
     /// Written or zeroed since.
-    Changed(Range<u64>, Content),
+    Changed(Range<u64>, ScratchContent),
 }
 
 impl Past {
@@ -200,7 +200,7 @@ impl Past {
                 sector: sectors.start,
                 sectors: sectors.end - sectors.start,
                 origin: match (content, scratch) {
-                    (Content::Written, Some(scratch)) => Origin::File(scratch.file()),
+                    (ScratchContent::Written, Some(scratch)) => Origin::File(scratch.file()),
                     _ => Origin::Zero,
                 },
             },
@@ -436,8 +436,8 @@ impl Backend for Look {
                 Seen::Past(_) => {}
                 Seen::Changed(part, content) => {
                     let allocation = match content {
-                        Content::Written => Allocation::Data,
-                        Content::Zero => Allocation::Hole,
+                        ScratchContent::Written => Allocation::Data,
+                        ScratchContent::Zero => Allocation::Hole,
                     };
                     push(extents, part.end - part.start, allocation);
                 }
@@ -554,7 +554,7 @@ impl LookQueue {
         let result = match (end.result, &past.scratch) {
             (Ok(_), Some(scratch)) => {
                 // Only now do reads find it here: a write that fails leaves what was there before.
-                scratch.layer().set(sectors, Content::Written);
+                scratch.layer().set(sectors, ScratchContent::Written);
                 Ok(None)
             }
             (Ok(_), None) => Ok(None),

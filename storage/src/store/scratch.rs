@@ -51,7 +51,7 @@ fn unnamed(directory: &Path) -> io::Result<File> {
 /// What was written to a look, for all its queues.
 pub(crate) struct Scratch {
     file: Arc<File>,
-    written: Mutex<Layer>,
+    written: Mutex<ScratchMap>,
 }
 
 impl Scratch {
@@ -68,7 +68,7 @@ impl Scratch {
         self.file.clone()
     }
 
-    pub(crate) fn layer(&self) -> MutexGuard<'_, Layer> {
+    pub(crate) fn layer(&self) -> MutexGuard<'_, ScratchMap> {
         self.written.lock().expect("scratch lock")
     }
 
@@ -87,7 +87,7 @@ impl Scratch {
 
     /// Makes sectors read as zeroes.
     pub(crate) fn zero(&self, sectors: Range<u64>) {
-        self.layer().set(sectors.clone(), Content::Zero);
+        self.layer().set(sectors.clone(), ScratchContent::Zero);
         // Gives space back, best effort: these bytes are not read any more.
         let (offset, len) = (sectors.start * SECTOR_SIZE, sectors.end - sectors.start);
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
@@ -97,7 +97,7 @@ impl Scratch {
 
 /// What the sectors of a range hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Content {
+pub(crate) enum ScratchContent {
     /// The bytes in the scratch file.
     Written,
     Zero,
@@ -105,14 +105,14 @@ pub(crate) enum Content {
 
 /// The sectors that were written, or zeroed, in ranges that do not overlap.
 #[derive(Debug, Default)]
-pub(crate) struct Layer {
+pub(crate) struct ScratchMap {
     /// By first sector: the end, and the content.
-    ranges: BTreeMap<u64, (u64, Content)>,
+    ranges: BTreeMap<u64, (u64, ScratchContent)>,
 }
 
-impl Layer {
+impl ScratchMap {
     /// Gives a range, which is not empty, this content.
-    pub(crate) fn set(&mut self, sectors: Range<u64>, content: Content) {
+    pub(crate) fn set(&mut self, sectors: Range<u64>, content: ScratchContent) {
         let Range { mut start, mut end } = sectors;
         // A range that touches this one is joined with it, or keeps what lies outside.
         let touching = self.ranges.range(..=end).rev();
@@ -138,7 +138,7 @@ impl Layer {
     pub(crate) fn visit(
         &self,
         sectors: Range<u64>,
-        each: &mut impl FnMut(Range<u64>, Option<Content>),
+        each: &mut impl FnMut(Range<u64>, Option<ScratchContent>),
     ) {
         let Range { mut start, end } = sectors;
         let before = self.ranges.range(..=start).next_back();
@@ -164,7 +164,7 @@ impl Layer {
     fn has_all(&self, sectors: Range<u64>) -> bool {
         let mut all = true;
         self.visit(sectors, &mut |_, content| {
-            all &= content == Some(Content::Written);
+            all &= content == Some(ScratchContent::Written);
         });
         all
     }
@@ -194,11 +194,11 @@ mod tests {
             (random >> 33) % limit
         };
         for _ in 0..200 {
-            let (mut layer, mut model) = (Layer::default(), [None; 40]);
+            let (mut layer, mut model) = (ScratchMap::default(), [None; 40]);
             for _ in 0..30 {
                 let start = below(40);
                 let end = start + 1 + below(40 - start);
-                let content = [Content::Written, Content::Zero][below(2) as usize];
+                let content = [ScratchContent::Written, ScratchContent::Zero][below(2) as usize];
                 layer.set(start..end, content);
                 model[start as usize..end as usize].fill(Some(content));
                 let from = below(40);
@@ -207,7 +207,7 @@ mod tests {
                 layer.visit(from..to, &mut |part, content| {
                     assert!(part.start == at && part.end > at);
                     assert_ne!(last, Some(content), "neighbours are joined");
-                    let is = |sector: &Option<Content>| *sector == content;
+                    let is = |sector: &Option<ScratchContent>| *sector == content;
                     assert!(model[part.start as usize..part.end as usize].iter().all(is));
                     (at, last) = (part.end, Some(content));
                 });
