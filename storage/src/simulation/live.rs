@@ -32,7 +32,7 @@ use crate::recovery::scan::Found;
 use crate::store::look::Look;
 use crate::store::members::adding_of;
 use crate::store::point::Point;
-use crate::store::view::{Data, Layers};
+use crate::store::view::{DataPlace, Layers};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, mpsc};
 
@@ -136,7 +136,7 @@ pub(super) fn values(layers: Layers<'_>) -> Result<Vec<u32>> {
     let mut bytes = vec![0; size as usize];
     for part in layers.data(0..size, u64::MAX) {
         let (range, data) = part?;
-        if matches!(data, Data::Zero) {
+        if matches!(data, DataPlace::Zero) {
             continue;
         }
         layers.read(range, &data, &mut |at, some: &[u8]| {

@@ -6,7 +6,7 @@ use crate::catalog::snapshot::Snapshot;
 use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::mutant::{Mutant, PLANTED};
 use crate::store::look::Look;
-use crate::store::view::Data;
+use crate::store::view::DataPlace;
 use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
 use crate::{Point, Retain, SECTOR_SIZE, SnapshotName};
@@ -23,7 +23,7 @@ pub(super) fn values_of(look: &Look, sectors: u64) -> Vec<u32> {
     let mut bytes = vec![0; size as usize];
     for part in layers.data(0..size, u64::MAX) {
         let (range, data) = part.unwrap();
-        if matches!(data, Data::Zero) {
+        if matches!(data, DataPlace::Zero) {
             continue;
         }
         let read = layers.read(range, &data, &mut |at, some: &[u8]| {

@@ -8,7 +8,7 @@ use crate::catalog::options::DiskOptions;
 use crate::error::{Result, invalid};
 use crate::index::Place;
 use crate::store::point::Point;
-use crate::store::view::Located;
+use crate::store::view::LocatedDisk;
 use crate::{Allocation, SECTOR_SIZE};
 
 /// The changes of a disk between two points.
@@ -52,7 +52,7 @@ pub fn disk_changes(
     to: Option<Point>,
     threads: Option<NonZeroUsize>,
 ) -> Result<Changes> {
-    let (base, mut log) = Located::with_history(&DiskOptions::new(path), log_dir, threads)?;
+    let (base, mut log) = LocatedDisk::with_history(&DiskOptions::new(path), log_dir, threads)?;
     let from_lsn = log.resolve(from, &base)?;
     let to_lsn = match to {
         Some(to) => log.resolve(to, &base)?,

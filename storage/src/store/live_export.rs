@@ -9,7 +9,7 @@ use crate::error::{Error, Result};
 use crate::log::export::{SYNC_BYTES, TARGET, ended_early, sized};
 use crate::medium::copying::{KERNEL_COPY_BYTES, NamedFile, copy};
 use crate::store::point::Point;
-use crate::store::view::{Data, Layers};
+use crate::store::view::{DataPlace, Layers};
 use crate::{Backend, SECTOR_SIZE, Transfer};
 
 impl Disk {
@@ -80,12 +80,17 @@ impl Disk {
 }
 
 /// Copies a part of a disk to a file of zeroes. Returns how many bytes.
-fn copy_part(layers: Layers<'_>, to: NamedFile<'_>, range: Range<u64>, data: &Data) -> Result<u64> {
+fn copy_part(
+    layers: Layers<'_>,
+    to: NamedFile<'_>,
+    range: Range<u64>,
+    data: &DataPlace,
+) -> Result<u64> {
     let bytes = range.end - range.start;
     match data {
-        Data::Base => copy(layers.base, to, range)?,
-        Data::Zero => return Ok(0),
-        Data::Log { .. } => layers.read(range, data, &mut |at, bytes: &[u8]| {
+        DataPlace::Base => copy(layers.base, to, range)?,
+        DataPlace::Zero => return Ok(0),
+        DataPlace::Log { .. } => layers.read(range, data, &mut |at, bytes: &[u8]| {
             let written = to.file.write_all_at(bytes, at);
             written.map_err(|error| Error::io("write", to.path, error))?;
             Ok(true)

@@ -31,7 +31,7 @@ use crate::store::image::disk_len;
 use crate::store::other_format::refuse_other_format;
 use crate::store::part::{Part, exists, refuse_existing};
 use crate::store::point::Point;
-use crate::store::view::{Data, View};
+use crate::store::view::{DataPlace, View};
 
 /// Most bytes that one thread copies at a time. Progress is reported after each such part.
 const PART_BYTES: u64 = KERNEL_COPY_BYTES;
@@ -262,10 +262,10 @@ fn fill(
     let copy = |range: Range<u64>, data| {
         let bytes = range.end - range.start;
         match data {
-            Data::Base => copy(view.reader(), part.named(), range).map(|()| bytes),
-            Data::Zero if shared => part.zero(range).map(|()| 0),
-            Data::Zero => Ok(0),
-            Data::Log { .. } => {
+            DataPlace::Base => copy(view.reader(), part.named(), range).map(|()| bytes),
+            DataPlace::Zero if shared => part.zero(range).map(|()| 0),
+            DataPlace::Zero => Ok(0),
+            DataPlace::Log { .. } => {
                 let write = &mut |at, bytes: &[u8]| part.write(bytes, at).map(|()| true);
                 view.read(range, &data, write).map(|()| bytes)
             }

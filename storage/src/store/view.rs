@@ -45,7 +45,7 @@ pub(crate) struct View {
 }
 
 /// The place of a range of the disk.
-pub(crate) enum Data {
+pub(crate) enum DataPlace {
     /// In the base image, at the same offset.
     Base,
     /// In a segment of the log, from `offset` on.
@@ -55,7 +55,7 @@ pub(crate) enum Data {
 }
 
 /// A disk and its log, both locked.
-pub(crate) struct Located {
+pub(crate) struct LocatedDisk {
     pub base: OpenBase,
     pub log: Option<LocatedLog>,
 }
@@ -75,7 +75,7 @@ pub(crate) struct LocatedLog {
     no_past: Option<&'static str>,
 }
 
-impl Located {
+impl LocatedDisk {
     /// Opens the disk, and reads its log if it has one.
     pub(crate) fn open(
         options: &DiskOptions,
@@ -216,7 +216,7 @@ impl<'a> Layers<'a> {
         self,
         range: Range<u64>,
         most: u64,
-    ) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send + use<'a> {
+    ) -> impl Iterator<Item = Result<(Range<u64>, DataPlace)>> + Send + use<'a> {
         let Self { base, extents } = self;
         let mut pieces = Vec::new();
         let (first, end) = (range.start / SECTOR_SIZE, range.end / SECTOR_SIZE);
@@ -231,7 +231,7 @@ impl<'a> Layers<'a> {
                 Some(data) => (None, Some(Ok((bytes, data)))),
             };
             let in_base = in_base.into_iter().flatten();
-            let in_base = in_base.map(|range| range.map(|range| (range, Data::Base)));
+            let in_base = in_base.map(|range| range.map(|range| (range, DataPlace::Base)));
             in_base.chain(over)
         })
     }
@@ -241,23 +241,23 @@ impl<'a> Layers<'a> {
     pub(crate) fn read(
         self,
         range: Range<u64>,
-        data: &Data,
+        data: &DataPlace,
         visit: &mut dyn FnMut(u64, &[u8]) -> Result<bool>,
     ) -> Result<()> {
         let mut buffer = Buffer::for_overwrite(COPY_BYTES.min(range.end - range.start) as usize);
         for part in parts(range.clone()) {
             let into = &mut buffer[..(part.end - part.start) as usize];
             match data {
-                Data::Base => {
+                DataPlace::Base => {
                     let read = self.base.file.read_exact_at(into, part.start);
                     read.map_err(|e| Error::io("read the base image", self.base.path, e))?;
                 }
-                Data::Log { segment, offset } => {
+                DataPlace::Log { segment, offset } => {
                     let at = offset + part.start - range.start;
                     let read = LogRead::new(segment.clone(), at, into.len());
                     into.copy_from_slice(&read.read()?);
                 }
-                Data::Zero => break,
+                DataPlace::Zero => break,
             }
             if !visit(part.start, into)? {
                 break;
@@ -275,8 +275,8 @@ impl View {
         access: Access,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let Located { base, log } =
-            Located::open(&DiskOptions::new(path), log_dir, access, threads)?;
+        let LocatedDisk { base, log } =
+            LocatedDisk::open(&DiskOptions::new(path), log_dir, access, threads)?;
         Self::of(base, log)
     }
 
@@ -287,7 +287,7 @@ impl View {
         at: Point,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let (base, mut log) = Located::with_history(options, log_dir, threads)?;
+        let (base, mut log) = LocatedDisk::with_history(options, log_dir, threads)?;
         let until = log.resolve(at, &base)?;
         log.read_until(until)?;
         Self::of(base, Some(log))
@@ -321,7 +321,7 @@ impl View {
         &self,
         range: Range<u64>,
         most: u64,
-    ) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send {
+    ) -> impl Iterator<Item = Result<(Range<u64>, DataPlace)>> + Send {
         self.layers().data(range, most)
     }
 
@@ -334,7 +334,7 @@ impl View {
     }
 
     /// The parts of the disk that are not in the base image, in order.
-    pub(crate) fn over_base(&self) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send {
+    pub(crate) fn over_base(&self) -> impl Iterator<Item = Result<(Range<u64>, DataPlace)>> + Send {
         self.extents.iter().filter_map(|piece| {
             let (bytes, data) = over_base(piece);
             data.map(|data| Ok((bytes, data)))
@@ -353,7 +353,7 @@ impl View {
     pub(crate) fn read(
         &self,
         range: Range<u64>,
-        data: &Data,
+        data: &DataPlace,
         visit: &mut dyn FnMut(u64, &[u8]) -> Result<bool>,
     ) -> Result<()> {
         self.layers().read(range, data, visit)
@@ -377,11 +377,11 @@ impl View {
 }
 
 /// The byte range of a piece, and its place; `None`: in the base image.
-fn over_base(piece: Piece) -> (Range<u64>, Option<Data>) {
+fn over_base(piece: Piece) -> (Range<u64>, Option<DataPlace>) {
     let bytes = piece.sector * SECTOR_SIZE..(piece.sector + piece.sectors) * SECTOR_SIZE;
     let data = piece.place.map(|place| match place {
-        Place::Zero { .. } => Data::Zero,
-        Place::Log { segment, offset } => Data::Log { segment, offset },
+        Place::Zero { .. } => DataPlace::Zero,
+        Place::Log { segment, offset } => DataPlace::Log { segment, offset },
         Place::Memory { .. } => unreachable!("what was read from a log is in the log"),
     });
     (bytes, data)

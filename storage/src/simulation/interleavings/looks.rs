@@ -10,7 +10,7 @@ use super::{Choice, explore};
 use crate::disk::handle::Disk;
 use crate::mutant::{Mutant, PLANTED};
 use crate::store::look::Look;
-use crate::store::view::Data;
+use crate::store::view::DataPlace;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, thread};
 use crate::{CommitWait, Operation, Point, Port, Retain, SECTOR_SIZE, Store};
@@ -59,7 +59,7 @@ fn shown(look: &Look) -> Result<Vec<u32>, Broken> {
     let mut bytes = vec![0; size as usize];
     for part in layers.data(0..size, u64::MAX) {
         let (range, data) = part.map_err(broken)?;
-        if matches!(data, Data::Zero) {
+        if matches!(data, DataPlace::Zero) {
             continue;
         }
         let into = &mut |at, some: &[u8]| {
