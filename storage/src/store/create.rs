@@ -39,7 +39,7 @@ pub(crate) enum CreateStep {
 }
 
 /// Called at each step.
-type Reached<'a> = &'a mut dyn FnMut(CreateStep);
+type StepHook<'a> = &'a mut dyn FnMut(CreateStep);
 
 /// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there is no log, it is
 /// created with `options`; an existing log ignores them, except for [`retain`](StoreOptions::retain). Leftovers of an earlier interrupted call are reused.
@@ -56,7 +56,7 @@ fn create(
     size: u64,
     log_dir: &Path,
     options: &StoreOptions,
-    reached: Reached<'_>,
+    reached: StepHook<'_>,
 ) -> Result<()> {
     check_size(path, size)?;
     let new = NewDisk::begin(path, log_dir, options)?;
@@ -99,7 +99,7 @@ impl<'a> NewDisk<'a> {
         part: Part,
         size: u64,
         options: &StoreOptions,
-        reached: Reached<'_>,
+        reached: StepHook<'_>,
     ) -> Result<()> {
         let (path, log_dir) = (self.path, self.log_dir);
         let mut marked = true;

@@ -107,7 +107,7 @@ enum LeaveStep {
 }
 
 /// Called at each step.
-type Reached<'a> = &'a mut dyn FnMut(LeaveStep);
+type StepHook<'a> = &'a mut dyn FnMut(LeaveStep);
 
 /// Takes the disk at `path` out of the log in `log_dir`: its image is a plain raw image afterwards, without a mark. The
 /// contents of the log's other disks stay as they are. Returns the images of those.
@@ -118,7 +118,7 @@ pub fn leave_log(path: &Path, log_dir: &Path) -> Result<Vec<PathBuf>> {
     leave(path, log_dir, &mut |_| {})
 }
 
-fn leave(path: &Path, log_dir: &Path, reached: Reached<'_>) -> Result<Vec<PathBuf>> {
+fn leave(path: &Path, log_dir: &Path, reached: StepHook<'_>) -> Result<Vec<PathBuf>> {
     let (base, mut control, place) = emptied(path, log_dir)?;
     reached(LeaveStep::Copied);
     let unmarked = base.file.write_mark(None);
@@ -145,7 +145,7 @@ fn move_log(
     from: &Path,
     to: &Path,
     options: &StoreOptions,
-    reached: Reached<'_>,
+    reached: StepHook<'_>,
 ) -> Result<()> {
     check_options(options)?;
     if real_path(from)? == real_path(to)? {
