@@ -211,7 +211,7 @@ impl OpenBase {
 }
 
 /// One way to tell whether an image belongs to an entry.
-type Way<'a> = &'a dyn Fn(&OpenBase, &DiskEntry) -> bool;
+type IdentityCheck<'a> = &'a dyn Fn(&OpenBase, &DiskEntry) -> bool;
 
 /// Finds the places of the disks' entries in the log's table. No two disks get the same place.
 pub(crate) fn find(
@@ -256,7 +256,7 @@ fn look_up(bases: &[OpenBase], control: &ControlFile) -> Result<Vec<Option<usize
     };
     let own = |base: &OpenBase, entry: &DiskEntry| base.is_of(entry, home);
     let at_path = |base: &OpenBase, entry: &DiskEntry| entry.path(home) == base.path;
-    let ways: [Way<'_>; 3] = [&own_at_path, &own, &at_path];
+    let ways: [IdentityCheck<'_>; 3] = [&own_at_path, &own, &at_path];
     for way in ways {
         for (i, base) in bases.iter().enumerate() {
             if found[i].is_some() {

@@ -65,14 +65,14 @@ pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<Rewound> {
 }
 
 /// The records of a log, for a restore in place of one of its disks.
-struct Records {
+struct LogRecords {
     disk_id: u32,
     commits: Vec<Commit>,
     /// The LSNs of the disk's records that are not in its base image.
     of_disk: Vec<u64>,
 }
 
-impl Records {
+impl LogRecords {
     fn new(disk_id: u32) -> Self {
         Self {
             disk_id,
@@ -155,7 +155,7 @@ pub(crate) fn rewind(
 ) -> Result<Rewound> {
     let place = locate(base, control, log_dir)?;
     let disk_id = control.control.disks[place].id.get();
-    let mut records = Records::new(disk_id);
+    let mut records = LogRecords::new(disk_id);
     let visit = &mut |found: &Found<'_>| records.take(found);
     // What counts from now on must be durable, as when the log is opened to be written.
     let (scan, waiting) = read_durable(medium, log_dir, control, visit, &mut |_, _| {})?;
@@ -234,7 +234,7 @@ impl Disk {
     ) -> Result<(Rewound, Option<RewindRequest>)> {
         let (log, disk, control) = (&self.log, &self.state, &held.control);
         let threads = log.medium.threads();
-        let mut records = Records::new(disk.id);
+        let mut records = LogRecords::new(disk.id);
         let visit = &mut |found: Found<'_>| records.take(&found);
         read_live(&held.segments, held.newest, control, threads, visit)?;
         let done = records.plan(at, control, held.newest, &disk.path, &log.dir)?;
