@@ -59,11 +59,11 @@ const WRITES: u64 = 1 << 63;
 /// be open beside this one, and nobody writes to the disk meanwhile. The owner of a disk in use opens looks with
 /// [`Disk::look`].
 pub struct Look {
-    past: Arc<Past>,
+    past: Arc<PastDisk>,
 }
 
 /// The disk as of the point, for all queues.
-struct Past {
+struct PastDisk {
     path: PathBuf,
     sectors: u64,
     base: Arc<dyn DataFile>,
@@ -83,11 +83,11 @@ struct Past {
     /// The snapshots before the point.
     points: Vec<PastPoint>,
     /// The last of the fields: the log is used again once nothing else here needs it.
-    hold: Hold,
+    hold: LogHold,
 }
 
 /// What keeps the log as it is.
-enum Hold {
+enum LogHold {
     /// The log of a disk that is not in use is locked.
     Closed {
         engine: EngineKind,
@@ -102,7 +102,7 @@ enum Hold {
     },
 }
 
-impl Hold {
+impl LogHold {
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         match self {
             Self::Closed { engine, .. } => engine::create(*engine, event),
@@ -135,19 +135,19 @@ impl Hold {
 }
 
 /// A part of the disk.
-enum Seen {
+enum LookPiece {
     /// As it was.
     Past(Piece),
     /// Written or zeroed since.
     Changed(Range<u64>, ScratchContent),
 }
 
-impl Past {
+impl PastDisk {
     /// Calls `each` with the parts of a range, in order.
-    fn visit(&self, sectors: Range<u64>, each: &mut impl FnMut(Seen)) {
-        let past = |sectors: Range<u64>, each: &mut dyn FnMut(Seen)| {
+    fn visit(&self, sectors: Range<u64>, each: &mut impl FnMut(LookPiece)) {
+        let past = |sectors: Range<u64>, each: &mut dyn FnMut(LookPiece)| {
             let (first, count) = (sectors.start, sectors.end - sectors.start);
-            let piece = &mut |piece| each(Seen::Past(piece));
+            let piece = &mut |piece| each(LookPiece::Past(piece));
             self.extents.visit(first, count, piece);
         };
         match &self.scratch {
@@ -156,7 +156,7 @@ impl Past {
                 .layer()
                 .visit(sectors, &mut |part, content| match content {
                     None => past(part, each),
-                    Some(content) => each(Seen::Changed(part, content)),
+                    Some(content) => each(LookPiece::Changed(part, content)),
                 }),
         }
     }
@@ -193,10 +193,10 @@ impl Past {
     }
 
     /// A part for a read.
-    fn part(&self, seen: Seen) -> ReadPart {
+    fn part(&self, seen: LookPiece) -> ReadPart {
         match (seen, &self.scratch) {
-            (Seen::Past(piece), _) => ReadPart::of(piece, &self.base),
-            (Seen::Changed(sectors, content), scratch) => ReadPart {
+            (LookPiece::Past(piece), _) => ReadPart::of(piece, &self.base),
+            (LookPiece::Changed(sectors, content), scratch) => ReadPart {
                 sector: sectors.start,
                 sectors: sectors.end - sectors.start,
                 origin: match (content, scratch) {
@@ -232,7 +232,7 @@ impl Look {
             points(&log.control, disk_id, view.last_lsn)
         });
         let files = log.map_or_else(SavedFiles::default, |(log, _)| log.control.saved_files());
-        let past = Past {
+        let past = PastDisk {
             live: view.live,
             segment_size: log.map_or(0, |(log, _)| log.control.header.segment_size.get()),
             positions: PositionCache::default(),
@@ -247,7 +247,7 @@ impl Look {
             sectors: view.size / SECTOR_SIZE,
             base: view.base.file.into(),
             extents: view.extents,
-            hold: Hold::Closed {
+            hold: LogHold::Closed {
                 engine,
                 maps: (IndexMemory::default(), options.index_memory),
                 _log: view.log.map(|(control, _)| Box::new(control)),
@@ -344,7 +344,7 @@ impl Disk {
             None => read_live_disk(&segments, until, &control, disk.id, &log.dir, threads)?,
         };
         log.admit(&mut extents)?;
-        let past = Past {
+        let past = PastDisk {
             scratch: sized(scratch, bytes, &disk.path)?,
             path: disk.path.clone(),
             sectors: bytes / SECTOR_SIZE,
@@ -359,7 +359,7 @@ impl Disk {
             files: saved_files,
             saved_since: SavedExtentsCache::default(),
             points: points(&control, disk.id, until),
-            hold: Hold::Live {
+            hold: LogHold::Live {
                 log: log.clone(),
                 _pin: pin,
             },
@@ -430,11 +430,11 @@ impl Backend for Look {
         let append = |sector, sectors, extents: &mut Vec<Extent>| {
             let mut appended = Ok(());
             past.visit(sector..sector + sectors, &mut |seen| match seen {
-                Seen::Past(piece) if appended.is_ok() => {
+                LookPiece::Past(piece) if appended.is_ok() => {
                     appended = push_piece(extents, &piece, &*past.base, &past.path);
                 }
-                Seen::Past(_) => {}
-                Seen::Changed(part, content) => {
+                LookPiece::Past(_) => {}
+                LookPiece::Changed(part, content) => {
                     let allocation = match content {
                         ScratchContent::Written => Allocation::Data,
                         ScratchContent::Zero => Allocation::Hole,
@@ -467,8 +467,8 @@ impl Backend for Look {
         let since = past.since(since)?;
         let append = |sector, sectors, changes: &mut Vec<Change>| {
             past.visit(sector..sector + sectors, &mut |seen| match seen {
-                Seen::Past(piece) => since.append(&piece, changes),
-                Seen::Changed(part, _) => push_change(changes, part.end - part.start, true),
+                LookPiece::Past(piece) => since.append(&piece, changes),
+                LookPiece::Changed(part, _) => push_change(changes, part.end - part.start, true),
             });
             Ok(())
         };
@@ -482,7 +482,7 @@ impl Backend for Look {
 
 /// One queue of a look.
 struct LookQueue {
-    past: Arc<Past>,
+    past: Arc<PastDisk>,
     engine: Box<dyn Engine>,
     event: Event,
     reads: InFlightReads,
@@ -496,10 +496,10 @@ struct LookQueue {
 }
 
 /// How far a request has come: it has ended, with the data of a read, or `None`: its completion comes later.
-type Begun = Option<Option<Buffer>>;
+type RequestOutcome = Option<Option<Buffer>>;
 
 impl LookQueue {
-    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Begun, Failure> {
+    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<RequestOutcome, Failure> {
         let past = &self.past;
         check_read(sector, sectors, past.sectors)?;
         let range = sector..sector + u64::from(sectors);
@@ -510,7 +510,7 @@ impl LookQueue {
         Ok(read.map(Some))
     }
 
-    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<Begun, Failure> {
+    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<RequestOutcome, Failure> {
         let scratch = self.past.scratch.as_ref().ok_or(Failure::ReadOnly)?;
         let len = data.len();
         if !len.is_multiple_of(SECTOR_SIZE as usize) || len > MAX_REQUEST_BYTES {
@@ -534,7 +534,7 @@ impl LookQueue {
         Ok(None)
     }
 
-    fn zero(&mut self, sector: u64, sectors: u32) -> Result<Begun, Failure> {
+    fn zero(&mut self, sector: u64, sectors: u32) -> Result<RequestOutcome, Failure> {
         let scratch = self.past.scratch.as_ref().ok_or(Failure::ReadOnly)?;
         check_range(sector, u64::from(sectors), self.past.sectors)?;
         scratch.zero(sector..sector + u64::from(sectors));
