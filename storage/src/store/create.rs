@@ -25,7 +25,7 @@ use crate::medium::mark::ImageMark;
 use crate::recovery::replay::read_log_until;
 use crate::store::attach::discard_command;
 use crate::store::log_size::advised;
-use crate::store::part::{Part, exists};
+use crate::store::part_file::{PartFile, exists};
 
 /// The points where the creation of a disk can be cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +60,7 @@ fn create(
 ) -> Result<()> {
     check_size(path, size)?;
     let new = NewDisk::begin(path, log_dir, options)?;
-    let part = Part::create(path, size, 0o666)?;
+    let part = PartFile::create(path, size, 0o666)?;
     new.finish(part, size, options, reached)
 }
 
@@ -96,7 +96,7 @@ impl<'a> NewDisk<'a> {
     /// Registers the complete image in the log and gives it its final name.
     pub(crate) fn finish(
         mut self,
-        part: Part,
+        part: PartFile,
         size: u64,
         options: &StoreOptions,
         reached: StepHook<'_>,
@@ -373,7 +373,7 @@ mod tests {
         let new = NewDisk::begin(&disks[0], &log, &options()).unwrap();
         let same = NewDisk::begin(&disks[1], &log, &options()).unwrap();
         create_disk(&disks[1], MIB, &log, &options()).unwrap();
-        let part = |path| Part::create(path, MIB, 0o666).unwrap();
+        let part = |path| PartFile::create(path, MIB, 0o666).unwrap();
         new.finish(part(&disks[0]), MIB, &options(), &mut |_| {})
             .unwrap();
         // This disk was begun before the file existed: the file that is there now stays.

@@ -29,7 +29,7 @@ use crate::store::attach::with_log;
 use crate::store::create::NewDisk;
 use crate::store::image::disk_len;
 use crate::store::other_format::refuse_other_format;
-use crate::store::part::{Part, exists, refuse_existing};
+use crate::store::part_file::{PartFile, exists, refuse_existing};
 use crate::store::point::Point;
 use crate::store::view::{DataPlace, View};
 
@@ -74,7 +74,7 @@ pub fn import_disk_as(
     // The log is opened, and so locked, before the long copy.
     let new = NewDisk::begin(path, log_dir, options)?;
     let (source, size) = open_source(raw, format)?;
-    let part = Part::create(path, size, mode_of(source.as_ref(), raw)?)?;
+    let part = PartFile::create(path, size, mode_of(source.as_ref(), raw)?)?;
     let ranges = DataRanges::new(source.host(), raw, 0..size, PART_BYTES);
     let ranges = ranges.map(|range| range.map(|range| (range, ())));
     let copied = transfer(
@@ -188,7 +188,7 @@ pub fn clone_disk(
         None => View::open(path, log_dir, Access::Read, options.threads)?,
     };
     let mode = mode_of(view.base.file.as_ref(), path)?;
-    let part = Part::resume(new, view.size, mode, origin(&view)?)?;
+    let part = PartFile::resume(new, view.size, mode, origin(&view)?)?;
     let done = fill(&part, &view, options.threads, progress)?;
     disk.finish(part, view.size, options, &mut |_| {})?;
     progress(view.size, view.size);
@@ -251,7 +251,7 @@ fn origin(view: &View) -> Result<String> {
 
 /// Gives a new file of the view's size what the view shows. Behind what an earlier attempt has left it is zeroes.
 fn fill(
-    part: &Part,
+    part: &PartFile,
     view: &View,
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
@@ -309,7 +309,7 @@ fn begin_raw(
     size: u64,
     mode: u32,
     origin: String,
-) -> Result<(Part, Option<Box<dyn DataFile>>)> {
+) -> Result<(PartFile, Option<Box<dyn DataFile>>)> {
     let replaced = match replace {
         true => lock_replaced(raw)?,
         false => {
@@ -317,7 +317,7 @@ fn begin_raw(
             None
         }
     };
-    let part = Part::resume(raw, size, mode, origin)?;
+    let part = PartFile::resume(raw, size, mode, origin)?;
     if let Some(replaced) = replaced.as_ref().and_then(|file| file.host()) {
         part.resemble(replaced)?;
     }

@@ -40,7 +40,7 @@ fn already(path: &Path, remedy: &str) -> Error {
 const NOTE: &str = "user.walvisor.part";
 
 /// A file that is being made beside its final name. Removed if it is dropped before it is published.
-pub(crate) struct Part {
+pub(crate) struct PartFile {
     file: Box<dyn DataFile>,
     path: PathBuf,
     target: PathBuf,
@@ -50,7 +50,7 @@ pub(crate) struct Part {
     published: bool,
 }
 
-impl Part {
+impl PartFile {
     /// Creates the file, or reuses what an earlier attempt left, with `size` zero bytes and the permissions `mode`.
     pub(crate) fn create(target: &Path, size: u64, mode: u32) -> Result<Self> {
         let part = Self::open(target, mode)?;
@@ -244,7 +244,7 @@ impl Part {
     }
 }
 
-impl Drop for Part {
+impl Drop for PartFile {
     fn drop(&mut self) {
         if !self.published {
             // Best effort: the next attempt reuses what is left.
