@@ -39,8 +39,8 @@ pub(crate) fn in_order<T: Send, R: Send, E>(
         }
         return Ok(());
     }
-    let shared = Shared {
-        state: Mutex::new(State {
+    let shared = SharedWork {
+        state: Mutex::new(WorkState {
             parts: &mut parts,
             begun: 0,
             taken: 0,
@@ -51,7 +51,7 @@ pub(crate) fn in_order<T: Send, R: Send, E>(
         most: threads * AHEAD,
     };
     thread::scope(|scope| {
-        let _ending = Ending(&shared);
+        let _ending = StopGuard(&shared);
         let help = |_: &usize| {
             let worker = thread::Builder::new().name("walvisor-part".to_owned());
             worker
@@ -70,14 +70,14 @@ pub(crate) fn in_order<T: Send, R: Send, E>(
 }
 
 /// The data that the threads share.
-struct Shared<'a, T, R> {
-    state: Mutex<State<'a, T, R>>,
+struct SharedWork<'a, T, R> {
+    state: Mutex<WorkState<'a, T, R>>,
     changed: Condvar,
     /// Most parts that may be begun and not taken.
     most: usize,
 }
 
-struct State<'a, T, R> {
+struct WorkState<'a, T, R> {
     parts: &'a mut (dyn Iterator<Item = T> + Send),
     begun: usize,
     taken: usize,
@@ -87,14 +87,14 @@ struct State<'a, T, R> {
     ended: bool,
 }
 
-impl<'a, T, R> Shared<'a, T, R> {
-    fn lock(&self) -> MutexGuard<'_, State<'a, T, R>> {
+impl<'a, T, R> SharedWork<'a, T, R> {
+    fn lock(&self) -> MutexGuard<'_, WorkState<'a, T, R>> {
         // A thread that panics in here ends the others; the scope hands its panic on.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins the next part.
-    fn begin(&self, state: &mut State<'a, T, R>) -> Option<(usize, T)> {
+    fn begin(&self, state: &mut WorkState<'a, T, R>) -> Option<(usize, T)> {
         let part = state.parts.next();
         match part {
             Some(part) => {
@@ -112,9 +112,9 @@ impl<'a, T, R> Shared<'a, T, R> {
     /// The loop of a helping thread.
     fn help(&self, work: impl Fn(T) -> R) {
         // A panic leaves a part without a result, for which `next` would wait for ever: so all work ends.
-        let ending = Ending(self);
+        let ending = StopGuard(self);
         loop {
-            let busy = |state: &mut State<'a, T, R>| {
+            let busy = |state: &mut WorkState<'a, T, R>| {
                 !state.ended && state.begun >= state.taken + self.most
             };
             let waited = self.changed.wait_while(self.lock(), busy);
@@ -161,9 +161,9 @@ impl<'a, T, R> Shared<'a, T, R> {
 }
 
 /// Ends the work of all threads when it is dropped.
-struct Ending<'a, 'b, T, R>(&'b Shared<'a, T, R>);
+struct StopGuard<'a, 'b, T, R>(&'b SharedWork<'a, T, R>);
 
-impl<T, R> Drop for Ending<'_, '_, T, R> {
+impl<T, R> Drop for StopGuard<'_, '_, T, R> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.ended = true;
