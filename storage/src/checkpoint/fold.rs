@@ -15,7 +15,7 @@ use crate::checkpoint::copy::{CopyOutcome, FrozenLayer};
 use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{Builder, Piece, Place};
+use crate::index::{IndexBuilder, Piece, Place};
 use crate::log::history::Commit;
 use crate::log::state::LogState;
 use crate::medium::file::Segment;
@@ -357,7 +357,7 @@ impl Keeper {
     /// [`ErrorKind::Damaged`] if a record can't be read.
     fn layers_of(&self, range: &FoldRange) -> Result<Vec<FrozenLayer>> {
         let control = &self.control.control;
-        let mut builders: BTreeMap<u32, Builder> = BTreeMap::new();
+        let mut builders: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
         let visit = &mut |found: Found<'_>| {
             // What counts now is also what counted as of the end of these segments: no rewind is split.
             if !found.counts || found.is_mark() {

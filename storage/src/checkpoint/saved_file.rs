@@ -13,7 +13,7 @@ use crate::format::{
     self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, DescriptorKind, SEGMENT_MAGIC,
     SegmentHeader, Uuid, VERSION,
 };
-use crate::index::{Builder, ExtentMap, Place};
+use crate::index::{ExtentMap, IndexBuilder, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::checksum;
@@ -111,7 +111,7 @@ impl SavedFileWriter {
 
     /// Where something is saved under these layers.
     fn saved_under(&self, layers: &[FrozenLayer]) -> Result<BTreeMap<u32, ExtentMap>> {
-        let mut found: BTreeMap<u32, Builder> = BTreeMap::new();
+        let mut found: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
         let visit = &mut |_: &Arc<Segment>, record: &Descriptor, _: u64| {
             let id = record.disk_id.get();
             let Some((_, layer)) = layers.iter().find(|(disk, _)| disk.id == id) else {

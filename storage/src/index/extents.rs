@@ -10,8 +10,8 @@ use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
 use std::path::Path;
 
-use super::leaf::{Addition, Extent, LEAF, Leaf, Meaning, Word, zone};
-use super::memory::{IndexMemory, LEAST_BESIDE, Share};
+use super::leaf::{IndexExtent, LEAF, Leaf, NewExtent, PackedPlace, PlaceKind, zone};
+use super::memory::{IndexMemory, LEAST_BESIDE, MemoryShare};
 use super::place::{Piece, Place};
 use crate::error::{Result, invalid};
 use crate::medium::file::Segment;
@@ -21,7 +21,7 @@ use crate::{SECTOR_SIZE, SharedBuffer};
 
 /// A payload that is not in the log yet.
 #[derive(Debug)]
-struct Pending {
+struct PendingPayload {
     lsn: u64,
     /// The first sector of its record.
     sector: u64,
@@ -38,24 +38,24 @@ pub(crate) struct ExtentMap {
     /// `None`: the slot is free.
     segments: Vec<Option<Arc<Segment>>>,
     /// Payloads that are not in the log yet, by LSN.
-    pending: VecDeque<Pending>,
+    pending: VecDeque<PendingPayload>,
     /// Bytes of memory that the leaves take.
     bytes: u64,
-    share: Share,
+    share: MemoryShare,
 }
 
 impl ExtentMap {
     /// An empty map whose memory is counted where the memory of this one is.
     pub(crate) fn successor(&self) -> Self {
         Self {
-            share: Share::new(&self.share.memory),
+            share: MemoryShare::new(&self.share.memory),
             ..Self::default()
         }
     }
 
     /// Counts the memory of this map in `memory` from now on.
     pub(crate) fn count_in(&mut self, memory: &IndexMemory) {
-        self.share = Share::new(memory);
+        self.share = MemoryShare::new(memory);
         self.share.set(self.bytes);
     }
 
@@ -92,7 +92,7 @@ impl ExtentMap {
         self.insert_word(sector, sectors, word);
     }
 
-    fn insert_word(&mut self, sector: u64, sectors: u64, word: Word) {
+    fn insert_word(&mut self, sector: u64, sectors: u64, word: PackedPlace) {
         let end = sector + sectors;
         let mut free = false;
         if let Some((_, leaf)) = self.leaves.range_mut(..=sector).next_back() {
@@ -116,7 +116,7 @@ impl ExtentMap {
 
     /// Removes all that is in a range. Returns the part of an extent that reached beyond the range: its sectors and its
     /// place.
-    fn clear(&mut self, sector: u64, end: u64) -> Option<(u64, Word)> {
+    fn clear(&mut self, sector: u64, end: u64) -> Option<(u64, PackedPlace)> {
         let mut rest = None;
         if let Some((start, before)) = self.before(sector) {
             let before_end = start + u64::from(before.sectors);
@@ -147,8 +147,8 @@ impl ExtentMap {
     }
 
     /// Inserts an extent into a range that holds none.
-    fn put(&mut self, sector: u64, sectors: u64, word: Word) {
-        let extent = Extent {
+    fn put(&mut self, sector: u64, sectors: u64, word: PackedPlace) {
+        let extent = IndexExtent {
             start: sector as u32,
             sectors: sectors as u32,
             word,
@@ -173,15 +173,15 @@ impl ExtentMap {
     }
 
     /// A record for [`merge`](Self::merge), whose payload, if it has one, is in the log.
-    pub(super) fn addition(
+    pub(super) fn new_extent(
         &mut self,
         sector: u64,
         sectors: u32,
         number: u32,
         place: Place,
-    ) -> Addition {
+    ) -> NewExtent {
         let word = self.word(sector, 0, place);
-        Addition {
+        NewExtent {
             sector,
             sectors,
             number,
@@ -190,27 +190,35 @@ impl ExtentMap {
     }
 
     /// Inserts a record, which replaces all that was in its range.
-    pub(super) fn insert_addition(&mut self, addition: &Addition) {
-        self.insert_word(addition.sector, addition.sectors.into(), addition.word);
+    pub(super) fn insert_new(&mut self, new_extent: &NewExtent) {
+        self.insert_word(
+            new_extent.sector,
+            new_extent.sectors.into(),
+            new_extent.word,
+        );
     }
 
     /// Inserts records that are in the order of their sectors, and of which no two overlap.
-    pub(super) fn merge(&mut self, mut additions: &[Addition]) {
+    pub(super) fn merge(&mut self, mut new_extents: &[NewExtent]) {
         let mut merged = Vec::new();
-        while let Some(first) = additions.first() {
-            let count = self.merge_leaf(additions, &mut merged).unwrap_or(0);
+        while let Some(first) = new_extents.first() {
+            let count = self.merge_leaf(new_extents, &mut merged).unwrap_or(0);
             if count == 0 {
-                self.insert_addition(first);
+                self.insert_new(first);
             }
-            additions = &additions[count.max(1)..];
+            new_extents = &new_extents[count.max(1)..];
         }
         self.share.set(self.bytes);
     }
 
     /// Merges the first of these records with the leaf that they belong into. Returns how many; `None` if there is no
     /// such leaf.
-    fn merge_leaf(&mut self, additions: &[Addition], merged: &mut Vec<Extent>) -> Option<usize> {
-        let sector = additions.first()?.sector;
+    fn merge_leaf(
+        &mut self,
+        new_extents: &[NewExtent],
+        merged: &mut Vec<IndexExtent>,
+    ) -> Option<usize> {
+        let sector = new_extents.first()?.sector;
         let mut leaves = self.leaves.range(..=sector).rev();
         let (&base, leaf) = leaves.next().filter(|&(&base, _)| base >= zone(sector))?;
         let before = leaves
@@ -221,7 +229,7 @@ impl ExtentMap {
         let limit = later.next().map_or(u64::MAX, |(&base, _)| base);
         let limit = limit.min(zone(sector) | u64::from(u32::MAX));
         merged.clear();
-        let count = leaf.merge(additions, before.unwrap_or(0), limit, merged);
+        let count = leaf.merge(new_extents, before.unwrap_or(0), limit, merged);
         if count == 0 {
             return Some(0);
         }
@@ -298,14 +306,14 @@ impl ExtentMap {
         };
         pending.payload = None;
         while self.pending.pop_front_if(|p| p.payload.is_none()).is_some() {}
-        let word = Word::log(self.slot(segment), offset / SECTOR_SIZE);
+        let word = PackedPlace::log(self.slot(segment), offset / SECTOR_SIZE);
         let end = sector + sectors;
         let mut freed = 0;
         for leaf in self.leaves_in(sector, end) {
             let (first, last) = (leaf.position(sector), leaf.position(end));
             let zone = zone(leaf.base);
             for extent in &mut leaf.extents[first..last] {
-                if extent.word == Word::pending(lsn) {
+                if extent.word == PackedPlace::pending(lsn) {
                     extent.word = word.skip(zone + u64::from(extent.start) - sector);
                 }
             }
@@ -415,7 +423,7 @@ impl ExtentMap {
     }
 
     /// The last extent that begins before `sector`, and its first sector.
-    fn before(&mut self, sector: u64) -> Option<(u64, &mut Extent)> {
+    fn before(&mut self, sector: u64) -> Option<(u64, &mut IndexExtent)> {
         let mut leaves = self.leaves.range_mut(..sector).rev();
         leaves.find_map(|(_, leaf)| {
             let last = leaf.position(sector).checked_sub(1)?;
@@ -424,20 +432,22 @@ impl ExtentMap {
         })
     }
 
-    fn word(&mut self, sector: u64, lsn: u64, place: Place) -> Word {
+    fn word(&mut self, sector: u64, lsn: u64, place: Place) -> PackedPlace {
         match place {
             Place::Memory { payload, .. } => {
                 let payload = Some(payload);
-                let pending = Pending {
+                let pending = PendingPayload {
                     lsn,
                     sector,
                     payload,
                 };
                 self.pending.push_back(pending);
-                Word::pending(lsn)
+                PackedPlace::pending(lsn)
             }
-            Place::Log { segment, offset } => Word::log(self.slot(&segment), offset / SECTOR_SIZE),
-            Place::Zero { unmap, lsn } => Word::zero(unmap, lsn),
+            Place::Log { segment, offset } => {
+                PackedPlace::log(self.slot(&segment), offset / SECTOR_SIZE)
+            }
+            Place::Zero { unmap, lsn } => PackedPlace::zero(unmap, lsn),
         }
     }
 
@@ -461,13 +471,13 @@ impl ExtentMap {
         slot
     }
 
-    fn piece(&self, sector: u64, end: u64, word: Word) -> Piece {
-        let place = match word.meaning() {
-            Meaning::Log { slot, sector } => Place::Log {
+    fn piece(&self, sector: u64, end: u64, word: PackedPlace) -> Piece {
+        let place = match word.unpack() {
+            PlaceKind::Log { slot, sector } => Place::Log {
                 segment: self.segments[slot].clone().expect("it is named"),
                 offset: sector * SECTOR_SIZE,
             },
-            Meaning::Pending { lsn } => {
+            PlaceKind::Pending { lsn } => {
                 let found = self.pending.partition_point(|pending| pending.lsn < lsn);
                 let pending = &self.pending[found];
                 let payload = pending.payload.clone();
@@ -476,7 +486,7 @@ impl ExtentMap {
                     offset: ((sector - pending.sector) * SECTOR_SIZE) as usize,
                 }
             }
-            Meaning::Zero { unmap, lsn } => Place::Zero { unmap, lsn },
+            PlaceKind::Zero { unmap, lsn } => Place::Zero { unmap, lsn },
         };
         Piece {
             sector,

@@ -18,12 +18,12 @@ impl IndexMemory {
 
 /// The part of one map, which is taken off when the map is dropped.
 #[derive(Debug, Default)]
-pub(super) struct Share {
+pub(super) struct MemoryShare {
     pub memory: IndexMemory,
     bytes: u64,
 }
 
-impl Share {
+impl MemoryShare {
     pub(super) fn new(memory: &IndexMemory) -> Self {
         Self {
             memory: memory.clone(),
@@ -43,7 +43,7 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for MemoryShare {
     fn drop(&mut self) {
         self.set(0);
     }

@@ -16,7 +16,7 @@ mod place;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use bulk::Builder;
+pub(crate) use bulk::IndexBuilder;
 pub(crate) use extents::ExtentMap;
 pub(crate) use memory::{IndexMemory, LEAST_BESIDE};
 pub(crate) use place::{Piece, Place};

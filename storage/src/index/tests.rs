@@ -335,7 +335,7 @@ proptest! {
     /// An index that was built is the one that has got the records one by one.
     #[test]
     fn what_is_built_is_what_was_inserted(records in prop::collection::vec((0..SECTORS, 1..60_u32), 0..200)) {
-        let (mut built, mut inserted) = (Builder::default(), ExtentMap::default());
+        let (mut built, mut inserted) = (IndexBuilder::default(), ExtentMap::default());
         let segment = segment();
         for (lsn, &(at, sectors)) in (0..).zip(&records) {
             let (segment, offset) = (segment.clone(), lsn * 100 * SECTOR_SIZE);
@@ -356,7 +356,7 @@ proptest! {
 fn a_large_index_is_built_as_it_is_inserted() {
     const SECTORS: u64 = 60_000;
     let first = (1 << 32) - SECTORS / 2;
-    let (mut built, mut inserted) = (Builder::default(), ExtentMap::default());
+    let (mut built, mut inserted) = (IndexBuilder::default(), ExtentMap::default());
     let segment = segment();
     for lsn in 0..20_000_u64 {
         let (at, sectors) = (lsn * 7919 % SECTORS, 1 + lsn % 5);

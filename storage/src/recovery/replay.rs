@@ -10,7 +10,7 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::rewind::Lines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, Descriptor, DescriptorKind};
-use crate::index::{Builder, ExtentMap, Place};
+use crate::index::{ExtentMap, IndexBuilder, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::directory::Medium;
 use crate::medium::file::Segment;
@@ -38,7 +38,7 @@ pub(crate) struct Waiting {
 struct Reading {
     /// Its capacity.
     sectors: u64,
-    extents: Builder,
+    extents: IndexBuilder,
     /// Its extents are still missing.
     waiting: Waiting,
 }
@@ -47,7 +47,7 @@ impl Reading {
     fn new(sectors: u64) -> Self {
         Self {
             sectors,
-            extents: Builder::default(),
+            extents: IndexBuilder::default(),
             waiting: Waiting::default(),
         }
     }
@@ -194,7 +194,7 @@ pub(crate) fn read_records(
     disk_id: u32,
     wanted: impl Fn(u64) -> bool,
 ) -> Result<ExtentMap> {
-    let mut extents = Builder::default();
+    let mut extents = IndexBuilder::default();
     let visit = &mut |found: Found<'_>| {
         let (descriptor, lsn) = (found.descriptor, found.lsn);
         if descriptor.disk_id.get() == disk_id && wanted(lsn) {

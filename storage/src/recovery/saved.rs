@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader, Uuid};
-use crate::index::{Builder, ExtentMap};
+use crate::index::{ExtentMap, IndexBuilder};
 use crate::medium::file::Segment;
 use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::segment::LogRead;
@@ -262,7 +262,7 @@ pub(crate) fn read_saved(
     if !saved.has(lsns.start) {
         return Ok(None);
     }
-    let (mut extents, mut known) = (Builder::default(), false);
+    let (mut extents, mut known) = (IndexBuilder::default(), false);
     let has = |sector: u64, sectors: u32| {
         let end = sector.checked_add(u64::from(sectors));
         end.is_some_and(|end| end <= size / SECTOR_SIZE)
