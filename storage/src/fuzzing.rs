@@ -27,7 +27,7 @@ use crate::medium::directory::Medium;
 use crate::medium::file::{CachedFile, DataFile, Engine, ReadFile, Segment};
 use crate::medium::filesystem::{FileSystem, OpenMode, PathKind};
 use crate::medium::mark::{ImageMark, Inode};
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::{read_for_recovery, read_log, recover};
 use crate::recovery::saved::read_saved;
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -370,7 +370,7 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
         let (scan, _) = read_log(files, path, &control.control, verify, &mut |_, _| {})?;
         Result::Ok((scan.last.lsn, scan.records, scan.batches, scan.max_lsn))
     };
-    let (checked, looked) = (look(Verify::All), look(Verify::Tail));
+    let (checked, looked) = (look(VerifyScope::All), look(VerifyScope::Tail));
     let read = read_for_recovery(files, path, &mut control, &mut |_, _| {})?;
     let disks = control.control.disks.iter();
     let states: Vec<Arc<DiskState>> = disks

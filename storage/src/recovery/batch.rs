@@ -19,11 +19,11 @@ pub(crate) struct Batch {
     /// Byte offset of the first payload.
     pub payload_at: u64,
     /// `None`: the segment's summary has the header, and the batch itself was not read.
-    pub verified: Option<Verified>,
+    pub verified: Option<BatchCheck>,
 }
 
 /// How a batch was found at its place.
-pub(crate) struct Verified {
+pub(crate) struct BatchCheck {
     /// The header is there.
     pub in_place: bool,
     /// Indexes of the blocks whose checksum is wrong.
@@ -135,7 +135,7 @@ impl Batch {
                 number += 1;
             }
         }
-        self.verified = Some(Verified { in_place, wrong });
+        self.verified = Some(BatchCheck { in_place, wrong });
         Ok(())
     }
 }

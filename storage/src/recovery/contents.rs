@@ -19,7 +19,7 @@ use crate::recovery::window::Window;
 
 /// How much of the log a scan verifies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verify {
+pub(crate) enum VerifyScope {
     /// The batches that may be torn. The payloads of the others are verified where their bytes are used.
     Tail,
     /// Every batch.
@@ -116,7 +116,7 @@ impl Contents {
         candidate: &Candidate,
         size: u64,
         limit: Option<u64>,
-        verify: Verify,
+        verify: VerifyScope,
         summaries: bool,
     ) -> Self {
         let mut contents = Self {
@@ -134,8 +134,8 @@ impl Contents {
                 contents.end = batches.last().map_or(contents.end, Batch::end);
                 (contents.batches, contents.summarised) = (batches, true);
                 match verify {
-                    Verify::Tail => Ok(()),
-                    Verify::All => contents.verify(&mut window()),
+                    VerifyScope::Tail => Ok(()),
+                    VerifyScope::All => contents.verify(&mut window()),
                 }
             }
             None => contents.read_batches(candidate, &mut window(), limit),

@@ -16,7 +16,7 @@ use crate::medium::directory::Medium;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::live::read_live;
 use crate::recovery::scan::{self, Found, Scan};
 use crate::sync::Arc;
@@ -152,7 +152,7 @@ pub(crate) fn read_log(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &Control,
-    verify: Verify,
+    verify: VerifyScope,
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
     let until = u64::MAX;
@@ -174,7 +174,7 @@ pub(crate) fn read_log_until(
     control: &Control,
     until: u64,
 ) -> Result<(Scan, Indexes)> {
-    let (verify, progress) = (Verify::Tail, &mut |_, _| {});
+    let (verify, progress) = (VerifyScope::Tail, &mut |_, _| {});
     read(
         medium,
         log_dir,
@@ -207,7 +207,7 @@ pub(crate) fn read_records(
         medium,
         log_dir,
         control,
-        Verify::Tail,
+        VerifyScope::Tail,
         visit,
         &mut |_, _| {},
     )?;
@@ -220,7 +220,7 @@ fn read(
     log_dir: &Path,
     control: &Control,
     until: u64,
-    verify: Verify,
+    verify: VerifyScope,
     visit: &mut dyn FnMut(&Found<'_>),
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
@@ -287,7 +287,7 @@ pub(crate) fn read_durable(
         let dropped = segment.file.drop_cache();
         dropped.map_err(|e| Error::io("sync the log segment", &segment.path, e))?;
     }
-    let (until, verify) = (u64::MAX, Verify::Tail);
+    let (until, verify) = (u64::MAX, VerifyScope::Tail);
     let read = read(
         medium,
         log_dir,

@@ -32,7 +32,7 @@ use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
 use crate::recovery::batch::Batch;
-use crate::recovery::contents::{Behind, Candidate, Contents, Verify};
+use crate::recovery::contents::{Behind, Candidate, Contents, VerifyScope};
 use crate::{Buffer, SECTOR_SIZE, parallel};
 
 /// The state of a log, as a scan found it.
@@ -234,7 +234,7 @@ pub(crate) fn scan(
     medium: &dyn Medium,
     dir: &Path,
     control: &Control,
-    verify: Verify,
+    verify: VerifyScope,
     visit: Visitor<'_>,
     progress: Progress<'_>,
 ) -> Result<Scan> {

@@ -10,7 +10,7 @@ use crate::CommitWait;
 use crate::catalog::snapshot::Snapshot;
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader};
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log;
 
 impl History {
@@ -33,7 +33,7 @@ impl History {
             (0..damages).for_each(|_| world.damage());
         }
         // A check, which reads every payload, and an opening find the same log.
-        if self.scanned(Verify::All) != self.scanned(Verify::Tail) {
+        if self.scanned(VerifyScope::All) != self.scanned(VerifyScope::Tail) {
             return Err("a check and an opening find different logs".into());
         }
         match self.fixture.open(false, CommitWait::NONE) {
@@ -91,7 +91,7 @@ impl History {
     }
 
     /// The last LSN, the records and the batches that a scan of the log finds; `None` if the log is damaged.
-    fn scanned(&self, verify: Verify) -> Option<(u64, u64, u64)> {
+    fn scanned(&self, verify: VerifyScope) -> Option<(u64, u64, u64)> {
         let medium = &self.fixture.medium;
         let control = control_of(medium).ok()?;
         let progress = &mut |_, _| {};

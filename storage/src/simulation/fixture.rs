@@ -522,7 +522,7 @@ fn times_in_a_log_never_go_back() {
         &fixture.medium,
         Path::new(LOG),
         &control.control,
-        crate::recovery::contents::Verify::All,
+        crate::recovery::contents::VerifyScope::All,
         &mut |found| times.push(found.batch.unix_us.get()),
         &mut |_, _| {},
     )
@@ -586,7 +586,7 @@ fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
                 &fixture.medium,
                 log,
                 &control,
-                crate::recovery::contents::Verify::Tail,
+                crate::recovery::contents::VerifyScope::Tail,
                 &mut |found| visit(&found.commit()),
                 &mut |_, _| {},
             )

@@ -5,7 +5,7 @@ use std::path::Path;
 use super::fixture::{Fixture, Shape, carry_out, control_of, filled};
 use super::medium::{LOG, World};
 use crate::format::Control;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::scan;
 use crate::{CommitWait, LogHistory, Operation, Point, Result, Retain};
 
@@ -14,7 +14,7 @@ fn resolve(fixture: &Fixture, control: &Control, point: Point) -> Result<u64> {
     let (log, disk) = (Path::new(LOG), control.disks[0].id.get());
     point.resolve(log, control, disk, |visit| {
         let visit = &mut |found: crate::recovery::scan::Found<'_>| visit(&found.commit());
-        let (tail, none) = (Verify::Tail, &mut |_, _| {});
+        let (tail, none) = (VerifyScope::Tail, &mut |_, _| {});
         scan(&fixture.medium, log, control, tail, visit, none).map(drop)
     })
 }
@@ -63,7 +63,7 @@ fn the_horizon_that_is_told_is_a_point_wherever_a_checkpoint_is_cut() {
         copying += u32::from(control.header.copying_lsn > control.header.checkpoint_lsn);
         // What 'disk info' tells, and the next process.
         let (log, none) = (Path::new(LOG), &mut |_, _| {});
-        let tail = Verify::Tail;
+        let tail = VerifyScope::Tail;
         let found = scan(&fixture.medium, log, &control, tail, &mut |_| {}, none);
         let told = LogHistory {
             horizon: found.unwrap().horizon,

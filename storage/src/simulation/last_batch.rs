@@ -7,7 +7,7 @@ use super::medium::{LOG, World};
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, CONTROL_SLOT};
 use crate::mutant::{Mutant, PLANTED};
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::{Found, scan};
 use crate::{BackendQueue, CommitWait, Operation, Retain};
 
@@ -68,7 +68,15 @@ fn last_batch_is_missed(left: Left) -> bool {
         let mut last = None;
         let visit = &mut |found: Found<'_>| last = Some((found.segment.path.clone(), found.offset));
         let log = Path::new(LOG);
-        scan(medium, log, &control, Verify::Tail, visit, &mut |_, _| {}).unwrap();
+        scan(
+            medium,
+            log,
+            &control,
+            VerifyScope::Tail,
+            visit,
+            &mut |_, _| {},
+        )
+        .unwrap();
         let (path, payload) = last.expect("a record");
         let name = path.file_name().unwrap().to_str().unwrap();
         let mut world = medium.lock();
@@ -132,7 +140,15 @@ fn proved_by_a_void_segment() -> Fixture {
         records.push((name.to_str().unwrap().to_owned(), found.offset));
     };
     let (medium, log) = (&fixture.medium, Path::new(LOG));
-    scan(medium, log, &control, Verify::Tail, visit, &mut |_, _| {}).unwrap();
+    scan(
+        medium,
+        log,
+        &control,
+        VerifyScope::Tail,
+        visit,
+        &mut |_, _| {},
+    )
+    .unwrap();
     let mut world = fixture.medium.lock();
     world.restart();
     let (segment, payload) = &records[1];

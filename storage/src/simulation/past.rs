@@ -12,7 +12,7 @@ use crate::error::ErrorKind;
 use crate::format::Control;
 use crate::index::{ExtentMap, Place};
 use crate::medium::segment::LogRead;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log_until;
 use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{Found, scan};
@@ -186,7 +186,7 @@ impl History {
             medium,
             Path::new(LOG),
             &control,
-            Verify::Tail,
+            VerifyScope::Tail,
             visit,
             progress,
         );

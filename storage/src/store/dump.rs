@@ -12,7 +12,7 @@ use crate::medium::checksum;
 use crate::medium::directory::directory_to_read;
 use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::{self, Found};
 
 /// A record's effect on its disk.
@@ -157,7 +157,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
         &medium,
         log_dir,
         &control.control,
-        Verify::All,
+        VerifyScope::All,
         &mut each,
         &mut |_, _| {},
     )

@@ -18,7 +18,7 @@ use crate::medium::file::Segment;
 use crate::medium::filesystem::files;
 use crate::medium::lock::Access;
 use crate::parallel::Progress;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log;
 use crate::recovery::saved::{self, snapshots};
 use crate::recovery::scan::DamagedBlock;
@@ -156,7 +156,13 @@ pub fn inspect_telling(
         });
     };
     let medium = directory_to_read(log_dir, threads);
-    let (scan, mut waiting) = read_log(&medium, log_dir, &control.control, Verify::All, progress)?;
+    let (scan, mut waiting) = read_log(
+        &medium,
+        log_dir,
+        &control.control,
+        VerifyScope::All,
+        progress,
+    )?;
     let found = base.find(&control, log_dir, &waiting)?;
     let snapshot_faults = snapshot_faults(&base, &control, found, log_dir)?;
     let size = control.control.disks[found].size.get();

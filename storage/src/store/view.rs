@@ -18,7 +18,7 @@ use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::{Indexes, read_log_until, read_records};
 use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{self, Found};
@@ -151,7 +151,7 @@ impl LocatedLog {
             return Err(base.no_past(point, &self.medium.path, why));
         }
         let (medium, control) = (&self.medium, &self.control.control);
-        let (dir, tail) = (&medium.path, Verify::Tail);
+        let (dir, tail) = (&medium.path, VerifyScope::Tail);
         point.resolve(dir, control, self.entry().id.get(), |visit| {
             let visit = &mut |found: Found<'_>| visit(&found.commit());
             scan::scan(medium, dir, control, tail, visit, &mut |_, _| {}).map(drop)
