@@ -19,7 +19,7 @@ use crate::log::ring::LiveSegment;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::FileSystem;
 use crate::mutant::{Mutant, planted};
-use crate::recovery::contents::{Candidate, Contents, VerifyScope};
+use crate::recovery::contents::{Candidate, SegmentContents, VerifyScope};
 use crate::recovery::saved::read_saved;
 use crate::sync::Arc;
 use crate::{Change, SECTOR_SIZE};
@@ -192,7 +192,7 @@ pub(crate) fn unknown_point(lsn: u64) -> Error {
 /// `limit`: its last LSN, if another segment follows.
 fn first_behind(segment: &Arc<Segment>, lsn: u64, size: u64, limit: Option<u64>) -> Result<u64> {
     let candidate = Candidate::of(segment)?;
-    let contents = Contents::read(&candidate, size, limit, VerifyScope::Tail, true);
+    let contents = SegmentContents::read(&candidate, size, limit, VerifyScope::Tail, true);
     let mut end = 0;
     for batch in &contents.batches {
         let first = batch.header.first_lsn.get();

@@ -55,7 +55,7 @@ impl Candidate {
 }
 
 /// The part of the log in one segment.
-pub(crate) struct Contents {
+pub(crate) struct SegmentContents {
     pub batches: Vec<Batch>,
     /// The batches are those of the segment's summary.
     pub summarised: bool,
@@ -108,7 +108,7 @@ impl<'a> Chain<'a> {
     }
 }
 
-impl Contents {
+impl SegmentContents {
     /// Reads the part of the log in a segment of `size` bytes, up to its end or to LSN `limit`, without looking at other
     /// segments. The next segment of the log begins behind the limit; `None`: there is none. `summaries`: the segment's
     /// summary may be used.
@@ -242,7 +242,7 @@ fn summary(candidate: &Candidate, size: u64, limit: u64) -> Option<Vec<Batch>> {
 
 /// What a segment holds behind the end of the log.
 #[derive(Default)]
-pub(crate) struct Behind {
+pub(crate) struct StaleTail {
     pub torn: bool,
     /// How far the log was durable when the headers there were written.
     pub durable_lsn: u64,
@@ -251,7 +251,7 @@ pub(crate) struct Behind {
     pub max_sequence: u64,
 }
 
-impl Behind {
+impl StaleTail {
     /// Looks for headers of this log's batches from `offset` on. `salt`: the segment's salt, if known; headers with
     /// another salt are ignored.
     pub(crate) fn look(

@@ -5,7 +5,7 @@ use crate::format::Control;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel;
-use crate::recovery::contents::{Candidate, Contents, VerifyScope};
+use crate::recovery::contents::{Candidate, SegmentContents, VerifyScope};
 use crate::recovery::scan::{Found, Visitor};
 use crate::sync::Arc;
 
@@ -28,7 +28,7 @@ pub(crate) fn read_live(
         let candidate = Candidate::of(segment)?;
         // What comes behind `until` may be on its way to the medium.
         let limit = (*last_lsn < until).then_some(*last_lsn);
-        let contents = Contents::read(&candidate, size, limit, VerifyScope::Tail, true);
+        let contents = SegmentContents::read(&candidate, size, limit, VerifyScope::Tail, true);
         contents.error.map_or(Ok(()), Err)?;
         // A segment may have lost all its batches, which were torn.
         let before = candidate.header.previous_lsn.get();

@@ -32,7 +32,7 @@ use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
 use crate::recovery::batch::Batch;
-use crate::recovery::contents::{Behind, Candidate, Contents, VerifyScope};
+use crate::recovery::contents::{Candidate, SegmentContents, StaleTail, VerifyScope};
 use crate::{Buffer, SECTOR_SIZE, parallel};
 
 /// The state of a log, as a scan found it.
@@ -286,7 +286,7 @@ pub(crate) fn scan(
         for summaries in [true, false] {
             let parts = (read..candidates.len()).map(part);
             let read_part = |(candidate, limit)| {
-                let contents = Contents::read(candidate, size, limit, verify, summaries);
+                let contents = SegmentContents::read(candidate, size, limit, verify, summaries);
                 (limit, contents)
             };
             parallel::in_order(medium.threads(), parts, read_part, |(limit, contents)| {
@@ -327,7 +327,7 @@ pub(crate) fn scan(
         .map(|candidate| &candidate.segment);
     let behind = behind.chain(&suspects);
     let behind = behind.map(|segment| (segment, None, BLOCK as u64));
-    let look = |(segment, salt, offset)| Behind::look(segment, root, salt, offset);
+    let look = |(segment, salt, offset)| StaleTail::look(segment, root, salt, offset);
     let mut passed = taken.0.min(read) as u64;
     parallel::in_order(medium.threads(), tails.chain(behind), look, |seen| {
         let seen = seen?;
@@ -481,7 +481,7 @@ struct Held {
 
 impl Taker<'_> {
     /// Takes the batches of the next segment. Returns the segment's last LSN, taken or not.
-    fn take_segment(&mut self, contents: Contents, scan: &mut Scan) -> Result<u64> {
+    fn take_segment(&mut self, contents: SegmentContents, scan: &mut Scan) -> Result<u64> {
         let part = self.last.len();
         self.last.push((scan.last, scan.passed));
         let summarised = contents.summarised;
