@@ -22,7 +22,7 @@ use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::live::read_live;
 use crate::recovery::replay::place;
-use crate::recovery::scan::Found;
+use crate::recovery::scan::FoundRecord;
 use crate::sync::Arc;
 
 /// How much of the log's room, or of its index's memory, history that must stay takes when the log warns, in percent.
@@ -358,7 +358,7 @@ impl Keeper {
     fn layers_of(&self, range: &FoldRange) -> Result<Vec<FrozenLayer>> {
         let control = &self.control.control;
         let mut builders: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
-        let visit = &mut |found: Found<'_>| {
+        let visit = &mut |found: FoundRecord<'_>| {
             // What counts now is also what counted as of the end of these segments: no rewind is split.
             if !found.counts || found.is_mark() {
                 return;

@@ -6,7 +6,7 @@ use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel;
 use crate::recovery::contents::{Candidate, SegmentContents, VerifyScope};
-use crate::recovery::scan::{Found, Visitor};
+use crate::recovery::scan::{FoundRecord, Visitor};
 use crate::sync::Arc;
 
 /// Calls `visit` with each record of these segments up to LSN `until`, which are durable, in LSN order. Each segment comes
@@ -59,7 +59,7 @@ pub(crate) fn read_live(
                     return Ok(false);
                 }
                 let disk_id = descriptor.disk_id.get();
-                visit(Found {
+                visit(FoundRecord {
                     lsn,
                     descriptor,
                     checksums: &batch.checksums[blocks.clone()],

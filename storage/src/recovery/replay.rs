@@ -18,7 +18,7 @@ use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::live::read_live;
-use crate::recovery::scan::{self, Found, Scan};
+use crate::recovery::scan::{self, FoundRecord, Scan};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
@@ -88,7 +88,7 @@ impl Disks {
     }
 
     /// Takes the next record, unless it is in the base image, or a mark.
-    fn take(&mut self, found: &Found<'_>) {
+    fn take(&mut self, found: &FoundRecord<'_>) {
         if found.in_base || found.is_mark() {
             return;
         }
@@ -195,7 +195,7 @@ pub(crate) fn read_records(
     wanted: impl Fn(u64) -> bool,
 ) -> Result<ExtentMap> {
     let mut extents = IndexBuilder::default();
-    let visit = &mut |found: Found<'_>| {
+    let visit = &mut |found: FoundRecord<'_>| {
         let (descriptor, lsn) = (found.descriptor, found.lsn);
         if descriptor.disk_id.get() == disk_id && wanted(lsn) {
             let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
@@ -221,12 +221,12 @@ fn read(
     control: &Control,
     until: u64,
     verify: VerifyScope,
-    visit: &mut dyn FnMut(&Found<'_>),
+    visit: &mut dyn FnMut(&FoundRecord<'_>),
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
     let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
     let mut disks = Disks::of(control, until);
-    let visit = &mut |found: Found<'_>| {
+    let visit = &mut |found: FoundRecord<'_>| {
         visit(&found);
         if found.lsn <= until {
             disks.take(&found);
@@ -253,7 +253,7 @@ pub(crate) fn read_live_disk(
 ) -> Result<ExtentMap> {
     let newer = u64::from(planted(Mutant::PointReadsNewer));
     let mut disks = Disks::of(control, until.saturating_add(newer));
-    let visit = &mut |found: Found<'_>| {
+    let visit = &mut |found: FoundRecord<'_>| {
         if found.descriptor.disk_id.get() == disk_id {
             disks.take(&found);
         }
@@ -279,7 +279,7 @@ pub(crate) fn read_durable(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &mut ControlFile,
-    visit: &mut dyn FnMut(&Found<'_>),
+    visit: &mut dyn FnMut(&FoundRecord<'_>),
     progress: Progress<'_>,
 ) -> Result<(Scan, Indexes)> {
     control.confirm()?;

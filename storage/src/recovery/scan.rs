@@ -187,7 +187,7 @@ impl DamagedBlock {
 }
 
 /// A record in the log.
-pub(crate) struct Found<'a> {
+pub(crate) struct FoundRecord<'a> {
     pub lsn: u64,
     pub descriptor: &'a Descriptor,
     /// The batch that contains the record.
@@ -205,7 +205,7 @@ pub(crate) struct Found<'a> {
     pub damaged: bool,
 }
 
-impl Found<'_> {
+impl FoundRecord<'_> {
     /// The place of the record in the history of the log.
     pub(crate) fn commit(&self) -> Commit {
         Commit {
@@ -222,7 +222,7 @@ impl Found<'_> {
 }
 
 /// Called for each record found.
-pub(crate) type Visitor<'a> = &'a mut dyn FnMut(Found<'_>);
+pub(crate) type Visitor<'a> = &'a mut dyn FnMut(FoundRecord<'_>);
 
 /// Reads the whole log in `dir` and calls `visit` for each record in segments still in use, in LSN order. Changes
 /// nothing. Calls `progress` after each segment. The result does not depend on `verify`, except for what it says of
@@ -575,7 +575,7 @@ impl Taker<'_> {
                     }
                 }));
             }
-            (self.visit)(Found {
+            (self.visit)(FoundRecord {
                 lsn,
                 descriptor,
                 checksums: &batch.checksums[blocks],

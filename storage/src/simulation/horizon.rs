@@ -13,7 +13,7 @@ use crate::{CommitWait, LogHistory, Operation, Point, Result, Retain};
 fn resolve(fixture: &Fixture, control: &Control, point: Point) -> Result<u64> {
     let (log, disk) = (Path::new(LOG), control.disks[0].id.get());
     point.resolve(log, control, disk, |visit| {
-        let visit = &mut |found: crate::recovery::scan::Found<'_>| visit(&found.commit());
+        let visit = &mut |found: crate::recovery::scan::FoundRecord<'_>| visit(&found.commit());
         let (tail, none) = (VerifyScope::Tail, &mut |_, _| {});
         scan(&fixture.medium, log, control, tail, visit, none).map(drop)
     })

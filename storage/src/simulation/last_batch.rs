@@ -8,7 +8,7 @@ use crate::error::ErrorKind;
 use crate::format::{BLOCK, CONTROL_SLOT};
 use crate::mutant::{Mutant, PLANTED};
 use crate::recovery::contents::VerifyScope;
-use crate::recovery::scan::{Found, scan};
+use crate::recovery::scan::{FoundRecord, scan};
 use crate::{BackendQueue, CommitWait, Operation, Retain};
 
 /// How a log is left, after which the medium changes its last batch.
@@ -66,7 +66,8 @@ fn last_batch_is_missed(left: Left) -> bool {
             control_of(&fixture.medium).unwrap().control,
         );
         let mut last = None;
-        let visit = &mut |found: Found<'_>| last = Some((found.segment.path.clone(), found.offset));
+        let visit =
+            &mut |found: FoundRecord<'_>| last = Some((found.segment.path.clone(), found.offset));
         let log = Path::new(LOG);
         scan(
             medium,
@@ -135,7 +136,7 @@ fn proved_by_a_void_segment() -> Fixture {
     drop((port, running));
     let control = control_of(&fixture.medium).unwrap().control;
     let mut records = Vec::new();
-    let visit = &mut |found: Found<'_>| {
+    let visit = &mut |found: FoundRecord<'_>| {
         let name = found.segment.path.file_name().unwrap();
         records.push((name.to_str().unwrap().to_owned(), found.offset));
     };

@@ -28,7 +28,7 @@ use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::log::pinned_log::PinnedLog;
 use crate::log::rewind_request::RewindRequest;
 use crate::recovery::live::read_live;
-use crate::recovery::scan::Found;
+use crate::recovery::scan::FoundRecord;
 use crate::store::look::Look;
 use crate::store::members::adding_of;
 use crate::store::point::Point;
@@ -337,7 +337,7 @@ impl History {
     /// The time of a record that the log has of a disk, and the last point up to that time. `None`: the log has no record.
     fn time_of(&mut self, live: &Disk, held: &PinnedLog) -> Result<Option<(u64, u64)>> {
         let (mut commits, control): (Vec<Commit>, _) = (Vec::new(), &held.control);
-        let visit = &mut |found: Found<'_>| commits.push(found.commit());
+        let visit = &mut |found: FoundRecord<'_>| commits.push(found.commit());
         read_live(&held.segments, held.newest, control, 1, visit)?;
         // A record was not written later than the next one.
         let mut lowest = u64::MAX;

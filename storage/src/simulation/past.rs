@@ -15,7 +15,7 @@ use crate::medium::segment::LogRead;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log_until;
 use crate::recovery::saved::read_saved;
-use crate::recovery::scan::{Found, scan};
+use crate::recovery::scan::{FoundRecord, scan};
 use crate::store::dump::text_of;
 
 impl History {
@@ -167,7 +167,7 @@ impl History {
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let (mut found, mut failed) = (HashMap::new(), None);
         let (mut last, mut went_back) = (0, None);
-        let visit = &mut |record: Found<'_>| {
+        let visit = &mut |record: FoundRecord<'_>| {
             let time = record.batch.unix_us.get();
             if time < last {
                 went_back = Some(record.lsn);

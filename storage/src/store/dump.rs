@@ -13,7 +13,7 @@ use crate::medium::directory::directory_to_read;
 use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
 use crate::recovery::contents::VerifyScope;
-use crate::recovery::scan::{self, Found};
+use crate::recovery::scan::{self, FoundRecord};
 
 /// A record's effect on its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -97,7 +97,7 @@ pub struct LogMark {
 }
 
 /// The text of a mark whose payload has the right checksums.
-pub(crate) fn text_of(found: &Found<'_>) -> Result<Option<MarkText>> {
+pub(crate) fn text_of(found: &FoundRecord<'_>) -> Result<Option<MarkText>> {
     let len = found.descriptor.payload_len();
     if len != SECTOR_SIZE {
         return Ok(None);
@@ -118,7 +118,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
     let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
     let medium = directory_to_read(log_dir, None);
     let mut failed = None;
-    let mut each = |found: Found<'_>| {
+    let mut each = |found: FoundRecord<'_>| {
         let descriptor = found.descriptor;
         let disk_id = descriptor.disk_id.get();
         let (mark, mut text) = (found.is_mark(), None);

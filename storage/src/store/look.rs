@@ -39,7 +39,7 @@ use crate::medium::filesystem::{FileSystem, shared_files};
 use crate::recovery::live::read_live;
 use crate::recovery::replay::read_live_disk;
 use crate::recovery::saved::read_saved;
-use crate::recovery::scan::Found;
+use crate::recovery::scan::FoundRecord;
 use crate::store::point::Point;
 use crate::store::scratch::{Scratch, ScratchContent};
 use crate::store::view::{Layers, View};
@@ -330,7 +330,7 @@ impl Disk {
         let until = match at {
             Point::Newest => newest,
             at => at.resolve(&log.dir, &control, disk.id, |visit| {
-                let visit = &mut |found: Found<'_>| visit(&found.commit());
+                let visit = &mut |found: FoundRecord<'_>| visit(&found.commit());
                 read_live(&segments, newest, &control, threads, visit)
             })?,
         };

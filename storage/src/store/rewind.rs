@@ -17,7 +17,7 @@ use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
 use crate::recovery::live::read_live;
 use crate::recovery::replay::{read_durable, read_live_disk};
-use crate::recovery::scan::Found;
+use crate::recovery::scan::FoundRecord;
 use crate::store::attach::{OpenBase, locate};
 use crate::store::point::Point;
 use crate::sync::atomic::Ordering;
@@ -81,7 +81,7 @@ impl LogRecords {
         }
     }
 
-    fn take(&mut self, found: &Found<'_>) {
+    fn take(&mut self, found: &FoundRecord<'_>) {
         self.commits.push(found.commit());
         if found.descriptor.disk_id.get() == self.disk_id && !found.in_base {
             self.of_disk.push(found.lsn);
@@ -156,7 +156,7 @@ pub(crate) fn rewind(
     let place = locate(base, control, log_dir)?;
     let disk_id = control.control.disks[place].id.get();
     let mut records = LogRecords::new(disk_id);
-    let visit = &mut |found: &Found<'_>| records.take(found);
+    let visit = &mut |found: &FoundRecord<'_>| records.take(found);
     // What counts from now on must be durable, as when the log is opened to be written.
     let (scan, waiting) = read_durable(medium, log_dir, control, visit, &mut |_, _| {})?;
     base.find(control, log_dir, &waiting)?;
@@ -235,7 +235,7 @@ impl Disk {
         let (log, disk, control) = (&self.log, &self.state, &held.control);
         let threads = log.medium.threads();
         let mut records = LogRecords::new(disk.id);
-        let visit = &mut |found: Found<'_>| records.take(&found);
+        let visit = &mut |found: FoundRecord<'_>| records.take(&found);
         read_live(&held.segments, held.newest, control, threads, visit)?;
         let done = records.plan(at, control, held.newest, &disk.path, &log.dir)?;
         if done.changes_nothing() {

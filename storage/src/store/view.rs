@@ -21,7 +21,7 @@ use crate::medium::segment::LogRead;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::{Indexes, read_log_until, read_records};
 use crate::recovery::saved::read_saved;
-use crate::recovery::scan::{self, Found};
+use crate::recovery::scan::{self, FoundRecord};
 use crate::store::attach::{OpenBase, end_past};
 use crate::store::point::Point;
 use crate::{Buffer, SECTOR_SIZE};
@@ -153,7 +153,7 @@ impl LocatedLog {
         let (medium, control) = (&self.medium, &self.control.control);
         let (dir, tail) = (&medium.path, VerifyScope::Tail);
         point.resolve(dir, control, self.entry().id.get(), |visit| {
-            let visit = &mut |found: Found<'_>| visit(&found.commit());
+            let visit = &mut |found: FoundRecord<'_>| visit(&found.commit());
             scan::scan(medium, dir, control, tail, visit, &mut |_, _| {}).map(drop)
         })
     }
