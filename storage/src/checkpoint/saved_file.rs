@@ -21,7 +21,7 @@ use crate::medium::file::Segment;
 use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::holes::DataRanges;
 use crate::mutant::{Mutant, planted};
-use crate::recovery::saved::{self, End};
+use crate::recovery::saved::{self, SavedTail};
 use crate::sync::Arc;
 use crate::{Buffer, SECTOR_SIZE, parallel, sync};
 
@@ -44,7 +44,7 @@ pub(crate) struct SavedFileWriter {
     /// How many records there are, not counting those below.
     pub(super) count: u32,
     /// Where the next batch goes; `None`: there is no file yet.
-    end: Option<End>,
+    end: Option<SavedTail>,
     parts: u64,
     /// Where something is saved of each disk. `None`: that takes too much memory, and is read from the files each time.
     known: Option<BTreeMap<u32, ExtentMap>>,
@@ -88,7 +88,7 @@ impl SavedFileWriter {
         if cut {
             return Ok(None);
         }
-        if let Some(End {
+        if let Some(SavedTail {
             segment, offset, ..
         }) = &end
         {
@@ -305,8 +305,8 @@ impl SavedFileWriter {
     }
 
     /// Where a batch of `len` bytes goes, which follows the record `number`. A part that has no room is synced, and another begun.
-    fn room(&mut self, len: u64, number: u64) -> Result<&mut End> {
-        let full = |end: &End| end.offset + len > PART.max(BLOCK as u64 + len);
+    fn room(&mut self, len: u64, number: u64) -> Result<&mut SavedTail> {
+        let full = |end: &SavedTail| end.offset + len > PART.max(BLOCK as u64 + len);
         if self.end.as_ref().is_some_and(full) {
             self.sync()?;
             self.end = None;
@@ -318,7 +318,7 @@ impl SavedFileWriter {
     }
 
     /// Makes the next part.
-    fn begin_part(&mut self, number: u64) -> Result<End> {
+    fn begin_part(&mut self, number: u64) -> Result<SavedTail> {
         self.log.medium.check_place()?;
         let dir = &self.log.dir;
         let path = saved::path(dir, self.lsn, self.parts);
@@ -345,7 +345,7 @@ impl SavedFileWriter {
         let file =
             make().map_err(|error| Error::io("save what a snapshot needs in", &path, error))?;
         self.parts += 1;
-        Ok(End {
+        Ok(SavedTail {
             segment: Arc::new(Segment::new(path, file)),
             header,
             offset: BLOCK as u64,

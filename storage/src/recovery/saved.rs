@@ -29,7 +29,7 @@ use crate::sync::Arc;
 use crate::{Buffer, SECTOR_SIZE};
 
 /// The place where the next batch of a snapshot's saved files goes.
-pub(crate) struct End {
+pub(crate) struct SavedTail {
     pub segment: Arc<Segment>,
     pub header: SegmentHeader,
     /// Byte offset in the file.
@@ -102,7 +102,7 @@ pub(crate) fn read(
     how: OpenMode,
     visit: &mut dyn FnMut(&Arc<Segment>, &Descriptor, u64),
     over: &mut dyn FnMut() -> bool,
-) -> Result<Option<End>> {
+) -> Result<Option<SavedTail>> {
     let (mut number, last) = (lsn, lsn + u64::from(count));
     let (mut part, mut end) = (0, None);
     while number < last {
@@ -178,7 +178,7 @@ fn open_part(
     log: &Uuid,
     (part, number): (u64, u64),
     how: OpenMode,
-) -> Result<End> {
+) -> Result<SavedTail> {
     let file = files.open(&path, how).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => damaged(&path, "missing"),
         _ => Error::io("open", &path, error),
@@ -197,7 +197,7 @@ fn open_part(
                 && header.sequence == part + 1
                 && header.previous_lsn == number =>
         {
-            Ok(End {
+            Ok(SavedTail {
                 previous_crc: header.crc.get(),
                 segment: Arc::new(Segment::new(path, file)),
                 header,
@@ -209,7 +209,7 @@ fn open_part(
 }
 
 /// The batch whose place this is, and the CRC of its header, if it follows the record with this number.
-fn next_batch(end: &End, log: &Uuid, number: u64, len: u64) -> Result<Option<(Batch, u32)>> {
+fn next_batch(end: &SavedTail, log: &Uuid, number: u64, len: u64) -> Result<Option<(Batch, u32)>> {
     let read = |bytes: usize| {
         let mut buffer = Buffer::zeroed(bytes.next_multiple_of(BLOCK));
         if end.offset + buffer.len() as u64 > len {

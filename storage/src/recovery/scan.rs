@@ -261,7 +261,7 @@ pub(crate) fn scan(
         first.header.previous_sequence.get() < first_sequence
             && first.header.previous_lsn.get() <= scan.last.lsn
     });
-    let mut taker = Taker {
+    let mut taker = LogAssembler {
         candidates: &candidates,
         control,
         lines: control.lines(u64::MAX),
@@ -454,7 +454,7 @@ fn classify(
 }
 
 /// Takes the batches that were read as part of the log, in order.
-struct Taker<'a> {
+struct LogAssembler<'a> {
     candidates: &'a [Candidate],
     control: &'a Control,
     /// The records that count now.
@@ -464,12 +464,12 @@ struct Taker<'a> {
     /// For each segment that was read: the last record taken from it or from segments before it, and the time that passed up to it.
     last: Vec<(Commit, u64)>,
     /// Batches from the first one with a wrong payload on: it is not known yet whether that one was durable.
-    held: VecDeque<Held>,
+    held: VecDeque<HeldBatch>,
     visit: Visitor<'a>,
 }
 
 /// A batch that has been read but not taken.
-struct Held {
+struct HeldBatch {
     /// The index of its candidate.
     part: usize,
     batch: Batch,
@@ -479,7 +479,7 @@ struct Held {
     certain_from: u64,
 }
 
-impl Taker<'_> {
+impl LogAssembler<'_> {
     /// Takes the batches of the next segment. Returns the segment's last LSN, taken or not.
     fn take_segment(&mut self, contents: SegmentContents, scan: &mut Scan) -> Result<u64> {
         let part = self.last.len();
@@ -494,7 +494,7 @@ impl Taker<'_> {
                 true => segment_end,
                 false => batch.last_lsn(),
             };
-            self.held.push_back(Held {
+            self.held.push_back(HeldBatch {
                 part,
                 batch,
                 summarised,
@@ -511,7 +511,7 @@ impl Taker<'_> {
     /// Takes the batches that are known to be part of the log: all up to the next one that may be torn.
     fn settle(&mut self, scan: &mut Scan) {
         let durable = self.durable;
-        let known = |held: &mut Held| {
+        let known = |held: &mut HeldBatch| {
             let whole = match held.summarised {
                 true => planted(Mutant::SummaryTrustedUnsynced),
                 false => held.batch.is_whole(),
@@ -537,8 +537,8 @@ impl Taker<'_> {
         Some(part)
     }
 
-    fn take(&mut self, held: &Held, scan: &mut Scan) {
-        let Held { part, batch, .. } = held;
+    fn take(&mut self, held: &HeldBatch, scan: &mut Scan) {
+        let HeldBatch { part, batch, .. } = held;
         let (header, last_lsn) = (&batch.header, batch.last_lsn());
         let segment = &self.candidates[*part].segment;
         let wrong = batch.verified.as_ref().map_or(&[][..], |v| &v.wrong);
