@@ -24,7 +24,7 @@ use crate::sync::atomic::Ordering;
 
 /// The records of one disk in a log that are not in its base image.
 #[derive(Default)]
-pub(crate) struct Waiting {
+pub(crate) struct UnappliedRecords {
     /// Those that count.
     pub extents: ExtentMap,
     /// LSN of the newest record.
@@ -35,20 +35,20 @@ pub(crate) struct Waiting {
 }
 
 /// A disk while the log is read.
-struct Reading {
+struct DiskReplay {
     /// Its capacity.
     sectors: u64,
     extents: IndexBuilder,
     /// Its extents are still missing.
-    waiting: Waiting,
+    unapplied: UnappliedRecords,
 }
 
-impl Reading {
+impl DiskReplay {
     fn new(sectors: u64) -> Self {
         Self {
             sectors,
             extents: IndexBuilder::default(),
-            waiting: Waiting::default(),
+            unapplied: UnappliedRecords::default(),
         }
     }
 
@@ -58,28 +58,33 @@ impl Reading {
         sectors > 0 && end.is_some_and(|end| end <= self.sectors)
     }
 
-    fn finish(self) -> Waiting {
-        Waiting {
+    fn finish(self) -> UnappliedRecords {
+        UnappliedRecords {
             extents: self.extents.finish(),
-            ..self.waiting
+            ..self.unapplied
         }
     }
 }
 
 /// The disks of a log while it is read.
-struct Disks {
-    disks: BTreeMap<u32, Reading>,
+struct LogReplay {
+    disks: BTreeMap<u32, DiskReplay>,
     /// The records that count.
     lines: Lines,
     /// A record for sectors that no disk has.
     stray: Option<u64>,
 }
 
-impl Disks {
+impl LogReplay {
     /// The disks as of LSN `until`.
     fn of(control: &Control, until: u64) -> Self {
         let disks = control.disks.iter();
-        let disks = disks.map(|disk| (disk.id.get(), Reading::new(disk.size.get() / SECTOR_SIZE)));
+        let disks = disks.map(|disk| {
+            (
+                disk.id.get(),
+                DiskReplay::new(disk.size.get() / SECTOR_SIZE),
+            )
+        });
         Self {
             disks: disks.collect(),
             lines: control.lines(until),
@@ -104,12 +109,12 @@ impl Disks {
             let place = place(descriptor, lsn, found.segment, found.offset);
             disk.extents.add(sector, sectors, place);
         }
-        disk.waiting.last_lsn = lsn;
-        disk.waiting.records += 1;
-        disk.waiting.payload_bytes += descriptor.payload_len();
+        disk.unapplied.last_lsn = lsn;
+        disk.unapplied.records += 1;
+        disk.unapplied.payload_bytes += descriptor.payload_len();
     }
 
-    fn finish(self, log_dir: &Path) -> Result<Indexes> {
+    fn finish(self, log_dir: &Path) -> Result<UnappliedByDisk> {
         if let Some(lsn) = self.stray {
             return Err(Error::new(
                 ErrorKind::Damaged,
@@ -120,7 +125,7 @@ impl Disks {
             ));
         }
         let disks = self.disks.into_iter();
-        let disks = disks.filter(|(_, disk)| disk.waiting.records > 0);
+        let disks = disks.filter(|(_, disk)| disk.unapplied.records > 0);
         Ok(disks.map(|(id, disk)| (id, disk.finish())).collect())
     }
 }
@@ -145,7 +150,7 @@ pub(crate) fn place(
 }
 
 /// The waiting records of all disks that have any, by disk id.
-pub(crate) type Indexes = HashMap<u32, Waiting>;
+pub(crate) type UnappliedByDisk = HashMap<u32, UnappliedRecords>;
 
 /// Reads the log: what it holds, and where the newest bytes of each disk are.
 pub(crate) fn read_log(
@@ -154,7 +159,7 @@ pub(crate) fn read_log(
     control: &Control,
     verify: VerifyScope,
     progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
+) -> Result<(Scan, UnappliedByDisk)> {
     let until = u64::MAX;
     read(
         medium,
@@ -173,7 +178,7 @@ pub(crate) fn read_log_until(
     log_dir: &Path,
     control: &Control,
     until: u64,
-) -> Result<(Scan, Indexes)> {
+) -> Result<(Scan, UnappliedByDisk)> {
     let (verify, progress) = (VerifyScope::Tail, &mut |_, _| {});
     read(
         medium,
@@ -223,9 +228,9 @@ fn read(
     verify: VerifyScope,
     visit: &mut dyn FnMut(&FoundRecord<'_>),
     progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
+) -> Result<(Scan, UnappliedByDisk)> {
     let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
-    let mut disks = Disks::of(control, until);
+    let mut disks = LogReplay::of(control, until);
     let visit = &mut |found: FoundRecord<'_>| {
         visit(&found);
         if found.lsn <= until {
@@ -236,7 +241,7 @@ fn read(
     let indexes = disks.finish(log_dir)?;
     // Readers need no block that a later record has replaced.
     scan.damaged.retain(|damaged| {
-        let needed = |waiting: &Waiting| damaged.is_needed(&waiting.extents);
+        let needed = |unapplied: &UnappliedRecords| damaged.is_needed(&unapplied.extents);
         indexes.get(&damaged.disk_id).is_some_and(needed)
     });
     Ok((scan, indexes))
@@ -252,15 +257,15 @@ pub(crate) fn read_live_disk(
     threads: usize,
 ) -> Result<ExtentMap> {
     let newer = u64::from(planted(Mutant::PointReadsNewer));
-    let mut disks = Disks::of(control, until.saturating_add(newer));
+    let mut disks = LogReplay::of(control, until.saturating_add(newer));
     let visit = &mut |found: FoundRecord<'_>| {
         if found.descriptor.disk_id.get() == disk_id {
             disks.take(&found);
         }
     };
     read_live(segments, until, control, threads, visit)?;
-    let waiting = disks.finish(log_dir)?.remove(&disk_id);
-    Ok(waiting.unwrap_or_default().extents)
+    let unapplied = disks.finish(log_dir)?.remove(&disk_id);
+    Ok(unapplied.unwrap_or_default().extents)
 }
 
 /// Reads the log for recovery. Syncs the segments and drops their cached pages first, so that it reads what
@@ -270,7 +275,7 @@ pub(crate) fn read_for_recovery(
     log_dir: &Path,
     control: &mut ControlFile,
     progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
+) -> Result<(Scan, UnappliedByDisk)> {
     read_durable(medium, log_dir, control, &mut |_| {}, progress)
 }
 
@@ -281,7 +286,7 @@ pub(crate) fn read_durable(
     control: &mut ControlFile,
     visit: &mut dyn FnMut(&FoundRecord<'_>),
     progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
+) -> Result<(Scan, UnappliedByDisk)> {
     control.confirm()?;
     for (_, segment) in medium.segments()? {
         let dropped = segment.file.drop_cache();
@@ -297,7 +302,7 @@ pub(crate) fn read_durable(
         visit,
         progress,
     );
-    let (scan, waiting) = read?;
+    let (scan, unapplied) = read?;
     // What was read is on the medium. The next change of the control file notes that: then a block of the last batch that the medium
     // changes later is not taken for a torn write, and the headers that void segments have are not needed to know it.
     control.control.durable_lsn = U64::new(scan.last.lsn);
@@ -309,7 +314,7 @@ pub(crate) fn read_durable(
             first.lsn
         );
     }
-    Ok((scan, waiting))
+    Ok((scan, unapplied))
 }
 
 /// Gives the disks their parts of the log, and makes the log's end durable. `keeps_history`: the log keeps its records. Returns the
@@ -317,19 +322,19 @@ pub(crate) fn read_durable(
 pub(crate) fn recover(
     control: &mut ControlFile,
     states: &[Arc<DiskState>],
-    (mut scan, mut indexes): (Scan, Indexes),
+    (mut scan, mut indexes): (Scan, UnappliedByDisk),
     keeps_history: bool,
 ) -> Result<(Scan, Vec<Arc<Segment>>)> {
     // Unless the log keeps its records, the indexes are frozen at once. The first checkpoint then copies only what was recovered, whatever is written
     // meanwhile, and so needs no room in a ring that may be full.
     for state in states {
-        if let Some(waiting) = indexes.remove(&state.id) {
+        if let Some(unapplied) = indexes.remove(&state.id) {
             let mut index = state.index_mut();
-            index.active = waiting.extents;
+            index.active = unapplied.extents;
             if !keeps_history {
                 index.freeze();
             }
-            state.last_lsn.store(waiting.last_lsn, Ordering::Release);
+            state.last_lsn.store(unapplied.last_lsn, Ordering::Release);
         }
     }
     // The bytes behind the end must never be taken for part of the log again.

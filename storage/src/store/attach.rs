@@ -24,7 +24,7 @@ use crate::medium::filesystem::{self, OpenMode, PathKind, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
-use crate::recovery::replay::{Indexes, Waiting};
+use crate::recovery::replay::{UnappliedByDisk, UnappliedRecords};
 use crate::store::image::{disk_len, open_base};
 use crate::store::other_format::refuse_other_format;
 use crate::store::point::Point;
@@ -204,9 +204,9 @@ impl OpenBase {
         &self,
         control: &ControlFile,
         log_dir: &Path,
-        waiting: &Indexes,
+        unapplied: &UnappliedByDisk,
     ) -> Result<usize> {
-        find(std::slice::from_ref(self), control, log_dir, waiting).map(|found| found[0])
+        find(std::slice::from_ref(self), control, log_dir, unapplied).map(|found| found[0])
     }
 }
 
@@ -218,14 +218,14 @@ pub(crate) fn find(
     bases: &[OpenBase],
     control: &ControlFile,
     log_dir: &Path,
-    waiting: &Indexes,
+    unapplied: &UnappliedByDisk,
 ) -> Result<Vec<usize>> {
     let found = bases.iter().zip(look_up(bases, control)?);
     found
         .map(|(base, place)| {
             let place = place.ok_or_else(|| unknown(base, control, log_dir))?;
             let entry = &control.control.disks[place];
-            accept(base, entry, &control.home, log_dir, waiting)?;
+            accept(base, entry, &control.home, log_dir, unapplied)?;
             Ok(place)
         })
         .collect()
@@ -289,10 +289,10 @@ fn accept(
     entry: &DiskEntry,
     home: &Path,
     log_dir: &Path,
-    waiting: &Indexes,
+    unapplied: &UnappliedByDisk,
 ) -> Result<()> {
     let path = &base.options.path;
-    match waiting.get(&entry.id.get()) {
+    match unapplied.get(&entry.id.get()) {
         Some(records) => {
             if let Some(why) = base.why_not(entry, home)? {
                 return Err(wrong(format!(
@@ -409,12 +409,12 @@ pub(crate) fn attach(
     mut bases: Vec<OpenBase>,
     control: &mut ControlFile,
     log_dir: &Path,
-    waiting: &Indexes,
+    unapplied: &UnappliedByDisk,
     newest: Commit,
 ) -> Result<Vec<Arc<DiskState>>> {
-    let mut found = find(&bases, control, log_dir, waiting)?;
+    let mut found = find(&bases, control, log_dir, unapplied)?;
     for (place, entry) in control.control.disks.iter().enumerate() {
-        if let Some(records) = waiting.get(&entry.id.get())
+        if let Some(records) = unapplied.get(&entry.id.get())
             && !found.contains(&place)
         {
             bases.push(open_absent(entry, &control.home, log_dir, records, &bases)?);
@@ -601,7 +601,7 @@ fn enter_alone(
                 return Err(a_copy(&bases[0].options.path, &other.path));
             }
             let home = &control.home;
-            accept(&bases[0], entry, home, log_dir, &Indexes::new())?;
+            accept(&bases[0], entry, home, log_dir, &UnappliedByDisk::new())?;
             tell_past(&bases[0], place, control, newest)?;
             place
         }
@@ -621,7 +621,7 @@ fn open_absent(
     entry: &DiskEntry,
     home: &Path,
     log_dir: &Path,
-    records: &Waiting,
+    records: &UnappliedRecords,
     opened: &[OpenBase],
 ) -> Result<OpenBase> {
     let path = entry.path(home);

@@ -243,8 +243,8 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
         return Ok(());
     };
     let medium = directory(log_dir, EngineKind::Blocking);
-    let (_, waiting) = read_log_until(&medium, log_dir, &log.control, u64::MAX)?;
-    match waiting.contains_key(&old.id.get()) {
+    let (_, unapplied) = read_log_until(&medium, log_dir, &log.control, u64::MAX)?;
+    match unapplied.contains_key(&old.id.get()) {
         false => Ok(()),
         true => Err(Error::new(
             ErrorKind::WrongLog,

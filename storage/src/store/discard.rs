@@ -18,7 +18,7 @@ use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
-use crate::recovery::replay::{Waiting, read_for_recovery};
+use crate::recovery::replay::{UnappliedRecords, read_for_recovery};
 use crate::store::attach::{OpenBase, tell_past};
 
 /// The result of [`discard_log`].
@@ -57,10 +57,10 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
     let place = find(path, base.as_ref(), &control, log_dir)?;
     let medium = directory(log_dir, EngineKind::Blocking);
     // Records that only the page cache has could be lost after this, and the LSN that is taken here would follow none.
-    let (scan, mut waiting) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
+    let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
     let entry = control.control.disks[place];
-    let given_up = waiting.remove(&entry.id.get());
-    let given_up = given_up.unwrap_or_else(Waiting::default);
+    let given_up = unapplied.remove(&entry.id.get());
+    let given_up = given_up.unwrap_or_else(UnappliedRecords::default);
     // LSNs seen on the medium are never given out again, so a record that is void now stays void.
     let newest = scan.max_lsn.max(scan.last.lsn);
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));

@@ -156,14 +156,14 @@ pub fn inspect_telling(
         });
     };
     let medium = directory_to_read(log_dir, threads);
-    let (scan, mut waiting) = read_log(
+    let (scan, mut unapplied) = read_log(
         &medium,
         log_dir,
         &control.control,
         VerifyScope::All,
         progress,
     )?;
-    let found = base.find(&control, log_dir, &waiting)?;
+    let found = base.find(&control, log_dir, &unapplied)?;
     let snapshot_faults = snapshot_faults(&base, &control, found, log_dir)?;
     let size = control.control.disks[found].size.get();
     let header = &control.control.header;
@@ -186,7 +186,7 @@ pub fn inspect_telling(
         offset: *offset,
     };
     let index = IndexMemory::default();
-    for records in waiting.values_mut() {
+    for records in unapplied.values_mut() {
         records.extents.count_in(&index);
     }
     let newer = |lsn| scan.live.iter().filter(move |live| live.last.lsn > lsn);

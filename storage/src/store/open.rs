@@ -28,7 +28,7 @@ use crate::medium::filesystem;
 use crate::medium::lock::Access;
 use crate::medium::pace::{Pace, SlowAppender};
 use crate::parallel::Progress;
-use crate::recovery::replay::{Indexes, read_for_recovery, read_log_until, recover};
+use crate::recovery::replay::{UnappliedByDisk, read_for_recovery, read_log_until, recover};
 use crate::recovery::scan::Scan;
 use crate::store::attach::{OpenBase, announce_open, attach, find};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -138,8 +138,8 @@ impl Store {
         let mut control = open_control(log_dir, Access::LogRead)?;
         let bases = OpenBase::open_all(disks, Access::Read, true)?;
         let read = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
-        let (scan, mut waiting) = read;
-        let found = find(&bases, &control, log_dir, &waiting)?;
+        let (scan, mut unapplied) = read;
+        let found = find(&bases, &control, log_dir, &unapplied)?;
         let newest = control.control.with_rewinds(scan.last.lsn);
         for (base, place) in bases.iter().zip(&found) {
             base.without_past(&mut control, *place, newest)?;
@@ -163,7 +163,7 @@ impl Store {
             state.rewinds = Mutex::new(control.rewinds_of(state.id).copied().collect());
             state.since_lsn = control.since(state.id);
             let mut index = state.index_mut();
-            index.active = waiting.remove(&state.id).unwrap_or_default().extents;
+            index.active = unapplied.remove(&state.id).unwrap_or_default().extents;
             index.count_in(&log.counters.index);
             drop(index);
             Disk {
@@ -328,7 +328,7 @@ fn assemble(
     log_dir: &Path,
     mut control: ControlFile,
     states: &[Arc<DiskState>],
-    read: (Scan, Indexes),
+    read: (Scan, UnappliedByDisk),
     options: &StoreOptions,
 ) -> Result<(Arc<Log>, Keeper)> {
     for state in states {

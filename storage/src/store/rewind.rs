@@ -158,8 +158,8 @@ pub(crate) fn rewind(
     let mut records = LogRecords::new(disk_id);
     let visit = &mut |found: &FoundRecord<'_>| records.take(found);
     // What counts from now on must be durable, as when the log is opened to be written.
-    let (scan, waiting) = read_durable(medium, log_dir, control, visit, &mut |_, _| {})?;
-    base.find(control, log_dir, &waiting)?;
+    let (scan, unapplied) = read_durable(medium, log_dir, control, visit, &mut |_, _| {})?;
+    base.find(control, log_dir, &unapplied)?;
     if let Some(why) = base.why_no_past(&control.control, place, &control.home)? {
         return Err(base.no_past(at, log_dir, why));
     }

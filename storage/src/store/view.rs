@@ -19,7 +19,7 @@ use crate::medium::holes::DataRanges;
 use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
 use crate::recovery::contents::VerifyScope;
-use crate::recovery::replay::{Indexes, read_log_until, read_records};
+use crate::recovery::replay::{UnappliedByDisk, read_log_until, read_records};
 use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{self, FoundRecord};
 use crate::store::attach::{OpenBase, end_past};
@@ -70,7 +70,7 @@ pub(crate) struct LocatedLog {
     pub live: Vec<LiveSegment>,
     /// The newest point, or that up to which the log was read again.
     pub last_lsn: u64,
-    pub waiting: Indexes,
+    pub unapplied: UnappliedByDisk,
     /// Why the disk can't be seen as it was, over the image that is there now.
     no_past: Option<&'static str>,
 }
@@ -97,8 +97,8 @@ impl LocatedDisk {
             access: log_using,
             ..directory_to_read(log_dir, threads)
         };
-        let (scan, waiting) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
-        let place = base.find(&control, log_dir, &waiting)?;
+        let (scan, unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+        let place = base.find(&control, log_dir, &unapplied)?;
         let newest = scan.newest(&control.control);
         let no_past = match access {
             Access::Read => base.without_past(&mut control, place, newest.lsn)?,
@@ -115,7 +115,7 @@ impl LocatedDisk {
             live: scan.live,
             last_lsn: control.control.with_rewinds(newest.lsn),
             control,
-            waiting,
+            unapplied,
         });
         Ok(Self { base, log })
     }
@@ -161,16 +161,16 @@ impl LocatedLog {
     /// Reads the log again, as of LSN `until`.
     pub(crate) fn read_until(&mut self, until: u64) -> Result<()> {
         // Two indexes would take twice the memory.
-        self.waiting.clear();
+        self.unapplied.clear();
         let (dir, control) = (&self.medium.path, &self.control.control);
         self.last_lsn = self.last_lsn.min(until);
-        let (scan, waiting) = read_log_until(&self.medium, dir, control, until)?;
-        (self.live, self.waiting) = (scan.live, waiting);
+        let (scan, unapplied) = read_log_until(&self.medium, dir, control, until)?;
+        (self.live, self.unapplied) = (scan.live, unapplied);
         let disk_id = self.entry().id.get();
         if let Some(extents) = self.read_saved(until..u64::MAX)? {
             // The base images have gone past the point, so the log has nothing for it.
-            let waiting = self.waiting.entry(disk_id).or_default();
-            waiting.extents = extents;
+            let unapplied = self.unapplied.entry(disk_id).or_default();
+            unapplied.extents = extents;
         }
         Ok(())
     }
@@ -197,7 +197,7 @@ impl LocatedLog {
 
     /// Takes the extents of the disk out of what was read.
     pub(crate) fn take_extents(&mut self) -> ExtentMap {
-        let records = self.waiting.remove(&self.entry().id.get());
+        let records = self.unapplied.remove(&self.entry().id.get());
         records.map_or_else(ExtentMap::default, |records| records.extents)
     }
 }
