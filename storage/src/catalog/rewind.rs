@@ -24,12 +24,12 @@ use crate::mutant::{Mutant, planted};
 
 /// The records that a state of a disk is made of, over its base image.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Line {
+pub(crate) struct Timeline {
     /// The LSNs of the records, newest first.
     ranges: Vec<RangeInclusive<u64>>,
 }
 
-impl Line {
+impl Timeline {
     /// The line of a disk up to LSN `until`, whose records up to `applied` are in the base image or given up.
     pub(crate) fn new<'a>(
         rewinds: impl DoubleEndedIterator<Item = &'a RewindEntry>,
@@ -64,15 +64,15 @@ impl Line {
 }
 
 /// The lines of all disks of a log up to one LSN.
-pub(crate) struct Lines {
+pub(crate) struct Timelines {
     /// The lines of disks with an entry of their own, by number, and that of all others.
-    disks: HashMap<u32, Line>,
-    others: Line,
+    disks: HashMap<u32, Timeline>,
+    others: Timeline,
 }
 
-impl Lines {
+impl Timelines {
     /// The line of a disk.
-    pub(crate) fn of(&self, disk_id: u32) -> &Line {
+    pub(crate) fn of(&self, disk_id: u32) -> &Timeline {
         self.disks.get(&disk_id).unwrap_or(&self.others)
     }
 }
@@ -91,24 +91,24 @@ impl Control {
     }
 
     /// The records that a disk as of LSN `until` is made of.
-    pub(crate) fn line(&self, disk_id: u32, until: u64) -> Line {
-        Line::new(self.rewinds_of(disk_id), self.applied_lsn(disk_id), until)
+    pub(crate) fn timeline(&self, disk_id: u32, until: u64) -> Timeline {
+        Timeline::new(self.rewinds_of(disk_id), self.applied_lsn(disk_id), until)
     }
 
     /// The records that each disk as of LSN `until` is made of.
-    pub(crate) fn lines(&self, until: u64) -> Lines {
+    pub(crate) fn timelines(&self, until: u64) -> Timelines {
         let ids = self.disks.iter().map(|disk| disk.id.get());
         let applied = self.header.checkpoint_lsn.get();
-        Lines {
-            disks: ids.map(|id| (id, self.line(id, until))).collect(),
-            others: Line::new([].iter(), applied, until),
+        Timelines {
+            disks: ids.map(|id| (id, self.timeline(id, until))).collect(),
+            others: Timeline::new([].iter(), applied, until),
         }
     }
 
     /// Whether a disk as of LSN `to` is what it was as of LSN `from`, and the records between.
     pub(crate) fn leads(&self, disk_id: u32, from: u64, to: u64) -> bool {
-        let line = |until| self.line(disk_id, until);
-        self.since(disk_id) <= from && from <= to && line(from).leads_to(&line(to), from)
+        let timeline = |until| self.timeline(disk_id, until);
+        self.since(disk_id) <= from && from <= to && timeline(from).leads_to(&timeline(to), from)
     }
 
     /// The LSN of the last of the rewinds that follow the record with this LSN, with no record between; else the LSN itself. The
@@ -220,8 +220,8 @@ mod tests {
     }
 
     fn records(control: &Control, disk_id: u32, until: u64) -> Vec<u64> {
-        let line = control.line(disk_id, until);
-        (0..40).filter(|&lsn| line.has(lsn)).collect()
+        let timeline = control.timeline(disk_id, until);
+        (0..40).filter(|&lsn| timeline.has(lsn)).collect()
     }
 
     #[test]

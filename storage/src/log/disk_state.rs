@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
-use crate::catalog::rewind::Line;
+use crate::catalog::rewind::Timeline;
 use crate::error::{Error, Result};
 use crate::format::{DiskEntry, RewindEntry, Uuid};
 use crate::index::Index;
@@ -114,8 +114,8 @@ impl DiskState {
     /// Whether the disk is what it was as of this LSN, and the records behind that.
     pub(crate) fn comes_from(&self, lsn: u64) -> bool {
         let rewinds = self.rewinds.lock().expect("rewinds lock");
-        let line = |until| Line::new(rewinds.iter(), self.void_lsn, until);
-        self.void_lsn.max(self.since_lsn) <= lsn && line(lsn).leads_to(&line(u64::MAX), lsn)
+        let timeline = |until| Timeline::new(rewinds.iter(), self.void_lsn, until);
+        self.void_lsn.max(self.since_lsn) <= lsn && timeline(lsn).leads_to(&timeline(u64::MAX), lsn)
     }
 
     pub(crate) fn sectors(&self) -> u64 {

@@ -45,7 +45,7 @@ pub(crate) fn read_live(
         }
         Ok((segment.clone(), contents.batches))
     };
-    let lines = control.lines(u64::MAX);
+    let timelines = control.timelines(u64::MAX);
     let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
     parallel::in_order(threads, segments.iter(), read, |part| {
         let (segment, batches) = part?;
@@ -67,7 +67,7 @@ pub(crate) fn read_live(
                     segment: &segment,
                     offset,
                     in_base: lsn <= control.applied_lsn(disk_id),
-                    counts: lines.of(disk_id).has(lsn),
+                    counts: timelines.of(disk_id).has(lsn),
                     damaged: wrong.iter().any(|block| blocks.contains(block)),
                 });
             }

@@ -7,7 +7,7 @@ use zerocopy::little_endian::U64;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
-use crate::catalog::rewind::Lines;
+use crate::catalog::rewind::Timelines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, Descriptor, DescriptorKind};
 use crate::index::{ExtentMap, IndexBuilder, Place};
@@ -70,7 +70,7 @@ impl DiskReplay {
 struct LogReplay {
     disks: BTreeMap<u32, DiskReplay>,
     /// The records that count.
-    lines: Lines,
+    timelines: Timelines,
     /// A record for sectors that no disk has.
     stray: Option<u64>,
 }
@@ -87,7 +87,7 @@ impl LogReplay {
         });
         Self {
             disks: disks.collect(),
-            lines: control.lines(until),
+            timelines: control.timelines(until),
             stray: None,
         }
     }
@@ -105,7 +105,7 @@ impl LogReplay {
             self.stray.get_or_insert(lsn);
             return;
         };
-        if self.lines.of(disk_id).has(lsn) || planted(Mutant::RecoveryAcceptsStale) {
+        if self.timelines.of(disk_id).has(lsn) || planted(Mutant::RecoveryAcceptsStale) {
             let place = place(descriptor, lsn, found.segment, found.offset);
             disk.extents.add(sector, sectors, place);
         }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use zerocopy::little_endian::U64;
 
 use crate::catalog::control::{ControlFile, unknown_version};
-use crate::catalog::rewind::Lines;
+use crate::catalog::rewind::Timelines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader};
 use crate::index::{ExtentMap, Place};
@@ -264,7 +264,7 @@ pub(crate) fn scan(
     let mut taker = LogAssembler {
         candidates: &candidates,
         control,
-        lines: control.lines(u64::MAX),
+        timelines: control.timelines(u64::MAX),
         // No record has the LSN of a rewind.
         durable: control.without_rewinds(control.horizon()),
         last: Vec::new(),
@@ -458,7 +458,7 @@ struct LogAssembler<'a> {
     candidates: &'a [Candidate],
     control: &'a Control,
     /// The records that count now.
-    lines: Lines,
+    timelines: Timelines,
     /// The log was durable up to this LSN, as far as it has been read.
     durable: u64,
     /// For each segment that was read: the last record taken from it or from segments before it, and the time that passed up to it.
@@ -557,7 +557,7 @@ impl LogAssembler<'_> {
                 planted(Mutant::RecoveryAcceptsStale),
             );
             let in_base = lsn <= self.control.applied_lsn(disk_id) && !stale;
-            let counts = self.lines.of(disk_id).has(lsn) || stale;
+            let counts = self.timelines.of(disk_id).has(lsn) || stale;
             let wrong = wrong.iter().filter(|block| blocks.contains(block));
             let damaged = wrong.clone().next().is_some();
             if counts && !header.is_mark(descriptor) {

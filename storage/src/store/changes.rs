@@ -66,8 +66,8 @@ pub fn disk_changes(
     }
     let (control, disk_id) = (&log.control.control, log.entry().id.get());
     let (then, now) = (
-        control.line(disk_id, from_lsn),
-        control.line(disk_id, to_lsn),
+        control.timeline(disk_id, from_lsn),
+        control.timeline(disk_id, to_lsn),
     );
     let mut touched = log.read_records(|lsn| then.has(lsn) != now.has(lsn))?;
     // What was saved for the snapshots from the one at `from` on has changed since, to what the base image has now.

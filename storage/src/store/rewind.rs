@@ -122,7 +122,10 @@ impl LogRecords {
                  'walvisor disk restore DISK --at lsn:{to_lsn} -o NEW' makes one"
             )));
         }
-        let (before, after) = (control.line(disk_id, newest), control.line(disk_id, to_lsn));
+        let (before, after) = (
+            control.timeline(disk_id, newest),
+            control.timeline(disk_id, to_lsn),
+        );
         let count = |is: &dyn Fn(u64) -> bool| {
             let records = self.of_disk.iter();
             records.filter(|lsn| is(**lsn)).count() as u64
