@@ -324,12 +324,12 @@ fn a_step_that_is_done_in_part_goes_on() {
 
 /// A block device of sectors of 4096 bytes, so that a raw disk writes it through the page cache; once it is
 /// [broken](Self::break_it) no write reaches it.
-struct Loop {
+struct LoopDevice {
     device: PathBuf,
     memory: File,
 }
 
-impl Loop {
+impl LoopDevice {
     /// `None`, with a line that says why, if no loop device is available.
     fn new() -> Option<Self> {
         let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
@@ -363,7 +363,7 @@ impl Loop {
     }
 }
 
-impl Drop for Loop {
+impl Drop for LoopDevice {
     fn drop(&mut self) {
         let detach = std::process::Command::new("losetup")
             .arg("--detach")
@@ -377,7 +377,7 @@ impl Drop for Loop {
 fn a_lost_write_fails_every_flush_that_waits_and_all_that_comes_after() {
     for cache in [RawCache::Writeback, RawCache::Writethrough] {
         for engine in [EngineKind::IoUring, EngineKind::Blocking] {
-            let Some(device) = Loop::new() else {
+            let Some(device) = LoopDevice::new() else {
                 return;
             };
             let image = Image::open(&device.device, false).expect("an image");

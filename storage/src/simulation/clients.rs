@@ -2,8 +2,8 @@
 
 use std::collections::HashSet;
 
-use super::fixture::{Fixture, Running};
-use super::oracle::{Broken, Oracle};
+use super::fixture::{Fixture, RunningStore};
+use super::oracle::{Oracle, Violation};
 use crate::log::pipeline::MarkCommit;
 use crate::{Backend, BackendQueue, Completion, MarkText, Operation, Port};
 
@@ -20,7 +20,7 @@ pub(super) struct Clients {
 
 impl Clients {
     /// Opens `count` ports on the disks in turn.
-    pub(super) fn open(running: &Running, count: usize, alone: bool) -> Self {
+    pub(super) fn open(running: &RunningStore, count: usize, alone: bool) -> Self {
         let port = |i: usize| {
             let place = i % running.disks.len();
             let port = running.disks[place].open_port().expect("a port");
@@ -51,7 +51,7 @@ impl Clients {
     }
 
     /// A disk is on the log again.
-    pub(super) fn reopen(&mut self, running: &Running, disk: usize) {
+    pub(super) fn reopen(&mut self, running: &RunningStore, disk: usize) {
         let opened = running.disk(disk).expect("an open disk");
         let ports = self.ports.iter_mut().filter(|(of, _)| *of == disk);
         ports.for_each(|(_, port)| *port = Some(opened.open_port().expect("a port")));
@@ -66,7 +66,7 @@ impl Clients {
     pub(super) fn submit(
         &mut self,
         oracle: &mut Oracle,
-        running: &Running,
+        running: &RunningStore,
         which: usize,
         operation: Operation,
     ) {
@@ -88,7 +88,7 @@ impl Clients {
     pub(super) fn mark(
         &mut self,
         oracle: &mut Oracle,
-        running: &Running,
+        running: &RunningStore,
         which: usize,
         number: u32,
         text: &MarkText,
@@ -107,7 +107,7 @@ impl Clients {
     pub(super) fn poll(
         &mut self,
         oracle: &mut Oracle,
-        running: &Running,
+        running: &RunningStore,
         which: usize,
     ) -> Vec<Completion> {
         let before = running.appended();
@@ -133,11 +133,11 @@ impl Clients {
     /// Reports to the oracle which requests have ended.
     pub(super) fn complete(
         oracle: &mut Oracle,
-        running: &Running,
+        running: &RunningStore,
         fixture: &Fixture,
         which: usize,
         done: Vec<Completion>,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Violation> {
         for completion in done {
             let world = fixture.medium.lock();
             let good = !running.poisoned() && !world.crashed;

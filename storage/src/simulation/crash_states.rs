@@ -1,7 +1,7 @@
 //! All states that a power cut may leave of writes that were not synced.
 
-use super::medium::Stored;
-use super::names::Kept;
+use super::medium::StoredFiles;
+use super::names::NameFate;
 
 /// Up to this many states, all are built.
 const MOST: usize = 4096;
@@ -32,7 +32,7 @@ impl CutChoice {
 
 /// The states that a power cut may leave.
 pub(super) struct CrashStates {
-    pub states: Vec<Stored>,
+    pub states: Vec<StoredFiles>,
     /// Whether there are more states than these. Then only those are built where the changes up to some time, or
     /// from some time on, or only one, or all but one, reached the medium.
     pub bounded: bool,
@@ -40,7 +40,7 @@ pub(super) struct CrashStates {
 
 /// Builds the states. Any subset of the written sectors may be there, each in any version. Different subsets that
 /// leave the same bytes are one state.
-pub(super) fn crash_states(stored: &Stored) -> CrashStates {
+pub(super) fn crash_states(stored: &StoredFiles) -> CrashStates {
     let named = (0..stored.files.len()).filter(|&file| stored.names.leads_to(file));
     let mut open: Vec<CutChoice> = named.flat_map(|file| of_file(file, stored)).collect();
     open.extend((0..stored.names.unsynced()).map(|change| CutChoice::Name {
@@ -64,7 +64,7 @@ pub(super) fn crash_states(stored: &Stored) -> CrashStates {
 }
 
 /// The length of a file and those of its sectors that may hold different bytes.
-fn of_file(file: usize, stored: &Stored) -> Vec<CutChoice> {
+fn of_file(file: usize, stored: &StoredFiles) -> Vec<CutChoice> {
     let state = &stored.files[file];
     let mut offsets: Vec<usize> = Vec::new();
     for (offset, _) in &state.cached {
@@ -124,7 +124,7 @@ fn extremes(open: &[CutChoice]) -> Vec<Vec<usize>> {
         .collect()
 }
 
-fn state(stored: &Stored, open: &[CutChoice], picks: &[usize]) -> Stored {
+fn state(stored: &StoredFiles, open: &[CutChoice], picks: &[usize]) -> StoredFiles {
     let mut stored = stored.clone();
     let picked = || open.iter().zip(picks);
     for (number, state) in stored.files.iter_mut().enumerate() {
@@ -152,9 +152,9 @@ fn state(stored: &Stored, open: &[CutChoice], picks: &[usize]) -> Stored {
             _ => None,
         });
         match pick {
-            None | Some((0, _)) => Kept::Lost,
-            Some((pick, ways)) if pick + 1 == ways => Kept::Whole,
-            Some(_) => Kept::Added,
+            None | Some((0, _)) => NameFate::Lost,
+            Some((pick, ways)) if pick + 1 == ways => NameFate::Whole,
+            Some(_) => NameFate::Added,
         }
     });
     stored

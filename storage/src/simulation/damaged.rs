@@ -5,7 +5,7 @@ use std::path::Path;
 use super::fixture::control_of;
 use super::history::History;
 use super::medium::LOG;
-use super::oracle::Broken;
+use super::oracle::Violation;
 use crate::CommitWait;
 use crate::catalog::snapshot::Snapshot;
 use crate::error::ErrorKind;
@@ -18,7 +18,7 @@ impl History {
     /// by errors of reads. Otherwise it hit records that can't be known to have been acknowledged, or unused bytes.
     /// Neither reads nor a checkpoint ever show data that is no prefix of what was written. Returns whether the
     /// damage was reported.
-    pub(super) fn run_damaged(mut self) -> Result<bool, Broken> {
+    pub(super) fn run_damaged(mut self) -> Result<bool, Violation> {
         self.lively = false;
         let mut running = self
             .fixture
@@ -101,7 +101,7 @@ impl History {
     }
 
     /// The last LSN that the medium shows to have been durable.
-    fn known_durable(&self) -> Result<u64, Broken> {
+    fn known_durable(&self) -> Result<u64, Violation> {
         let control = control_of(&self.fixture.medium).map_err(|error| error.to_string())?;
         let root = control.control.header;
         let mut durable = root.checkpoint_lsn.get().max(root.copying_lsn.get());

@@ -4,8 +4,8 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use super::files::Simulated;
-use super::medium::{LOG, Pace};
+use super::files::SimulatedMedium;
+use super::medium::{EngineTiming, LOG};
 use crate::Buffer;
 use crate::error::Result;
 use crate::medium::cost::MediumCost;
@@ -22,13 +22,13 @@ use crate::sync::{Arc, Event, thread};
 /// Writes reach the cache when they are submitted or later, syncs happen later still, and operations end in any
 /// order.
 pub(super) struct SimulatedEngine {
-    medium: Simulated,
+    medium: SimulatedMedium,
     event: Event,
-    queued: Vec<Queued>,
+    queued: Vec<QueuedIo>,
     failed: Vec<IoCompletion>,
 }
 
-pub(super) struct Queued {
+pub(super) struct QueuedIo {
     id: u64,
     pub io: Io,
     /// Whether an append's bytes are in the cache; `cached`: in the page cache.
@@ -36,7 +36,7 @@ pub(super) struct Queued {
     cached: bool,
 }
 
-impl Queued {
+impl QueuedIo {
     pub(super) fn new(id: u64, io: Io) -> Self {
         let (written, cached) = (false, false);
         Self {
@@ -79,7 +79,7 @@ impl Queued {
     }
 
     /// Leaves the unwritten bytes in flight on the medium: the process is killed.
-    fn leave(self, medium: &Simulated) {
+    fn leave(self, medium: &SimulatedMedium) {
         let (file, offset, chunks) = match &self.io {
             Io::Append {
                 segment,
@@ -114,7 +114,7 @@ fn sync_segments(scope: &SyncScope) -> io::Result<()> {
 }
 
 impl SimulatedEngine {
-    pub(super) fn new(medium: Simulated, event: Event) -> Self {
+    pub(super) fn new(medium: SimulatedMedium, event: Event) -> Self {
         Self {
             medium,
             event,
@@ -124,7 +124,7 @@ impl SimulatedEngine {
     }
 }
 
-impl Simulated {
+impl SimulatedMedium {
     pub(super) fn simulated(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         let engine = SimulatedEngine::new(self.clone(), event.try_clone()?);
         Ok(Box::new(engine))
@@ -196,7 +196,7 @@ impl Drop for SimulatedEngine {
 impl Engine for SimulatedEngine {
     fn submit(&mut self, id: u64, io: Io) {
         self.event.signal();
-        let mut queued = Queued::new(id, io);
+        let mut queued = QueuedIo::new(id, io);
         if self.medium.lock().crashed {
             let result = Err(io::Error::other("power lost"));
             return self.failed.push(IoCompletion { id, result });
@@ -204,8 +204,8 @@ impl Engine for SimulatedEngine {
         let at_once = {
             let mut world = self.medium.lock();
             match world.pace {
-                Pace::Random => world.random.one_in(2),
-                pace => pace == Pace::AtOnce,
+                EngineTiming::Random => world.random.one_in(2),
+                pace => pace == EngineTiming::AtOnce,
             }
         };
         if at_once && let Err(error) = queued.write() {
@@ -236,15 +236,15 @@ impl Engine for SimulatedEngine {
         let end = {
             let world = &mut self.medium.lock();
             match world.pace {
-                Pace::Random => {
+                EngineTiming::Random => {
                     let random = &mut world.random;
                     let count = random.below(self.queued.len() as u64 + 1) as usize;
                     (0..count)
                         .map(|i| random.below((self.queued.len() - i) as u64) as usize)
                         .collect::<Vec<_>>()
                 }
-                Pace::AtOnce => vec![0; self.queued.len()],
-                Pace::Late => vec![0],
+                EngineTiming::AtOnce => vec![0; self.queued.len()],
+                EngineTiming::Late => vec![0],
             }
         };
         let blocked = self.medium.lock().base_blocked;
@@ -274,7 +274,7 @@ impl Engine for SimulatedEngine {
     }
 }
 
-impl Medium for Simulated {
+impl Medium for SimulatedMedium {
     fn create_segment(
         &self,
         slot: u32,
@@ -320,10 +320,10 @@ impl Medium for Simulated {
     }
 }
 
-impl Appender for Simulated {
+impl Appender for SimulatedMedium {
     /// Lets other threads run before the sync.
     fn append(&self, io: Io) -> AppendResult {
-        let mut queued = Queued::new(0, io);
+        let mut queued = QueuedIo::new(0, io);
         let written = queued.write();
         let appended = queued.appended();
         thread::yield_now();

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::path::PathBuf;
 
-use super::fixture::{Fixture, Running, Shape, carry_out, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
 use super::oracle::value_of;
 use crate::error::ErrorKind;
@@ -17,7 +17,7 @@ pub(super) const SECTORS: u64 = 192;
 
 /// A disk, what each of its sectors must be, and a place for copies.
 pub(super) struct Bench {
-    pub(super) running: Running,
+    pub(super) running: RunningStore,
     pub(super) values: Vec<u32>,
     newest: u32,
     random: u64,

@@ -20,19 +20,19 @@ use crate::sync::{Arc, Event, Mutex, MutexGuard};
 
 /// The medium as the store uses it; all clones share one world.
 #[derive(Clone, Debug)]
-pub(super) struct Simulated {
+pub(super) struct SimulatedMedium {
     pub world: Arc<Mutex<World>>,
 }
 
-impl Simulated {
+impl SimulatedMedium {
     pub(super) fn lock(&self) -> MutexGuard<'_, World> {
         self.world.lock().expect("world lock")
     }
 
     /// Makes this medium the thread's file system until the returned guard is dropped.
-    pub(super) fn enter(&self) -> Entered {
+    pub(super) fn enter(&self) -> FileSystemGuard {
         let files: Arc<dyn FileSystem> = Arc::new(self.clone());
-        Entered(SIMULATED.replace(Some(files)))
+        FileSystemGuard(SIMULATED.replace(Some(files)))
     }
 
     pub(super) fn file(&self, name: &str) -> Box<dyn DataFile> {
@@ -82,10 +82,10 @@ impl Simulated {
     }
 }
 
-/// Returned by [`Simulated::enter`]. Holds the thread's former file system.
-pub(super) struct Entered(Option<Arc<dyn FileSystem>>);
+/// Returned by [`SimulatedMedium::enter`]. Holds the thread's former file system.
+pub(super) struct FileSystemGuard(Option<Arc<dyn FileSystem>>);
 
-impl Drop for Entered {
+impl Drop for FileSystemGuard {
     fn drop(&mut self) {
         SIMULATED.set(self.0.take());
     }
@@ -101,7 +101,7 @@ const FIRST_DESCRIPTOR: RawFd = 1 << 30;
 
 #[derive(Debug)]
 struct SimulatedFile {
-    medium: Simulated,
+    medium: SimulatedMedium,
     index: usize,
     descriptor: usize,
     locked: AtomicBool,
@@ -120,7 +120,7 @@ impl Drop for SimulatedFile {
     }
 }
 
-impl Simulated {
+impl SimulatedMedium {
     /// Reads from a file, past the page cache unless `from_cache`.
     fn read(
         &self,
@@ -179,7 +179,7 @@ impl ReadFile for SimulatedFile {
 /// A file through the simulated page cache.
 #[derive(Debug)]
 struct SimulatedCache {
-    medium: Simulated,
+    medium: SimulatedMedium,
     index: usize,
     descriptor: usize,
     /// The descriptor that it was opened by.
@@ -335,7 +335,7 @@ impl DataFile for SimulatedFile {
     }
 }
 
-impl FileSystem for Simulated {
+impl FileSystem for SimulatedMedium {
     fn open(&self, path: &Path, how: OpenMode) -> io::Result<Box<dyn DataFile>> {
         let index = self.lock().open(path, how)?;
         Ok(self.numbered(index))

@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::U64;
 
-use super::files::Simulated;
-use super::medium::{LOG, Stored, World};
+use super::files::SimulatedMedium;
+use super::medium::{LOG, StoredFiles, World};
 use super::names::DIRECTORY;
-use super::oracle::{Contents, Readable, value_of};
+use super::oracle::{DiskContents, ReadableContents, value_of};
 use crate::catalog::control::{ControlFile, open_control, read_control};
 use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::catalog::retain::Retain;
@@ -67,7 +67,7 @@ impl Shape {
 
 /// A log's shape, and the medium that it is on.
 pub(super) struct Fixture {
-    pub medium: Simulated,
+    pub medium: SimulatedMedium,
     pub shape: Shape,
     /// Whether base images are moved now and then, so that the next control writes change many sectors.
     pub moves: bool,
@@ -80,7 +80,7 @@ pub(super) struct Fixture {
 }
 
 /// An open store without threads.
-pub(super) struct Running {
+pub(super) struct RunningStore {
     /// The open disks, and the number of each in the fixture.
     pub disks: Vec<Disk>,
     pub places: Vec<usize>,
@@ -90,7 +90,7 @@ pub(super) struct Running {
 
 /// The log's writer, which takes one step at a time.
 struct SteppedWriter {
-    medium: Simulated,
+    medium: SimulatedMedium,
     leader: Leader,
     engine: Box<dyn Engine>,
     under_way: Option<Group>,
@@ -150,7 +150,7 @@ impl Fixture {
         (world.files, world.names) = (made.files, made.names);
         let world = Arc::new(Mutex::new(world));
         Self {
-            medium: Simulated { world },
+            medium: SimulatedMedium { world },
             shape,
             moves: false,
             retain: Retain::Nothing,
@@ -164,7 +164,7 @@ impl Fixture {
         (world.locked, world.shared) = Default::default();
         let world = Arc::new(Mutex::new(world));
         Self {
-            medium: Simulated { world },
+            medium: SimulatedMedium { world },
             shape: self.shape,
             moves: self.moves,
             retain: self.retain,
@@ -175,7 +175,11 @@ impl Fixture {
 
     /// Recovers the log; `through`: in writethrough mode. `commit_wait` is never adaptive: adaptive waits look at
     /// the clock, so a seed would not reproduce the same run.
-    pub(super) fn open(&self, through: bool, commit_wait: CommitWait) -> crate::Result<Running> {
+    pub(super) fn open(
+        &self,
+        through: bool,
+        commit_wait: CommitWait,
+    ) -> crate::Result<RunningStore> {
         let options = StoreOptions {
             commit_wait,
             // Sometimes so little that writes wait for checkpoints.
@@ -204,7 +208,7 @@ impl Fixture {
         let medium = Box::new(self.medium.clone());
         let _files = self.medium.enter();
         let opened = open_log(medium, Path::new(LOG), &disks, &options, &mut |_, _| {});
-        let mut running = Running::new(&self.medium, opened?);
+        let mut running = RunningStore::new(&self.medium, opened?);
         running.places = places;
         Ok(running)
     }
@@ -256,7 +260,7 @@ impl Fixture {
     }
 
     /// The contents of the base images, without the log.
-    pub(super) fn bases(&self) -> Contents {
+    pub(super) fn bases(&self) -> DiskContents {
         let values = |disk: usize| {
             let path = self.image(disk);
             let world = self.medium.lock();
@@ -272,9 +276,9 @@ impl Fixture {
     }
 }
 
-impl Running {
+impl RunningStore {
     /// An open store on `medium`.
-    pub(super) fn new(medium: &Simulated, opened: (Arc<Log>, Vec<Disk>, Keeper)) -> Self {
+    pub(super) fn new(medium: &SimulatedMedium, opened: (Arc<Log>, Vec<Disk>, Keeper)) -> Self {
         let (log, disks, keeper) = opened;
         let event = Event::new().expect("an event");
         let writer = SteppedWriter {
@@ -335,7 +339,7 @@ impl Running {
     }
 
     /// Reads all disks completely.
-    pub(super) fn read(&self) -> Result<Contents, Failure> {
+    pub(super) fn read(&self) -> Result<DiskContents, Failure> {
         let read_disk = |disk: &Disk| {
             let mut port = disk.open_port().expect("a port");
             let whole = Operation::Read {
@@ -349,7 +353,7 @@ impl Running {
     }
 
     /// Reads all disks sector by sector; sectors that can't be read are `None`.
-    pub(super) fn read_sectors(&self) -> Readable {
+    pub(super) fn read_sectors(&self) -> ReadableContents {
         let read_disk = |disk: &Disk| {
             let mut port = disk.open_port().expect("a port");
             let mut sector = |sector| {
@@ -364,7 +368,7 @@ impl Running {
 }
 
 /// The control file, as the medium has it.
-pub(super) fn control_of(medium: &Simulated) -> crate::Result<ControlFile> {
+pub(super) fn control_of(medium: &SimulatedMedium) -> crate::Result<ControlFile> {
     read_control(medium.file("control"), "control".into(), "/".into())
 }
 
@@ -380,9 +384,9 @@ fn elsewhere() -> PathBuf {
 }
 
 /// A new log with empty disks, as it is on the medium. It is built once for each shape and thread.
-fn made(shape: Shape, without_attributes: bool) -> Stored {
+fn made(shape: Shape, without_attributes: bool) -> StoredFiles {
     thread_local! {
-        static MADE: RefCell<HashMap<(Shape, bool), Stored>> = RefCell::default();
+        static MADE: RefCell<HashMap<(Shape, bool), StoredFiles>> = RefCell::default();
     }
     let key = (shape, without_attributes);
     if let Some(made) = MADE.with_borrow(|made| made.get(&key).cloned()) {
@@ -394,7 +398,7 @@ fn made(shape: Shape, without_attributes: bool) -> Stored {
     world.without_attributes = without_attributes;
     world.names.set(&elsewhere(), DIRECTORY);
     world.names.sync(Path::new("/"));
-    let medium = Simulated {
+    let medium = SimulatedMedium {
         world: Arc::new(Mutex::new(world)),
     };
     let options = StoreOptions {
@@ -416,7 +420,7 @@ fn made(shape: Shape, without_attributes: bool) -> Stored {
 
 /// Runs one request to its end, with no other under way.
 fn end(
-    running: &Running,
+    running: &RunningStore,
     port: &mut Port,
     operation: Operation,
 ) -> Result<Option<Buffer>, Failure> {
@@ -436,7 +440,7 @@ fn end(
 /// Carries out a request; the keeper takes a step as often as the port.
 #[cfg(not(feature = "shuttle"))]
 pub(super) fn carry_out(
-    running: &mut Running,
+    running: &mut RunningStore,
     port: &mut Port,
     operation: Operation,
 ) -> Result<Option<Buffer>, Failure> {
@@ -494,7 +498,7 @@ fn a_control_write_that_fails_changes_nothing() {
 fn times_in_a_log_never_go_back() {
     let shape = Shape::one_disk(64, 16);
     let fixture = Fixture::new(World::new(1), shape);
-    let commit = |running: &mut Running, value| {
+    let commit = |running: &mut RunningStore, value| {
         // The keeper makes room, and the records stay in the log.
         running.disks[0].log.lock().keeper.checkpoint = false;
         running.keeper.step(false).unwrap();

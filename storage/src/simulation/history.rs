@@ -4,11 +4,11 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::clients::Clients;
-use super::fixture::{Fixture, Running, Shape, control_of, filled, mark_text};
-use super::live::{Clock, InUse};
+use super::fixture::{Fixture, RunningStore, Shape, control_of, filled, mark_text};
+use super::live::{LiveHandles, TestClocks};
 use super::medium::World;
 use super::offline::Backup;
-use super::oracle::{Broken, Contents, Oracle, Restored, agrees, difference, readable};
+use super::oracle::{DiskContents, Oracle, RestoredState, Violation, agrees, difference, readable};
 use super::random::Random;
 use super::tell;
 use crate::catalog::retain::Retain;
@@ -242,14 +242,14 @@ pub(super) struct History {
     /// The log always keeps history, and all of it is looked at.
     pub keeps: bool,
     /// What the disks were as of LSNs before the oracle's first change.
-    pub past: Vec<(u64, Contents)>,
+    pub past: Vec<(u64, DiskContents)>,
     /// Decides what is done beside requests, checkpoints and crashes, if anything is.
     pub acts: Random,
     pub lively: bool,
-    pub in_use: InUse,
+    pub in_use: LiveHandles,
     /// Snapshots of which nobody knows whether they are deleted.
     pub unpinned: Vec<SnapshotName>,
-    pub clock: Clock,
+    pub clock: TestClocks,
     /// The LSN that came next when each disk last joined the log.
     pub joined: Vec<u64>,
     /// The LSN that came next when each disk last got another image.
@@ -289,9 +289,9 @@ impl History {
             keeps: false,
             acts,
             lively,
-            in_use: InUse::default(),
+            in_use: LiveHandles::default(),
             unpinned: Vec::new(),
-            clock: Clock::new(),
+            clock: TestClocks::new(),
             joined: vec![0; disks],
             replaced: vec![0; disks],
             backups: Vec::new(),
@@ -308,7 +308,7 @@ impl History {
     }
 
     /// Runs the history to its end.
-    pub(super) fn run(mut self) -> Result<Totals, Broken> {
+    pub(super) fn run(mut self) -> Result<Totals, Violation> {
         let incarnations = 1 + self.random.below(3);
         let mut running = None;
         for _ in 0..incarnations {
@@ -329,7 +329,7 @@ impl History {
     }
 
     /// Opens the log with random options.
-    fn open(&mut self) -> crate::Result<Running> {
+    fn open(&mut self) -> crate::Result<RunningStore> {
         let through = self.random.one_in(4);
         self.oracle.written = self.random.one_in(2);
         let wait = match self.random.one_in(3) {
@@ -367,7 +367,7 @@ impl History {
     }
 
     /// Makes a snapshot of all disks, or of the first one.
-    fn snapshot(&mut self, running: &mut Running) -> crate::Result<()> {
+    fn snapshot(&mut self, running: &mut RunningStore) -> crate::Result<()> {
         self.next_value += 1;
         let name: SnapshotName = format!("pin{}", self.next_value).parse()?;
         let alone = self.random.one_in(3).then_some(running.disks[0].state.id);
@@ -402,7 +402,10 @@ impl History {
 
     /// Works, and loses power or closes; then reopens the log and judges it. Returns the log if it is still open
     /// then.
-    fn incarnation(&mut self, mut running: Running) -> Result<Option<Running>, Broken> {
+    fn incarnation(
+        &mut self,
+        mut running: RunningStore,
+    ) -> Result<Option<RunningStore>, Violation> {
         let crash = !self.random.one_in(5);
         if crash {
             let (ticks, control) = (self.random.below(80), self.random.one_in(6));
@@ -426,7 +429,7 @@ impl History {
             true => None,
             false => self.close(&mut running),
         };
-        self.in_use = InUse::default();
+        self.in_use = LiveHandles::default();
         drop(running);
         match closed {
             Some(true) => {
@@ -486,7 +489,7 @@ impl History {
 
     /// Closes the log, often with only a few steps of copying, of which a checkpoint that is under way may take some.
     /// Returns whether the base images have everything; `None` if closing fails.
-    fn close(&mut self, running: &mut Running) -> Option<bool> {
+    fn close(&mut self, running: &mut RunningStore) -> Option<bool> {
         if self.random.one_in(4) {
             let steps = self.random.below(8);
             running.log().lock().keeper.copy_steps = Some(steps);
@@ -514,7 +517,7 @@ impl History {
     /// Opens what is left and finds the prefix that it is. That must be durable from now on, and the next
     /// incarnation begins there: after a power cut, after a kill, or at once in the log that was opened, which is
     /// then returned.
-    fn judge(&mut self, kept: bool) -> Result<Option<Running>, Broken> {
+    fn judge(&mut self, kept: bool) -> Result<Option<RunningStore>, Violation> {
         let control = control_of(&self.fixture.medium);
         let control = control.map_err(|error| format!("the control file: {error}"))?;
         self.settle(&control.control, false);
@@ -558,8 +561,9 @@ impl History {
             seen[disk].fill(None);
         }
         match rewound {
-            Some(Restored { may_be, .. }) if may_be.iter().any(|state| agrees(state, &seen)) => {}
-            Some(Restored { may_be, certain }) if certain => {
+            Some(RestoredState { may_be, .. })
+                if may_be.iter().any(|state| agrees(state, &seen)) => {}
+            Some(RestoredState { may_be, certain }) if certain => {
                 return Err(format!(
                     "after a restore in place the disks differ: {}",
                     difference(&seen, &may_be[0])
@@ -582,7 +586,7 @@ impl History {
     }
 
     /// Numbers seen on the medium are never given out again: no LSN, no salt.
-    fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Broken> {
+    fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Violation> {
         let segments = self.fixture.medium.lock().segments();
         for (name, bytes) in segments {
             // Without its header a segment's batches can't be taken for part of the log.
@@ -611,7 +615,7 @@ impl History {
         Ok(())
     }
 
-    pub(super) fn work(&mut self, running: &mut Running) -> Result<(), Broken> {
+    pub(super) fn work(&mut self, running: &mut RunningStore) -> Result<(), Violation> {
         let ports = 1 + self.random.below(3) as usize;
         let mut clients = Clients::open(running, ports, self.random.one_in(2));
         // The steps during which there is no space; the second number says whether base images, the log or both are
@@ -726,14 +730,14 @@ impl History {
         &mut self,
         clients: &mut Clients,
         which: usize,
-        running: &Running,
-    ) -> Result<(), Broken> {
+        running: &RunningStore,
+    ) -> Result<(), Violation> {
         let oracle = &mut self.oracle;
         let done = clients.poll(oracle, running, which);
         Clients::complete(oracle, running, &self.fixture, which, done)
     }
 
-    fn submit(&mut self, clients: &mut Clients, which: usize, running: &Running) {
+    fn submit(&mut self, clients: &mut Clients, which: usize, running: &RunningStore) {
         let sectors = 1 + self.random.below(8);
         // Few sectors, so that requests overlap.
         let sector = self.random.below(SECTORS - sectors);

@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::fixture::{Fixture, Running, Shape, carry_out, control_of, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, control_of, filled};
 use super::medium::{LOG, World};
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, CONTROL_SLOT};
@@ -13,7 +13,7 @@ use crate::{BackendQueue, CommitWait, Operation, Retain};
 
 /// How a log is left, after which the medium changes its last batch.
 #[derive(Clone, Copy, Debug)]
-enum Left {
+enum EndState {
     /// It was written, and the process was killed: the batch may be torn, for all that is known.
     Killed,
     /// The process was killed, and the next one recovered the log, wrote nothing, and was killed too.
@@ -25,7 +25,7 @@ enum Left {
 }
 
 /// Writes to sectors 8 to 15, durably.
-fn write(running: &mut Running, value: u32) {
+fn write(running: &mut RunningStore, value: u32) {
     let mut port = running.disks[0].open_port().unwrap();
     let data = filled(value, 8);
     carry_out(running, &mut port, Operation::Write { sector: 8, data }).unwrap();
@@ -33,7 +33,7 @@ fn write(running: &mut Running, value: u32) {
 }
 
 /// An open log that keeps its history, with two durable batches.
-fn two_batches() -> (Fixture, Running) {
+fn two_batches() -> (Fixture, RunningStore) {
     let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
     fixture.retain = Retain::All;
     let mut running = fixture.open(false, CommitWait::NONE).unwrap();
@@ -44,19 +44,19 @@ fn two_batches() -> (Fixture, Running) {
 }
 
 /// Whether a read fails of what the last batch has, once the medium has changed that.
-fn last_batch_is_missed(left: Left) -> bool {
+fn last_batch_is_missed(left: EndState) -> bool {
     let (fixture, mut running) = two_batches();
     running.finish_writer();
     let keeper = &mut running.keeper;
     match left {
-        Left::Killed => {}
-        Left::Recovered => {
+        EndState::Killed => {}
+        EndState::Recovered => {
             drop(running);
             fixture.lose_power();
             running = fixture.open(false, CommitWait::NONE).unwrap();
         }
-        Left::Snapshot => keeper.snapshot("then".parse().unwrap(), None).unwrap(),
-        Left::Closed => assert!(!keeper.close().unwrap()),
+        EndState::Snapshot => keeper.snapshot("then".parse().unwrap(), None).unwrap(),
+        EndState::Closed => assert!(!keeper.close().unwrap()),
     }
     drop(running);
     fixture.lose_power();
@@ -98,12 +98,12 @@ fn last_batch_is_missed(left: Left) -> bool {
 /// A batch that was known to be durable is never dropped as torn, also if no later header has the proof.
 #[test]
 fn the_last_batch_of_a_log_that_was_known_to_be_durable_is_missed() {
-    for left in [Left::Recovered, Left::Snapshot, Left::Closed] {
+    for left in [EndState::Recovered, EndState::Snapshot, EndState::Closed] {
         assert!(last_batch_is_missed(left), "{left:?}");
     }
-    assert!(!last_batch_is_missed(Left::Killed));
+    assert!(!last_batch_is_missed(EndState::Killed));
     PLANTED.set(Some(Mutant::DurableLsnIgnored));
-    let killed = !last_batch_is_missed(Left::Closed);
+    let killed = !last_batch_is_missed(EndState::Closed);
     PLANTED.set(None);
     assert!(killed);
 }

@@ -8,10 +8,10 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use super::files::Simulated;
-use super::fixture::{Running, carry_out, filled};
+use super::files::SimulatedMedium;
+use super::fixture::{RunningStore, carry_out, filled};
 use super::medium::{LOG, World};
-use super::oracle::{Broken, value_of};
+use super::oracle::{Violation, value_of};
 use super::random::Random;
 use crate::catalog::options::DiskOptions;
 use crate::disk::handle::Disk;
@@ -27,7 +27,7 @@ use crate::{
 };
 
 /// The value of each sector of a disk.
-type Sectors = Vec<u32>;
+type SectorValues = Vec<u32>;
 
 /// Counters of a run, which show whether it tried what it should.
 #[derive(Clone, Copy, Debug, Default)]
@@ -86,12 +86,12 @@ impl super::Total for Totals {
 
 /// A disk, and the contents that it may have. The last of them has all changes.
 #[derive(Clone, Debug)]
-pub(super) struct Known {
+pub(super) struct KnownDisk {
     path: PathBuf,
-    may_hold: Vec<Sectors>,
+    may_hold: Vec<SectorValues>,
 }
 
-impl Known {
+impl KnownDisk {
     /// All changes are durable: only the newest contents are possible.
     fn settle(&mut self) {
         self.may_hold.drain(..self.may_hold.len() - 1);
@@ -101,8 +101,8 @@ impl Known {
 /// A run: the medium and the disks on it.
 pub(super) struct Life {
     random: Random,
-    pub medium: Simulated,
-    pub disks: Vec<Known>,
+    pub medium: SimulatedMedium,
+    pub disks: Vec<KnownDisk>,
     next_value: u32,
     totals: Totals,
 }
@@ -116,11 +116,11 @@ impl Life {
     }
 
     /// A life that begins with these disks on a medium.
-    pub(super) fn on(world: World, random: Random, disks: Vec<Known>) -> Self {
+    pub(super) fn on(world: World, random: Random, disks: Vec<KnownDisk>) -> Self {
         let world = Arc::new(Mutex::new(world));
         Self {
             random,
-            medium: Simulated { world },
+            medium: SimulatedMedium { world },
             disks,
             next_value: 0,
             totals: Totals::default(),
@@ -128,7 +128,7 @@ impl Life {
     }
 
     /// Runs the life to its end.
-    pub(super) fn run(mut self) -> Result<Totals, Broken> {
+    pub(super) fn run(mut self) -> Result<Totals, Violation> {
         let _files = self.medium.enter();
         for _ in 0..2 + self.random.below(5) {
             if self.random.one_in(2) {
@@ -172,7 +172,7 @@ impl Life {
     }
 
     /// Excuses an error after a power cut or a failed sync.
-    fn excuse<T>(&self, what: &str, done: Result<T, Error>) -> Result<Option<T>, Broken> {
+    fn excuse<T>(&self, what: &str, done: Result<T, Error>) -> Result<Option<T>, Violation> {
         let world = self.medium.lock();
         match done {
             Ok(done) => Ok(Some(done)),
@@ -190,12 +190,12 @@ impl Life {
         self.next_value
     }
 
-    fn values(&mut self, count: u64) -> Sectors {
+    fn values(&mut self, count: u64) -> SectorValues {
         (0..count).map(|_| self.value()).collect()
     }
 
     /// Adds a durable file with these contents.
-    fn put(&self, path: &Path, contents: &Sectors) {
+    fn put(&self, path: &Path, contents: &SectorValues) {
         let bytes = contents.iter().flat_map(|&value| filled(value, 1).to_vec());
         self.medium.lock().put_file(path, bytes.collect());
     }
@@ -205,7 +205,7 @@ impl Life {
     }
 
     /// Creates a disk, or imports one.
-    fn make(&mut self) -> Result<(), Broken> {
+    fn make(&mut self) -> Result<(), Violation> {
         let path = PathBuf::from(format!("/disk-{}", self.disks.len()));
         let sectors = self.sectors();
         let import = self.random.one_in(2);
@@ -232,13 +232,13 @@ impl Life {
         self.verify()
     }
 
-    pub(super) fn know(&mut self, path: PathBuf, contents: Sectors) {
+    pub(super) fn know(&mut self, path: PathBuf, contents: SectorValues) {
         let may_hold = vec![contents];
-        self.disks.push(Known { path, may_hold });
+        self.disks.push(KnownDisk { path, may_hold });
     }
 
     /// Uses an existing image that has no log.
-    fn adopt(&mut self) -> Result<(), Broken> {
+    fn adopt(&mut self) -> Result<(), Violation> {
         let path = PathBuf::from("/disk-0");
         let sectors = self.sectors();
         let contents = self.values(sectors);
@@ -249,7 +249,7 @@ impl Life {
     }
 
     /// Resizes a disk that is not in use.
-    fn resize(&mut self) -> Result<(), Broken> {
+    fn resize(&mut self) -> Result<(), Violation> {
         let sectors = self.sectors() as usize;
         let which = self.random.below(self.disks.len() as u64) as usize;
         let lose_data = self.random.one_in(2);
@@ -276,7 +276,7 @@ impl Life {
         &mut self,
         what: &str,
         command: impl Fn() -> Result<T, Error>,
-    ) -> Result<T, Broken> {
+    ) -> Result<T, Violation> {
         let done = command();
         if let Some(done) = self.excuse(what, done)? {
             return Ok(done);
@@ -286,7 +286,7 @@ impl Life {
     }
 
     /// A disk moves to another log and back. The images have all bytes then.
-    fn move_there_and_back(&mut self) -> Result<(), Broken> {
+    fn move_there_and_back(&mut self) -> Result<(), Violation> {
         let path = self.some_disk().1;
         let other = Path::new("/other-log");
         let there = || move_to_log(&path, Path::new(LOG), other, &options());
@@ -298,7 +298,7 @@ impl Life {
     }
 
     /// A disk leaves its log, and comes back as a raw image.
-    fn leave_and_join(&mut self) -> Result<(), Broken> {
+    fn leave_and_join(&mut self) -> Result<(), Violation> {
         let path = self.some_disk().1;
         // Cut after the log has forgotten the disk, it has left.
         let left = leave_log(&path, Path::new(LOG));
@@ -319,7 +319,7 @@ impl Life {
     }
 
     /// The log gets another size, or the records of a disk are given up: the disk is what its image has.
-    fn give_up_or_resize_log(&mut self) -> Result<(), Broken> {
+    fn give_up_or_resize_log(&mut self) -> Result<(), Violation> {
         if self.random.one_in(2) {
             let size = (4 + self.random.below(6)) << 16;
             let done = resize_log(Path::new(LOG), size);
@@ -343,19 +343,22 @@ impl Life {
     }
 
     /// Opens the disks at `paths`.
-    fn open_all<'a>(&self, paths: impl Iterator<Item = &'a PathBuf>) -> Result<Running, Error> {
+    fn open_all<'a>(
+        &self,
+        paths: impl Iterator<Item = &'a PathBuf>,
+    ) -> Result<RunningStore, Error> {
         let disks: Vec<_> = paths.map(DiskOptions::new).collect();
         let medium = Box::new(self.medium.clone());
         let opened = open_log(medium, Path::new(LOG), &disks, &options(), &mut |_, _| {});
-        opened.map(|opened| Running::new(&self.medium, opened))
+        opened.map(|opened| RunningStore::new(&self.medium, opened))
     }
 
-    fn open(&self) -> Result<Running, Error> {
+    fn open(&self) -> Result<RunningStore, Error> {
         self.open_all(self.disks.iter().map(|disk| &disk.path))
     }
 
     /// Opens all disks, writes to one and grows it, flushes, does checkpoints, and closes.
-    fn work(&mut self) -> Result<(), Broken> {
+    fn work(&mut self) -> Result<(), Violation> {
         let opened = self.open();
         let Some(mut running) = self.excuse("opening", opened)? else {
             return Ok(());
@@ -379,7 +382,7 @@ impl Life {
     }
 
     /// A disk leaves the log in use, and comes back. Returns `false` if that was cut.
-    fn remove_and_add(&mut self, running: &mut Running) -> Result<bool, Broken> {
+    fn remove_and_add(&mut self, running: &mut RunningStore) -> Result<bool, Violation> {
         let last = running.disks.len() - 1;
         let Some(disk) = running.disks.pop_if(|_| last > 0) else {
             return Ok(true);
@@ -414,9 +417,9 @@ impl Life {
     fn step(
         &mut self,
         which: usize,
-        running: &mut Running,
+        running: &mut RunningStore,
         port: &mut Port,
-    ) -> Result<bool, Broken> {
+    ) -> Result<bool, Violation> {
         let newest = self.disks[which].may_hold.last().expect("some");
         let len = newest.len() as u64;
         match self.random.below(12) {
@@ -463,7 +466,7 @@ impl Life {
 
     /// After a close the base images alone have everything, even after a power loss; after one that was cut, the
     /// base images and the log.
-    fn close(&mut self, which: usize, mut running: Running) -> Result<(), Broken> {
+    fn close(&mut self, which: usize, mut running: RunningStore) -> Result<(), Violation> {
         if self.random.one_in(2) {
             let steps = self.random.below(4);
             running.disks[which].log.lock().keeper.copy_steps = Some(steps);
@@ -483,12 +486,12 @@ impl Life {
         self.check_bases()
     }
 
-    pub(super) fn check_bases(&self) -> Result<(), Broken> {
+    pub(super) fn check_bases(&self) -> Result<(), Violation> {
         for disk in &self.disks {
             let world = self.medium.lock();
             let file = world.names.get(&disk.path);
             let file = &world.files[file.ok_or("a closed disk is gone")?];
-            let found: Sectors = file.current.to_vec().chunks(512).map(value_of).collect();
+            let found: SectorValues = file.current.to_vec().chunks(512).map(value_of).collect();
             if found != disk.may_hold[0] {
                 return Err(format!("{}: closed, and not whole", disk.path.display()));
             }
@@ -503,7 +506,7 @@ impl Life {
     }
 
     /// Opens all disks up to twice, and loses power or is killed meanwhile. `new`: a disk that may exist too.
-    fn cut_openings(&mut self, new: Option<&Path>) -> Result<(), Broken> {
+    fn cut_openings(&mut self, new: Option<&Path>) -> Result<(), Violation> {
         for _ in 0..self.random.below(3) {
             let new = new.filter(|path| self.there(path)).map(Path::to_owned);
             let known = self.disks.iter().map(|disk| &disk.path);
@@ -527,7 +530,7 @@ impl Life {
     }
 
     /// Verifies that all disks can be opened and have contents that they may have.
-    pub(super) fn verify(&mut self) -> Result<(), Broken> {
+    pub(super) fn verify(&mut self) -> Result<(), Violation> {
         if self.disks.is_empty() {
             return Ok(());
         }
@@ -551,7 +554,7 @@ impl Life {
     }
 }
 
-impl Known {
+impl KnownDisk {
     /// The disk has another size, or may have it if the resize is not `done`.
     fn resize(&mut self, sectors: usize, done: bool) {
         let mut resized = self.may_hold.clone();

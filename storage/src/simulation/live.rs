@@ -10,9 +10,9 @@ use std::os::unix::fs::FileExt;
 use rustix::fs::MemfdFlags;
 
 use super::clients::Clients;
-use super::fixture::Running;
+use super::fixture::RunningStore;
 use super::history::{History, SECTORS};
-use super::oracle::{Broken, Contents, value_of};
+use super::oracle::{DiskContents, Violation, value_of};
 use super::tell;
 use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
@@ -41,9 +41,9 @@ const LOOKS: usize = 3;
 const HOUR: u64 = 3_600_000_000;
 
 /// The clocks of a history.
-pub(super) struct Clock(ClockReading);
+pub(super) struct TestClocks(ClockReading);
 
-impl Clock {
+impl TestClocks {
     pub(super) fn new() -> Self {
         let clock = Self(ClockReading {
             wall: 1_800_000_000_000_000,
@@ -66,7 +66,7 @@ impl Clock {
     }
 }
 
-impl Drop for Clock {
+impl Drop for TestClocks {
     fn drop(&mut self) {
         CLOCKS.set(None);
     }
@@ -74,13 +74,13 @@ impl Drop for Clock {
 
 /// What is open of a log in use, beside its ports.
 #[derive(Default)]
-pub(super) struct InUse {
-    looks: Vec<Looked>,
-    exports: Vec<Exported>,
-    rewind: Option<Planned>,
+pub(super) struct LiveHandles {
+    looks: Vec<OpenLook>,
+    exports: Vec<RunningExport>,
+    rewind: Option<PlannedRestore>,
 }
 
-impl InUse {
+impl LiveHandles {
     /// Whether anything is open of this disk.
     fn has(&self, disk: usize) -> bool {
         self.looks.iter().any(|look| look.disk == disk)
@@ -90,7 +90,7 @@ impl InUse {
 }
 
 /// A look, and what it must show.
-struct Looked {
+struct OpenLook {
     look: Look,
     disk: usize,
     lsn: u64,
@@ -98,7 +98,7 @@ struct Looked {
 }
 
 /// An export that is under way, and what it must have in the end.
-struct Exported {
+struct RunningExport {
     export: Arc<Export>,
     state: Arc<DiskState>,
     disk: usize,
@@ -108,7 +108,7 @@ struct Exported {
 }
 
 /// A restore in place that the keeper has not carried out yet.
-struct Planned {
+struct PlannedRestore {
     disk: usize,
     state: Arc<DiskState>,
     to: u64,
@@ -155,7 +155,7 @@ fn file_in_memory() -> File {
 
 impl History {
     /// What the disks were as of an LSN, if the oracle knows that.
-    fn as_of(&self, lsn: u64) -> Option<Contents> {
+    fn as_of(&self, lsn: u64) -> Option<DiskContents> {
         if lsn >= self.first_lsn {
             return Some(self.after(lsn));
         }
@@ -183,7 +183,7 @@ impl History {
     }
 
     /// A random point, and what the disks were then. The base images may have gone past it.
-    fn some_point(&mut self, running: &Running) -> Option<(u64, Contents)> {
+    fn some_point(&mut self, running: &RunningStore) -> Option<(u64, DiskContents)> {
         let (first, newest) = (self.first_lsn, running.appended());
         let here = newest >= first && (self.past.is_empty() || !self.acts.one_in(3));
         if here {
@@ -197,10 +197,10 @@ impl History {
     /// An error that a fault excuses, or a log that is full or has to keep what it has.
     fn excuse(
         &mut self,
-        running: &Running,
+        running: &RunningStore,
         what: &str,
         error: &Error,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let world = self.fixture.medium.lock();
         let fault = world.crashed || world.failed || world.failed_read || running.poisoned();
         drop(world);
@@ -217,9 +217,9 @@ impl History {
     /// Does something beside the requests. Nothing of the log is in flight.
     pub(super) fn act(
         &mut self,
-        running: &mut Running,
+        running: &mut RunningStore,
         clients: &mut Clients,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let medium = self.fixture.medium.clone();
         let _files = medium.enter();
         // The keeper waits for readers, which have no thread of their own here.
@@ -243,7 +243,7 @@ impl History {
     }
 
     /// Goes on with the exports, and looks at what is open.
-    pub(super) fn go_on(&mut self) -> std::result::Result<(), Broken> {
+    pub(super) fn go_on(&mut self) -> std::result::Result<(), Violation> {
         if self.acts.one_in(4)
             && let Some(place) = (self.in_use.exports.len() as u64).checked_sub(1)
         {
@@ -272,7 +272,7 @@ impl History {
     }
 
     /// Opens a look at a disk: at an LSN, at a snapshot, or at a time.
-    fn begin_look(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn begin_look(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         if self.in_use.looks.len() == LOOKS {
             return Ok(());
         }
@@ -312,7 +312,7 @@ impl History {
                     return Ok(());
                 }
                 let shows = then[disk].clone();
-                self.in_use.looks.push(Looked {
+                self.in_use.looks.push(OpenLook {
                     look,
                     disk,
                     lsn,
@@ -358,7 +358,7 @@ impl History {
     }
 
     /// Whether a look shows what it must.
-    fn check(&self, place: usize) -> std::result::Result<(), Broken> {
+    fn check(&self, place: usize) -> std::result::Result<(), Violation> {
         let looked = &self.in_use.looks[place];
         match values(looked.look.layers()) {
             Ok(shown) if shown == looked.shows => Ok(()),
@@ -384,7 +384,7 @@ impl History {
     }
 
     /// Begins an export of the base image of a disk.
-    fn begin_export(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn begin_export(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         if running.log().lock().keeps_history() || !self.in_use.exports.is_empty() {
             return Ok(());
         }
@@ -401,7 +401,7 @@ impl History {
         let lsn = running.keeper.control.control.header.checkpoint_lsn.get();
         // Nothing may have changed since the log was opened.
         let shows = self.after(lsn.max(self.first_lsn - 1))[disk].clone();
-        self.in_use.exports.push(Exported {
+        self.in_use.exports.push(RunningExport {
             export,
             state,
             disk,
@@ -413,7 +413,7 @@ impl History {
     }
 
     /// Copies the next part of an export, and compares the whole at its end.
-    fn go_on_with(&mut self, place: usize) -> std::result::Result<(), Broken> {
+    fn go_on_with(&mut self, place: usize) -> std::result::Result<(), Violation> {
         let exported = &self.in_use.exports[place];
         let ended = match exported.export.step() {
             Ok((passed, size, _)) if passed < size => return Ok(()),
@@ -426,7 +426,7 @@ impl History {
                 false
             }
         };
-        let Exported {
+        let RunningExport {
             export,
             state,
             disk,
@@ -451,7 +451,7 @@ impl History {
     }
 
     /// Plans a restore in place, or carries one out that was planned before.
-    fn plan_or_rewind(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn plan_or_rewind(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         match self.in_use.rewind.take() {
             Some(planned) => return self.rewind_live(running, planned),
             None => self.plan_rewind(running)?,
@@ -463,7 +463,7 @@ impl History {
         }
     }
 
-    fn plan_rewind(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn plan_rewind(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         let which = self.acts.below(running.disks.len() as u64) as usize;
         let (live, disk) = (running.disks[which].clone(), running.places[which]);
         let Some((lsn, then)) = self.some_point(running) else {
@@ -477,7 +477,7 @@ impl History {
         match live.plan_rewind(Point::Lsn(lsn), newest, &held) {
             Ok(_) if self.is_unknown(disk, lsn) || self.is_replaced(disk, lsn) => Ok(()),
             Ok((_, Some(rewinding))) => {
-                self.in_use.rewind = Some(Planned {
+                self.in_use.rewind = Some(PlannedRestore {
                     disk,
                     state: live.state,
                     to: lsn,
@@ -501,10 +501,10 @@ impl History {
 
     fn rewind_live(
         &mut self,
-        running: &mut Running,
-        planned: Planned,
-    ) -> std::result::Result<(), Broken> {
-        let Planned {
+        running: &mut RunningStore,
+        planned: PlannedRestore,
+    ) -> std::result::Result<(), Violation> {
+        let PlannedRestore {
             disk,
             state,
             to,
@@ -542,7 +542,7 @@ impl History {
     }
 
     /// Orders the keeper to do something, and lets it do that at once.
-    fn order(running: &mut Running, task: KeeperTask) -> Result<()> {
+    fn order(running: &mut RunningStore, task: KeeperTask) -> Result<()> {
         let (answer, answered) = mpsc::channel();
         let order = KeeperOrder { task, answer };
         running.log().lock().keeper.orders.push(order);
@@ -551,7 +551,7 @@ impl History {
     }
 
     /// Deletes a snapshot, perhaps while a copy is under way that saves for it. Looks at it may be open.
-    fn delete_in_use(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn delete_in_use(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         let Some(last) = (self.pins.len() as u64).checked_sub(1) else {
             return Ok(());
         };
@@ -593,9 +593,9 @@ impl History {
     /// A disk leaves the log, which has another one. Its requests have ended; looks, exports and restores of it go on.
     fn remove_live(
         &mut self,
-        running: &mut Running,
+        running: &mut RunningStore,
         clients: &mut Clients,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let which = self.acts.below(running.disks.len() as u64) as usize;
         let disk = running.places[which];
         if running.disks.len() < 2 || self.oracle.uses(disk) {
@@ -627,9 +627,9 @@ impl History {
     /// A disk comes to the log: one that has left it in use, or a raw image that belonged to it before.
     fn add_live(
         &mut self,
-        running: &mut Running,
+        running: &mut RunningStore,
         clients: &mut Clients,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let absent = (0..self.fixture.shape.disks).find(|disk| !running.places.contains(disk));
         let Some(disk) = absent.filter(|disk| !self.in_use.has(*disk)) else {
             return Ok(());
@@ -720,7 +720,7 @@ mod tests {
             let fixture = Fixture::new(World::new(1 + failing), SHAPE);
             let mut running = fixture.open(false, CommitWait::NONE).unwrap();
             running.keeper.step(false).unwrap();
-            let write = |running: &mut Running, value| {
+            let write = |running: &mut RunningStore, value| {
                 let mut port = running.disks[1].open_port().unwrap();
                 let data = filled(value, 8);
                 let written = carry_out(running, &mut port, Operation::Write { sector: 8, data });

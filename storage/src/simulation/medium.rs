@@ -57,7 +57,7 @@ pub(super) struct FileState {
 
 /// An open descriptor.
 #[derive(Clone, Copy, Debug)]
-struct Descriptor {
+struct OpenDescriptor {
     file: usize,
     /// How many failed write-backs of its file it knows of.
     known: u64,
@@ -65,7 +65,7 @@ struct Descriptor {
 
 /// The state of all files and names.
 #[derive(Clone, Debug, Default, Hash)]
-pub(super) struct Stored {
+pub(super) struct StoredFiles {
     pub files: Vec<FileState>,
     pub names: Names,
 }
@@ -159,7 +159,7 @@ pub(super) struct LateWrite {
 
 /// When the engine carries out its operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pace {
+pub(super) enum EngineTiming {
     /// At any time, in any order.
     Random,
     /// Writes reach the cache at once, everything else happens at the next poll.
@@ -175,7 +175,7 @@ pub(super) struct World {
     pub names: Names,
     /// Files that an opener has locked, alone or, once for each of them, with other readers.
     pub locked: Vec<usize>,
-    descriptors: Vec<Descriptor>,
+    descriptors: Vec<OpenDescriptor>,
     /// When each file was last written to, as it is in memory and on the medium, in changes of all files; 0: unknown.
     modified: Vec<[u64; 2]>,
     changes: u64,
@@ -222,12 +222,12 @@ pub(super) struct World {
     pub base_blocked: bool,
     /// Whether each engine has a thread that writes and syncs appends, as where there is no io_uring.
     pub blocking: bool,
-    pub pace: Pace,
+    pub pace: EngineTiming,
     /// What a checkpoint takes for the price of an operation: with a high price it copies in stripes.
     pub operation_bytes: u64,
     /// The state before each sync, if that is asked for. Any state that a power cut may leave at any time, it may
     /// also leave at the next of these moments or at the end.
-    pub moments: Option<Vec<Stored>>,
+    pub moments: Option<Vec<StoredFiles>>,
     /// Writes that a killed process left in flight.
     pub late: Vec<LateWrite>,
     /// How many of those reached the cache.
@@ -273,7 +273,7 @@ impl World {
             create_panics: false,
             base_blocked: false,
             blocking: false,
-            pace: Pace::Random,
+            pace: EngineTiming::Random,
             operation_bytes: if seed.is_multiple_of(4) { 1 << 20 } else { 0 },
             moments: None,
             late: Vec::new(),
@@ -321,7 +321,7 @@ impl World {
     pub(super) fn describe(&mut self, file: usize) -> usize {
         let FileState { errors, told, .. } = self.files[file];
         let known = errors - u64::from(errors > 0 && !told);
-        self.descriptors.push(Descriptor { file, known });
+        self.descriptors.push(OpenDescriptor { file, known });
         self.descriptors.len() - 1
     }
 
@@ -332,7 +332,7 @@ impl World {
 
     /// Tells a descriptor once of write-backs of its file that failed.
     fn tell(&mut self, descriptor: usize) -> io::Result<()> {
-        let Descriptor { file, known } = &mut self.descriptors[descriptor];
+        let OpenDescriptor { file, known } = &mut self.descriptors[descriptor];
         let file = &mut self.files[*file];
         if *known == file.errors {
             return Ok(());
@@ -434,8 +434,8 @@ impl World {
         names.into_iter().map(segment).collect()
     }
 
-    pub(super) fn stored(&self) -> Stored {
-        Stored {
+    pub(super) fn stored(&self) -> StoredFiles {
+        StoredFiles {
             files: self.files.clone(),
             names: self.names.clone(),
         }
@@ -456,7 +456,7 @@ impl World {
 
     /// Whether a wait is over.
     pub(super) fn is_over(&mut self) -> bool {
-        self.pace != Pace::Random || self.random.one_in(2)
+        self.pace != EngineTiming::Random || self.random.one_in(2)
     }
 
     pub(super) fn fail(&mut self, what: &str) -> io::Result<()> {

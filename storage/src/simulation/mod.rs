@@ -63,7 +63,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use history::History;
 #[cfg(not(feature = "shuttle"))]
 use life::Life;
-use oracle::Broken;
+use oracle::Violation;
 
 use crate::mutant::{Mutant, PLANTED};
 
@@ -128,7 +128,7 @@ fn on_all_cores<T: Total>(numbers: &Range<u64>, one: impl Fn(u64) -> T + Sync) -
 fn run_all<T: Total>(
     seeds: &Range<u64>,
     name: &str,
-    run: impl Fn(u64) -> Result<T, Broken> + Sync,
+    run: impl Fn(u64) -> Result<T, Violation> + Sync,
 ) -> T {
     let replay = |seed| {
         format!(
@@ -248,9 +248,9 @@ fn damage_is_reported_or_harmless() {
 /// The promise that a run with a planted fault broke. A panic is no broken promise, unless a panic is the promised
 /// reaction: `promised` is then a part of its message.
 fn broken<T>(
-    ran: std::thread::Result<Result<T, Broken>>,
+    ran: std::thread::Result<Result<T, Violation>>,
     promised: Option<&str>,
-) -> Option<Broken> {
+) -> Option<Violation> {
     let panic = match ran {
         Ok(ended) => return ended.err(),
         Err(panic) => panic,
@@ -303,7 +303,7 @@ fn disks_are_made_resized_and_closed_whole_or_not_at_all() {
 fn survivors<T>(
     all: &[Mutant],
     seeds: Range<u64>,
-    run: impl Fn(u64) -> Result<T, Broken>,
+    run: impl Fn(u64) -> Result<T, Violation>,
 ) -> Vec<Mutant> {
     let mut survivors = Vec::new();
     for &mutant in all {

@@ -7,11 +7,11 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::fixture::{Running, control_of};
+use super::fixture::{RunningStore, control_of};
 use super::history::{History, SECTORS};
 use super::live::values;
 use super::medium::LOG;
-use super::oracle::{Broken, value_of};
+use super::oracle::{Violation, value_of};
 use super::tell;
 use crate::catalog::control::open_control;
 use crate::catalog::options::DiskOptions;
@@ -46,7 +46,7 @@ pub(super) struct Backup {
 }
 
 /// How a command has ended.
-enum Ran<T> {
+enum CommandOutcome<T> {
     Done(T),
     /// It was refused for a reason that counts.
     Refused,
@@ -74,7 +74,7 @@ impl History {
     pub(super) fn run_commands(
         &mut self,
         kept: bool,
-    ) -> std::result::Result<BTreeSet<usize>, Broken> {
+    ) -> std::result::Result<BTreeSet<usize>, Violation> {
         let mut given_up = BTreeSet::new();
         if !self.lively {
             return Ok(given_up);
@@ -106,7 +106,7 @@ impl History {
         what: &str,
         run: impl FnOnce() -> Result<T>,
         may_refuse: impl FnOnce(&Error) -> bool,
-    ) -> std::result::Result<Ran<T>, Broken> {
+    ) -> std::result::Result<CommandOutcome<T>, Violation> {
         if !kept && self.acts.one_in(2) {
             let (ticks, after) = (self.acts.below(40), self.acts.below(12));
             let mut world = self.fixture.medium.lock();
@@ -129,25 +129,25 @@ impl History {
         );
         drop(world);
         let ran = match done {
-            Ok(done) => Ran::Done(done),
-            Err(_) if fault => Ran::Cut,
-            Err(error) if may_refuse(&error) => Ran::Refused,
+            Ok(done) => CommandOutcome::Done(done),
+            Err(_) if fault => CommandOutcome::Cut,
+            Err(error) if may_refuse(&error) => CommandOutcome::Refused,
             Err(error) => return Err(format!("{what} failed for no reason: {error}")),
         };
         let ended = match &ran {
-            Ran::Done(_) => "done",
-            Ran::Refused => "refused",
-            Ran::Cut => "cut",
+            CommandOutcome::Done(_) => "done",
+            CommandOutcome::Refused => "refused",
+            CommandOutcome::Cut => "cut",
         };
         tell(|| format!("{what}: {ended}, power lost: {crashed}"));
-        self.totals.commands_cut += u64::from(matches!(ran, Ran::Cut));
-        self.totals.commands_refused += u64::from(matches!(ran, Ran::Refused));
+        self.totals.commands_cut += u64::from(matches!(ran, CommandOutcome::Cut));
+        self.totals.commands_refused += u64::from(matches!(ran, CommandOutcome::Refused));
         match kept {
             true => self.fixture.medium.lock().restart(),
             false if crashed || fault || self.acts.one_in(2) => drop(self.end_process()),
             false => self.fixture.medium.lock().restart(),
         }
-        if matches!(ran, Ran::Cut) {
+        if matches!(ran, CommandOutcome::Cut) {
             // What the control file has now counts from here on.
             let _files = self.fixture.medium.enter();
             let confirmed = open_control(Path::new(LOG), Access::Log);
@@ -158,14 +158,14 @@ impl History {
     }
 
     /// The control file of the log.
-    fn control(&self) -> std::result::Result<Control, Broken> {
+    fn control(&self) -> std::result::Result<Control, Violation> {
         let control = control_of(&self.fixture.medium);
         control
             .map(|control| control.control)
             .map_err(|error| format!("the control file: {error}"))
     }
 
-    fn resize_log(&mut self, kept: bool) -> std::result::Result<(), Broken> {
+    fn resize_log(&mut self, kept: bool) -> std::result::Result<(), Violation> {
         let count = 4 + self.acts.below(9);
         // It is rounded up.
         let size = (count << 16) - self.acts.below(1000);
@@ -173,7 +173,9 @@ impl History {
         let run = move || resize_log(Path::new(LOG), size);
         let refused =
             |error: &Error| error.kind() == ErrorKind::InvalidInput && count < u64::from(old);
-        if let Ran::Done(done) = self.run_command(kept, "a resize of the log", run, refused)? {
+        if let CommandOutcome::Done(done) =
+            self.run_command(kept, "a resize of the log", run, refused)?
+        {
             self.totals.logs_grown += u64::from(done.size > done.old_size);
             self.totals.logs_shrunk += u64::from(done.size < done.old_size);
             let most = self.control()?.header.max_segments.get();
@@ -197,7 +199,7 @@ impl History {
         disk: usize,
         kept: bool,
         given_up: &mut BTreeSet<usize>,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         // Otherwise most of what is there would be given up.
         if self.fixture.left[disk] || self.acts.one_in(2) {
             return Ok(());
@@ -205,17 +207,17 @@ impl History {
         let void = |history: &Self| {
             let control = history.control()?;
             let entry = history.fixture.entry(&control, disk);
-            Ok::<_, Broken>(entry.map(|entry| entry.void_lsn.get()))
+            Ok::<_, Violation>(entry.map(|entry| entry.void_lsn.get()))
         };
         let (before, image) = (void(self)?, self.fixture.image(disk));
         let run = || discard_log(&image, Path::new(LOG));
         let done = match self.run_command(kept, "giving up records", run, |_| false)? {
-            Ran::Done(done) if !done.image_fits => {
+            CommandOutcome::Done(done) if !done.image_fits => {
                 return Err(format!("the image of disk {disk} is not its own"));
             }
-            Ran::Done(_) => true,
-            Ran::Refused => false,
-            Ran::Cut => void(self)? != before,
+            CommandOutcome::Done(_) => true,
+            CommandOutcome::Refused => false,
+            CommandOutcome::Cut => void(self)? != before,
         };
         if done {
             self.totals.given_up += 1;
@@ -236,7 +238,7 @@ impl History {
     }
 
     /// A disk leaves the log.
-    fn leave(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Broken> {
+    fn leave(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Violation> {
         let control = self.control()?;
         if self.fixture.left[disk] || !self.knows_paths(&control) {
             return Ok(());
@@ -252,41 +254,41 @@ impl History {
             let control = self.control()?;
             let known = self.fixture.entry(&control, disk).is_some();
             match ran {
-                Ran::Done(()) if known => {
+                CommandOutcome::Done(()) if known => {
                     return Err(format!("disk {disk} has left the log, which has it still"));
                 }
-                Ran::Refused if !known => {
+                CommandOutcome::Refused if !known => {
                     return Err(format!(
                         "disk {disk} was refused to leave the log, and has left"
                     ));
                 }
-                Ran::Cut if known && self.knows_paths(&control) && self.acts.one_in(2) => {
+                CommandOutcome::Cut if known && self.knows_paths(&control) && self.acts.one_in(2) => {
                     cuts += 1;
                     continue;
                 }
                 // If the image has no mark any more, the log knows it by its path, and its past may be gone.
-                Ran::Cut if known => {
+                CommandOutcome::Cut if known => {
                     self.fixture.stays = true;
                     self.replaced[disk] = u64::MAX;
                 }
-                Ran::Done(()) | Ran::Cut => {
+                CommandOutcome::Done(()) | CommandOutcome::Cut => {
                     self.totals.left += 1;
                     self.fixture.left[disk] = true;
                     self.joined[disk] = u64::MAX;
                 }
                 // The first attempt may have taken its mark.
-                Ran::Refused if cuts > 0 => {
+                CommandOutcome::Refused if cuts > 0 => {
                     self.fixture.stays = true;
                     self.replaced[disk] = u64::MAX;
                 }
-                Ran::Refused => {}
+                CommandOutcome::Refused => {}
             }
             return Ok(());
         }
     }
 
     /// A disk that has left the log comes back, as a raw image.
-    fn join(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Broken> {
+    fn join(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Violation> {
         if !self.fixture.left[disk] {
             return Ok(());
         }
@@ -307,15 +309,19 @@ impl History {
         kept: bool,
         what: &str,
         run: impl Fn() -> Result<()>,
-    ) -> std::result::Result<(), Broken> {
-        if let Ran::Cut = self.run_command(kept, what, &run, |_| false)? {
+    ) -> std::result::Result<(), Violation> {
+        if let CommandOutcome::Cut = self.run_command(kept, what, &run, |_| false)? {
             self.run_command(true, what, &run, |_| false)?;
         }
         Ok(())
     }
 
     /// A disk moves to another log, is used there, and moves back.
-    fn move_there_and_back(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Broken> {
+    fn move_there_and_back(
+        &mut self,
+        disk: usize,
+        kept: bool,
+    ) -> std::result::Result<(), Violation> {
         let control = self.control()?;
         if self.fixture.left[disk] || !self.knows_paths(&control) {
             return Ok(());
@@ -324,7 +330,7 @@ impl History {
         let there = || move_to_log(&image, Path::new(LOG), Path::new(OTHER), &options());
         let refused = |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control);
         let mut ran = self.run_command(kept, "moving to another log", there, refused)?;
-        if let Ran::Cut = ran {
+        if let CommandOutcome::Cut = ran {
             // The cut may have taken the newest paths of other images from the log. Only an open with all disks has them.
             // A disk that has moved already is in it no more.
             let now = self.control()?;
@@ -332,18 +338,18 @@ impl History {
             if moved || self.knows_paths(&now) {
                 ran = self.run_command(true, "moving on to another log", there, refused)?;
             } else {
-                ran = Ran::Refused;
+                ran = CommandOutcome::Refused;
             }
         }
         match ran {
-            Ran::Done(()) => {}
-            Ran::Refused => {
+            CommandOutcome::Done(()) => {}
+            CommandOutcome::Refused => {
                 // A first attempt may have taken its mark, and its past with it.
                 self.fixture.stays = true;
                 self.replaced[disk] = u64::MAX;
                 return Ok(());
             }
-            Ran::Cut => return Err("a command was cut without a fault".into()),
+            CommandOutcome::Cut => return Err("a command was cut without a fault".into()),
         }
         if self.acts.one_in(2) {
             self.use_on_the_other_log(disk)?;
@@ -356,14 +362,14 @@ impl History {
     }
 
     /// On the other log a disk is what its image has.
-    fn use_on_the_other_log(&mut self, disk: usize) -> std::result::Result<(), Broken> {
+    fn use_on_the_other_log(&mut self, disk: usize) -> std::result::Result<(), Violation> {
         let broken = |error| format!("on the other log: {error}");
         let wanted = self.fixture.bases()[disk].clone();
         let _files = self.fixture.medium.enter();
         let medium = Box::new(directory(Path::new(OTHER), EngineKind::Blocking));
         let disks = [DiskOptions::new(self.fixture.image(disk))];
         let opened = open_log(medium, Path::new(OTHER), &disks, &options(), &mut |_, _| {});
-        let mut running = Running::new(&self.fixture.medium, opened.map_err(broken)?);
+        let mut running = RunningStore::new(&self.fixture.medium, opened.map_err(broken)?);
         let found = running
             .read()
             .map_err(|failure| format!("on the other log: {failure}"))?;
@@ -377,7 +383,7 @@ impl History {
     }
 
     /// Looks at a disk that is not in use as of a point that the log had, by the way that copies of it are made.
-    pub(super) fn look_at_the_past(&mut self) -> std::result::Result<(), Broken> {
+    pub(super) fn look_at_the_past(&mut self) -> std::result::Result<(), Violation> {
         let disk = self.acts.below(self.fixture.shape.disks as u64) as usize;
         let all = self.past.len() as u64;
         if all == 0 || self.fixture.left[disk] {
@@ -429,7 +435,7 @@ impl History {
         &mut self,
         disk: usize,
         given_up: &mut BTreeSet<usize>,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let control = self.control()?;
         let Some(entry) = self.fixture.entry(&control, disk) else {
             return Ok(());
@@ -497,14 +503,14 @@ impl History {
 mod tests {
     use super::super::fixture::{Fixture, Shape, carry_out, filled};
     use super::super::medium::World;
-    use super::super::oracle::Contents;
+    use super::super::oracle::DiskContents;
     use super::*;
     use crate::{BackendQueue, Operation};
 
     const SHAPE: Shape = Shape::two_disks(64, 8);
 
     /// A log that a killed process left with durable records of both disks, and what these are.
-    fn killed(seed: u64) -> (Fixture, Contents) {
+    fn killed(seed: u64) -> (Fixture, DiskContents) {
         let fixture = Fixture::new(World::new(seed), SHAPE);
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         running.keeper.step(false).unwrap();

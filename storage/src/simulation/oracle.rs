@@ -9,18 +9,18 @@ use std::sync::Arc;
 use crate::{Completion, MarkText, Operation};
 
 /// Why a history failed.
-pub(super) type Broken = String;
+pub(super) type Violation = String;
 
 /// The value of each sector of each disk.
-pub(super) type Contents = Vec<Vec<u32>>;
+pub(super) type DiskContents = Vec<Vec<u32>>;
 
-/// As [`Contents`]; sectors that can't be read are `None`.
-pub(super) type Readable = Vec<Vec<Option<u32>>>;
+/// As [`DiskContents`]; sectors that can't be read are `None`.
+pub(super) type ReadableContents = Vec<Vec<Option<u32>>>;
 
 /// What the disks are after a restore in place.
-pub(super) struct Restored {
+pub(super) struct RestoredState {
     /// One of these, whatever the log had.
-    pub may_be: Vec<Contents>,
+    pub may_be: Vec<DiskContents>,
     /// The restore has succeeded; otherwise it may have.
     pub certain: bool,
 }
@@ -28,28 +28,28 @@ pub(super) struct Restored {
 /// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and its number as `value`, or 0 if the log
 /// makes it itself.
 #[derive(Clone, Debug)]
-struct Change {
+struct Effect {
     disk: usize,
     sector: u64,
     sectors: u64,
     value: u32,
     completed: bool,
     /// It is the mark of a restore in place.
-    restore: Option<Restore>,
+    restore: Option<PendingRestore>,
 }
 
 /// A restore in place of a disk in use.
 #[derive(Clone, Debug)]
-struct Restore {
+struct PendingRestore {
     to: u64,
     contents: Arc<[u32]>,
     /// Otherwise there is its mark alone.
     counts: bool,
 }
 
-impl Change {
+impl Effect {
     /// A mark in the order of a disk's records, perhaps that of a restore in place.
-    fn mark(disk: usize, number: u32, restore: Option<Restore>) -> Self {
+    fn mark(disk: usize, number: u32, restore: Option<PendingRestore>) -> Self {
         Self {
             disk,
             sector: 0,
@@ -60,7 +60,7 @@ impl Change {
         }
     }
 
-    fn apply(&self, contents: &mut Contents) {
+    fn apply(&self, contents: &mut DiskContents) {
         if let Some(restore) = &self.restore {
             if restore.counts {
                 contents[self.disk].copy_from_slice(&restore.contents);
@@ -92,9 +92,9 @@ enum OpenRequest {
 #[derive(Clone)]
 pub(super) struct Oracle {
     /// The disks before the first change of `order`.
-    start: Contents,
+    start: DiskContents,
     /// All modifications, in the order of their LSNs.
-    order: Vec<Change>,
+    order: Vec<Effect>,
     /// How much of the order must survive.
     floor: usize,
     /// How much of the order must survive if only the process ends.
@@ -104,7 +104,7 @@ pub(super) struct Oracle {
     /// The requests that have not ended, each with its disk.
     open: HashMap<u64, (usize, OpenRequest)>,
     /// By client: the changes submitted that have no LSN yet, with their tokens, in order.
-    unplaced: HashMap<usize, VecDeque<(u64, Change)>>,
+    unplaced: HashMap<usize, VecDeque<(u64, Effect)>>,
     /// A change or FLUSH up to this token came when there was no space, and may fail.
     pub excused: u64,
     /// How many of those failed.
@@ -115,7 +115,7 @@ pub(super) struct Oracle {
 
 impl Oracle {
     /// Begins with the disks as they are now.
-    pub(super) fn new(start: Contents) -> Self {
+    pub(super) fn new(start: DiskContents) -> Self {
         Self {
             start,
             order: Vec::new(),
@@ -132,7 +132,7 @@ impl Oracle {
 
     /// Records that `client` is about to write a mark by way of a disk. It is durable when it ends.
     pub(super) fn submit_mark(&mut self, client: usize, token: u64, disk: usize, number: u32) {
-        let mark = Change::mark(disk, number, None);
+        let mark = Effect::mark(disk, number, None);
         let unplaced = self.unplaced.entry(client).or_default();
         unplaced.push_back((token, mark));
         let (index, through) = (None, true);
@@ -164,13 +164,13 @@ impl Oracle {
         counts: Option<bool>,
     ) {
         let index = self.order.len();
-        let restore = Restore {
+        let restore = PendingRestore {
             to,
             contents: contents.into(),
             // As long as the process lives it does not count: the log has failed.
             counts: counts.unwrap_or(false),
         };
-        self.order.push(Change::mark(disk, 0, Some(restore)));
+        self.order.push(Effect::mark(disk, 0, Some(restore)));
         match counts {
             Some(true) => self.floor = index + 1,
             Some(false) => {}
@@ -180,7 +180,7 @@ impl Oracle {
 
     /// Records the mark of a disk that has come to a log in use with another image.
     pub(super) fn came(&mut self, disk: usize) {
-        self.order.push(Change::mark(disk, 0, None));
+        self.order.push(Effect::mark(disk, 0, None));
     }
 
     /// The place of the restore in use of which nobody knows whether it counts.
@@ -226,7 +226,7 @@ impl Oracle {
         operation: &Operation,
         through: bool,
     ) {
-        let change = |sector, sectors, value| Change {
+        let change = |sector, sectors, value| Effect {
             disk,
             sector,
             sectors,
@@ -243,7 +243,7 @@ impl Oracle {
                 sector, sectors, ..
             } => change(*sector, u64::from(*sectors), 0),
             Operation::Flush => {
-                let completed = |change: &Change| change.completed && change.disk == disk;
+                let completed = |change: &Effect| change.completed && change.disk == disk;
                 let floor = self.order.iter().rposition(completed).map_or(0, |i| i + 1);
                 self.open
                     .insert(token, (disk, OpenRequest::Flush { floor }));
@@ -295,7 +295,7 @@ impl Oracle {
         completion: Completion,
         good: bool,
         good_read: bool,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Violation> {
         let Completion { token, result } = completion;
         let open = self.open.remove(&token);
         let (_, open) = open.ok_or("a request was answered twice")?;
@@ -368,12 +368,12 @@ impl Oracle {
     }
 
     /// The disks after all changes.
-    pub(super) fn newest(&self) -> Contents {
+    pub(super) fn newest(&self) -> DiskContents {
         self.after(self.order.len())
     }
 
     /// The disks after the first `count` changes.
-    pub(super) fn after(&self, count: usize) -> Contents {
+    pub(super) fn after(&self, count: usize) -> DiskContents {
         let mut contents = self.start.clone();
         let changes = self.order.iter().take(count);
         changes.for_each(|change| change.apply(&mut contents));
@@ -381,7 +381,7 @@ impl Oracle {
     }
 
     /// Judges a clean close: everything is in the base images.
-    pub(super) fn closed(&mut self, bases: &Contents) -> Result<(), Broken> {
+    pub(super) fn closed(&mut self, bases: &DiskContents) -> Result<(), Violation> {
         let all = self.newest();
         if *bases != all {
             return Err(format!(
@@ -411,21 +411,21 @@ impl Oracle {
 
     /// Judges the disks after a crash: they must be exactly what some prefix of the order made, not below the
     /// floor. Returns how many changes were lost.
-    pub(super) fn judge(&self, found: &Contents) -> Result<usize, Broken> {
+    pub(super) fn judge(&self, found: &DiskContents) -> Result<usize, Violation> {
         self.judge_readable(&readable(found))
     }
 
     /// As [`judge`](Self::judge), after a kill: changes that were completed as written must be there too.
-    pub(super) fn judge_killed(&self, found: &Contents) -> Result<usize, Broken> {
+    pub(super) fn judge_killed(&self, found: &DiskContents) -> Result<usize, Violation> {
         self.judge_from(self.floor.max(self.kill_floor), &readable(found))
     }
 
     /// As [`judge`](Self::judge), of the sectors that can be read.
-    pub(super) fn judge_readable(&self, found: &Readable) -> Result<usize, Broken> {
+    pub(super) fn judge_readable(&self, found: &ReadableContents) -> Result<usize, Violation> {
         self.judge_from(self.floor, found)
     }
 
-    fn judge_from(&self, floor: usize, found: &Readable) -> Result<usize, Broken> {
+    fn judge_from(&self, floor: usize, found: &ReadableContents) -> Result<usize, Violation> {
         let judged = self.judge_as_known(floor, found);
         let Some(restore) = self.doubtful.and_then(|at| self.order[at].restore.clone()) else {
             return judged;
@@ -437,7 +437,7 @@ impl Oracle {
         })
     }
 
-    fn judge_as_known(&self, floor: usize, found: &Readable) -> Result<usize, Broken> {
+    fn judge_as_known(&self, floor: usize, found: &ReadableContents) -> Result<usize, Violation> {
         let mut contents = self.start.clone();
         let (must, may) = self.order.split_at(floor);
         must.iter().for_each(|change| change.apply(&mut contents));
@@ -462,7 +462,7 @@ impl Oracle {
 }
 
 /// Whether all sectors that can be read agree.
-pub(super) fn agrees(contents: &Contents, found: &Readable) -> bool {
+pub(super) fn agrees(contents: &DiskContents, found: &ReadableContents) -> bool {
     let disks = contents.iter().zip(found);
     let mut sectors = disks.flat_map(|(contents, found)| contents.iter().zip(found));
     sectors.all(|(value, found)| found.is_none_or(|found| found == *value))
@@ -475,12 +475,12 @@ pub(super) fn value_of(sector: &[u8]) -> u32 {
     if pure { value } else { u32::MAX }
 }
 
-pub(super) fn readable(contents: &Contents) -> Readable {
+pub(super) fn readable(contents: &DiskContents) -> ReadableContents {
     let all = |disk: &Vec<u32>| disk.iter().map(|&value| Some(value)).collect();
     contents.iter().map(all).collect()
 }
 
-pub(super) fn difference(found: &Readable, wanted: &Contents) -> String {
+pub(super) fn difference(found: &ReadableContents, wanted: &DiskContents) -> String {
     let mut text = String::new();
     for (disk, (found, wanted)) in found.iter().zip(wanted).enumerate() {
         for (sector, (found, wanted)) in found.iter().zip(wanted).enumerate() {

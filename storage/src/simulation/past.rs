@@ -6,7 +6,7 @@ use std::path::Path;
 use super::fixture::control_of;
 use super::history::History;
 use super::medium::LOG;
-use super::oracle::{Broken, Contents, Restored, difference, readable, value_of};
+use super::oracle::{DiskContents, RestoredState, Violation, difference, readable, value_of};
 use crate::Buffer;
 use crate::error::ErrorKind;
 use crate::format::Control;
@@ -21,7 +21,7 @@ use crate::store::dump::text_of;
 impl History {
     /// Looks at the disks as they were after a random record since the last checkpoint, or after each if the log always keeps
     /// history, and at all older states that the log still has.
-    pub(super) fn look_back(&mut self) -> Result<(), Broken> {
+    pub(super) fn look_back(&mut self) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let (horizon, last) = self.span(&control)?;
@@ -53,7 +53,7 @@ impl History {
     }
 
     /// Looks at all older states that the log still has.
-    pub(super) fn look_again(&mut self) -> Result<(), Broken> {
+    pub(super) fn look_again(&mut self) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let header = &control.header;
@@ -72,7 +72,7 @@ impl History {
     }
 
     /// The oldest and the newest LSN that the log has the disks as of.
-    fn span(&self, control: &Control) -> Result<(u64, u64), Broken> {
+    fn span(&self, control: &Control) -> Result<(u64, u64), Violation> {
         let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, u64::MAX);
         let (scan, _) = read.map_err(|error| format!("looking back at a legal crash: {error}"))?;
         let horizon = control
@@ -83,13 +83,18 @@ impl History {
     }
 
     /// What the oracle knows the disks to have been as of an LSN, which is not before its first change.
-    pub(super) fn after(&self, lsn: u64) -> Contents {
+    pub(super) fn after(&self, lsn: u64) -> DiskContents {
         self.oracle
             .after((lsn + 1).saturating_sub(self.first_lsn) as usize)
     }
 
     /// Whether the disks as of an LSN are these.
-    fn expect_as_of(&self, control: &Control, lsn: u64, wanted: &Contents) -> Result<(), Broken> {
+    fn expect_as_of(
+        &self,
+        control: &Control,
+        lsn: u64,
+        wanted: &DiskContents,
+    ) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, lsn);
         let (_, indexes) = read.map_err(broken)?;
@@ -162,7 +167,7 @@ impl History {
     }
 
     /// Each mark that was durable is in the log, unless the base images have passed it, and no other.
-    pub(super) fn find_marks(&mut self) -> Result<(), Broken> {
+    pub(super) fn find_marks(&mut self) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let (mut found, mut failed) = (HashMap::new(), None);
@@ -218,7 +223,7 @@ impl History {
     /// Now and then restores a disk in place, perhaps while power is lost, to a record since the last checkpoint or to an older
     /// state that the log still has. `kept`: what a killed process left must survive, so power is not lost before the log is
     /// durable.
-    pub(super) fn rewind(&mut self, kept: bool) -> Result<Option<Restored>, Broken> {
+    pub(super) fn rewind(&mut self, kept: bool) -> Result<Option<RestoredState>, Violation> {
         if !self.random.one_in(3) {
             return Ok(None);
         }
@@ -256,7 +261,7 @@ impl History {
         let done = self.fixture.rewind(disk as usize, to);
         let crashed = self.fixture.medium.lock().crashed;
         let disk = disk as usize;
-        let restored = |mut state: Contents| {
+        let restored = |mut state: DiskContents| {
             state[disk].clone_from(&then[disk]);
             state
         };
@@ -294,6 +299,6 @@ impl History {
             self.end_process();
         }
         let certain = may_be.len() == 1 && !crashed;
-        Ok(Some(Restored { may_be, certain }))
+        Ok(Some(RestoredState { may_be, certain }))
     }
 }

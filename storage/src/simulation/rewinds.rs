@@ -1,8 +1,8 @@
 //! Restores in place of a disk in use, cut by a power loss anywhere.
 
-use super::fixture::{Fixture, Running, Shape, carry_out, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
-use super::oracle::Contents;
+use super::oracle::DiskContents;
 use super::random::Random;
 use crate::sync::atomic::Ordering;
 use crate::{BackendQueue, CommitWait, Operation, Point, Retain};
@@ -10,10 +10,15 @@ use crate::{BackendQueue, CommitWait, Operation, Point, Retain};
 const SHAPE: Shape = Shape::two_disks(64, 16);
 
 /// The disks' contents as of some LSNs.
-type States = Vec<(u64, Contents)>;
+type KnownStates = Vec<(u64, DiskContents)>;
 
 /// Writes to either disk, all durable at the end, and notes what the disks are after each.
-fn work(running: &mut Running, random: &mut Random, states: &mut States, newest: &mut u32) {
+fn work(
+    running: &mut RunningStore,
+    random: &mut Random,
+    states: &mut KnownStates,
+    newest: &mut u32,
+) {
     let mut now = states.last().expect("a state").1.clone();
     for _ in 0..1 + random.below(6) {
         *newest += 1;
@@ -34,11 +39,11 @@ fn work(running: &mut Running, random: &mut Random, states: &mut States, newest:
 /// has succeeded, and the state that it makes; `None`: the log has no records of the disk any more.
 fn rewind(
     fixture: &Fixture,
-    running: &mut Running,
+    running: &mut RunningStore,
     (disk, ticks): (usize, u64),
-    (to, then): &(u64, Contents),
-    now: &Contents,
-) -> Option<(Option<u64>, Contents)> {
+    (to, then): &(u64, DiskContents),
+    now: &DiskContents,
+) -> Option<(Option<u64>, DiskContents)> {
     let live = running.disks[disk].clone();
     let newest = live.state.last_lsn.load(Ordering::Relaxed);
     let held = running.keeper.hold(&live.state, true).unwrap();
@@ -73,7 +78,7 @@ fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
         fixture.retain = Retain::All;
         let (mut random, mut newest) = (Random(seed), 0);
         let empty = vec![vec![0; SHAPE.sectors as usize]; 2];
-        let mut states: States = vec![(0, empty)];
+        let mut states: KnownStates = vec![(0, empty)];
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         for _ in 0..4 {
             work(&mut running, &mut random, &mut states, &mut newest);

@@ -1,6 +1,6 @@
 //! What opening a log reads of its sealed segments.
 
-use super::fixture::{Fixture, Running, Shape, carry_out, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
 use crate::format::BLOCK;
 use crate::medium::directory::Medium;
@@ -29,7 +29,7 @@ fn killed(segments: u64) -> Fixture {
         carry_out(&mut running, &mut port, Operation::Flush).unwrap();
     }
     let has_pending_summary =
-        |running: &Running| running.disks[0].log.lock().ring.has_pending_summary();
+        |running: &RunningStore| running.disks[0].log.lock().ring.has_pending_summary();
     while has_pending_summary(&running) {
         running.step_writer();
     }

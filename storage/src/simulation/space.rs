@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::fixture::{Fixture, Running, Shape, carry_out as end, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
 use crate::{
     Backend, BackendQueue, CommitWait, Completion, Condition, Failure, Operation, Port, Store,
@@ -15,11 +15,11 @@ const SEGMENTS: u32 = 4;
 const WRITE: u64 = 24;
 const WRITES_OF_A_SEGMENT: u32 = 3;
 
-fn open() -> (Fixture, Running) {
+fn open() -> (Fixture, RunningStore) {
     open_ring(SEGMENTS)
 }
 
-fn open_ring(max_segments: u32) -> (Fixture, Running) {
+fn open_ring(max_segments: u32) -> (Fixture, RunningStore) {
     let shape = Shape::one_disk(SECTORS, max_segments);
     let fixture = Fixture::new(World::new(1), shape);
     // A log that was created for an existing image has no segment yet.
@@ -42,7 +42,7 @@ fn shortage(fixture: &Fixture, base: bool, log: bool) {
 
 /// Writes and flushes, from `first` on, until a request fails; returns the number of the first write that was not
 /// flushed.
-fn fill(running: &mut Running, port: &mut Port, first: u32) -> u32 {
+fn fill(running: &mut RunningStore, port: &mut Port, first: u32) -> u32 {
     let mut number = first;
     while end(running, port, write(number)).is_ok() && end(running, port, Operation::Flush).is_ok()
     {
@@ -52,7 +52,7 @@ fn fill(running: &mut Running, port: &mut Port, first: u32) -> u32 {
     number
 }
 
-fn read(running: &mut Running, port: &mut Port, number: u32) {
+fn read(running: &mut RunningStore, port: &mut Port, number: u32) {
     let sector = u64::from(number) * WRITE % SECTORS;
     let sectors = WRITE as u32;
     let data = end(running, port, Operation::Read { sector, sectors }).unwrap();
@@ -177,7 +177,7 @@ fn what_may_be_pending_fits_the_last_segment() {
         let mut port = running.disks[0].open_port().unwrap();
         let mut written = 0;
         // Whether the write is taken, by a store whose keeper does no checkpoint.
-        let mut is_taken = |sectors, running: &Running, port: &mut Port| {
+        let mut is_taken = |sectors, running: &RunningStore, port: &mut Port| {
             written += 1;
             let sector = u64::from(written) * WRITE % SECTORS;
             let data = filled(written, sectors);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::fixture::{Fixture, Running, Shape, filled};
+use super::fixture::{Fixture, RunningStore, Shape, filled};
 use super::medium::World;
 use crate::log::committer::Leader;
 use crate::log::group::{Group, GroupBuffers};
@@ -17,7 +17,7 @@ fn write(port: &mut Port, value: u32) {
 }
 
 /// An open log whose ring has all its segments.
-fn open(wait: CommitWait) -> (Fixture, Running) {
+fn open(wait: CommitWait) -> (Fixture, RunningStore) {
     let fixture = Fixture::new(World::new(1), Shape::one_disk(8, 4));
     let mut running = fixture.open(false, wait).unwrap();
     (0..4).for_each(|_| running.keeper.step(false).unwrap());
@@ -25,13 +25,13 @@ fn open(wait: CommitWait) -> (Fixture, Running) {
 }
 
 /// Takes the batch that a port would write next, as if its thread were in the middle of writing it.
-fn begin_batch(running: &Running) -> Option<(Io, Group)> {
+fn begin_batch(running: &RunningStore) -> Option<(Io, Group)> {
     let log = &running.disks[0].log;
     log.write_behind(&mut log.lock(), &mut GroupBuffers::default())
 }
 
 /// Ends a batch that was begun so.
-fn end_batch(running: &Running, (io, group): (Io, Group)) {
+fn end_batch(running: &RunningStore, (io, group): (Io, Group)) {
     let log = &running.disks[0].log;
     let ran = log.appender.append(io);
     log.end_group(

@@ -469,7 +469,7 @@ mod tests {
     const SIZE: u64 = 56 << 20;
 
     /// A disk, what it has, and the paths of a raw image to be made and of its part.
-    struct Case {
+    struct ResumeCase {
         dir: tempfile::TempDir,
         disk: PathBuf,
         bytes: Vec<u8>,
@@ -477,7 +477,7 @@ mod tests {
         part: PathBuf,
     }
 
-    impl Case {
+    impl ResumeCase {
         fn new() -> Self {
             let dir = tempfile::tempdir().unwrap();
             let at = |name: &str| dir.path().join(name);
@@ -547,7 +547,7 @@ mod tests {
             println!("skipped: temporary files have no extended attributes");
             return;
         }
-        let case = Case::new();
+        let case = ResumeCase::new();
         case.killed_at(48 << 20);
         // What came behind the note may be there in part, and wrong.
         let part = File::options().write(true).open(&case.part).unwrap();
@@ -557,7 +557,7 @@ mod tests {
 
     #[test]
     fn a_copy_of_something_else_begins_again() {
-        let case = Case::new();
+        let case = ResumeCase::new();
         case.killed_at(32 << 20);
         let image = File::options().write(true).open(&case.disk).unwrap();
         let changed = vec![0x77; 4096];
@@ -570,7 +570,7 @@ mod tests {
     /// A part of a copy has records of the log. Once they are given up, they do not come back with the rest of the copy.
     #[test]
     fn a_copy_of_records_that_were_discarded_begins_again() {
-        let case = Case::new();
+        let case = ResumeCase::new();
         let log = case.dir.path().join("log");
         let options = StoreOptions {
             close_time: Some(std::time::Duration::ZERO),
@@ -591,7 +591,7 @@ mod tests {
     /// The files are put back as they were, and then other records get the same LSNs.
     #[test]
     fn a_copy_of_other_records_with_the_same_lsns_begins_again() {
-        let mut case = Case::new();
+        let mut case = ResumeCase::new();
         let log = case.dir.path().join("log");
         let options = StoreOptions {
             close_time: Some(std::time::Duration::ZERO),

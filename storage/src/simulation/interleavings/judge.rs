@@ -3,11 +3,11 @@
 use std::collections::{HashMap, HashSet};
 
 use super::super::fixture::filled;
-use super::super::oracle::{Broken, Contents, value_of};
+use super::super::oracle::{DiskContents, Violation, value_of};
 use super::plan::{Client, OWN, Plan, Step};
 use crate::{Completion, Operation};
 
-struct Write {
+struct PlannedWrite {
     sector: u64,
     sectors: u64,
     value: u32,
@@ -38,7 +38,7 @@ pub(super) struct Judge {
     /// Counts events.
     now: u64,
     /// The writes of each client, in order.
-    writes: Vec<Vec<Write>>,
+    writes: Vec<Vec<PlannedWrite>>,
     /// For each client, how many of its writes must survive; `kill_floor`: how many if only the process ends.
     floor: Vec<usize>,
     kill_floor: Vec<usize>,
@@ -55,7 +55,7 @@ pub(super) struct Judge {
     first_failure: Option<u64>,
     /// Whether the store is being closed: later requests may be refused.
     pub closing: bool,
-    pub broken: Option<Broken>,
+    pub broken: Option<Violation>,
 }
 
 impl Judge {
@@ -86,7 +86,7 @@ impl Judge {
         self.open.len() as u64
     }
 
-    fn breaks(&mut self, broken: Broken) {
+    fn breaks(&mut self, broken: Violation) {
         self.broken.get_or_insert(broken);
     }
 
@@ -117,7 +117,7 @@ impl Judge {
             Step::Write { sector, sectors } => {
                 let index = self.writes[client].len();
                 let value = (client * 1000 + index + 1) as u32;
-                self.writes[client].push(Write {
+                self.writes[client].push(PlannedWrite {
                     sector,
                     sectors,
                     value,
@@ -133,7 +133,7 @@ impl Judge {
             Step::Flush => {
                 let on_disk = |other: usize| self.plan.clients[other].disk == disk;
                 let ended = |other: usize| {
-                    let ended = |write: &Write| write.ended.is_some();
+                    let ended = |write: &PlannedWrite| write.ended.is_some();
                     let last = self.writes[other].iter().rposition(ended);
                     last.filter(|_| on_disk(other)).map_or(0, |last| last + 1)
                 };
@@ -225,7 +225,7 @@ impl Judge {
         let then = self.contents(client, since);
         let later = &self.writes[client][since..];
         for (sector, (&found, &then)) in (0..).zip(found.iter().zip(&then)) {
-            let is_later = |write: &Write| {
+            let is_later = |write: &PlannedWrite| {
                 (write.sector..write.sector + write.sectors).contains(&sector)
                     && write.value == found
             };
@@ -238,7 +238,7 @@ impl Judge {
     }
 
     /// Judges what was found after a crash, or after closing (`whole`: then nothing may be missing).
-    pub(super) fn judge(&self, found: &Contents, whole: bool) -> Result<(), Broken> {
+    pub(super) fn judge(&self, found: &DiskContents, whole: bool) -> Result<(), Violation> {
         let mut kept = Vec::new();
         for (client, Client { disk, first, .. }) in self.plan.clients.iter().enumerate() {
             let found = &found[*disk][*first as usize..][..OWN as usize];

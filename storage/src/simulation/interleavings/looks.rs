@@ -3,10 +3,10 @@
 
 use super::super::fixture::{Fixture, Shape, filled};
 use super::super::medium::World;
-use super::super::oracle::{Broken, value_of};
+use super::super::oracle::{Violation, value_of};
 use super::super::random::Random;
 use super::super::{Total, on_all_cores, seeds};
-use super::{Choice, explore};
+use super::{ScheduleChoice, explore};
 use crate::disk::handle::Disk;
 use crate::mutant::{Mutant, PLANTED};
 use crate::store::look::Look;
@@ -53,7 +53,7 @@ fn state(lsn: u64) -> Vec<u32> {
 }
 
 /// What a look shows.
-fn shown(look: &Look) -> Result<Vec<u32>, Broken> {
+fn shown(look: &Look) -> Result<Vec<u32>, Violation> {
     let broken = |error| format!("a look can't be read: {error}");
     let (layers, size) = (look.layers(), PLACES * PLACE * SECTOR_SIZE);
     let mut bytes = vec![0; size as usize];
@@ -87,7 +87,7 @@ fn write(mut port: Port, durable: &AtomicU64) {
 }
 
 /// Opens looks, one after the other, and reads each several times.
-fn look(disk: &Disk, mut random: Random, durable: &AtomicU64) -> Result<Totals, Broken> {
+fn look(disk: &Disk, mut random: Random, durable: &AtomicU64) -> Result<Totals, Violation> {
     let mut totals = Totals::default();
     for _ in 0..3 {
         let before = durable.load(Ordering::Acquire);
@@ -136,7 +136,7 @@ fn look(disk: &Disk, mut random: Random, durable: &AtomicU64) -> Result<Totals, 
     Ok(totals)
 }
 
-fn run(seed: u64) -> Result<Totals, Broken> {
+fn run(seed: u64) -> Result<Totals, Violation> {
     let mut random = Random(seed);
     let shape = Shape {
         disks: 1,
@@ -181,7 +181,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
 #[test]
 fn looks_beside_folds_are_the_disk_at_one_moment() {
     let seeds = seeds("WALVISOR_INTERLEAVINGS", 500);
-    for choice in [Choice::Random, Choice::FewSwitches] {
+    for choice in [ScheduleChoice::Random, ScheduleChoice::FewSwitches] {
         let all: Totals = on_all_cores(&seeds, |seed| {
             explore(choice, seed, run).unwrap_or_else(|broken| {
                 panic!(
@@ -204,7 +204,7 @@ fn planted_faults_of_looks_are_noticed_in_interleavings() {
         Mutant::PointReadsNewer,
     ] {
         PLANTED.set(Some(mutant));
-        let broken = (1..2_000).find_map(|seed| explore(Choice::Random, seed, run).err());
+        let broken = (1..2_000).find_map(|seed| explore(ScheduleChoice::Random, seed, run).err());
         PLANTED.set(None);
         println!("{mutant:?}: {broken:?}");
         let noticed = broken.is_some_and(|broken| broken.contains("look"));

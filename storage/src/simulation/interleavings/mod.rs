@@ -26,7 +26,7 @@ use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
 use self::judge::Judge;
 use self::plan::{OWN, Plan, Step};
 use super::fixture::{Fixture, Shape};
-use super::oracle::Broken;
+use super::oracle::Violation;
 use super::{Total, on_all_cores};
 use crate::log::state::Log;
 use crate::mutant::{Mutant, PLANTED};
@@ -113,12 +113,12 @@ fn serve(
 
 /// How many clients that do not stall are at work.
 #[derive(Default)]
-struct AtWork {
+struct ActiveClients {
     count: Mutex<usize>,
     ended: Condvar,
 }
 
-impl AtWork {
+impl ActiveClients {
     fn end_one(&self) {
         *self.count.lock().expect("at work") -= 1;
         self.ended.notify_all();
@@ -136,7 +136,7 @@ fn work(
     judge: &SharedJudge,
     fixture: &Fixture,
     log: &Log,
-    others: &AtWork,
+    others: &ActiveClients,
 ) {
     let plan = told(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
@@ -172,7 +172,7 @@ fn work(
 }
 
 /// One run: everything from opening the log to judging what is left.
-fn run(seed: u64) -> Result<Totals, Broken> {
+fn run(seed: u64) -> Result<Totals, Violation> {
     let plan = Plan::new(seed);
     let shape = Shape {
         disks: plan.disks,
@@ -196,7 +196,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
     let log = running.disks[0].log.clone();
     let store = Store::start(log.clone(), running.disks, running.keeper).expect("a thread");
     let judge: SharedJudge = Arc::new(std::sync::Mutex::new(Judge::new(plan.clone())));
-    let others = Arc::new(AtWork::default());
+    let others = Arc::new(ActiveClients::default());
     *others.count.lock().expect("at work") =
         plan.clients.iter().filter(|client| !client.stalls).count();
     let clients: Vec<_> = (0..plan.clients.len())
@@ -271,7 +271,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
 
 /// How the schedule of a run is chosen.
 #[derive(Clone, Copy, Debug)]
-enum Choice {
+enum ScheduleChoice {
     /// At random at each switch.
     Random,
     /// Few switches, at random places (probabilistic concurrency testing).
@@ -286,10 +286,10 @@ const ENDLESS: [&str; 2] = ["deadlock!", "exceeded max_steps bound"];
 
 /// Runs one seed.
 fn explore<T: Total + Clone + 'static>(
-    choice: Choice,
+    choice: ScheduleChoice,
     seed: u64,
-    run: fn(u64) -> Result<T, Broken>,
-) -> Result<T, Broken> {
+    run: fn(u64) -> Result<T, Violation>,
+) -> Result<T, Violation> {
     let mut config = Config::new();
     config.stack_size = 256 << 10;
     config.failure_persistence = FailurePersistence::None;
@@ -317,9 +317,9 @@ fn explore<T: Total + Clone + 'static>(
         Runner::new(scheduler, config).run(f);
     }
     let ran = catch_unwind(AssertUnwindSafe(|| match choice {
-        Choice::Random => drive(RandomScheduler::new_from_seed(seed, 1), config, once),
+        ScheduleChoice::Random => drive(RandomScheduler::new_from_seed(seed, 1), config, once),
         // The first run only measures the length.
-        Choice::FewSwitches => drive(PctScheduler::new_from_seed(seed, 3, 3), config, once),
+        ScheduleChoice::FewSwitches => drive(PctScheduler::new_from_seed(seed, 3, 3), config, once),
     }));
     let outcome = outcome.lock().expect("one thread").clone();
     match ran {
@@ -333,7 +333,7 @@ fn explore<T: Total + Clone + 'static>(
     }
 }
 
-fn explore_all(choice: Choice) {
+fn explore_all(choice: ScheduleChoice) {
     let seeds = super::seeds("WALVISOR_INTERLEAVINGS", 5_000);
     let all: Totals = on_all_cores(&seeds, |seed| {
         explore(choice, seed, run).unwrap_or_else(|broken| {
@@ -367,13 +367,13 @@ fn explore_all(choice: Choice) {
 /// seed on.
 #[test]
 fn random_schedules_keep_the_promises() {
-    explore_all(Choice::Random);
+    explore_all(ScheduleChoice::Random);
 }
 
 /// The same plans with few switches.
 #[test]
 fn schedules_of_few_switches_keep_the_promises() {
-    explore_all(Choice::FewSwitches);
+    explore_all(ScheduleChoice::FewSwitches);
 }
 
 /// Each planted fault makes some run wait forever or break a promise.
@@ -394,7 +394,7 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
     for mutant in all {
         PLANTED.set(Some(mutant));
         let killed = (1..5_000).find_map(|seed| {
-            [Choice::Random, Choice::FewSwitches]
+            [ScheduleChoice::Random, ScheduleChoice::FewSwitches]
                 .into_iter()
                 .find_map(|choice| {
                     let broken = explore(choice, seed, run).err()?;
