@@ -200,7 +200,7 @@ pub trait BackendQueue: Send {
     /// there is no completion. [`kick`](BackendQueue::kick) starts the work that this needs.
     ///
     /// A queue whose completed writes always outlive the process, such as a file's, has nothing to do.
-    fn when_written(&mut self, token: u64) -> bool {
+    fn notify_written(&mut self, token: u64) -> bool {
         let _ = token;
         true
     }

@@ -43,7 +43,7 @@ pub use request::{
     Allocation, Change, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters,
     MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE, Transfer,
 };
-pub use schedule::short_slice;
+pub use schedule::request_short_slices;
 
 /// Its `EventFd` is what most disks have as a queue's event: see [`descriptor`].
 pub use vmm_sys_util;

@@ -7,7 +7,7 @@
 ///
 /// The thread's share of the processors stays the same. For threads that block often, such as a disk's queue worker.
 /// If the system refuses, the thread keeps its slices as they were.
-pub fn short_slice() {
+pub fn request_short_slices() {
     let fair = [libc::SCHED_OTHER, libc::SCHED_BATCH].map(|policy| policy as u32);
     let Some(mut attributes) = attributes().filter(|now| fair.contains(&now.sched_policy)) else {
         return;
@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn a_thread_gets_short_slices_and_keeps_its_priority() {
         let before = attributes().unwrap();
-        short_slice();
+        request_short_slices();
         let after = attributes().unwrap();
         if before.sched_runtime == 0 {
             println!("skipped: this kernel has no slices of a thread's own (Linux 6.12)");

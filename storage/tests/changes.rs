@@ -4,8 +4,8 @@ mod support;
 
 use support::{Place, fill, flush, run};
 use walvisor_storage::{
-    Backend, Disk, DiskOptions, Look, Operation, Point, Retain, SnapshotName, Store, StoreOptions,
-    create_disk,
+    Backend, Disk, DiskOptions, Look, Operation, Point, Retention, SnapshotName, Store,
+    StoreOptions, create_disk,
 };
 
 const SIZE: u64 = 4 << 20;
@@ -16,7 +16,7 @@ fn options() -> StoreOptions {
     StoreOptions {
         segment_size: 256 << 10,
         max_segments: 32,
-        retain: Some(Retain::Nothing),
+        retain: Some(Retention::Nothing),
         ..StoreOptions::default()
     }
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use support::{copy_image, flush, mark, read, wait, write};
 use walvisor_storage::{
-    BackendQueue, Commit, DiskOptions, ErrorKind, MarkText, Point, Result, Retain, Store,
+    BackendQueue, Commit, DiskOptions, ErrorKind, MarkText, Point, Result, Retention, Store,
     StoreOptions, clone_disk, create_disk, discard_log, dump_records, export_disk, import_disk,
     inspect, leave_log, move_to_log, resize_disk, resize_log, restore_disk, rewind_disk,
 };
@@ -64,7 +64,7 @@ impl Bench {
         self.open_keeping(None)
     }
 
-    fn open_keeping(&self, retain: Option<Retain>) -> Result<Store> {
+    fn open_keeping(&self, retain: Option<Retention>) -> Result<Store> {
         let disks = [self.a(), self.b()].map(DiskOptions::new);
         let options = StoreOptions {
             retain,
@@ -118,7 +118,7 @@ impl Bench {
         // These reach the medium and are not synced: no header says that they were durable.
         for _ in 0..3 {
             write(&mut b, 32, 9, 32);
-            if !b.when_written(7) {
+            if !b.notify_written(7) {
                 b.kick();
                 assert!(wait(&mut b, 1)[0].result.is_ok());
             }
@@ -261,10 +261,10 @@ const COMMANDS: &[(&str, Then, Command)] = &[
         bench.killed_after(|store| store.mark(&text).map(|_: Commit| ()))
     }),
     ("set-retain", Then::Done, |bench| {
-        bench.killed_after(|store| store.disks()[0].set_retain(Retain::Bytes(SEGMENT)))
+        bench.killed_after(|store| store.disks()[0].set_retain(Retention::Bytes(SEGMENT)))
     }),
     ("retain expires", Then::Done, |bench| {
-        let store = bench.open_keeping(Some(Retain::Bytes(SEGMENT)))?;
+        let store = bench.open_keeping(Some(Retention::Bytes(SEGMENT)))?;
         let mut port = store.disks()[1].open_port()?;
         for byte in 0..20 {
             write(&mut port, 64, byte, 32);
@@ -277,7 +277,7 @@ const COMMANDS: &[(&str, Then, Command)] = &[
         Ok(())
     }),
     ("close a log with history", Then::Done, |bench| {
-        bench.open_keeping(Some(Retain::All))?.close()
+        bench.open_keeping(Some(Retention::All))?.close()
     }),
     ("add a disk", Then::Done, |bench| {
         std::fs::write(bench.at("c"), vec![0; SIZE as usize]).unwrap();

@@ -10,9 +10,9 @@ use support::{
     Random, Small, check_look, copy_image, copy_log, fill, flush, modify, read, run, small,
 };
 use walvisor_storage::{
-    Allocation, Backend, Changed, DiskOptions, EngineKind, ErrorKind, Failure, Look, Operation,
-    Point, Result, Store, StoreOptions, clone_disk, create_disk, disk_changes, dump_records,
-    restore_disk, scratch_file,
+    Allocation, Backend, ChangedRange, DiskOptions, EngineKind, ErrorKind, Failure, Look,
+    Operation, Point, Result, Store, StoreOptions, clone_disk, create_disk, disk_changes,
+    dump_records, restore_disk, scratch_file,
 };
 
 const NAMES: [&str; 2] = ["a", "b"];
@@ -435,7 +435,7 @@ fn changes_are_what_the_records_touched() {
             for (_, sectors, now) in records.iter().filter(|record| record.0 == disk) {
                 model[sectors.start as usize..sectors.end as usize].fill(Some(*now));
             }
-            let mut last: Option<Changed> = None;
+            let mut last: Option<ChangedRange> = None;
             for range in found.ranges {
                 if let Some(last) = last {
                     let end = last.offset + last.len;

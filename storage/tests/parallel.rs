@@ -10,7 +10,7 @@ use std::path::Path;
 use support::{Place, Small, flush, run, write};
 use walvisor_storage::{
     DiskOptions, DiskReport, EngineKind, ErrorKind, Operation, Result, Store, StoreOptions,
-    export_disk, import_disk, inspect_telling,
+    export_disk, import_disk, inspect_with_progress,
 };
 
 const THREADS: [usize; 4] = [1, 2, 3, 8];
@@ -40,7 +40,7 @@ fn telling<T>(work: impl FnOnce(&mut dyn FnMut(u64, u64)) -> T) -> (T, Told) {
 
 fn check(place: &Place, threads: usize) -> (Result<DiskReport>, Told) {
     let threads = NonZeroUsize::new(threads);
-    telling(|progress| inspect_telling(&place.disk, &place.log(), threads, progress))
+    telling(|progress| inspect_with_progress(&place.disk, &place.log(), threads, progress))
 }
 
 /// The next pseudo-random number, for contents that differ everywhere.
@@ -133,7 +133,7 @@ fn exports_checks_and_recoveries_are_the_same_on_any_number_of_threads() {
         let copy = place.crash();
         let disks = [DiskOptions::new(&copy.disk)];
         let (store, told) = telling(|progress| {
-            Store::open_telling(&copy.log(), &disks, &options(threads), progress)
+            Store::open_with_progress(&copy.log(), &disks, &options(threads), progress)
         });
         store.unwrap().close().unwrap();
         recoveries.push((told, std::fs::read(&copy.disk).unwrap()));

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use support::{Small, copy_image, flush, write};
 use walvisor_storage::{
-    Backend, BackendQueue, Disk, DiskOptions, Error, ErrorKind, Look, Operation, Point, Retain,
+    Backend, BackendQueue, Disk, DiskOptions, Error, ErrorKind, Look, Operation, Point, Retention,
     SnapshotFault, Store, StoreOptions, clone_disk, create_disk, discard_log, disk_changes,
     inspect, resize_disk, restore_disk,
 };
@@ -19,7 +19,7 @@ fn options() -> StoreOptions {
     StoreOptions {
         segment_size: 256 << 10,
         max_segments: 8,
-        retain: Some(Retain::Nothing),
+        retain: Some(Retention::Nothing),
         ..StoreOptions::default()
     }
 }
@@ -628,7 +628,7 @@ fn a_snapshot_stays_when_its_disk_grows() {
 fn a_write_behind_the_back_of_a_log_that_keeps_history_ends_the_history() {
     let site = on_this_file_system();
     let options = StoreOptions {
-        retain: Some(Retain::All),
+        retain: Some(Retention::All),
         ..options()
     };
     create_disk(&site.disk(), SIZE, &site.log(), &options).unwrap();

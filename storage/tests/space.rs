@@ -7,8 +7,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use support::{Small, fill, flush, read, run};
 use walvisor_storage::{
-    Backend, BackendQueue, Condition, DiskOptions, EngineKind, Failure, OnFull, Operation, Port,
-    Store, StoreOptions, create_disk,
+    Backend, BackendQueue, Condition, DiskOptions, EngineKind, Failure, FullLogPolicy, Operation,
+    Port, Store, StoreOptions, create_disk,
 };
 
 const MIB: u64 = 1 << 20;
@@ -109,7 +109,7 @@ fn paused(small: &Small, log: &Path) -> (Store, Port, usize) {
     let options = StoreOptions {
         segment_size: MIB,
         max_segments: 6,
-        on_full: OnFull::Pause,
+        on_full: FullLogPolicy::Pause,
         ..StoreOptions::default()
     };
     create_disk(&disk, 64 * MIB, log, &options).unwrap();

@@ -61,7 +61,7 @@ impl InFlight {
         flying.is_some_and(|flying| std::mem::take(&mut flying.pending.flush_after))
     }
 
-    /// Whether the request has changed the disk and `when_written` was not yet called for it; returns `true` once.
+    /// Whether the request has changed the disk and `notify_written` was not yet called for it; returns `true` once.
     pub(super) fn take_unasked(&mut self, token: u64) -> bool {
         let flying = self.requests.get_mut(token as usize);
         flying.is_some_and(|flying| std::mem::take(&mut flying.unasked))

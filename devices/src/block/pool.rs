@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
-use walvisor_block::short_slice;
+use walvisor_block::request_short_slices;
 
 use super::seat::{Inbox, QueueControl, Seat, Served, WorkerPlan};
 use super::virtqueue::Virtqueue;
@@ -115,7 +115,7 @@ fn start(seat: Seat, name: &str, cpu: Option<u16>) -> io::Result<Arc<Inbox>> {
     drop(inbox.put(seat));
     let own = Arc::clone(&inbox);
     thread::Builder::new().name(name.into()).spawn(move || {
-        short_slice();
+        request_short_slices();
         if let Some(cpu) = cpu {
             pin(cpu);
         }

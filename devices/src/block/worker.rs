@@ -467,7 +467,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 if !self.control.broken()
                     && result.is_ok()
                     && self.in_flight.take_unasked(token)
-                    && !self.disk.when_written(token)
+                    && !self.disk.notify_written(token)
                 {
                     more = true;
                     continue;

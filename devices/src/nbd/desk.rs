@@ -81,7 +81,7 @@ impl Desk {
         let pending = self.in_flight.get_mut(token);
         let asks = pending.is_some_and(|(_, pending, _)| pending.take_unasked())
             && self.export.answer == Answer::Written;
-        let waits = asks && !self.queue.when_written(token as u64);
+        let waits = asks && !self.queue.notify_written(token as u64);
         self.submitted |= waits;
         waits
     }

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::SECTOR_SIZE;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::error::{Result, invalid};
 use crate::format::BLOCK;
 use crate::medium::engine::EngineKind;
@@ -49,9 +49,9 @@ pub struct StoreOptions {
     pub index_memory: u64,
     /// How much of its history the log keeps. Default: as before; nothing for a new log. To keep a number of bytes, the log
     /// may get as many more segment files.
-    pub retain: Option<Retain>,
+    pub retain: Option<Retention>,
     /// What happens to requests that need room in a full log that can't be emptied for want of space. Default: they fail.
-    pub on_full: OnFull,
+    pub on_full: FullLogPolicy,
     /// Threads that read a log while it is opened, and copy an image while it is imported. Default: one for each
     /// processor.
     pub threads: Option<NonZeroUsize>,
@@ -72,7 +72,7 @@ impl Default for StoreOptions {
             close_time: None,
             index_memory: 64 << 20,
             retain: None,
-            on_full: OnFull::Fail,
+            on_full: FullLogPolicy::Fail,
             threads: None,
         }
     }
@@ -89,7 +89,7 @@ impl StoreOptions {
 /// What happens to requests that need room when a log is full and a file system has no space to empty it. The log tries
 /// again each second either way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OnFull {
+pub enum FullLogPolicy {
     /// They fail.
     #[default]
     Fail,

@@ -130,7 +130,7 @@ impl Keeper {
         let (wanted, early) = state.ring.expired(retain, now, pressed, pinned);
         let (count, more) = self.without_split_rewinds(state, wanted, pressed, pinned);
         let early = early + more;
-        let shortened = early > 0 && retain != crate::Retain::All;
+        let shortened = early > 0 && retain != crate::Retention::All;
         if shortened && !self.shortened {
             tracing::warn!(
                 "log {}: it has no room for all the history that it is to keep: the oldest goes; make it larger with \

@@ -4,7 +4,7 @@ use zerocopy::little_endian::U64;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::identity::written;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::checkpoint::keeper::Keeper;
 use crate::error::{Error, ErrorKind, Result, invalid};
@@ -50,7 +50,7 @@ impl Keeper {
             KeeperTask::DeleteSnapshot(name) => {
                 self.change_history(|control| Snapshot::remove(name, control))
             }
-            KeeperTask::Retain(retain) => self.change_history(|control| retain.set(control)),
+            KeeperTask::SetRetention(retain) => self.change_history(|control| retain.set(control)),
             KeeperTask::Look(disk, settled, held) => self.hold(&disk, settled).map(|looked| {
                 // A client that has gone away needs nothing.
                 let _ = held.send(looked);
@@ -151,7 +151,7 @@ impl Keeper {
         let control = &self.control.control;
         let mut state = self.log.lock();
         state.ring.enlarge(control.header.max_segments.get());
-        state.keeper.retain = Retain::of(&control.history);
+        state.keeper.retain = Retention::of(&control.history);
         // Segments may have become free, or a stuck log may have room.
         state.keeper.checkpoint = true;
         drop(state);

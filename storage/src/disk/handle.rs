@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::catalog::mark_text::MarkText;
 use crate::catalog::options::{Resize, check_size};
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::allocation::{disk_extents, push_piece};
 use crate::disk::changed::{ChangesSince, SavedExtents, saved_since, unknown_point};
@@ -144,7 +144,7 @@ impl Disk {
     }
 
     /// How much of its history the log keeps.
-    pub fn retain(&self) -> Retain {
+    pub fn retain(&self) -> Retention {
         self.log.lock().keeper.retain
     }
 
@@ -153,8 +153,8 @@ impl Disk {
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the log can't have as many segments; or the log is being closed
     /// or can't be written.
-    pub fn set_retain(&self, retain: Retain) -> Result<()> {
-        self.log.order(KeeperTask::Retain(retain))
+    pub fn set_retain(&self, retain: Retention) -> Result<()> {
+        self.log.order(KeeperTask::SetRetention(retain))
     }
 
     /// Makes the disk longer while it is in use: `size` in bytes. The new part reads as zeroes. A crash leaves the

@@ -111,7 +111,7 @@ impl BackendQueue for Port {
         self.settle(token, submitted);
     }
 
-    fn when_written(&mut self, token: u64) -> bool {
+    fn notify_written(&mut self, token: u64) -> bool {
         if self.disk.no_flush {
             return true;
         }

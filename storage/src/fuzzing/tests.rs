@@ -6,7 +6,7 @@ use super::*;
 use crate::catalog::control::open_control;
 use crate::medium::lock::Access;
 use crate::{
-    BackendQueue, Buffer, DiskOptions, Operation, Point, Port, Retain, Store, StoreOptions,
+    BackendQueue, Buffer, DiskOptions, Operation, Point, Port, Retention, Store, StoreOptions,
     create_disk, default_log_dir, rewind_disk,
 };
 
@@ -132,7 +132,7 @@ fn sealed_log() -> Vec<u8> {
 }
 
 /// A new disk with a log of its own, open.
-fn new_store(disk: &Path, log: &Path, retain: Retain) -> Store {
+fn new_store(disk: &Path, log: &Path, retain: Retention) -> Store {
     let options = StoreOptions {
         segment_size: SEGMENT as u64,
         max_segments: SEGMENTS as u32,
@@ -147,7 +147,7 @@ fn new_store(disk: &Path, log: &Path, retain: Retain) -> Store {
 fn rewound_log() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
-    let store = new_store(&disk, &log, Retain::All);
+    let store = new_store(&disk, &log, Retention::All);
     let mut port = store.disks()[0].open_port().unwrap();
     for sector in 0..5 {
         let data = Buffer::zeroed(SECTOR_SIZE as usize);
@@ -166,7 +166,7 @@ fn rewound_log() -> Vec<u8> {
 fn saved_log() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("log");
-    let store = new_store(&dir.path().join("disk"), &log, Retain::Nothing);
+    let store = new_store(&dir.path().join("disk"), &log, Retention::Nothing);
     let mut port = store.disks()[0].open_port().unwrap();
     for round in 1..3 {
         for sector in [0, 1, 40] {

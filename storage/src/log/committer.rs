@@ -12,7 +12,7 @@
 use std::io;
 use std::time::Instant;
 
-use walvisor_block::short_slice;
+use walvisor_block::request_short_slices;
 
 use crate::format::DescriptorKind;
 use crate::index::Place;
@@ -393,7 +393,7 @@ impl Writer {
             .name("log-writer".into())
             .spawn(move || {
                 let _failing = PanicGuard::new(&leading);
-                short_slice();
+                request_short_slices();
                 lead(&leading, &stopping);
             })?;
         Ok(Self {

@@ -3,7 +3,7 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::index::ExtentMap;
 use crate::sync::{Arc, Mutex};
@@ -43,7 +43,7 @@ pub struct LogHistory {
     /// Bytes of the files beside the segments that hold what snapshots need and the base images have no more.
     pub saved_bytes: u64,
     /// How much is to be kept.
-    pub retain: Retain,
+    pub retain: Retention,
     /// The log's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
 }

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::options::DiskOptions;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::log::disk_state::DiskState;
@@ -47,7 +47,7 @@ pub(crate) enum KeeperTask {
     /// Delete the snapshot of this name.
     DeleteSnapshot(SnapshotName),
     /// Keep so much history from now on.
-    Retain(Retain),
+    SetRetention(Retention),
     /// Hold what a look at a disk reads. If `true`, an attempt to copy everything that has not ended ends first.
     Look(Arc<DiskState>, bool, mpsc::Sender<PinnedLog>),
     /// Restore a disk in place, and send the LSN of that.
@@ -59,7 +59,7 @@ impl KeeperTask {
     pub(crate) fn is_quick(&self) -> bool {
         matches!(
             self,
-            Self::Snapshot(..) | Self::DeleteSnapshot(_) | Self::Retain(_)
+            Self::Snapshot(..) | Self::DeleteSnapshot(_) | Self::SetRetention(_)
         )
     }
 }
@@ -81,7 +81,7 @@ pub(crate) struct KeeperState {
     pub copy_steps: Option<u64>,
     pub checkpoint: bool,
     /// How much of its history the log keeps.
-    pub retain: Retain,
+    pub retain: Retention,
     /// The log's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
     /// Those of them that need the log as long as they are there: the base images can't be as of them.

@@ -11,7 +11,7 @@ use std::collections::VecDeque;
 use zerocopy::little_endian::{U32, U64};
 
 use crate::Buffer;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::format::{self, SegmentHeader, Uuid};
 use crate::log::clock::Timestamp;
 use crate::log::history::Commit;
@@ -431,13 +431,13 @@ impl SegmentRing {
 
     /// How many segments a log that keeps history frees at a time: few checkpoints write a block of a base image less often
     /// than many.
-    fn step(&self, retain: Retain) -> usize {
+    fn step(&self, retain: Retention) -> usize {
         let rest = u64::from(self.most).saturating_sub(retain.segments(self.segment_size));
         (rest as usize / 2).clamp(1, MOST_FREED)
     }
 
     /// Whether a log that keeps history needs the room of its oldest segments.
-    pub(crate) fn is_running_out(&self, retain: Retain) -> bool {
+    pub(crate) fn is_running_out(&self, retain: Retention) -> bool {
         self.live.len() + self.step(retain) >= self.most as usize
     }
 
@@ -446,7 +446,7 @@ impl SegmentRing {
     /// are kept for no longer than they were to be.
     pub(crate) fn expired(
         &self,
-        retain: Retain,
+        retain: Retention,
         now: u64,
         pressed: bool,
         pinned: u64,
@@ -454,10 +454,10 @@ impl SegmentRing {
         let sealed = self.live.len() - usize::from(self.tail.is_some());
         let newer = |at: usize| (self.live.len() - at - 1) as u64 * self.segment_size;
         let expired = |&(at, live): &(usize, &LiveSegment)| match retain {
-            Retain::Nothing => true,
-            Retain::Time(time) => u128::from(now.saturating_sub(live.passed)) > time.as_micros(),
-            Retain::Bytes(bytes) => newer(at) >= bytes,
-            Retain::All => false,
+            Retention::Nothing => true,
+            Retention::Time(time) => u128::from(now.saturating_sub(live.passed)) > time.as_micros(),
+            Retention::Bytes(bytes) => newer(at) >= bytes,
+            Retention::All => false,
         };
         let expired = self.live.iter().enumerate().take_while(expired).count();
         let step = self.step(retain);

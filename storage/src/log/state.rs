@@ -9,7 +9,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::error::{self, Error, ErrorKind};
 use crate::format::Uuid;
 use crate::index::{ExtentMap, LEAST_BESIDE};
@@ -110,7 +110,7 @@ impl LogState {
 
     /// Whether the log keeps records that a checkpoint could copy to the base images.
     pub(crate) fn keeps_history(&self) -> bool {
-        self.keeper.retain != Retain::Nothing || self.keeper.pinned().is_some()
+        self.keeper.retain != Retention::Nothing || self.keeper.pinned().is_some()
     }
 
     /// How many segments must stay, for a snapshot or for a look at the past.
@@ -290,7 +290,7 @@ impl Log {
         self.wake_ports();
     }
 
-    /// Lets requests that wait for space fail from now on, as without [`OnFull::Pause`](crate::OnFull).
+    /// Lets requests that wait for space fail from now on, as without [`FullLogPolicy::Pause`](crate::FullLogPolicy).
     pub(crate) fn end_pauses(&self) {
         let mut state = self.lock();
         let paused = std::mem::take(&mut state.keeper.pauses);

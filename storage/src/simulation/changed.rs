@@ -2,11 +2,15 @@
 
 use super::exports::{Bench, SECTORS};
 use crate::mutant::{Mutant, PLANTED};
-use crate::{Backend, Retain};
+use crate::{Backend, Retention};
 
 /// Whether each sector that has changed since a snapshot is told to have.
 fn changes_are_told(seed: u64) -> bool {
-    let kept = [Retain::Nothing, Retain::All, Retain::Bytes(64 << 10)][seed as usize % 3];
+    let kept = [
+        Retention::Nothing,
+        Retention::All,
+        Retention::Bytes(64 << 10),
+    ][seed as usize % 3];
     let mut bench = Bench::keeping(seed, kept);
     bench.changes();
     let keeper = &mut bench.running.keeper;

@@ -124,7 +124,7 @@ impl Clients {
         port.completions(&mut done);
         done.retain(|end| {
             let ask = self.unasked.remove(&end.token) && end.result.is_ok();
-            !ask || port.when_written(end.token)
+            !ask || port.notify_written(end.token)
         });
         oracle.place(which, running.appended() - before);
         done

@@ -10,7 +10,7 @@ use crate::error::ErrorKind;
 use crate::log::export::Export;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::Arc;
-use crate::{BackendQueue, CommitWait, Operation, Retain, SECTOR_SIZE};
+use crate::{BackendQueue, CommitWait, Operation, Retention, SECTOR_SIZE};
 
 /// Twelve blocks of an export.
 pub(super) const SECTORS: u64 = 192;
@@ -26,11 +26,11 @@ pub(super) struct Bench {
 
 impl Bench {
     pub(super) fn new(seed: u64) -> Self {
-        Self::keeping(seed, Retain::Nothing)
+        Self::keeping(seed, Retention::Nothing)
     }
 
     /// The same with a log that keeps history.
-    pub(super) fn keeping(seed: u64, retain: Retain) -> Self {
+    pub(super) fn keeping(seed: u64, retain: Retention) -> Self {
         let shape = Shape::one_disk(SECTORS, 16);
         let mut fixture = Fixture::new(World::new(seed), shape);
         fixture.retain = retain;

@@ -12,7 +12,7 @@ use super::names::DIRECTORY;
 use super::oracle::{DiskContents, ReadableContents, value_of};
 use crate::catalog::control::{ControlFile, open_control, read_control};
 use crate::catalog::options::{CacheMode, DiskOptions};
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::format::{Control, ControlHeader, DiskEntry};
@@ -29,8 +29,8 @@ use crate::store::rewind::rewind;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event, Mutex};
 use crate::{
-    Backend, BackendQueue, Buffer, CommitWait, Failure, MarkText, Operation, Point, Port, Rewound,
-    StoreOptions, create_disk,
+    Backend, BackendQueue, Buffer, CommitWait, Failure, MarkText, Operation, Point, Port,
+    RewindReport, StoreOptions, create_disk,
 };
 
 /// The sizes of a log and its disks.
@@ -72,7 +72,7 @@ pub(super) struct Fixture {
     /// Whether base images are moved now and then, so that the next control writes change many sectors.
     pub moves: bool,
     /// How much history the log keeps.
-    pub retain: Retain,
+    pub retain: Retention,
     /// The disks that have left the log.
     pub left: Vec<bool>,
     /// The next opening finds the base images where they are.
@@ -153,7 +153,7 @@ impl Fixture {
             medium: SimulatedMedium { world },
             shape,
             moves: false,
-            retain: Retain::Nothing,
+            retain: Retention::Nothing,
             left: vec![false; shape.disks],
             stays: false,
         }
@@ -214,7 +214,7 @@ impl Fixture {
     }
 
     /// Restores a disk in place, to an LSN.
-    pub(super) fn rewind(&self, disk: usize, to: u64) -> crate::Result<Rewound> {
+    pub(super) fn rewind(&self, disk: usize, to: u64) -> crate::Result<RewindReport> {
         let (log, image) = (Path::new(LOG), DiskOptions::new(self.image(disk)));
         let _files = self.medium.enter();
         let mut control = open_control(log, Access::Log)?;
@@ -542,7 +542,7 @@ fn times_in_a_log_never_go_back() {
 fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
     const YEAR: u64 = 365 * 86_400_000_000;
     let mut fixture = Fixture::new(World::new(2), Shape::one_disk(64, 64));
-    fixture.retain = Retain::Time(std::time::Duration::from_secs(3600));
+    fixture.retain = Retention::Time(std::time::Duration::from_secs(3600));
     let mut times = Vec::new();
     for run in 0..3 {
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
@@ -631,7 +631,7 @@ fn every_step_checks_the_state_of_the_log() {
             let mut port = running.disks[0].open_port().unwrap();
             let data = filled(1, 8);
             end(&running, &mut port, Operation::Write { sector: 0, data }).unwrap();
-            assert!(!port.when_written(7));
+            assert!(!port.notify_written(7));
             let mut done = Vec::new();
             while done.is_empty() {
                 port.completions(&mut done);

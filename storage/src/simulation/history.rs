@@ -11,7 +11,7 @@ use super::offline::Backup;
 use super::oracle::{DiskContents, Oracle, RestoredState, Violation, agrees, difference, readable};
 use super::random::Random;
 use super::tell;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader, DecodeResult, SegmentHeader};
@@ -342,13 +342,13 @@ impl History {
         // The base images are more often to go past a restore in place.
         let often = self.keeps || self.totals.rewound > 0;
         self.fixture.retain = match self.random.below(if often { 2 } else { 6 }) {
-            0 => Retain::All,
-            1 => Retain::Bytes((1 + self.random.below(3)) << 16),
-            _ => Retain::Nothing,
+            0 => Retention::All,
+            1 => Retention::Bytes((1 + self.random.below(3)) << 16),
+            _ => Retention::Nothing,
         };
         if self.lively && self.acts.one_in(6) {
             let time = Duration::from_millis(1 + self.acts.below(200));
-            self.fixture.retain = Retain::Time(time);
+            self.fixture.retain = Retention::Time(time);
         }
         let mut running = self.fixture.open(through, wait)?;
         self.find_pins(&running.keeper.control.control)?;

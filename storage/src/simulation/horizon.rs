@@ -7,7 +7,7 @@ use super::medium::{LOG, World};
 use crate::format::Control;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::scan;
-use crate::{CommitWait, LogHistory, Operation, Point, Result, Retain};
+use crate::{CommitWait, LogHistory, Operation, Point, Result, Retention};
 
 /// The LSN as of which the disk comes back at a point, by what the medium has.
 fn resolve(fixture: &Fixture, control: &Control, point: Point) -> Result<u64> {
@@ -32,11 +32,11 @@ fn is_a_point(fixture: &Fixture, control: &Control, told: &LogHistory, when: &st
 #[test]
 fn the_horizon_that_is_told_is_a_point_wherever_a_checkpoint_is_cut() {
     let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
-    fixture.retain = Retain::All;
+    fixture.retain = Retention::All;
     let (mut copying, mut whole) = (0, false);
     for ticks in 0.. {
         let fixture = Fixture {
-            retain: Retain::All,
+            retain: Retention::All,
             ..fixture.with(fixture.medium.lock().clone())
         };
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();

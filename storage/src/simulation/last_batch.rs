@@ -9,7 +9,7 @@ use crate::format::{BLOCK, CONTROL_SLOT};
 use crate::mutant::{Mutant, PLANTED};
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::{FoundRecord, scan};
-use crate::{BackendQueue, CommitWait, Operation, Retain};
+use crate::{BackendQueue, CommitWait, Operation, Retention};
 
 /// How a log is left, after which the medium changes its last batch.
 #[derive(Clone, Copy, Debug)]
@@ -35,7 +35,7 @@ fn write(running: &mut RunningStore, value: u32) {
 /// An open log that keeps its history, with two durable batches.
 fn two_batches() -> (Fixture, RunningStore) {
     let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
-    fixture.retain = Retain::All;
+    fixture.retain = Retention::All;
     let mut running = fixture.open(false, CommitWait::NONE).unwrap();
     running.keeper.step(false).unwrap();
     write(&mut running, 1);
@@ -125,7 +125,7 @@ fn proved_by_a_void_segment() -> Fixture {
     for token in 0..3 {
         let (sector, data) = (32, filled(9, 32));
         carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
-        let (mut written, mut done) = (port.when_written(token), Vec::new());
+        let (mut written, mut done) = (port.notify_written(token), Vec::new());
         for _ in 0..100 {
             port.kick();
             port.completions(&mut done);

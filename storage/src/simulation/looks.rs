@@ -9,7 +9,7 @@ use crate::store::look::Look;
 use crate::store::view::DataPlace;
 use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
-use crate::{Point, Retain, SECTOR_SIZE, SnapshotName};
+use crate::{Point, Retention, SECTOR_SIZE, SnapshotName};
 
 /// What a look at a bench's disk shows.
 fn values(look: &Look) -> Vec<u32> {
@@ -82,7 +82,7 @@ fn looks(bench: &mut Bench) -> bool {
 }
 
 /// A bench whose log has room for what happens while looks are open: also in memory.
-fn roomy(seed: u64, kept: Retain) -> Option<Bench> {
+fn roomy(seed: u64, kept: Retention) -> Option<Bench> {
     let bench = Bench::keeping(seed, kept);
     let roomy = bench.running.disks[0].log.index_limit > 1000;
     roomy.then_some(bench)
@@ -90,7 +90,11 @@ fn roomy(seed: u64, kept: Retain) -> Option<Bench> {
 
 /// So many that a log goes round.
 const ROUNDS: usize = 16;
-const KEPT: [Retain; 3] = [Retain::Nothing, Retain::All, Retain::Bytes(64 << 10)];
+const KEPT: [Retention; 3] = [
+    Retention::Nothing,
+    Retention::All,
+    Retention::Bytes(64 << 10),
+];
 
 #[test]
 fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
@@ -108,7 +112,7 @@ fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
 
 /// A bench with a snapshot of this name that its base image has gone past, and what the snapshot shows.
 fn past_snapshot(seed: u64, name: SnapshotName) -> Option<(Bench, Vec<u32>)> {
-    let mut bench = roomy(seed, Retain::Nothing)?;
+    let mut bench = roomy(seed, Retention::Nothing)?;
     bench.changes();
     bench.running.keeper.snapshot(name, None).unwrap();
     let shown = bench.values.clone();

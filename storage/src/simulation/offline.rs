@@ -15,7 +15,7 @@ use super::oracle::{Violation, value_of};
 use super::tell;
 use crate::catalog::control::open_control;
 use crate::catalog::options::DiskOptions;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
@@ -65,7 +65,7 @@ fn options() -> StoreOptions {
 
 /// Whether a disk may be refused to leave a log: what the log keeps of its history would end.
 fn keeps(control: &Control) -> bool {
-    Retain::of(&control.history) != Retain::Nothing || !Snapshot::all(control).is_empty()
+    Retention::of(&control.history) != Retention::Nothing || !Snapshot::all(control).is_empty()
 }
 
 impl History {

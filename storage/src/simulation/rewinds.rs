@@ -5,7 +5,7 @@ use super::medium::World;
 use super::oracle::DiskContents;
 use super::random::Random;
 use crate::sync::atomic::Ordering;
-use crate::{BackendQueue, CommitWait, Operation, Point, Retain};
+use crate::{BackendQueue, CommitWait, Operation, Point, Retention};
 
 const SHAPE: Shape = Shape::two_disks(64, 16);
 
@@ -75,7 +75,7 @@ fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
     let (mut cut, mut whole) = (0, 0);
     for seed in 1..400 {
         let mut fixture = Fixture::new(World::new(seed), SHAPE);
-        fixture.retain = Retain::All;
+        fixture.retain = Retention::All;
         let (mut random, mut newest) = (Random(seed), 0);
         let empty = vec![vec![0; SHAPE.sectors as usize]; 2];
         let mut states: KnownStates = vec![(0, empty)];

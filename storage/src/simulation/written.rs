@@ -52,7 +52,7 @@ fn is_told() -> bool {
         [0, 1, 2].map(|_| running.disks[0].open_port().unwrap());
     // While the first batch is under way, the leader takes the records that the flushing port waits for.
     write(&mut first, 1);
-    assert!(!first.when_written(11));
+    assert!(!first.notify_written(11));
     let firsts = begin_batch(&running).expect("a batch");
     write(&mut flushing, 2);
     flushing.submit(12, Operation::Flush);
@@ -61,7 +61,7 @@ fn is_told() -> bool {
     assert_eq!(log.lock().pipeline.batched(), 2);
     drop(flushing);
     write(&mut last, 3);
-    assert!(!last.when_written(13));
+    assert!(!last.notify_written(13));
     last.kick();
     end_batch(&running, firsts);
     assert!(
@@ -103,7 +103,7 @@ fn a_groups_wait_outlives_a_batch_of_the_leader() {
     flushing.submit(12, Operation::Flush);
     write(&mut writing, 2);
     // The leader finds both: the group waits, and the written waiter's batch does not.
-    assert!(!writing.when_written(13));
+    assert!(!writing.notify_written(13));
     let mut done = Vec::new();
     for _ in 0..1000 {
         running.step_writer();
@@ -118,13 +118,13 @@ fn batched_beside_a_batch(flush: bool) -> u64 {
     let (_fixture, running) = open(CommitWait::NONE);
     let [mut first, mut second] = [0, 1].map(|_| running.disks[0].open_port().unwrap());
     write(&mut first, 1);
-    assert!(!first.when_written(11));
+    assert!(!first.notify_written(11));
     let firsts = begin_batch(&running).expect("a batch");
     if flush {
         first.submit(12, Operation::Flush);
     }
     write(&mut second, 2);
-    assert!(!second.when_written(13));
+    assert!(!second.notify_written(13));
     second.kick();
     let batched = running.disks[0].log.lock().pipeline.batched();
     end_batch(&running, firsts);

@@ -14,7 +14,7 @@ use zerocopy::little_endian::{U16, U64};
 use crate::catalog::control::{ControlFile, real_path, register};
 use crate::catalog::identity::{Identity, written};
 use crate::catalog::options::{DiskOptions, default_log_dir};
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, DiskEntry};
 use crate::log::disk_state::DiskState;
@@ -468,8 +468,8 @@ pub(crate) fn tell_past(
         return Ok(false);
     }
     let path = base.options.path.display();
-    let retain = Retain::of(&known.history);
-    let kept = retain != Retain::Nothing && known.applied_lsn(disk_id) < newest;
+    let retain = Retention::of(&known.history);
+    let kept = retain != Retention::Nothing && known.applied_lsn(disk_id) < newest;
     let lost = known.end_past(disk_id, newest);
     let lost = lost.map_err(|error| error.of_file(&control.path))?;
     let names: Vec<_> = lost.iter().map(|name| name.as_str()).collect();

@@ -21,12 +21,12 @@ pub struct Changes {
     /// The LSN of the last record of the changes, or `from_lsn`.
     pub to_lsn: u64,
     /// In the order of their offsets. No two overlap, and neighbours differ in `now`.
-    pub ranges: Vec<Changed>,
+    pub ranges: Vec<ChangedRange>,
 }
 
 /// A range of a disk that was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Changed {
+pub struct ChangedRange {
     /// In bytes.
     pub offset: u64,
     /// In bytes.
@@ -98,9 +98,9 @@ pub fn disk_changes(
             }
         }
     }
-    let mut ranges: Vec<Changed> = Vec::new();
+    let mut ranges: Vec<ChangedRange> = Vec::new();
     for piece in pieces {
-        let changed = Changed {
+        let changed = ChangedRange {
             offset: piece.sector * SECTOR_SIZE,
             len: piece.sectors * SECTOR_SIZE,
             now: match piece.place {

@@ -23,7 +23,7 @@ use crate::store::attach::{OpenBase, tell_past};
 
 /// The result of [`discard_log`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Discarded {
+pub struct DiscardReport {
     /// The disk, by its UUID: 32 hex digits.
     pub disk: String,
     /// Where the disk's image was, as the log knows it; `None` if there was no log.
@@ -44,7 +44,7 @@ pub struct Discarded {
 /// # Errors
 /// [`ErrorKind::WrongLog`] if the log knows no such disk; [`ErrorKind::Damaged`] if it cannot be read;
 /// [`ErrorKind::Locked`] if the log or the image is in use. Nothing has been changed then.
-pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
+pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     let options = DiskOptions::new(path);
     if !has_log(log_dir) {
         return unmark(&OpenBase::open(&options, Access::Write, false)?);
@@ -113,7 +113,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
             control.set_written(settled.id.get(), written);
         })?;
     }
-    Ok(Discarded {
+    Ok(DiscardReport {
         disk: hex(&entry.disk),
         image: Some(entry.path(&control.home)),
         records: Some(given_up.records),
@@ -162,7 +162,7 @@ fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
 }
 
 /// Removes the mark of an image whose log is gone.
-fn unmark(base: &OpenBase) -> Result<Discarded> {
+fn unmark(base: &OpenBase) -> Result<DiscardReport> {
     let path = &base.options.path;
     let Some(mark) = base.identity.mark.filter(|mark| mark.open) else {
         return Err(Error::new(
@@ -177,7 +177,7 @@ fn unmark(base: &OpenBase) -> Result<Discarded> {
     let unmarked = base.file.write_mark(None);
     let unmarked = unmarked.and_then(|_| base.file.sync_all());
     unmarked.map_err(|error| Error::io("unmark", path, error))?;
-    Ok(Discarded {
+    Ok(DiscardReport {
         disk: hex(&mark.disk),
         image: None,
         records: None,

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::catalog::control::{ControlFile, find_control};
 use crate::catalog::options::DiskOptions;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::index::IndexMemory;
@@ -126,7 +126,7 @@ pub struct DiskReport {
 /// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is
 /// open elsewhere; [`ErrorKind::WrongLog`](crate::ErrorKind::WrongLog) if the log is not this disk's.
 pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
-    inspect_telling(path, log_dir, None, &mut |_, _| {})
+    inspect_with_progress(path, log_dir, None, &mut |_, _| {})
 }
 
 /// As [`inspect`], on `threads` threads (`None`: one for each processor), and reports its progress. The report is
@@ -134,7 +134,7 @@ pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
 ///
 /// # Errors
 /// As [`inspect`].
-pub fn inspect_telling(
+pub fn inspect_with_progress(
     path: &Path,
     log_dir: &Path,
     threads: Option<NonZeroUsize>,
@@ -200,7 +200,7 @@ pub fn inspect_telling(
         pinned_bytes: bytes(held.map_or(0, |lsn| newer(lsn).count())),
         room_bytes: bytes(header.max_segments.get() as usize),
         index_bytes: index.bytes(),
-        retain: Retain::of(&control.control.history),
+        retain: Retention::of(&control.control.history),
         saved_bytes,
         snapshots,
     };

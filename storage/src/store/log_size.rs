@@ -11,7 +11,7 @@ use zerocopy::little_endian::U32;
 
 use crate::catalog::control::{ControlFile, existing_log};
 use crate::catalog::options::{Resize, SEGMENTS};
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::error::{Error, Result, invalid};
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
@@ -78,10 +78,10 @@ pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
 /// Refuses a log of `count` segments if it is to keep more: the next open would make it larger again.
 fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> Result<()> {
     let segment = control.control.header.segment_size.get();
-    let retain = Retain::of(&control.control.history);
+    let retain = Retention::of(&control.control.history);
     let least = retain.least_segments(segment);
     match retain {
-        Retain::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
+        Retention::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
             "{}: it keeps the newest {kept} bytes of its history, which takes a log of {} bytes, and {} were asked for; let it keep \
              less first: open one of its disks with retain=SIZE or retain=off, or say 'walvisor ctl SOCKET set-retain' while it is in use",
             log_dir.display(),

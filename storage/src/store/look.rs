@@ -284,7 +284,7 @@ impl Disk {
     /// for [`Look::open`].
     ///
     /// Nothing is copied to the base images of the log while a look is open, whether the log keeps history or not. A log that
-    /// is full of what looks need refuses writes, with the reason, or lets them wait ([`OnFull`](crate::OnFull)), until one is
+    /// is full of what looks need refuses writes, with the reason, or lets them wait ([`FullLogPolicy`](crate::FullLogPolicy)), until one is
     /// dropped. A copy that is under way ends before the look is open. Looks should be dropped before the store is closed:
     /// otherwise their records stay in the log, and the disk stays locked.
     ///

@@ -6,8 +6,8 @@ use crate::catalog::control::{
     ControlFile, find_control, has_log, open_control, open_or_create_log, register,
 };
 use crate::catalog::mark_text::MarkText;
-use crate::catalog::options::{DiskOptions, OnFull, StoreOptions, check_options};
-use crate::catalog::retain::Retain;
+use crate::catalog::options::{DiskOptions, FullLogPolicy, StoreOptions, check_options};
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
@@ -91,7 +91,7 @@ impl Store {
     /// # Errors
     /// See [`ErrorKind`]. Unless it is [`ErrorKind::Io`], nothing was changed on the medium.
     pub fn open(log_dir: &Path, disks: &[DiskOptions], options: &StoreOptions) -> Result<Self> {
-        Self::open_telling(log_dir, disks, options, &mut |_, _| {})
+        Self::open_with_progress(log_dir, disks, options, &mut |_, _| {})
     }
 
     /// As [`open`](Self::open), and reports the progress of recovery to `progress`. A log that was closed cleanly
@@ -99,7 +99,7 @@ impl Store {
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn open_telling(
+    pub fn open_with_progress(
         log_dir: &Path,
         disks: &[DiskOptions],
         options: &StoreOptions,
@@ -335,10 +335,10 @@ fn assemble(
         announce_open(&mut control, state, medium.salt());
     }
     let history = &mut control.control.history;
-    let retain = options.retain.unwrap_or(Retain::of(history));
+    let retain = options.retain.unwrap_or(Retention::of(history));
     retain.set(&mut control.control)?;
     let pinned = control.control.pinned();
-    let keeps_history = retain != Retain::Nothing || pinned.is_some();
+    let keeps_history = retain != Retention::Nothing || pinned.is_some();
     let (scan, free) = recover(&mut control, states, read, keeps_history)?;
     // The marks must be durable before the first record is logged.
     let marked = states.iter().map(|state| state.mark(true));
@@ -403,11 +403,11 @@ fn new_log(
     let clock = LogClock::open(log_dir, newest, control.born());
     let mut state = LogState::new(pipeline, ring, commit_delay, clock);
     state.horizon = scan.horizon;
-    state.keeper.retain = Retain::of(&control.control.history);
+    state.keeper.retain = Retention::of(&control.control.history);
     state.keeper.snapshots = Snapshot::all(&control.control);
     state.keeper.staying = Snapshot::staying(&control.control);
     state.keeper.reached = checkpoint_lsn;
-    state.keeper.pauses = options.on_full == OnFull::Pause;
+    state.keeper.pauses = options.on_full == FullLogPolicy::Pause;
     Log {
         dir: log_dir.to_path_buf(),
         uuid: header.log,

@@ -53,18 +53,18 @@ impl Point {
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if the log, or the snapshot, does not exist; or the log can't be read.
-    pub fn found(self, log_dir: &Path) -> Result<Self> {
+    pub fn resolve_snapshot(self, log_dir: &Path) -> Result<Self> {
         match self {
             Self::Snapshot(_) => {
                 let control = open_control(log_dir, Access::LogRead)?;
-                self.numbered(&control.control, log_dir)
+                self.resolve_snapshot_in(&control.control, log_dir)
             }
             point => Ok(point),
         }
     }
 
     /// The same point; a snapshot is looked up in the control file of the log.
-    pub(crate) fn numbered(self, control: &Control, log_dir: &Path) -> Result<Self> {
+    pub(crate) fn resolve_snapshot_in(self, control: &Control, log_dir: &Path) -> Result<Self> {
         match self {
             Self::Snapshot(name) => match Snapshot::find(name, control) {
                 Ok(snapshot) => Ok(Self::Lsn(snapshot.lsn)),
@@ -88,7 +88,7 @@ impl Point {
     ) -> Result<u64> {
         // These may be in the past of the disk's other image, and not be found for that reason.
         if let Self::Lsn(_) | Self::Snapshot(_) = self
-            && let Self::Lsn(lsn) = self.numbered(control, log_dir)?
+            && let Self::Lsn(lsn) = self.resolve_snapshot_in(control, log_dir)?
         {
             self.refuse_lost(lsn, log_dir, control, disk_id)?;
         }
@@ -127,7 +127,7 @@ impl Point {
             if !found.has(disk_id) {
                 return Err(self.refused(log_dir, "it is a snapshot of another disk alone"));
             }
-            let point = self.numbered(control, log_dir)?;
+            let point = self.resolve_snapshot_in(control, log_dir)?;
             return point.lsn(log_dir, control, disk_id, read);
         }
         // Saved files have what the base images do not have any more.

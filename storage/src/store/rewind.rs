@@ -25,7 +25,7 @@ use crate::sync::mpsc;
 
 /// What [`rewind_disk`] or [`Disk::rewind`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Rewound {
+pub struct RewindReport {
     /// The disk is what it was after the record with this LSN.
     pub to_lsn: u64,
     /// The disk was as of this LSN before: a restore in place to this point undoes this one.
@@ -42,15 +42,15 @@ pub struct Rewound {
 /// Makes the disk at `path` what it was at a point of its history, with its present size. It takes as long as
 /// opening the log, whatever the size of the disk: no byte is copied. Other disks of the log stay as they are.
 ///
-/// Nothing is lost by it as long as the log keeps its history ([`Retain`](crate::Retain)): points before it can still be looked
-/// at, and a restore in place to [`Rewound::from_lsn`] undoes it. When a checkpoint copies what came before the restore, it
+/// Nothing is lost by it as long as the log keeps its history ([`Retention`](crate::Retention)): points before it can still be looked
+/// at, and a restore in place to [`RewindReport::from_lsn`] undoes it. When a checkpoint copies what came before the restore, it
 /// passes all of that at once: earlier points of all disks of the log are then gone.
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] if there is no log, or it does not reach back to this point, which then names the nearest ones, or it
 /// has no record of the disk at all; [`ErrorKind::Locked`] if the disk or its log is in use; [`ErrorKind::InvalidInput`] if there
 /// is no room for another restore in place. Nothing has been changed then.
-pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<Rewound> {
+pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
     let mut control = existing_log(log_dir, Access::Log)?;
     let base = OpenBase::open(&DiskOptions::new(path), Access::Write, true)?;
     let medium = directory(log_dir, EngineKind::Blocking);
@@ -99,7 +99,7 @@ impl LogRecords {
         newest: u64,
         path: &Path,
         log_dir: &Path,
-    ) -> Result<Rewound> {
+    ) -> Result<RewindReport> {
         let (path, disk_id) = (path.display(), self.disk_id);
         if self.of_disk.is_empty() {
             let horizon = control.applied_lsn(disk_id);
@@ -130,7 +130,7 @@ impl LogRecords {
             let records = self.of_disk.iter();
             records.filter(|lsn| is(**lsn)).count() as u64
         };
-        Ok(Rewound {
+        Ok(RewindReport {
             to_lsn,
             from_lsn: newest,
             lsn: None,
@@ -140,7 +140,7 @@ impl LogRecords {
     }
 }
 
-impl Rewound {
+impl RewindReport {
     /// Whether the disk is what it was at the point.
     fn changes_nothing(&self) -> bool {
         self.undone + self.redone == 0
@@ -155,7 +155,7 @@ pub(crate) fn rewind(
     base: &OpenBase,
     at: Point,
     now: ClockReading,
-) -> Result<Rewound> {
+) -> Result<RewindReport> {
     let place = locate(base, control, log_dir)?;
     let disk_id = control.control.disks[place].id.get();
     let mut records = LogRecords::new(disk_id);
@@ -203,7 +203,7 @@ impl Disk {
     /// As [`rewind_disk`], for the point; [`ErrorKind::Locked`] if the disk was written to meanwhile;
     /// [`ErrorKind::InvalidInput`] if it is open for reading only; or the disk has left the log, or the log had failed, is being
     /// closed, or has records that can't be read or copied. The disk is then as it was, but the log may have the mark.
-    pub fn rewind(&self, at: Point) -> Result<Rewound> {
+    pub fn rewind(&self, at: Point) -> Result<RewindReport> {
         let path = self.state.path.display();
         if self.state.read_only {
             return Err(invalid(format!(
@@ -234,7 +234,7 @@ impl Disk {
         at: Point,
         newest: u64,
         held: &PinnedLog,
-    ) -> Result<(Rewound, Option<RewindRequest>)> {
+    ) -> Result<(RewindReport, Option<RewindRequest>)> {
         let (log, disk, control) = (&self.log, &self.state, &held.control);
         let threads = log.medium.threads();
         let mut records = LogRecords::new(disk.id);

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use walvisor_storage::{DiskOptions, Operation, Port, Retain, Store, StoreOptions, create_disk};
+use walvisor_storage::{DiskOptions, Operation, Port, Retention, Store, StoreOptions, create_disk};
 use walvisor_tests::have_python;
 
 use crate::{
@@ -220,7 +220,7 @@ fn both_readers_know_what_a_restore_in_place_undid() {
     let disks = [at("a.img"), at("b.img")];
     let options = StoreOptions {
         max_segments: 16,
-        retain: Some(Retain::All),
+        retain: Some(Retention::All),
         ..SMALL
     };
     for disk in &disks {

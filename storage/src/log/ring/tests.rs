@@ -104,8 +104,8 @@ fn the_oldest_segments_expire() {
         });
         ring.extend_tail(8192, (&[0; 116], 1), at(lsn, 7));
     }
-    let kept = |segments: u64| Retain::Bytes(segments * SIZE);
-    let time = |us: u64| Retain::Time(std::time::Duration::from_micros(us));
+    let kept = |segments: u64| Retention::Bytes(segments * SIZE);
+    let time = |us: u64| Retention::Time(std::time::Duration::from_micros(us));
     let expired = |retain, pressed, pinned| ring.expired(retain, 11_000, pressed, pinned);
     let all = u64::MAX;
     // A step is half of the room beside what is kept: 5 segments, and 6 if no bytes are counted.
@@ -115,17 +115,17 @@ fn the_oldest_segments_expire() {
     assert_eq!(expired(kept(9), false, all), (1, 0));
     assert_eq!(expired(time(4000), false, all), (6, 0));
     assert_eq!(expired(time(5000), false, all), (0, 0), "less than a step");
-    assert_eq!(expired(Retain::All, false, all), (0, 0));
+    assert_eq!(expired(Retention::All, false, all), (0, 0));
     // Under pressure some go early.
     assert_eq!(expired(time(5000), true, all), (6, 1));
-    assert_eq!(expired(Retain::All, true, all), (6, 6));
+    assert_eq!(expired(Retention::All, true, all), (6, 6));
     assert_eq!(expired(kept(20), true, all), (1, 1));
     // The tail stays.
     assert_eq!(expired(kept(0), false, all), (9, 0));
     for (pinned, count) in [(0, 0), (1, 1), (4, 4), (9, 9), (10, 9)] {
         assert_eq!(expired(kept(0), true, pinned).0, count);
     }
-    assert!(ring.is_running_out(Retain::All) && !ring.is_running_out(kept(9)));
+    assert!(ring.is_running_out(Retention::All) && !ring.is_running_out(kept(9)));
 }
 
 /// A batch leaves room for its segment's summary, unless it is the keeper's or the segment gets no summary.

@@ -13,7 +13,7 @@ use crate::store::look::Look;
 use crate::store::view::DataPlace;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, thread};
-use crate::{CommitWait, Operation, Point, Port, Retain, SECTOR_SIZE, Store};
+use crate::{CommitWait, Operation, Point, Port, Retention, SECTOR_SIZE, Store};
 
 /// The disk has eight places of so many sectors. A segment has room for a few of them.
 const PLACE: u64 = 24;
@@ -146,9 +146,9 @@ fn run(seed: u64) -> Result<Totals, Violation> {
     };
     let mut fixture = Fixture::new(World::new(random.next()), shape);
     fixture.retain = match random.below(3) {
-        0 => Retain::All,
-        1 => Retain::Bytes(64 << 10),
-        _ => Retain::Nothing,
+        0 => Retention::All,
+        1 => Retention::Bytes(64 << 10),
+        _ => Retention::Nothing,
     };
     let running = fixture.open(false, CommitWait::NONE);
     let running = running.expect("opening a new log");

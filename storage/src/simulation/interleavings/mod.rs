@@ -92,7 +92,7 @@ fn serve(
         port.completions(&mut done);
         done.retain(|end| {
             let asks = end.result.is_ok() && told(judge, |judge| judge.asks(end.token));
-            let waits = asks && !port.when_written(end.token);
+            let waits = asks && !port.notify_written(end.token);
             asked |= waits;
             !waits
         });

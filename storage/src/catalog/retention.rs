@@ -16,7 +16,7 @@ const LEAST_OTHERS: u64 = 4;
 /// The base images stay behind by that much. What a log keeps takes room in it; when the log is full, its oldest history
 /// goes first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Retain {
+pub enum Retention {
     /// None on purpose: the log is copied to the base images when half of it is in use, and when it is closed.
     #[default]
     Nothing,
@@ -28,7 +28,7 @@ pub enum Retain {
     All,
 }
 
-impl Retain {
+impl Retention {
     /// Segments that it takes to keep this many bytes; 0 if no number of bytes is to be kept.
     pub(crate) fn segments(self, segment_size: u64) -> u64 {
         match self {
