@@ -1,40 +1,40 @@
-//! The times of a log: the timestamps of its batches, and how long ago something was.
+//! A log's clock: the timestamps of its batches, and how long ago something happened.
 //!
-//! Nothing in a log is found or ordered by its timestamps, and every wait is by the monotonic clock: a wall clock that is wrong
-//! changes neither what is durable nor when. But a person looks for moments of the history, and history expires. So one wrong
-//! reading of the wall clock must not spoil either:
+//! Nothing in a log is found or ordered by timestamps, and every wait uses the monotonic clock. So a wrong wall clock
+//! affects neither what is durable nor when. But people look for points in time, and history expires; one wrong reading
+//! of the wall clock must not spoil either:
 //!
-//! - While a log is open, the wall clock is believed as long as it goes with the machine's steady clock. After a jump, timestamps
-//!   follow the steady clock, until the wall clock has stayed where it jumped to for [`BELIEVED`].
-//! - Timestamps rise with the LSNs, and repeat if the clock was set back a little. If the clock proves to have been far ahead, they go
-//!   back to the right time. A record was not written later than the next one: so the time of a record is the lowest timestamp from
-//!   its own on.
-//! - What expires is measured by the steady clock. Only of the time between two runs does nothing but timestamps tell: it counts if it
+//! - While a log is open, the wall clock is believed as long as it agrees with the machine's steady clock. After a
+//!   jump, timestamps follow the steady clock until the wall clock has stayed where it jumped to for [`BELIEVED`].
+//! - Timestamps rise with the LSNs, and repeat if the clock was set back a little. If the clock turns out to have been
+//!   far ahead, they go back to the right time. No record was written later than the next one, so a record's time is
+//!   the lowest timestamp from its own on.
+//! - Expiry is measured by the steady clock. For the time between two runs there are only timestamps; it counts if it
 //!   is a [`DAY`] at most.
 
 use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 const SECOND: u64 = 1_000_000;
-/// A difference between the clocks that is no jump.
+/// Clocks that differ by no more than this agree.
 const TOLERATED: u64 = 60 * SECOND;
-/// A jump is believed after this time.
+/// How long the wall clock must stay where it jumped to before it is believed.
 const BELIEVED: u64 = 600 * SECOND;
 const DAY: u64 = 86_400 * SECOND;
-/// A wall clock that reads less, the begin of 2026, was never set.
+/// The start of 2026: a wall clock that reads less was never set.
 const UNSET: u64 = 1_767_225_600 * SECOND;
 
 /// A reading of both clocks, in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct ClockReading {
-    /// The wall clock: since 1970.
+    /// Wall clock, since 1970.
     pub wall: u64,
-    /// The steady clock: since the machine was started, also while it slept.
+    /// Steady clock, since boot, sleep included.
     pub steady: u64,
 }
 
 impl ClockReading {
-    /// The clocks are read here only.
+    /// The only place where the clocks are read.
     pub(crate) fn now() -> Self {
         #[cfg(test)]
         if let Some(now) = CLOCKS.get() {
@@ -58,49 +58,50 @@ impl ClockReading {
         self.wall + steady.saturating_sub(self.steady)
     }
 
-    /// Whether the wall clock goes with the steady clock from here to another reading.
+    /// Whether the wall clock agrees with the steady clock from here to another reading.
     fn goes_to(self, other: Self) -> bool {
         other.wall.abs_diff(self.wall_at(other.steady)) <= TOLERATED
     }
 }
 
-/// How much of the time between two timestamps certainly passed.
+/// How much time certainly passed between two timestamps.
 pub(crate) fn passed_between(from: u64, to: u64) -> u64 {
     let passed = to.saturating_sub(from);
     if passed <= DAY { passed } else { 0 }
 }
 
-/// A time of a log.
+/// A point in time by a log's clock.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Timestamp {
     /// Microseconds since 1970.
     pub unix_us: u64,
-    /// Microseconds that have certainly passed since the oldest record of the log.
+    /// Microseconds that have certainly passed since the log's oldest record.
     pub passed: u64,
 }
 
-/// The source of a log's times.
+/// A log's clock.
 #[derive(Debug)]
 pub(crate) struct LogClock {
-    /// The log, for those who read of it.
+    /// The log, for messages.
     log: String,
-    /// The last timestamp, and when the log was opened: how much had passed since its oldest record.
+    /// The last timestamp; and, when the log was opened, how much time had passed since its oldest record.
     last: u64,
     opened: Timestamp,
     opened_at: u64,
-    /// The last reading that was believed. `certain`: it is not only the timestamp that the log ended with.
+    /// The last reading that was believed. `certain`: it is more than just the last timestamp in the log.
     agreed: ClockReading,
     certain: bool,
-    /// The wall clock has jumped to this reading, and has not been believed yet.
+    /// The wall clock jumped to this reading, and is not believed yet.
     doubted: Option<ClockReading>,
-    /// The time stands still.
+    /// The clock is stopped.
     #[cfg(test)]
     stopped: bool,
 }
 
 impl LogClock {
-    /// The times of a log that is opened now. `last`: its newest timestamp, 0: it has none; `passed`: how much time has certainly
-    /// passed from its oldest record to the newest; `born`: when it was made, by the wall clock, in microseconds since 1970.
+    /// The clock of a log that is being opened. `last`: its newest timestamp, 0 if there is none. `passed`: how much
+    /// time certainly passed from its oldest record to the newest. `born`: when the log was made, by the wall clock, in
+    /// microseconds since 1970.
     pub(crate) fn open(log: &Path, (last, passed): (u64, u64), born: u64) -> Self {
         Self::open_at(log, (last, passed), born, ClockReading::now())
     }
@@ -153,7 +154,7 @@ impl LogClock {
         clock
     }
 
-    /// A source whose time stands still.
+    /// A stopped clock.
     #[cfg(test)]
     pub(crate) fn stopped(at: u64) -> Self {
         let now = ClockReading {
@@ -171,7 +172,7 @@ impl LogClock {
         self.next_at(ClockReading::now())
     }
 
-    /// The time now by these timestamps.
+    /// The time now, without using up a timestamp.
     pub(crate) fn now(&mut self) -> Timestamp {
         let last = self.last;
         let now = self.next();
@@ -181,7 +182,7 @@ impl LogClock {
 
     pub(crate) fn next_at(&mut self, now: ClockReading) -> Timestamp {
         let time = self.time_at(now);
-        // Times of a moment ago are repeated; those of a clock that was wrong are not.
+        // If the clock went back a little, repeat the last timestamp; if it had been wrong, don't.
         if time > self.last || self.last - time > TOLERATED {
             self.last = time;
         }
@@ -192,7 +193,7 @@ impl LogClock {
         }
     }
 
-    /// The wall clock's time as far as it is believed.
+    /// The time: the wall clock's, as far as it is believed.
     fn time_at(&mut self, now: ClockReading) -> u64 {
         #[cfg(test)]
         if self.stopped {
@@ -228,7 +229,7 @@ impl LogClock {
     }
 }
 
-/// A length of time for people.
+/// A duration, for people.
 fn length(us: u64) -> String {
     match us / SECOND {
         seconds @ ..120 => format!("{seconds} s"),
@@ -240,7 +241,7 @@ fn length(us: u64) -> String {
 
 #[cfg(test)]
 thread_local! {
-    /// What this thread takes for a reading of the clocks; `None`: the host's.
+    /// The clocks that this thread reads; `None`: the host's.
     pub(crate) static CLOCKS: std::cell::Cell<Option<ClockReading>> = const { std::cell::Cell::new(None) };
 }
 
@@ -251,15 +252,15 @@ mod tests {
     const MINUTE: u64 = 60 * SECOND;
     const HOUR: u64 = 60 * MINUTE;
     const YEAR: u64 = 365 * DAY;
-    /// The right time when a test begins.
+    /// The true time when a test begins.
     const NOW: u64 = UNSET + 300 * DAY;
-    /// The log was made then.
+    /// When the log was made.
     const BORN: u64 = NOW - 10 * DAY;
 
     /// A machine whose wall clock may be wrong.
     struct Machine {
         steady: u64,
-        /// How far the wall clock is ahead, or behind.
+        /// How far the wall clock is ahead, or behind if negative.
         ahead: i64,
     }
 
@@ -284,7 +285,7 @@ mod tests {
             LogClock::open_at(Path::new("log"), (last, passed), BORN, self.read())
         }
 
-        /// The time of a batch, so much later.
+        /// The timestamp of a batch `us` later.
         fn after(&mut self, us: u64, clock: &mut LogClock) -> u64 {
             self.steady += us;
             clock.next_at(self.read()).unix_us
@@ -298,7 +299,7 @@ mod tests {
         for us in [0, 5, SECOND, 3 * DAY, 0] {
             assert_eq!(machine.after(us, &mut clock), machine.right());
         }
-        // A second comes twice, and the clock is set right by some seconds.
+        // A leap second repeats, and the clock is corrected by a few seconds.
         let newest = machine.right();
         machine.ahead = -(SECOND as i64);
         assert_eq!(machine.after(9, &mut clock), newest);
@@ -306,7 +307,7 @@ mod tests {
         assert_eq!(machine.after(9, &mut clock), machine.right() + 5 * SECOND);
     }
 
-    /// One wrong reading, or some, change nothing.
+    /// One or a few wrong readings change nothing.
     #[test]
     fn a_clock_that_jumps_and_returns_is_not_followed() {
         for jump in [YEAR as i64, -(YEAR as i64), 2 * HOUR as i64, -(HOUR as i64)] {
@@ -323,7 +324,7 @@ mod tests {
         }
     }
 
-    /// A clock that is set right is followed, after a while.
+    /// A clock that is corrected is followed after a while.
     #[test]
     fn a_clock_that_stays_where_it_jumped_to_is_believed() {
         for jump in [YEAR as i64, -(HOUR as i64), -(YEAR as i64)] {
@@ -340,7 +341,7 @@ mod tests {
         }
     }
 
-    /// A whole run with a clock that is far ahead, and then the right time.
+    /// A whole run with a clock that is far ahead; then the clock is right.
     #[test]
     fn what_a_clock_that_was_ahead_left_is_passed_at_once() {
         let mut machine = Machine::new();
@@ -354,8 +355,8 @@ mod tests {
         assert_eq!(machine.after(MINUTE, &mut clock), machine.right());
     }
 
-    /// A machine without a battery begins long ago, and gets its time from the network a little later: what it writes before does not
-    /// count as written long ago.
+    /// A machine without a clock battery boots with an ancient time, and gets the time from the network a little later.
+    /// What it writes before that does not count as old.
     #[test]
     fn a_clock_that_was_never_set_is_not_believed() {
         let mut machine = Machine::new();
@@ -367,18 +368,18 @@ mod tests {
             assert_eq!(machine.after(MINUTE, &mut clock), last);
             machine.ahead = 0;
             assert_eq!(machine.after(MINUTE, &mut clock), machine.right());
-            // Without a network it stays there.
+            // Without a network the clock stays wrong.
             machine.ahead = wall as i64 - right as i64;
             let mut clock = machine.open(last, 0);
             assert_eq!(machine.after(BELIEVED, &mut clock), machine.read().wall);
         }
     }
 
-    /// What has passed is known whatever the wall clock says.
+    /// Elapsed time is right whatever the wall clock says.
     #[test]
     fn time_passes_by_the_steady_clock() {
         let mut machine = Machine::new();
-        // Closed for an hour; two days; for a year by a clock that is wrong; and until a time before the newest record.
+        // Closed for an hour; for two days; for a year, by a wrong clock; and until before the newest record.
         for (last, closed) in [
             (machine.right() - HOUR, HOUR),
             (machine.right() - 2 * DAY, 0),

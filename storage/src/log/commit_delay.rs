@@ -1,49 +1,49 @@
-//! How long a commit group waits for more to join it before it starts.
+//! How long a commit group waits for more requests to join before it starts.
 //!
-//! While a group syncs, new waiters collect for the next one. So with N clients that come back at once, two groups
-//! take turns, each with half of the clients. A short wait after a sync, until the clients that it served are back,
-//! makes one group of all: half the syncs. The wait costs the present waiters time, and gains nothing if no client
-//! comes back. So it takes at most half of the time of a sync, ends when all expected waiters are there, and is
-//! skipped for a while after it was in vain.
+//! While a group syncs, new waiters collect for the next one. So N clients that come straight back end up in two
+//! alternating groups of N/2. A short delay after a sync, until the clients it served are back, makes one group of them
+//! all and halves the syncs. The delay costs the present waiters time, and gains nothing if no client comes back. So it
+//! lasts at most half as long as a sync, ends as soon as all expected waiters are there, and is skipped for a while
+//! after it gained nothing.
 
 use std::time::{Duration, Instant};
 
 use crate::catalog::options::CommitWait;
 use crate::sync;
 
-/// Longest wait if the options give a count without a time; the same as MariaDB's.
+/// Longest delay if the options give a count without a time; MariaDB's default.
 const WAIT_FOR_COUNT: Duration = Duration::from_millis(100);
-/// A shorter adaptive wait is not worth a timer.
+/// An adaptive delay shorter than this is not worth a timer.
 const SHORTEST: Duration = Duration::from_micros(100);
-/// Longest adaptive wait, whatever a sync takes.
+/// Longest adaptive delay, however long a sync takes.
 const LONGEST: Duration = Duration::from_millis(20);
-/// A thread that serves requests makes no sync itself that takes longer.
+/// A thread that serves requests does a sync itself only if it takes less than this.
 const QUICK: Duration = Duration::from_micros(400);
-/// After waits in vain, fewer groups than two to the power of this start without a wait.
+/// After delays that gained nothing, fewer than 2^this groups skip the delay.
 const MOST_MISSES: u32 = 6;
 
 #[derive(Debug, Default, PartialEq, Eq)]
 enum Phase {
     #[default]
     Idle,
-    /// A wait is under way, until this time.
+    /// A delay is running until this time.
     Waiting(Instant),
-    /// The wait has lasted its time.
+    /// The delay has run out.
     Over,
 }
 
-/// The wait of one log's groups. Guarded by the log's lock.
+/// The commit delay of one log. Guarded by the log's lock.
 #[derive(Debug, Default)]
 pub(crate) struct CommitDelay {
     wait: CommitWait,
     phase: Phase,
-    /// Smoothed time of a sync.
+    /// Smoothed duration of a sync.
     sync_time: Duration,
-    /// Waiters that the last group served, and those that waited when it ended, added up.
+    /// Waiters served by the last group, plus those already waiting when it ended.
     expected: usize,
-    /// Adaptive waits in a row that ended without all expected waiters.
+    /// Consecutive adaptive delays that ended without all expected waiters.
     misses: u32,
-    /// Groups that start without a wait before the next wait is tried.
+    /// Groups that still start without a delay before one is tried again.
     skip: u32,
 }
 
@@ -55,9 +55,9 @@ impl CommitDelay {
         }
     }
 
-    /// Whether a group of `waiting` waiters starts; no sync is under way. `complete`: all clients wait already, so none
-    /// can join. If it does not start, the leader calls [`expire`](Self::expire) at the time that [`deadline`](Self::deadline)
-    /// returns.
+    /// Whether a group of `waiting` waiters starts now; no sync is running. `complete`: all clients are waiting
+    /// already, so nobody else can join. If it does not start, the leader calls [`expire`](Self::expire) at the
+    /// [`deadline`](Self::deadline).
     pub(crate) fn try_start(&mut self, waiting: usize, complete: bool) -> bool {
         let adaptive = self.wait == CommitWait::default();
         let has_enough = self.has_enough(waiting, complete);
@@ -93,7 +93,7 @@ impl CommitDelay {
         }
     }
 
-    /// The end of the wait that is under way, if one is.
+    /// When the running delay ends, if there is one.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         match self.phase {
             Phase::Waiting(deadline) => Some(deadline),
@@ -101,18 +101,18 @@ impl CommitDelay {
         }
     }
 
-    /// Whether a group of one waiter would start at once, and would soon be over if its sync takes as long as the last
-    /// ones. Until a sync has been measured, it counts as quick.
+    /// Whether a group of one waiter would start at once and, judging by recent syncs, end soon. Counts as quick until
+    /// a sync has been measured.
     pub(crate) fn is_quick(&self) -> bool {
         self.sync_time < QUICK && self.phase == Phase::Idle && self.has_enough(1, false)
     }
 
-    /// Whether a group only has to go on waiting; otherwise the leader calls [`try_start`](Self::try_start).
+    /// Whether a group has to keep waiting; otherwise the leader calls [`try_start`](Self::try_start).
     pub(crate) fn must_wait(&self, waiting: usize, complete: bool) -> bool {
         self.deadline().is_some() && !self.has_enough(waiting, complete)
     }
 
-    /// Whether the expected waiters are there.
+    /// Whether all expected waiters are there.
     fn has_enough(&self, waiting: usize, complete: bool) -> bool {
         let target = self
             .wait
@@ -132,20 +132,20 @@ impl CommitDelay {
         }
     }
 
-    /// Notes that the wait, if one is under way, has lasted its time.
+    /// The delay, if one is running, has run out.
     pub(crate) fn expire(&mut self) {
         if self.deadline().is_some() {
             self.phase = Phase::Over;
         }
     }
 
-    /// Ends any wait, because a group starts without asking.
+    /// Cancels any delay, because a group starts regardless.
     pub(crate) fn interrupt(&mut self) {
         self.phase = Phase::Idle;
     }
 
-    /// Notes that a group has ended: its sync took `sync_time`, it served `served` waiters, and `waiting` others wait
-    /// already.
+    /// Records a finished group: its sync took `sync_time`, it served `served` waiters, and `waiting` others are
+    /// waiting already.
     pub(crate) fn record_group(&mut self, sync_time: Duration, served: usize, waiting: usize) {
         self.sync_time = match self.sync_time.is_zero() {
             true => sync_time,
@@ -161,7 +161,7 @@ mod tests {
 
     const SYNC: Duration = Duration::from_millis(1);
 
-    /// A group of `waiting` waiters waits for `time`.
+    /// Asserts that a group of `waiting` waiters waits for `time`.
     #[track_caller]
     fn waits(delay: &mut CommitDelay, waiting: usize, time: Duration) {
         let before = sync::now();
@@ -178,7 +178,7 @@ mod tests {
         assert!(delay.is_quick());
         delay.record_group(QUICK * 10, 1, 0);
         assert!(!delay.is_quick());
-        // A group that has reason to expect more waiters, or was told to wait for them, is no lone one.
+        // A group that expects more waiters, or is configured to wait for them, is not a lone one.
         let mut delay = CommitDelay::default();
         delay.record_group(QUICK / 2, 2, 0);
         assert!(!delay.is_quick());
@@ -201,7 +201,7 @@ mod tests {
     #[test]
     fn two_alternating_groups_become_one() {
         let mut delay = CommitDelay::default();
-        // The group served four, and four more had come meanwhile: the next group expects eight.
+        // The group served four while four more arrived: the next group expects eight.
         delay.record_group(SYNC, 4, 4);
         waits(&mut delay, 4, SYNC / 2);
         assert!(!delay.try_start(7, false));
@@ -225,7 +225,7 @@ mod tests {
             }
         }
         assert!(waits < 1000 / 40, "{waits}");
-        // Now the clients do come back, and enough groups follow for that to be noticed.
+        // Now the clients do come back, and there are enough groups to notice it.
         let mut joined = 0;
         for _ in 0..100 {
             delay.record_group(SYNC, 4, 4);

@@ -1,13 +1,13 @@
 //! A thread's part in group commit: appending records, waiting for an LSN, writing batches, and leading.
 //!
-//! The leader makes the log durable: one thread at a time, which steps one state machine.
+//! The leader makes the log durable. One thread leads at a time, by stepping one state machine.
 //! ```text
 //!   begin ──▶ an operation and its group ──run──▶ end ──▶ begin again, or rest
 //!         └─▶ none: rest until the leader is called, or until a wait for more waiters to join a group is over
 //! ```
-//! The log's writer thread does nothing else. A thread that would otherwise only wait leads its group itself if there
-//! is no other leader: the keeper for the records that it needs durable, and a port's thread for a lone FLUSH while
-//! syncs are quick. Crash tests drive the same machine one step at a time.
+//! The log's writer thread does nothing else. A thread that would only wait leads its own group if nobody else leads:
+//! the keeper, for records it needs durable, and a port's thread, for a lone FLUSH while syncs are quick. Crash tests
+//! drive the same machine one step at a time.
 
 use std::io;
 use std::time::Instant;
@@ -30,19 +30,19 @@ use crate::{Completion, Failure};
 
 /// Why a record was not appended.
 pub(crate) enum AppendError {
-    /// Too much waits for the log. The port gets the request back, and tries again when it is woken.
+    /// Too much is pending. The port gets the request back and retries when it is woken.
     HeldBack(Modification),
     /// The ring is full and can't be emptied, or the disk has left the log.
     Stuck,
 }
 
-/// One thread's part in group commit, with its mailbox.
+/// One thread's side of group commit, with its mailbox.
 pub(crate) struct Committer {
     pub log: Arc<Log>,
     pub mailbox: Arc<Mailbox>,
     buffers: GroupBuffers,
     leader: Leader,
-    /// The port has appended a record or added a waiter since it last looked at the log.
+    /// A record was appended, or a waiter added, since the port last looked at the log.
     unstarted: bool,
 }
 
@@ -63,7 +63,8 @@ impl Committer {
         })
     }
 
-    /// Gives a record its LSN, makes it visible to readers and queues it for the log; notes that there may be a batch to write.
+    /// Gives a record its LSN, makes it visible to readers and queues it for the log. The next [`start`](Self::start)
+    /// checks for a batch to write.
     ///
     /// # Errors
     /// If too much is pending, the index takes too much memory, or the disk is being restored in place.
@@ -75,13 +76,15 @@ impl Committer {
         self.unstarted = true;
         let log = &self.log;
         let mut state = log.lock();
-        // A guest that only discards adds no payloads, so the index would grow for as long as there is room in the log.
+        // Discards carry no payload, so a guest that only discards could grow the index for as long as the log has
+        // room.
         let index = log.counters.index.bytes();
         if index >= log.index_limit / 2 && !state.keeper.checkpoint {
             state.keeper.checkpoint = true;
             log.keeper_wanted.notify_one();
         }
-        // Half a segment at most, so that all pending records fit the ring's last segment, which is the keeper's.
+        // Half a segment at most: all pending records must fit the ring's last segment, which is reserved for the
+        // keeper.
         let full = state.pipeline.bytes() >= PENDING_LIMIT.min(log.segment_size as usize / 2);
         let many = index >= log.index_limit;
         let detached = disk.detached.load(Ordering::Relaxed);
@@ -89,7 +92,7 @@ impl Committer {
             return Err(AppendError::Stuck);
         }
         let rewinding = disk.rewinding.load(Ordering::Relaxed);
-        // Once closing has begun, no record may come behind those that its checkpoint copies.
+        // Once the log is closing, no record may follow the ones that the final checkpoint copies.
         if full || many || rewinding || state.keeper.stop {
             log.held_back.store(true, Ordering::Relaxed);
             return Err(AppendError::HeldBack(change));
@@ -108,7 +111,7 @@ impl Committer {
             && (change.kind != DescriptorKind::Discard || !planted(Mutant::IndexSkipsDiscard));
         let (sector, sectors) = (change.sector, u64::from(change.sectors));
         let lsn = state.pipeline.append(disk, change);
-        // The index changes under the log's lock, so that it sees records in LSN order.
+        // Under the log's lock, so that the index sees records in LSN order.
         if indexed {
             let active = &mut disk.index_mut().active;
             active.insert(sector, sectors, lsn, place);
@@ -123,7 +126,7 @@ impl Committer {
         if self.log.poisoned.load(Ordering::Acquire) {
             return Err(Failure::Io);
         }
-        // The watermark is read under the lock: a group that ends now either covers this waiter or sees it.
+        // Under the lock, a group that ends now either covers this waiter or sees it.
         let covered = state.pipeline.durable() >= lsn;
         // Without group commit each FLUSH gets a sync of its own, even if an earlier FLUSH's sync came after its
         // writes.
@@ -150,11 +153,11 @@ impl Committer {
         self.unstarted && self.look(alone, false)
     }
 
-    /// Looks at the log: writes the batches that need no sync, and calls the leader for the others. Each batch is ended before
+    /// Writes the batches that need no sync, and calls the leader for the others. Every batch it takes has ended when
     /// this returns. `polls`: the caller takes the port's completions next.
     fn look(&mut self, alone: bool, polls: bool) -> bool {
         self.unstarted = false;
-        // If this thread panicked, a batch that it has taken would never end.
+        // If this thread panics, a batch that it took would never end.
         let log = self.log.clone();
         let _failing = PanicGuard::new(&log);
         loop {
@@ -188,7 +191,7 @@ impl Committer {
         }
     }
 
-    /// Clears the port's signal. The port looks for what has ended after that, so that it sees every signal from here on.
+    /// Clears the port's signal. Call it before looking for completions, so that no later signal is missed.
     pub(crate) fn clear(&self) {
         self.mailbox.event.clear();
     }
@@ -207,8 +210,8 @@ impl Committer {
         self.mailbox.event.sleep_until(None);
     }
 
-    /// Makes everything up to `lsn` durable, blocking. For the keeper, which has nothing else to do meanwhile: so it
-    /// leads the group itself if there is no leader.
+    /// Blocks until everything up to `lsn` is durable. The keeper, its only caller, has nothing else to do, so it leads
+    /// the group itself if nobody leads.
     pub(crate) fn flush(&mut self, lsn: u64, leader: &mut Leader) -> Result<(), Failure> {
         if self.wait_for(lsn, 0)? {
             return Ok(());
@@ -233,7 +236,7 @@ impl Drop for Committer {
         let mut state = self.log.lock();
         state.waiters.remove_port(&self.mailbox);
         drop(state);
-        // A group that waited for more waiters may be complete without this port.
+        // A group that was waiting for more waiters may be complete without this port.
         self.log.call_leader();
     }
 }
@@ -250,7 +253,7 @@ impl Committer {
             return Ok(true);
         }
         let mut state = log.lock();
-        // The watermark is read again under the lock: a batch that ends now either covers this waiter or sees it.
+        // Again under the lock: a batch that ends now either covers this waiter or sees it.
         if covered()? {
             return Ok(true);
         }
@@ -268,15 +271,15 @@ impl Committer {
     }
 }
 
-/// A thread's means to lead: the writer's or the keeper's.
+/// What a thread needs to lead.
 pub(crate) struct Leader {
     log: Arc<Log>,
     buffers: GroupBuffers,
-    /// Whether this thread leads now.
+    /// Whether this thread is leading.
     leading: bool,
-    /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look.
+    /// When the commit delay ends, if one was running when this leader last looked.
     deadline: Option<Instant>,
-    /// The mailbox of the leading thread, if it has one: the thread looks into it next, so it is not woken.
+    /// The leading thread's mailbox, if it has one. The thread checks it next anyway, so it is not woken.
     own: Option<Arc<Mailbox>>,
 }
 
@@ -319,14 +322,15 @@ impl Leader {
         next
     }
 
-    /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look. The
-    /// writer calls [`end_delay`](Self::end_delay) then.
+    /// When the commit delay ends, if one was running when this leader last looked. The writer calls
+    /// [`end_delay`](Self::end_delay) then.
     pub(crate) fn deadline(&self) -> Option<Instant> {
         self.deadline
     }
 
-    /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller calls `begin` next; if there
-    /// may be more to do, it keeps the lead and gets `true`. Without `goes_on` the writer thread is called for that.
+    /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller will call `begin` next, so if
+    /// there may be more to do it keeps the lead and gets `true`. Without `goes_on`, the writer thread is called for
+    /// that.
     pub(crate) fn end(&mut self, group: Group, ran: AppendResult, goes_on: bool) -> bool {
         self.buffers.chunks = ran.list;
         let (log, deadline) = (&self.log, &mut self.deadline);
@@ -350,7 +354,7 @@ impl Leader {
         self.leading
     }
 
-    /// Notes that the time for more waiters to join a group has passed.
+    /// The commit delay has run out.
     pub(crate) fn end_delay(&mut self) {
         self.deadline = None;
         self.log.lock().commit_delay.expire();
@@ -374,7 +378,7 @@ impl Leader {
     }
 }
 
-/// The running writer thread of a log. Dropping it lets the thread finish its work at hand, and waits for its end.
+/// A log's running writer thread. Dropping it waits until the thread has finished the operation at hand.
 pub(crate) struct Writer {
     log: Arc<Log>,
     stop: Arc<AtomicBool>,
@@ -408,7 +412,7 @@ impl Writer {
 fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
     let mut leader = Leader::new(log.clone(), None);
     loop {
-        // The call is cleared before the leader looks, so that its next look serves every call from here on.
+        // Cleared before the leader looks, so that no later call is missed.
         log.leader_called.clear();
         while let Some((io, group)) = leader.begin() {
             if !leader.end(group, log.appender.append(io), true) {

@@ -15,7 +15,7 @@ use crate::medium::mark::ImageMark;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// The disk as all threads see it.
+/// A disk as all threads see it.
 #[derive(Debug)]
 pub(crate) struct DiskState {
     pub id: u32,
@@ -24,25 +24,26 @@ pub(crate) struct DiskState {
     /// Capacity. It grows while the disk is open.
     pub sectors: AtomicU64,
     pub base: Arc<dyn DataFile>,
-    /// The generation in the base image's mark, or in the mark that is written next.
+    /// The generation in the base image's mark, or in the mark that will be written next.
     pub generation: AtomicU64,
     pub read_only: bool,
     pub no_flush: bool,
     pub write_cache: AtomicBool,
-    /// The disk was not asked for, or leaves the log: no record may follow. Changed under the log's lock.
+    /// The disk was not asked for when the log was opened, or is leaving it: it takes no more records. Changed under
+    /// the log's lock.
     pub detached: AtomicBool,
-    /// Records up to this LSN were given up, or copied before the disk came back to the log.
+    /// Records up to this LSN were discarded, or copied before the disk came back to the log.
     pub void_lsn: u64,
     /// The disk has no past before this LSN: it was not on the log, or had another image.
     pub since_lsn: u64,
-    /// The disk is being restored in place: its records wait. Changed under the log's lock.
+    /// The disk is being restored in place, so its records wait. Changed under the log's lock.
     pub rewinding: AtomicBool,
     /// The rewinds of the disk.
     pub rewinds: Mutex<Vec<RewindEntry>>,
-    /// The newest record of this disk: what a FLUSH of it has to wait for.
+    /// The disk's newest record: what a FLUSH has to wait for.
     pub last_lsn: AtomicU64,
     pub index: RwLock<Index>,
-    /// The copies of the base image that are under way.
+    /// The running exports of the base image.
     pub exports: Mutex<Vec<Arc<Export>>>,
 }
 
@@ -70,7 +71,7 @@ impl DiskState {
         }
     }
 
-    /// Opens a disk that was set aside. `options` name its image.
+    /// Reattaches a detached disk. `options` name its image.
     pub(crate) fn set_options(&mut self, options: &DiskOptions) {
         let asked = options.clone();
         self.path = asked.path;
@@ -88,8 +89,8 @@ impl DiskState {
         export.end();
     }
 
-    /// To be called before the base image changes in a range of bytes: exports copy what it holds there, from the begin
-    /// of the range on. Returns where this part ends.
+    /// Called before the base image changes in a range of bytes: running exports copy what it holds there, from the
+    /// start of the range. Returns how far they got.
     pub(crate) fn save(&self, range: Range<u64>) -> u64 {
         let exports = self.exports.lock().expect("exports lock").clone();
         let saved = exports.iter().map(|export| export.save(range.clone()));
@@ -111,7 +112,7 @@ impl DiskState {
         Ok(marked)
     }
 
-    /// Whether the disk is what it was as of this LSN, and the records behind that.
+    /// True if no rewind, discard or change of image lies between this LSN and now.
     pub(crate) fn comes_from(&self, lsn: u64) -> bool {
         let rewinds = self.rewinds.lock().expect("rewinds lock");
         let timeline = |until| Timeline::new(rewinds.iter(), self.void_lsn, until);

@@ -3,11 +3,11 @@
 //! ```text
 //!  pending ──batch──▶ writing (several at once) ──▶ written ──sync (one at a time)──▶ durable
 //! ```
-//! The stages overlap: while one group syncs, the next is collected, and pending records are written early when they
-//! are many. In the common case nothing is being written when a sync can begin: then one operation writes and syncs
-//! all pending records. The log's leader ([`Leader`](crate::log::committer::Leader)) runs the operations that sync, one
-//! group after the other; a batch that is only written is written by a port, within one call: so no batch waits for a
-//! thread that may not come back. The leader also has the page cache write such batches back.
+//! The stages overlap: while one group syncs, the next one is collected, and many pending records are written early.
+//! Usually nothing is being written when a sync can begin: then one operation writes and syncs all pending records. The
+//! log's leader ([`Leader`](crate::log::committer::Leader)) runs the operations that sync, one group after the other. A
+//! batch that is only written is written by a port within one call, so no batch depends on a thread that may not come
+//! back. The leader also starts the page cache's write-back of such batches.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -27,23 +27,23 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 use crate::{Buffer, SharedBuffer};
 
-/// From this many bytes of pending payload on, records are written although no waiter needs them yet.
+/// With this many bytes of payload pending, records are written even though no waiter needs them yet.
 const WRITE_BEHIND: usize = 1 << 20;
-/// A segment is written back whenever so many bytes of it are in the page cache.
+/// Write-back of a segment starts each time this many of its bytes are in the page cache.
 const WRITE_BACK: u64 = 1 << 20;
 /// Most batches being written at a time.
 const MOST_WRITING: usize = 4;
 /// Most segments written and not synced.
 const MOST_UNSYNCED: usize = 8;
 
-/// A batch being written, a sync, or both in one operation. Neither: a segment's summary is being written, or the page cache
-/// is told to write back.
+/// A batch being written, a sync, or both in one operation. Neither: a segment's summary is being written, or
+/// write-back is being started.
 pub(crate) struct Group {
     batch: Option<GroupBatch>,
     sync: Option<GroupSync>,
 }
 
-/// Lists of earlier groups, for reuse: so a leading thread does not allocate new ones for each of its groups.
+/// The emptied lists of earlier groups, so that a leading thread does not allocate new ones for each group.
 #[derive(Default)]
 pub(crate) struct GroupBuffers {
     records: Vec<Vec<Record>>,
@@ -236,15 +236,15 @@ impl Log {
     /// payloads.
     fn batch_extent(&self, state: &LogState) -> (usize, usize, usize) {
         let (mut count, mut checksums, mut payload) = (0, 0, 0);
-        // A batch takes all that may be pending, so that one sync serves all waiters, unless segments are small or a
-        // record is longer.
+        // A batch takes everything that may be pending, so that one sync serves all waiters; less if segments are
+        // small, more for one long record.
         let quarter = self.segment_size as usize / 4;
-        // Records that a checkpoint waits for are written in one piece, so that they fit the ring's last segment.
-        // Half a segment may be pending, and one request more, of a quarter at most; the last quarter has room for
-        // the headers.
+        // Records that a checkpoint waits for are written in one batch, so that they fit the ring's last segment: up to
+        // half a segment may be pending, plus one request of at most a quarter, and the last quarter has room for the
+        // headers.
         let draining = state.is_draining();
         let most = PENDING_LIMIT.min(if draining { 3 * quarter } else { quarter });
-        // Without group commit, a batch takes only the records that the first waiter's FLUSH has to wait for.
+        // Without group commit, a batch takes only the records that the first waiter needs.
         let last = match state.waiters.lsns().next() {
             Some(first) if self.most_served == 1 && !draining => first,
             _ => u64::MAX,
@@ -267,7 +267,7 @@ impl Log {
         )
     }
 
-    /// Makes sure that the tail has room for a batch, taking a free segment into use if need be. Returns whether it
+    /// Makes sure that the tail has room for a batch, if necessary by moving on to a free segment. Returns whether it
     /// has.
     fn make_room(&self, state: &mut LogState, batch: BatchSize) -> bool {
         let (draining, starved) = (state.is_draining(), state.ring.is_starved());
@@ -277,12 +277,12 @@ impl Log {
             Room::Next(segment) => {
                 let (salt, batched) = (self.medium.salt(), state.pipeline.batched());
                 state.ring.begin_tail(segment, self.uuid, salt, batched);
-                // The keeper makes the next segment ready, and checkpoints before any write has to wait.
+                // The keeper prepares the next segment, and checkpoints before any write has to wait.
                 state.keeper.checkpoint |= state.needs_room();
                 true
             }
             Room::None { left, reserved } => {
-                // With no segment left even for the keeper, it cannot free any.
+                // Without a segment left even for the keeper, it can't free any.
                 state.keeper.failed |= draining && left == 0;
                 state.keeper.checkpoint |= reserved;
                 if state.is_stuck() && !starved {
@@ -296,9 +296,9 @@ impl Log {
         found
     }
 
-    /// Makes a batch of pending records. `synced`: the same operation also syncs the batch if a waiter waits for one
-    /// of its records; the caller asks for that only while no other batch is being written. `None` if nothing is
-    /// pending, too many batches are being written already, or there is no room.
+    /// Makes a batch of pending records. `synced`: the same operation also syncs it if a waiter needs one of its
+    /// records; only while no other batch is being written. `None` if nothing is pending, too many batches are being
+    /// written, or there is no room.
     fn batch(
         &self,
         state: &mut LogState,
@@ -427,11 +427,11 @@ impl Log {
         Some((io, group))
     }
 
-    /// A group for records that are written already and need only the sync.
+    /// A group for records that are already written and only need a sync.
     fn sync_only(&self, state: &mut LogState) -> (Io, Group) {
         let mut segments = state.pipeline.sync_written();
-        // A waiter waits for more than is durable, so a segment is written and not synced. Only without group commit
-        // may it be synced already.
+        // A waiter needs more than is durable, so some segment is written and not synced. Only without group commit may
+        // it be synced already.
         if segments.is_empty() {
             let tail = state.ring.tail().expect("something was written");
             segments.push(tail.segment.clone());
@@ -457,8 +457,8 @@ impl Log {
         state.waiters.lsns().take(self.most_served)
     }
 
-    /// Ends a group: publishes the watermarks, and gives each waiter that it served a completion. `own` is the mailbox of
-    /// the caller, if it looks into it next: so it is not woken. `then` is called with the lock held.
+    /// Ends a group: publishes the watermarks and completes the waiters it served. `own`: the caller's mailbox, if it
+    /// checks it next and need not be woken. `then` is called with the lock held.
     pub(crate) fn end_group<T>(
         &self,
         group: Group,
@@ -496,7 +496,7 @@ impl Log {
         }
         let mut state = self.lock();
         if self.poisoned.load(Ordering::Acquire) {
-            // Another group has failed meanwhile: every waiter has got its error, and nothing becomes durable.
+            // Another group has failed in the meantime: every waiter has its error, and nothing becomes durable.
             return then(&mut state);
         }
         let LogState {
@@ -530,7 +530,7 @@ impl Log {
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
         let then = then(&mut state);
         drop(state);
-        // Before any client learns that its request has ended: it may close its disk, which the records hold.
+        // Before any client learns that its request has ended: it may then close its disk, which the records hold.
         if let Some(GroupBatch { mut records, .. }) = group.batch {
             records.clear();
             buffers.records.push(records);
@@ -543,8 +543,8 @@ impl Log {
     }
 }
 
-/// What is to be written back once these bytes of a segment are in the page cache: the step that they end, and the step before it
-/// with what parallel writes may have left there. `None` if they end no step.
+/// What to write back once these bytes of a segment are in the page cache: the step that they complete, and the step
+/// before it, where parallel writes may have left something. `None` if they complete no step.
 fn written_back(written: Range<u64>, step: u64) -> Option<Range<u64>> {
     let (begin, end) = (written.start / step, written.end / step);
     (begin < end).then(|| begin.saturating_sub(1) * step..end * step)
@@ -562,11 +562,10 @@ fn chunk(buffer: SharedBuffer) -> Chunk {
 }
 
 impl Log {
-    /// Whether a waiter waits for pending records to be written, and no batch is under way whose end would start the
-    /// next.
+    /// Whether a waiter needs pending records written, and no running batch would start the next one when it ends.
     ///
-    /// Records gather while a batch is being written: fewer and larger batches cost less. But clients that flush wait for each of
-    /// their writes, and have few of them, so a second batch may begin then.
+    /// Records collect while a batch is being written, because fewer, larger batches cost less. But clients that flush
+    /// wait for each of their few writes, so then a second batch may begin.
     pub(crate) fn is_awaited(&self, state: &LogState) -> bool {
         let (waiters, pipeline) = (&state.waiters, &state.pipeline);
         let most = if waiters.lsns().len() > 0 { 2 } else { 1 };

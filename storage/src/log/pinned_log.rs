@@ -6,15 +6,15 @@ use crate::format::Control;
 use crate::medium::file::Segment;
 use crate::sync::Arc;
 
-/// What a look reads of a log: all records up to an LSN, which are durable.
+/// The part of a log that a look reads: all records up to an LSN, all of them durable.
 pub(crate) struct PinnedLog {
-    /// The segments that have records which are not in the base images, oldest first, each with its last LSN so far. They
-    /// come before the pin, so that they are given back before the keeper looks for free ones.
+    /// The segments with records that are not in the base images, oldest first, each with its last LSN so far. Declared
+    /// before the pin, so that they are released before the keeper looks for free segments.
     pub segments: Vec<(Arc<Segment>, u64)>,
     /// The newest record.
     pub newest: u64,
-    /// The control file: what is in the base images, and which snapshots there are.
+    /// The control file: what the base images have, and which snapshots exist.
     pub control: Control,
-    /// A [`Pin`](crate::log::pin::Pin), which this module does not name: the log's orders have this in them.
+    /// A [`Pin`](crate::log::pin::Pin). Its type is erased, because the log's orders contain this struct.
     pub pin: Box<dyn Any + Send + Sync>,
 }

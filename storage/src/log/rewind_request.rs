@@ -4,10 +4,10 @@ use crate::index::ExtentMap;
 
 /// What the keeper needs to restore a disk in place.
 pub(crate) struct RewindRequest {
-    /// The LSN as of which the disk is to be.
+    /// The disk is to become what it was as of this LSN.
     pub to: u64,
-    /// The newest record of the disk when this was made.
+    /// The disk's newest record when this request was made.
     pub newest: u64,
-    /// What the log has of the disk as of `to`.
+    /// The extents in the log as of `to`.
     pub extents: ExtentMap,
 }

@@ -86,8 +86,8 @@ fn a_batch_waits_until_the_log_may_grow() {
     ring.check(9);
 }
 
-/// A log that keeps history frees its oldest segments in steps: those that it need not keep, or if it runs out of room as
-/// many as make a step. Nothing behind a pin is freed.
+/// A log that keeps history frees its oldest segments in steps: those that it need not keep, or if it runs out of room
+/// as many as make a step. Nothing after a pin is freed.
 #[test]
 fn the_oldest_segments_expire() {
     let most = 12;
