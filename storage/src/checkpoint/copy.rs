@@ -4,11 +4,11 @@
 //!   frozen layers ──▶ runs and stripes ──▶ reads ──▶ one write a run ──▶ base images ──▶ sync
 //!   (by sector)       (`runs.rs`)          (of the log; many runs in flight, see `pace.rs`)
 //! ```
-//! A layer's extents are disjoint, and so are runs. They are in flight together and end in any order, as MariaDB's
-//! replicas apply the transactions of one commit group in parallel. The order of the records is already settled in
-//! the layer, which has only the newest extent of each sector.
+//! A layer's extents are disjoint, and so are runs. Many are in flight and end in any order, as MariaDB's replicas
+//! apply the transactions of one commit group in parallel. The order of the records is already settled: a layer has
+//! only the newest extent of each sector.
 //!
-//! If many small parts of a segment are wanted, they are read through the page cache, see [`Readahead`].
+//! If many small parts of a segment are needed, they are read through the page cache, see [`Readahead`].
 
 use std::collections::{HashMap, VecDeque};
 use std::iter::Peekable;
@@ -35,7 +35,7 @@ use crate::{BUFFER_ALIGN, Buffer, SECTOR_SIZE};
 const IN_FLIGHT_BYTES: usize = 8 << 20;
 /// Longest pause between two calls of `tend`.
 const TEND: Duration = Duration::from_millis(20);
-/// How often a copy that is ahead of schedule checks whether it still is.
+/// How often a copy ahead of schedule checks whether it still is.
 pub(super) const SHORT: Duration = Duration::from_millis(1);
 
 /// A run in flight.
@@ -43,20 +43,20 @@ struct InFlightRun<'a> {
     disk: &'a Arc<DiskState>,
     sector: u64,
     bytes: usize,
-    /// Bytes of memory that its buffers take.
+    /// Bytes of its buffers.
     memory: usize,
-    /// What it costs the medium.
+    /// Its cost to the medium.
     cost: u64,
-    /// The pieces of the run, and for each the state of its read, in order.
+    /// The run's pieces, and for each, in order, the state of its read.
     pieces: Vec<Piece>,
     chunks: Vec<RunPart>,
     /// Whether the base image fills gaps between the pieces.
     stripe: bool,
-    /// What the base image has in the place of a stripe, once it was read.
+    /// The base image's bytes under a stripe, once read.
     fill: Option<Buffer>,
-    /// Reads under way; when none is left, the run is written.
+    /// Reads in flight. The run is written when none is left.
     reads: usize,
-    /// Whether a part can't be read: the run is not written.
+    /// A part can't be read, so the run is not written.
     damaged: bool,
     writing: bool,
 }
@@ -68,7 +68,7 @@ enum RunPart {
 }
 
 impl RunPart {
-    /// Takes the buffer that was read, if its checksums match those that were logged.
+    /// Takes the buffer that was read, if its checksums are right.
     fn verified(&mut self, buffer: Buffer) -> Result<()> {
         if let Self::Reading(read) = self {
             *self = Self::Read(chunk(read.verified(buffer)?));
@@ -84,7 +84,7 @@ impl RunPart {
     }
 }
 
-/// The extents of a disk that could not be copied because the medium has damaged them, and the first error.
+/// A disk's extents that could not be copied because they are damaged in the log, and the first error.
 pub(crate) struct DamagedExtents {
     pub disk: Arc<DiskState>,
     pub layer: ExtentMap,
@@ -92,7 +92,7 @@ pub(crate) struct DamagedExtents {
 }
 
 impl DamagedExtents {
-    /// The error that reports them.
+    /// The error to report for them.
     pub(crate) fn to_error(&self) -> Error {
         let (path, error) = (self.disk.path.display(), &self.error);
         Error::new(
@@ -105,18 +105,18 @@ impl DamagedExtents {
     }
 }
 
-/// The runs to come and in flight, and the results of those that ended.
+/// The state of one copy: runs to come and in flight, and results so far.
 struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     log: &'a Log,
     pace: CopyPace,
     medium: MediumCost,
     runs: Peekable<R>,
     known: KnownData,
-    /// Runs of stripes that can't be written as such.
+    /// Runs from stripes that had to be split.
     again: VecDeque<(&'a Arc<DiskState>, Run)>,
-    /// The cost of what has begun.
+    /// The cost of everything started so far.
     done: u64,
-    /// An engine of its own, held as long as the copy runs: the keeper's other one may lead commit groups.
+    /// An engine of the copy's own, for as long as it runs.
     engine: Box<dyn Engine>,
     /// Signalled when an operation of the engine ends.
     event: Event,
@@ -124,10 +124,10 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     flights: HashMap<u64, InFlightRun<'a>>,
     next: u64,
     memory: usize,
-    /// What the runs in flight cost the medium.
+    /// The cost of the runs in flight.
     cost: u64,
     failed: Option<Error>,
-    /// The time for the copy is over.
+    /// The time limit has run out.
     cut: bool,
     /// The damaged extents, by disk.
     damaged: Vec<DamagedExtents>,
@@ -138,20 +138,19 @@ pub(crate) type FrozenLayer = (Arc<DiskState>, Arc<ExtentMap>);
 
 /// How a copy ended.
 pub(crate) enum CopyOutcome {
-    /// Everything is copied and durable, except the extents that the medium has damaged: they stay in the log only.
+    /// Everything is copied and durable, except damaged extents, which stay in the log.
     Complete(Vec<DamagedExtents>),
-    /// The time was over. Part of the layers may be copied, nothing is in flight any more, and the images are
-    /// neither marked nor synced. The damaged extents are those found so far.
+    /// The time limit ran out. Parts of the layers may be copied, nothing is in flight, and the images are neither
+    /// marked nor synced. The damaged extents are those found so far.
     TimeUp(Vec<DamagedExtents>),
 }
 
-/// Copies frozen layers to their base images, then marks and syncs the images. `tend` is called repeatedly, with a
-/// function that it may call to let the copy go on meanwhile; `over` before each run: once it returns `true`, no more is
-/// copied.
+/// Copies frozen layers to their base images, then marks and syncs the images. `tend` is called regularly, with a
+/// function that it may call to let the copy make progress. `over` is called before each run; once it returns `true`,
+/// nothing more is copied.
 ///
 /// # Errors
-/// If anything but the checksum of an extent fails. Part of the layers may be copied then, and nothing is in flight
-/// any more.
+/// If anything but an extent's checksum fails. Parts of the layers may then be copied, and nothing is in flight.
 pub(crate) fn copy(
     log: &Log,
     layers: &[FrozenLayer],
@@ -174,7 +173,7 @@ pub(crate) fn copy(
         loop {
             tend(&mut || {});
             cut = over();
-            match pace.runs(log, read) {
+            match pace.max_runs(log, read) {
                 _ if cut => return None,
                 0 => sync::sleep(SHORT),
                 runs => return Some(runs < IN_FLIGHT_RUNS),
@@ -238,7 +237,7 @@ pub(super) fn cost(layers: &[FrozenLayer], medium: MediumCost) -> u64 {
 
 fn sync_bases(layers: &[FrozenLayer]) -> Result<()> {
     layers.iter().try_for_each(|(disk, _)| {
-        // The mark gets the image's new generation; the sync makes it durable together with the bytes.
+        // The mark gets the image's new generation, and the sync makes it durable together with the data.
         disk.mark(true).map(drop)
     })
 }
@@ -251,16 +250,16 @@ fn chunk(buffer: Buffer) -> Chunk {
 }
 
 impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
-    /// Whether nothing is in flight, and nothing more is to be.
+    /// Whether nothing is in flight and nothing more will be.
     fn has_ended(&mut self) -> bool {
         let last = self.again.is_empty() && self.runs.peek().is_none();
         self.flights.is_empty() && (last || self.cut || self.failed.is_some())
     }
 
-    /// Begins as many runs as the pace allows, and takes note of the operations that have ended. Returns whether there
-    /// was anything to do. Does not wait for those in flight.
+    /// Starts as many runs as the pace allows, and handles operations that have ended. Returns whether there was
+    /// anything to do. Does not wait.
     fn advance(&mut self, over: &mut impl FnMut() -> bool) -> bool {
-        let most = self.pace.runs(self.log, self.done);
+        let most = self.pace.max_runs(self.log, self.done);
         let mut begun = false;
         while self.failed.is_none()
             && !self.cut
@@ -269,7 +268,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             && self.cost < self.pace.queue()
         {
             let again = self.again.pop_front();
-            // As work, a run that was part of a stripe is counted already.
+            // The work of a run from a split stripe was counted with the stripe.
             let counted = again.is_some();
             let Some((disk, run)) = again.or_else(|| self.runs.next()) else {
                 break;
@@ -301,7 +300,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
     }
 
-    /// Starts a run that costs the medium so much.
+    /// Starts a run of this cost.
     fn start(&mut self, disk: &'a Arc<DiskState>, run: Run, cost: u64) {
         let (stripe, span) = (run.has_gaps(), (run.sectors() * SECTOR_SIZE) as usize);
         let (sector, parts) = match run {
@@ -402,7 +401,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         self.flights.insert(number, flight);
     }
 
-    /// Writes the run to the base image: all of it is in memory.
+    /// Writes a run, all of which is now in memory, to the base image.
     fn write(&mut self, number: u64, flight: &mut InFlightRun<'_>) {
         self.count_write();
         flight.writing = true;
@@ -427,12 +426,11 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         counters.base_writes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Copies the parts of a stripe of so many bytes as stripes of the usual size if it was longer, and else as runs of
-    /// their own.
+    /// Queues a stripe of `bytes` bytes again: as stripes of the usual size if it was longer, else as separate runs.
     fn split(&mut self, disk: &'a Arc<DiskState>, parts: Vec<Piece>, bytes: usize) {
         let usual = MediumCost::USUAL.largest;
         let medium = MediumCost {
-            // Where an operation costs nothing, no stripe is cheaper than its runs.
+            // If operations cost nothing, no stripe is cheaper than its runs.
             operation: if bytes as u64 > usual {
                 self.medium.operation
             } else {
@@ -445,7 +443,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         self.again.extend(runs.map(|run| (disk, run)));
     }
 
-    /// Notes that a part of a disk's log is damaged.
+    /// Records damage in a disk's part of the log.
     fn note_damage(&mut self, disk: &Arc<DiskState>, error: Error) {
         if self
             .damaged
@@ -460,7 +458,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
     }
 
-    /// Leaves a damaged run in the log. Of a stripe only the damaged parts are left.
+    /// Leaves a damaged run in the log; of a stripe, only the damaged parts.
     fn leave(&mut self, flight: &mut InFlightRun<'a>) {
         if flight.stripe {
             let parts = std::mem::take(&mut flight.pieces);
@@ -490,7 +488,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 counters.base_bytes.fetch_add(bytes, Ordering::Relaxed);
             }
             Ok(buffer) if part == flight.pieces.len() => flight.fill = buffer,
-            // What lies between the parts can't be read. The parts don't need it.
+            // The gaps of the stripe can't be read, and its parts don't need them.
             Err(_) if !was_written && part == flight.pieces.len() => flight.damaged = true,
             Ok(buffer) => {
                 let buffer = buffer.expect("a read gives bytes");
@@ -508,7 +506,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
         if !was_written {
             flight.reads -= 1;
-            // After an error no more run is begun.
+            // After an error, no further run is written.
             match flight.reads == 0 && self.failed.is_none() {
                 true if flight.damaged => self.leave(&mut flight),
                 true => self.write(number, &mut flight),
@@ -533,8 +531,8 @@ fn save(disk: &DiskState, range: Range<u64>) -> u64 {
     }
 }
 
-/// The last range without holes that a base image was found to have. A file system may look at each block, or each extent,
-/// up to the next hole, and a copy asks for each stripe.
+/// The last range of a base image found to have no holes. A copy asks for each stripe, and some file systems search
+/// block by block, or extent by extent, up to the next hole.
 #[derive(Default)]
 struct KnownData {
     disk_id: u32,
@@ -565,7 +563,8 @@ mod tests {
     use super::*;
     use crate::{DiskOptions, Store, StoreOptions, create_disk};
 
-    /// A stripe of 1 MiB with a hole in one quarter: the other quarters are stripes, and the hole gets what was written alone.
+    /// A stripe of 1 MiB with a hole in one quarter: the other quarters stay stripes, and in the hole only the written
+    /// blocks are allocated.
     #[test]
     fn a_stripe_with_a_hole_is_split_where_the_hole_is() {
         const MIB: usize = 1 << 20;
@@ -610,7 +609,7 @@ mod tests {
         store.close().unwrap();
     }
 
-    /// In a large image each search may take milliseconds, so there is not one for each stripe.
+    /// A search may take milliseconds in a large image, so there must not be one per stripe.
     #[test]
     fn a_copy_searches_a_range_without_holes_once() {
         const LEN: u64 = 1 << 20;
@@ -623,7 +622,7 @@ mod tests {
         let disk = &store.disks()[0].state;
         let mut known = KnownData::default();
         assert!(!known.has_hole(disk, 0..LEN / 4));
-        // Nothing but the copy makes holes, so it need not see this one.
+        // Only the copy itself makes holes, so it need not see this one.
         disk.base.zero_range(LEN / 2, LEN / 4, true).unwrap();
         assert!(!known.has_hole(disk, LEN / 2..LEN));
         assert!(KnownData::default().has_hole(disk, LEN / 2..LEN));

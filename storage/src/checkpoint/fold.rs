@@ -4,9 +4,9 @@
 //!   base images ─ horizon ──▶ oldest segments │ segments that are kept ......... │ tail
 //!                             └── folded ─────┘    any state in here can be seen
 //! ```
-//! The index knows the newest bytes of each sector, wherever they are in the log. The base images have to become what the
-//! disks were at the end of the folded segments, so these are read once more: their summaries say what they hold. The index
-//! then drops what it had in them, and reads go to the base images.
+//! The index only knows the newest bytes of each sector. The base images have to become what the disks were at the end
+//! of the folded segments, so those segments' summaries are read again to find out what they hold. Then the index drops
+//! its extents in them, and reads go to the base images.
 
 use std::collections::BTreeMap;
 
@@ -25,10 +25,10 @@ use crate::recovery::replay::place;
 use crate::recovery::scan::FoundRecord;
 use crate::sync::Arc;
 
-/// How much of the log's room, or of its index's memory, history that must stay takes when the log warns, in percent.
+/// The log warns once history that must stay takes this many percent of its room or of its index memory.
 const WARN_PERCENT: u128 = 80;
 
-/// Who needs what comes behind this LSN, and what to do about it.
+/// Who needs the records after this LSN, and what to do about it.
 fn who_needs(staying: &[Snapshot], lsn: u64) -> String {
     match staying.iter().find(|snapshot| snapshot.lsn == lsn) {
         Some(Snapshot { name, .. }) => {
@@ -38,22 +38,22 @@ fn who_needs(staying: &[Snapshot], lsn: u64) -> String {
     }
 }
 
-/// Pieces that the index forgets at a time: requests wait for that.
+/// Pieces that the index forgets at a time, while requests wait.
 const FORGOTTEN: usize = 512;
 
-/// Segments that are to be folded: all up to this record.
+/// Segments to fold: everything up to `last`.
 struct FoldRange {
     segments: Vec<(Arc<Segment>, Commit)>,
     last: Commit,
 }
 
 impl Keeper {
-    /// Folds segments until the log has room and keeps no more than it is to keep.
+    /// Folds segments until the log has room and keeps no more than its retention.
     ///
     /// # Errors
-    /// If copying fails, or if snapshots keep what has to go.
+    /// If copying fails, or if snapshots need what has to go.
     pub(super) fn fold(&mut self) -> Result<()> {
-        // An attempt at a whole checkpoint that failed comes first: the index has a layer for it.
+        // An unfinished full checkpoint comes first, because its layer is still in the index.
         if self.frozen_at.is_some() {
             return self.checkpoint(false, false).map(drop);
         }
@@ -61,7 +61,7 @@ impl Keeper {
         loop {
             let mut state = log.lock();
             if state.ring.waits_for_readers() {
-                // They hold the room only for the time of one read.
+                // They hold the room for one read only.
                 state.keeper.checkpoint = true;
                 return Ok(());
             }
@@ -77,7 +77,7 @@ impl Keeper {
                     Some(lsn) if starved || index >= log.index_limit => {
                         Err(self.pinned_error("no segment of the log can be freed", lsn))
                     }
-                    // All of it is in the last segment.
+                    // Everything is in the last segment.
                     None if heavy => self.checkpoint(false, false).map(drop),
                     _ => Ok(()),
                 };
@@ -89,14 +89,14 @@ impl Keeper {
             }
             let mut state = log.lock();
             if !state.keeper.orders.is_empty() {
-                // Orders come between two folds.
+                // Serve orders between two folds.
                 state.keeper.checkpoint = true;
                 return Ok(());
             }
         }
     }
 
-    /// Folds segments if none is free and none is to come: a checkpoint of everything needs one for the pending records.
+    /// Folds segments if none is free and none can be made: a full checkpoint needs one for the pending records.
     ///
     /// # Errors
     /// As [`fold`](Self::fold).
@@ -119,7 +119,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// The segments that are to be folded now, if any. Reports once that history goes earlier than it was to.
+    /// The segments to fold now, if any. Reports once if history is dropped earlier than its retention says.
     fn next_range(&mut self, state: &mut LogState, pressed: bool) -> Option<FoldRange> {
         let retain = state.keeper.retain;
         let pinned = match planted(Mutant::FoldPassesPin) {
@@ -147,29 +147,29 @@ impl Keeper {
         })
     }
 
-    /// Whether there is something that must stay in the log, for the simulation.
+    /// Whether something must stay in the log, for the simulation.
     #[cfg(test)]
     pub(crate) fn must_keep(&self) -> bool {
         self.log.lock().keeper.held().is_some()
     }
 
-    /// The oldest snapshot between what the base images are as of and this LSN. They are to be as of it before they go on: from then
-    /// on what it needs is saved before it is overwritten.
+    /// The oldest snapshot between the base images' state and this LSN. The base images must stop at it before they
+    /// move on; from then on, what it needs is saved before it is overwritten.
     fn stop_before(&self, lsn: u64) -> Option<Snapshot> {
         let control = &self.control.control;
         let between = control.header.checkpoint_lsn.get() + 1..lsn;
         Snapshot::all(control)
             .into_iter()
             .filter(|snapshot| between.contains(&snapshot.lsn))
-            // These stay in the log.
+            // Those stay in the log.
             .filter(|snapshot| !control.splits_rewind(snapshot.lsn))
             .min_by_key(|snapshot| snapshot.lsn)
             .filter(|_| !planted(Mutant::FoldPassesPin))
     }
 
-    /// What the base images are as of once the records up to this LSN are copied: the rewinds that follow count too, but only up to the
-    /// first snapshot. Otherwise there would be two snapshots in the past of the images, and files saved for the newer one alone: the
-    /// older one would be lost.
+    /// The LSN of the base images once the records up to this one are copied. Rewinds that follow count too, but only
+    /// up to the first snapshot. Otherwise the images would move past two snapshots at once, with files saved only for
+    /// the newer one, and the older would be lost.
     pub(super) fn reach(&self, lsn: u64) -> u64 {
         let reached = self.control.control.with_rewinds(lsn);
         let stop = self.stop_before(reached).map(|snapshot| snapshot.lsn);
@@ -179,7 +179,7 @@ impl Keeper {
     /// The segments with the records up to a snapshot.
     fn range_up_to(&self, snapshot: Snapshot, state: &LogState) -> FoldRange {
         let lsn = self.control.control.without_rewinds(snapshot.lsn);
-        // Rewinds that the base images have passed are not known any more.
+        // Rewinds that the base images have passed are forgotten.
         let lsn = lsn.min(state.pipeline.appended());
         let mut segments = state.ring.oldest(usize::MAX);
         let end = segments.iter().position(|(_, last)| last.lsn >= lsn);
@@ -194,8 +194,8 @@ impl Keeper {
         }
     }
 
-    /// Brings the base images from one snapshot to the next, as far as there are any and nothing else keeps them from it. Returns `false`
-    /// if the time that closing may take is over.
+    /// Moves the base images from one snapshot to the next, as far as possible. Returns `false` if the time limit for
+    /// closing ran out.
     pub(super) fn fold_to_snapshots(&mut self) -> Result<bool> {
         while self.frozen_at.is_none() {
             let log = self.log.clone();
@@ -216,8 +216,8 @@ impl Keeper {
         Ok(true)
     }
 
-    /// How many of the oldest segments are folded if so many are to be: no rewind is split. If the log is pressed for room and
-    /// fewer would be none, more. With the number of those that are more.
+    /// How many of the oldest segments to fold if `wanted` should be, without splitting a rewind: fewer; or, if that
+    /// would be none and the log is pressed for room, more. Also returns how many more.
     fn without_split_rewinds(
         &self,
         state: &LogState,
@@ -247,8 +247,8 @@ impl Keeper {
         }
     }
 
-    /// Warns once when what must stay of the history has almost filled the log, or the memory of its index; again if that was
-    /// over meanwhile.
+    /// Warns once when history that must stay has almost filled the log or its index memory, and again after it was
+    /// better in between.
     fn warn_if_crowded(&mut self, state: &LogState, index: u64) {
         let (log, most, held) = (&self.log, state.ring.most(), state.keeper.held());
         let used = state.held_segments();
@@ -270,13 +270,13 @@ impl Keeper {
         self.crowded = pinned.is_some();
     }
 
-    /// The error that says that something can't be done because of what comes behind this LSN.
+    /// The error for something that can't be done because the records after this LSN must stay.
     pub(super) fn pinned_error(&self, what: &str, lsn: u64) -> Error {
         let who = who_needs(&self.log.lock().keeper.staying, lsn);
         Error::full(format!("{}: {what}: {who}", self.log.dir.display()))
     }
 
-    /// Returns whether the segments are folded. Otherwise the log is being closed, or everything was copied in their place.
+    /// Returns whether the segments were folded. Otherwise the log is closing, or everything was copied instead.
     fn fold_range(&mut self, range: FoldRange, pace: CopyPace) -> Result<bool> {
         let copied = self.copy_range(&range, pace);
         self.end_pace();
@@ -285,7 +285,7 @@ impl Keeper {
                 Some(extents) => return self.give_up(&extents.to_error()),
                 None => layers,
             },
-            // The log is being closed.
+            // The log is closing.
             Ok((_, CopyOutcome::TimeUp(_))) => return Ok(false),
             Err(error) if error.kind() == ErrorKind::Damaged => return self.give_up(&error),
             Err(error) => return Err(error),
@@ -294,7 +294,7 @@ impl Keeper {
         Ok(true)
     }
 
-    /// Copies what the segments left of each disk.
+    /// Copies the combined effect of the segments on each disk.
     fn copy_range(
         &mut self,
         range: &FoldRange,
@@ -309,7 +309,7 @@ impl Keeper {
         Ok((layers, copied))
     }
 
-    /// Takes what was copied out of the indexes.
+    /// Removes what was copied from the indexes.
     fn forget(&self, layers: &[FrozenLayer], range: &FoldRange) {
         for (disk, layer) in layers {
             let mut pieces = layer.iter();
@@ -319,7 +319,8 @@ impl Keeper {
                     break;
                 }
                 disk.index_mut().active.forget(&some);
-                // Who waits for the index has the log's lock. This thread would take the index again before that thread wakes up.
+                // A thread waiting for the index holds the log's lock. Without this, the present thread would retake
+                // the index before the other one wakes up.
                 drop(self.log.lock());
             }
         }
@@ -331,14 +332,14 @@ impl Keeper {
         }
     }
 
-    /// Copies everything: a part of the history can't be read, and what the disks were between it and the record that
-    /// replaced it will never be known.
+    /// Gives up the history by copying everything: a part of it can't be read, and the disks' state between there and
+    /// the record that overwrote it is lost.
     ///
     /// # Errors
-    /// If snapshots need the history, or if it was not replaced.
+    /// If snapshots need the history, or if the damaged part was not overwritten.
     fn give_up(&mut self, error: &Error) -> Result<bool> {
         let dir = self.log.dir.display();
-        // What snapshots need of the base images is saved, if these have come that far.
+        // Snapshots that the base images have moved past have what they need in saved files.
         if self.log.lock().keeper.pinned().is_some() {
             return Err(Error::new(
                 ErrorKind::Damaged,
@@ -351,7 +352,7 @@ impl Keeper {
         self.checkpoint_once(false, false).and(Ok(false))
     }
 
-    /// What the records of these segments, which are in the log only, leave of each disk.
+    /// The combined effect of these segments' records on each disk.
     ///
     /// # Errors
     /// [`ErrorKind::Damaged`] if a record can't be read.
@@ -359,7 +360,7 @@ impl Keeper {
         let control = &self.control.control;
         let mut builders: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
         let visit = &mut |found: FoundRecord<'_>| {
-            // What counts now is also what counted as of the end of these segments: no rewind is split.
+            // What counts now also counted at the end of these segments, because no rewind is split.
             if !found.counts || found.is_mark() {
                 return;
             }
@@ -372,7 +373,7 @@ impl Keeper {
             let builder = builders.entry(descriptor.disk_id.get()).or_default();
             builder.add(sector, sectors, place);
         };
-        // Their records up to the last one are durable. The keeper's thread does nothing else meanwhile.
+        // Their records up to the last one are durable, and the keeper's thread does nothing else meanwhile.
         let segments = range.segments.iter();
         let segments: Vec<_> = segments
             .map(|(segment, last)| (segment.clone(), last.lsn))

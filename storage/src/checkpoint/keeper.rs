@@ -6,10 +6,10 @@
 //! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
 //! 4. drop the frozen indexes and recycle the segments that no reader holds any more.
 //!
-//! A close that may take only so long cuts the copy of step 2. That leaves what a kill would leave there, except that
-//! the whole log is durable: nothing is recycled, the images stay marked as open, and the next open goes on.
+//! A close with a time limit may cut step 2 short. That leaves what a kill would leave, except that the whole log is
+//! durable: nothing is recycled, the images stay marked as open, and the next open goes on.
 //!
-//! A log that keeps history does this only for what its oldest segments hold, see [`fold`](crate::checkpoint::fold).
+//! A log with history does this only for its oldest segments, see [`fold`](crate::checkpoint::fold).
 //!
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
@@ -36,18 +36,18 @@ use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 
-/// A checkpoint of more extents than this measures the medium first, which takes 200 reads.
+/// A checkpoint of more extents than this measures the medium first, with 200 reads.
 const MUCH_WORK: usize = if cfg!(test) { 0 } else { 1000 };
-/// How many rests of a millisecond closing waits for those who hold its room.
+/// How many pauses of a millisecond closing waits for readers that hold room it needs.
 const AWAITED_RESTS: u32 = 1000;
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// A disk whose image gets another generation, and two parts that the checkpoint writes to it, by byte offset and
+/// A disk whose image is getting a new generation, and two parts that the checkpoint writes to it, by byte offset and
 /// length.
 type NewGeneration = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
 
-/// Notes in the control file that the announced images have their new generation.
+/// Notes in the control file that the images now have their announced generation.
 pub(super) fn settle(control: &mut Control, new_generations: &[NewGeneration]) {
     for (disk, parts) in new_generations {
         if let Some(entry) = control.disk_mut(disk.id) {
@@ -65,28 +65,28 @@ pub(crate) struct Keeper {
     pub(crate) control: ControlFile,
     committer: Committer,
     leader: Leader,
-    /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
+    /// The LSN of frozen indexes left by recovery or by a failed checkpoint.
     pub(super) frozen_at: Option<u64>,
-    /// What operations cost the medium, once it was measured.
+    /// What operations cost the medium, once measured.
     cost: Option<MediumCost>,
     /// The `copying_lsn` in both slots of the control file, if this keeper wrote it.
     pub(super) copying: Option<u64>,
-    /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
+    /// The disks whose images get a new generation in this checkpoint, and parts that it writes.
     pub(super) new_generations: Vec<NewGeneration>,
-    /// A copy is under way: no other may begin.
+    /// A copy is running; no other may begin.
     pub(super) copies: bool,
-    /// The saved files that snapshots need, once a copy has added to them.
+    /// The saved files that this keeper's copies add to.
     pub(super) saving: Option<SavedFileWriter>,
-    /// The LSN of the snapshot of which this keeper has made records durable in saved files, and how many there are.
+    /// The LSN of the snapshot whose saved records this keeper has made durable, and how many there are.
     pub(super) saved: (u64, u32),
-    /// It was reported that the log has no room for all the history that it is to keep.
+    /// It was reported that the log has no room for all the history it should keep.
     pub(super) shortened: bool,
-    /// It was reported that the log is almost full of history that it must keep.
+    /// It was reported that history which must stay has almost filled the log.
     pub(super) crowded: bool,
 }
 
 impl Keeper {
-    /// `frozen_at`: the last LSN in the frozen indexes that recovery left, if it left any.
+    /// `frozen_at`: the last LSN in frozen indexes left by recovery, if there are any.
     pub(crate) fn new(
         log: Arc<Log>,
         disks: Vec<Arc<DiskState>>,
@@ -121,12 +121,12 @@ impl Keeper {
         loop {
             if self.wait(&mut paused) {
                 let closed = self.close();
-                // The keeper is going away: it can make no more room for a port that is still open.
+                // The keeper is going away and can make no more room for a port that is still open.
                 self.log.refuse(self.log.lock());
                 return closed.map(drop);
             }
             self.serve_orders();
-            // A failed checkpoint waits for its retry; a segment file that is needed is made meanwhile.
+            // A failed checkpoint waits for its retry. A segment file that is needed is made all the same.
             let done = match paused {
                 true => self.log.preallocate_segment(false, || {}),
                 false => self.step(false),
@@ -136,20 +136,20 @@ impl Keeper {
             }
             paused |= done.is_err();
             if self.log.lock().ring.has_readers() {
-                // A reader holds a segment only for the time of one read, so the keeper looks again soon.
+                // A reader holds a segment only for one read, so look again soon.
                 self.pause_and_reclaim();
             }
         }
     }
 
-    /// Gives readers time to end, and takes back the segments that they held.
+    /// Gives readers time to end, then reclaims the segments that they held.
     pub(crate) fn pause_and_reclaim(&self) {
         sync::sleep(Duration::from_millis(1));
         self.reclaim();
     }
 
-    /// Sleeps until there is work; returns whether the keeper is to stop. `paused`: an attempt has just failed;
-    /// cleared once the next attempt may be made.
+    /// Sleeps until there is work. Returns whether the keeper should stop. `paused`: an attempt has just failed;
+    /// cleared once the next one may be made.
     fn wait(&self, paused: &mut bool) -> bool {
         let urgent = |state: &LogState| {
             let keeper = &state.keeper;
@@ -169,23 +169,22 @@ impl Keeper {
         state.keeper.stop
     }
 
-    /// Does the work that is due. If `forced`, a checkpoint is done even if it is not due.
+    /// Does the work that is due. `forced`: checkpoints even if no checkpoint is due.
     ///
     /// # Errors
     /// If a segment can't be made or a checkpoint fails. Nothing is lost; the work stays due.
     pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
         self.reclaim();
         let preallocated = self.log.preallocate_segment(false, || {});
-        // The request is cleared before the checkpoint starts: a request that comes while it runs asks for another
-        // one.
+        // Cleared before the checkpoint starts: a request that comes while it runs asks for another one.
         let mut state = self.log.lock();
         let due = std::mem::take(&mut state.keeper.checkpoint) || forced;
         let folds = state.keeps_history() && !forced;
-        // During a checkpoint it is unknown whether the ring is stuck: requests that need room wait for its result.
+        // During a checkpoint nobody knows whether the ring is stuck, so requests that need room wait for the result.
         state.keeper.failed &= !due;
         drop(state);
         if due {
-            // A checkpoint that was cut is left to the close.
+            // A checkpoint that ran out of time is left to the close.
             let done = match folds {
                 true => self.fold(),
                 false => self.checkpoint(false, forced).map(drop),
@@ -216,7 +215,7 @@ impl Keeper {
         }
     }
 
-    /// Gives segments back to the ring once no reader holds them.
+    /// Frees retired segments that no reader holds any more.
     pub(super) fn reclaim(&self) {
         let mut state = self.log.lock();
         if state.ring.has_readers() {
@@ -232,7 +231,7 @@ impl Keeper {
         }
     }
 
-    /// Gives the oldest `count` segments back to the ring.
+    /// Retires the oldest `count` segments, and frees those that no reader holds.
     fn recycle(&self, count: usize) {
         let oldest = self.log.lock().ring.oldest(count);
         oldest.iter().for_each(|(segment, _)| segment.free_pages());
@@ -241,12 +240,11 @@ impl Keeper {
         self.reclaim();
     }
 
-    /// Copies the log to the base images. `closing`: no port writes any more, so all segments become free. `hurry`:
-    /// a caller waits for the checkpoint. Returns `false` if the time that closing may take is over: the checkpoint
-    /// has not ended then.
+    /// Copies the log to the base images. `closing`: no port writes any more, so all segments become free. `hurry`: a
+    /// caller is waiting. Returns `false` if the time limit for closing ran out; the checkpoint is then unfinished.
     pub(super) fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         self.fold_for_room()?;
-        // The layers that an earlier attempt left frozen come first; when closing, newer records follow.
+        // Layers left frozen by an earlier attempt come first; when closing, newer records follow.
         if self.frozen_at.is_some() && closing {
             self.await_readers();
             if !self.checkpoint_once(false, hurry)? {
@@ -265,8 +263,8 @@ impl Keeper {
         self.checkpoint_once(closing, hurry)
     }
 
-    /// Waits until nobody holds the room that closing needs: the log's writer while it writes a segment's summary, or a read that
-    /// is under way. The medium may never answer it: so the wait is bounded.
+    /// Waits until nobody holds room that closing needs: the log's writer while it writes a summary, or a read in
+    /// flight. The medium may never answer, so the wait is bounded.
     pub(super) fn await_readers(&self) {
         for _ in 0..AWAITED_RESTS {
             if !self.log.lock().ring.waits_for_readers() {
@@ -284,8 +282,8 @@ impl Keeper {
         )
     }
 
-    /// Makes everything up to `lsn` durable in the log, if necessary with the ring's last segment. The next change of the control
-    /// file notes how far the log is durable.
+    /// Makes everything up to `lsn` durable in the log, if necessary in the ring's last segment. The next write of the
+    /// control file records how far the log is durable.
     pub(super) fn drain(&mut self, lsn: u64) -> Result<()> {
         let needed = self.log.lock().ring.has_none_free();
         let preallocated = if needed {
@@ -296,14 +294,14 @@ impl Keeper {
         let mut state = self.log.lock();
         state.keeper.draining = Some(lsn);
         let had_failed = state.keeper.failed;
-        // Writers that may use the last segment can have room now.
+        // Writers that may use the last segment can find room now.
         state.ring.end_starving();
         drop(state);
         let flushed = self.committer.flush(lsn, &mut self.leader);
         let mut state = self.log.lock();
         state.keeper.draining = None;
         if flushed.is_ok() {
-            // There was no room for a moment only.
+            // The lack of room was only temporary.
             state.keeper.failed = had_failed;
             self.control.control.durable_lsn = U64::new(state.pipeline.durable());
         }
@@ -318,17 +316,17 @@ impl Keeper {
         }
     }
 
-    /// Runs after everything else was copied. Keeps damaged extents in the frozen layers, except those that durable
-    /// records have replaced since. The next attempt has nothing else to copy.
+    /// After everything else was copied: keeps the damaged extents in the frozen layers, except those that durable
+    /// records have since overwritten. The next attempt has nothing else to copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Damaged`] if damaged extents are left. The checkpoint has not ended then.
+    /// [`ErrorKind::Damaged`] if damaged extents are left. The checkpoint is then unfinished.
     fn keep_damaged(&self, damaged: Vec<DamagedExtents>) -> Result<()> {
         if damaged.is_empty() {
             return Ok(());
         }
         let mut failed = Ok(());
-        // Under the log's lock no record comes between the index and `last_lsn`.
+        // Under the log's lock, no record can come between the index and `last_lsn`.
         let state = self.log.lock();
         for disk in &self.disks {
             let mut index = disk.index_mut();
@@ -361,18 +359,16 @@ impl Keeper {
         layers.filter(|(_, layer)| !layer.is_empty()).collect()
     }
 
-    /// Writes to the control file that the base images may from now on hold records up to `lsn`, and that the
-    /// images which the frozen layers are copied to are about to get another generation.
+    /// Notes in the control file that from now on the base images may hold records up to `lsn`, and that the images
+    /// about to be written are getting a new generation.
     fn announce(&mut self, lsn: u64, layers: &[FrozenLayer]) -> Result<()> {
         if self.copying == Some(lsn) {
             return Ok(());
         }
         let reach = self.reach(lsn);
-        // Written to both slots: if one rots, the other still says that the base images may be ahead of a damaged
-        // log.
+        // In both slots: if one rots, the other still says that the base images may be ahead of a damaged log.
         self.control.change_both(|control| {
-            // What is copied is as of the rewinds that follow. An earlier checkpoint, which did not end, may have copied
-            // more.
+            // The copy includes the rewinds that follow. An earlier, unfinished checkpoint may have copied more.
             let copying = control.header.copying_lsn.get().max(reach);
             control.header.copying_lsn = U64::new(copying);
             for (disk, layer) in layers {
@@ -395,8 +391,8 @@ impl Keeper {
         Ok(())
     }
 
-    /// What operations cost the medium. It is measured once, when it first decides about much work, and not in the time that closing
-    /// may take.
+    /// What operations cost the medium. Measured once, the first time it matters for much work, and never while
+    /// closing.
     fn medium_cost(&mut self, layers: &[FrozenLayer]) -> MediumCost {
         let state = self.log.lock();
         let (closing, segment) = (state.keeper.stop, state.ring.live().next().cloned());
@@ -410,7 +406,7 @@ impl Keeper {
         }
     }
 
-    /// Makes the records up to `lsn`, the newest of the frozen layers, durable, and copies the layers.
+    /// Makes the records up to `lsn`, the newest one in the frozen layers, durable, and copies the layers.
     pub(super) fn copy_frozen(&mut self, lsn: u64, hurry: bool) -> Result<CopyOutcome> {
         let pace = CopyPace::new(&self.log, &mut self.log.lock(), hurry);
         let copied = self.copy_at(lsn, pace);
@@ -426,10 +422,10 @@ impl Keeper {
         self.copy_layers(lsn, &layers, pace)
     }
 
-    /// Copies layers of durable records, of which `lsn` is the newest.
+    /// Copies layers of durable records up to `lsn`.
     ///
     /// # Panics
-    /// In debug builds, if it is called while a copy is under way.
+    /// In debug builds, if a copy is already running.
     pub(super) fn copy_layers(
         &mut self,
         lsn: u64,
@@ -450,7 +446,7 @@ impl Keeper {
         mut pace: CopyPace,
     ) -> Result<CopyOutcome> {
         let medium = self.medium_cost(layers);
-        pace.know_rate(medium.rate);
+        pace.set_rate(medium.rate);
         if !self.save_for_snapshots(lsn, layers, &mut pace, medium)? {
             return Ok(CopyOutcome::TimeUp(Vec::new()));
         }
@@ -461,31 +457,31 @@ impl Keeper {
         copy(&log, layers, pace, medium, tend, over)
     }
 
-    /// Does what can't wait until a copy has ended. `meanwhile` is called between its steps.
+    /// Does what can't wait for the end of a copy. `meanwhile` is called between the steps.
     pub(super) fn tend(&mut self, meanwhile: &mut dyn FnMut()) {
-        // A growing ring needs its next segment. A failure here is retried, and reported, after the copy.
+        // A growing ring needs its next segment. A failure is retried, and reported, after the copy.
         if !self.log.lock().ring.cannot_grow() {
             let _ = self.log.preallocate_segment(true, meanwhile);
         }
         self.serve_quick_orders();
     }
 
-    /// However a copy ended, it holds up no writer any more.
+    /// However the copy ended, it no longer holds up writers.
     pub(super) fn end_pace(&self) {
         if self.log.lock().ring.allow(None) {
             self.log.wake_ports();
         }
     }
 
-    /// As [`checkpoint`](Self::checkpoint), up to one LSN.
+    /// One checkpoint up to one LSN, see [`checkpoint`](Self::checkpoint).
     pub(super) fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         let mut state = self.log.lock();
         if state.pipeline.unapplied() > 0 && state.keeper.is_over() {
             return Ok(false);
         }
         if state.ring.waits_for_readers() {
-            // Readers hold the room that this checkpoint may need, each for the time of one read, so it is tried
-            // again soon. (Waiting here would never end, since only this thread takes the segments back.)
+            // Readers hold room that this checkpoint may need, each for one read, so try again soon. (Waiting here
+            // would never end, because only this thread reclaims segments.)
             state.keeper.checkpoint = true;
             return match closing {
                 false => Ok(true),
@@ -532,8 +528,8 @@ impl Keeper {
         Ok(true)
     }
 
-    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and are as of the rewinds that follow it, see
-    /// [`reach`](Self::reach). `drop_copied` drops from the indexes what was copied.
+    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and the rewinds that follow it, see
+    /// [`reach`](Self::reach). `drop_copied` drops what was copied from the indexes.
     pub(super) fn end_checkpoint(
         &mut self,
         horizon: Commit,
@@ -557,14 +553,13 @@ impl Keeper {
             settle(control, &self.new_generations);
         });
         if noted.is_err() {
-            // The medium may have it nevertheless, so the next attempt announces anew what it writes to the images.
+            // The write may have reached the medium all the same, so the next attempt announces its writes again.
             self.copying = None;
         }
         noted?;
         self.new_generations.clear();
-        // Segments may be reused, and layers dropped, only now that the control file no longer needs them. (A new
-        // segment names the one before it, which must stay in `live` until the control file no longer refers to
-        // it.)
+        // Only now that the control file no longer needs them may segments be reused and layers dropped. (A new segment
+        // names its predecessor, which must stay in `live` until the control file no longer refers to it.)
         drop_copied(self);
         let mut state = self.log.lock();
         state.pipeline.set_applied(lsn);
@@ -590,7 +585,7 @@ impl Drop for Keeper {
     fn drop(&mut self) {
         let mut state = self.log.lock();
         state.keeper.gone = true;
-        // Dropping an order closes its channel, which notifies the client that waits for the answer.
+        // Dropping an order closes its channel, which tells the waiting caller.
         state.keeper.orders.clear();
     }
 }

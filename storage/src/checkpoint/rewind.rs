@@ -1,11 +1,11 @@
-//! The keeper restores a disk in place that is in use.
+//! Restoring a disk in place while it is in use.
 //!
 //! ```text
 //!   records ... │ mark of the disk │ records of other disks ... │ newer records of the disk
 //!                 └─ its LSN becomes that of the rewind, once it is durable
 //! ```
-//! The rewind of a disk that is not in use has an LSN which no record has. In a log in use the records have their LSNs without
-//! gaps, so a mark gets the LSN: it changes no disk.
+//! The rewind of a disk that is not in use takes an LSN that no record has. In a log in use, LSNs have no gaps, so a
+//! mark takes the LSN: a record that changes no disk.
 
 use crate::catalog::mark_text::MarkText;
 use crate::checkpoint::keeper::Keeper;
@@ -18,8 +18,8 @@ use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
 impl Keeper {
-    /// Restores a disk in place, while the caller pins the base images. Returns the LSN of the restore. The disk's records wait
-    /// meanwhile.
+    /// Restores a disk in place; the caller has pinned the base images. Returns the LSN of the rewind. New records of
+    /// the disk wait until it is done.
     ///
     /// # Errors
     /// If the disk was written to since `request` was made, or the log can't be written. The disk is then as it was.
@@ -66,18 +66,18 @@ impl Keeper {
             if planted(Mutant::RewindUnwritten) {
                 return;
             }
-            // There was room for it.
+            // The room was checked before.
             let _ = control.rewind(disk.id, to, at - 1, unix_us);
         });
         if let Err(error) = changed {
-            // It may be on the medium. The disk must not go on until it is certain that it is not.
+            // It may have reached the medium. The disk must not go on until it certainly has not.
             if let Err(unknown) = self.control.write() {
                 self.log.poison(&std::io::Error::other(unknown));
             }
             return Err(error);
         }
-        // Also to the other slot: if the newer one rots, the other must not have the records that were undone. If this fails, the
-        // next change of the control file does it.
+        // In the other slot too: if the newer one rots, the other must not bring back what was undone. If this fails,
+        // the next write of the control file does it.
         let _ = self.control.write();
         let rewinds = self.control.control.rewinds_of(disk.id).copied();
         *disk.rewinds.lock().expect("rewinds lock") = rewinds.collect();

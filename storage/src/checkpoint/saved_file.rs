@@ -1,4 +1,4 @@
-//! Writing saved files, which have what snapshots need of the base images. See [`saved`](crate::recovery::saved).
+//! Writing saved files, which hold what snapshots need from the base images. See [`saved`](crate::recovery::saved).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -25,55 +25,56 @@ use crate::recovery::saved::{self, SavedTail};
 use crate::sync::Arc;
 use crate::{Buffer, SECTOR_SIZE, parallel, sync};
 
-/// Most bytes of a saved file, of which only a multiple of a batch is in use.
+/// Size limit of a saved file.
 const PART: u64 = if cfg!(test) { 64 << 10 } else { 1 << 30 };
-/// Most bytes of a record, and of the payloads of a batch.
+/// Most bytes of a record, and of a batch's payloads.
 const RECORD: u64 = if cfg!(test) { 4 << 10 } else { 256 << 10 };
 const BATCH: usize = if cfg!(test) { 16 << 10 } else { 4 << 20 };
-/// What is known of the saved files takes at most this share of the memory for extents beside the index.
+/// The map of what is saved may take one part in this many of the memory for extents beside the index.
 const KNOWN_SHARE: u64 = if cfg!(test) { 1 << 10 } else { 4 };
-/// Base images are read by so many threads.
+/// Threads that read base images.
 const READERS: usize = if cfg!(test) { 1 } else { 16 };
 
-/// The saved files that a copy adds to: those of the newest snapshot that the base images hold or have gone past.
+/// Writes the saved files that a copy adds to: those of the newest snapshot that the base images have reached.
 pub(crate) struct SavedFileWriter {
     log: Arc<Log>,
     files: Arc<dyn FileSystem>,
     /// The snapshot's LSN.
     pub(super) lsn: u64,
-    /// How many records there are, not counting those below.
+    /// Records written so far; those collected below don't count yet.
     pub(super) count: u32,
-    /// Where the next batch goes; `None`: there is no file yet.
+    /// Where the next batch goes; `None`: no file yet.
     end: Option<SavedTail>,
     parts: u64,
-    /// Where something is saved of each disk. `None`: that takes too much memory, and is read from the files each time.
+    /// The saved extents of each disk. `None`: that took too much memory, so the files are read each time.
     known: Option<BTreeMap<u32, ExtentMap>>,
     /// The next batch.
     records: Vec<(Descriptor, Option<Buffer>)>,
     payload: usize,
 }
 
-/// Ranges of bytes of disks that are to be saved.
+/// Byte ranges of disks to be saved.
 pub(super) struct UnsavedRanges<'a>(Vec<(&'a DiskState, Range<u64>)>);
 
 impl UnsavedRanges<'_> {
-    /// What saving them costs the medium, at most. `operation`: the price of an operation, in bytes.
+    /// Upper limit of what saving them costs the medium. `operation`: the price of an operation, in bytes.
     pub(super) fn cost(&self, operation: u64) -> u64 {
         self.0.iter().map(|(_, range)| cost(range, operation)).sum()
     }
 }
 
-/// What it costs to read a range and to append it to a file.
+/// The cost of reading a range and appending it to a file.
 fn cost(range: &Range<u64>, operation: u64) -> u64 {
     let bytes = range.end - range.start;
     operation * bytes.div_ceil(RECORD) + 2 * bytes
 }
 
-/// A range of a disk that is to be saved, in bytes, with what the base image has there; `None`: a hole.
+/// A disk's byte range to be saved, with the base image's data there; `None`: a hole.
 type SavedRange = Result<(u32, Range<u64>, Option<Buffer>)>;
 
 impl SavedFileWriter {
-    /// The saved files of the snapshots as of `lsn`, which have `count` records. `None` if the time that closing may take is over.
+    /// Opens the saved files of the snapshots at `lsn`, which have `count` records. `None` if the time limit for
+    /// closing ran out.
     pub(super) fn open(log: &Arc<Log>, uuid: &Uuid, lsn: u64, count: u32) -> Result<Option<Self>> {
         let files = log.medium.files();
         let mut known = Some(BTreeMap::new());
@@ -92,7 +93,7 @@ impl SavedFileWriter {
             segment, offset, ..
         }) = &end
         {
-            // Batches that an earlier process wrote in vain must not be taken for the next ones.
+            // Batches that an earlier process wrote but did not commit must not be taken for the next ones.
             let cut = segment.file.set_len(*offset);
             cut.map_err(|error| Error::io("cut off the end of", &segment.path, error))?;
         }
@@ -109,8 +110,8 @@ impl SavedFileWriter {
         }))
     }
 
-    /// Where something is saved under these layers.
-    fn saved_under(&self, layers: &[FrozenLayer]) -> Result<BTreeMap<u32, ExtentMap>> {
+    /// The saved extents under these layers.
+    fn find_saved(&self, layers: &[FrozenLayer]) -> Result<BTreeMap<u32, ExtentMap>> {
         let mut found: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
         let visit = &mut |_: &Arc<Segment>, record: &Descriptor, _: u64| {
             let id = record.disk_id.get();
@@ -142,11 +143,11 @@ impl SavedFileWriter {
         Ok(found.map(|(id, found)| (id, found.finish())).collect())
     }
 
-    /// What the base images have under these layers, of the disks that are needed, and is not saved.
+    /// The ranges under these layers that are not saved yet, for the needed disks.
     ///
     /// # Errors
-    /// If the saved files have to be read, and can't be.
-    pub(super) fn unsaved<'a>(
+    /// If the saved files have to be read and can't be.
+    pub(super) fn find_unsaved<'a>(
         &self,
         layers: &'a [FrozenLayer],
         needed: impl Fn(&DiskState) -> bool,
@@ -154,7 +155,7 @@ impl SavedFileWriter {
         let mut ranges: Vec<(&DiskState, Range<u64>)> = Vec::new();
         let read = match self.known {
             Some(_) => None,
-            None => Some(self.saved_under(layers)?),
+            None => Some(self.find_saved(layers)?),
         };
         let known = self.known.as_ref().or(read.as_ref());
         for (disk, layer) in layers.iter().filter(|(disk, _)| needed(disk)) {
@@ -179,8 +180,8 @@ impl SavedFileWriter {
         Ok(UnsavedRanges(ranges))
     }
 
-    /// Adds these ranges, as fast as `pace` allows, to which an operation costs as many bytes. `tend` is called between. Returns
-    /// `false` if the time for that is over.
+    /// Saves these ranges as fast as `pace` allows. `operation`: the price of an operation, in bytes. `tend` is called
+    /// between ranges. Returns `false` if the time limit ran out.
     pub(super) fn save(
         &mut self,
         ranges: UnsavedRanges<'_>,
@@ -211,7 +212,7 @@ impl SavedFileWriter {
             loop {
                 tend();
                 whole = !log.lock().keeper.is_over();
-                if !whole || pace.runs(&log, done) > 0 {
+                if !whole || pace.max_runs(&log, done) > 0 {
                     return Ok::<_, Error>(whole);
                 }
                 sync::sleep(SHORT);
@@ -260,7 +261,7 @@ impl SavedFileWriter {
         let head = format::header_len(records.len(), checksums.len()).next_multiple_of(BLOCK);
         let len = head + payload.next_multiple_of(BLOCK);
         let number = self.lsn + u64::from(self.count);
-        let end = self.room(len as u64, number)?;
+        let end = self.reserve_room(len as u64, number)?;
         let header = BatchHeader {
             magic: BATCH_MAGIC,
             version: U32::new(VERSION),
@@ -304,8 +305,9 @@ impl SavedFileWriter {
         Ok(())
     }
 
-    /// Where a batch of `len` bytes goes, which follows the record `number`. A part that has no room is synced, and another begun.
-    fn room(&mut self, len: u64, number: u64) -> Result<&mut SavedTail> {
+    /// Where a batch of `len` bytes goes that follows record `number`. If the current part is full, syncs it and begins
+    /// another.
+    fn reserve_room(&mut self, len: u64, number: u64) -> Result<&mut SavedTail> {
         let full = |end: &SavedTail| end.offset + len > PART.max(BLOCK as u64 + len);
         if self.end.as_ref().is_some_and(full) {
             self.sync()?;
@@ -353,7 +355,7 @@ impl SavedFileWriter {
         })
     }
 
-    /// Makes the file durable that is written to.
+    /// Syncs the file being written.
     pub(super) fn sync(&self) -> Result<()> {
         let Some(end) = self
             .end
@@ -367,13 +369,13 @@ impl SavedFileWriter {
     }
 }
 
-/// Stands for the place of what is saved where only the sectors count.
+/// A placeholder, where only the sectors matter.
 const SAVED: Place = Place::Zero {
     unmap: false,
     lsn: 0,
 };
 
-/// Notes that a record is saved, as long as what is known takes no more than a part of the memory that there is for it.
+/// Adds a saved record to the map, unless the map would take too much memory.
 fn note(log: &Log, known: &mut Option<BTreeMap<u32, ExtentMap>>, record: &Descriptor) {
     let (sector, sectors) = (record.sector.get(), u64::from(record.sectors.get()));
     let Some(disks) = known.as_mut().filter(|_| sectors > 0) else {
@@ -391,7 +393,7 @@ fn note(log: &Log, known: &mut Option<BTreeMap<u32, ExtentMap>>, record: &Descri
     }
 }
 
-/// The parts of a range of bytes, and whether each has data; the others are holes.
+/// Splits a byte range into parts with data (`true`) and holes (`false`).
 fn with_holes(
     range: Range<u64>,
     data: impl Iterator<Item = Result<Range<u64>>>,
@@ -424,7 +426,7 @@ mod tests {
     use crate::Operation;
     use crate::store::resize::tests::{end, fill, new_disk};
 
-    /// The time that closing may take also ends the reading of what an earlier process has saved.
+    /// The time limit for closing also applies to reading what an earlier process saved.
     #[test]
     fn the_files_are_not_read_once_the_time_for_closing_is_over() {
         let (_dir, store) = new_disk();

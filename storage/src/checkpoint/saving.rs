@@ -1,4 +1,4 @@
-//! Saving what snapshots need of the base images, before a copy overwrites it. See [`saved`](crate::recovery::saved).
+//! Saving what snapshots need from the base images, before a copy overwrites it. See [`saved`](crate::recovery::saved).
 
 use zerocopy::little_endian::U32;
 
@@ -16,17 +16,19 @@ use crate::recovery::saved;
 enum SaveOutcome {
     /// Everything is saved, and durable.
     Complete,
-    /// The time that closing may take is over.
+    /// The time limit for closing ran out.
     TimeUp,
-    /// The snapshot was deleted meanwhile, with its files.
+    /// The snapshot and its files were deleted in the meantime.
     Deleted,
 }
 
 impl Keeper {
-    /// Saves what snapshots need of the base images, before these layers of the records up to `until` are copied. It is a part of the
-    /// copy's work for `pace`. Returns `false` if the time that closing may take is over: not all is saved then.
+    /// Saves what snapshots need from the base images before these layers, of records up to `until`, are copied. Counts
+    /// as part of the copy's work for `pace`. Returns `false` if the time limit for closing ran out before everything
+    /// was saved.
     ///
-    /// Quick orders are served between the parts that are saved, and nowhere else here: they make and delete snapshots, and begin no copy.
+    /// Quick orders, which make and delete snapshots and begin no copy, are served between saved parts and nowhere
+    /// else.
     ///
     /// # Errors
     /// If a base image can't be read, or a saved file or the control file can't be written.
@@ -41,13 +43,13 @@ impl Keeper {
             match self.try_to_save(until, layers, pace, medium)? {
                 SaveOutcome::Complete => return Ok(true),
                 SaveOutcome::TimeUp => return Ok(false),
-                // Older ones may need the same in their own files.
+                // Older snapshots may need the same in files of their own.
                 SaveOutcome::Deleted => {}
             }
         }
     }
 
-    /// Saves for the newest of the snapshots that there are when this is called.
+    /// Saves for the newest snapshot that exists when this is called.
     fn try_to_save(
         &mut self,
         until: u64,
@@ -67,7 +69,7 @@ impl Keeper {
         let mut saving = match known {
             Some(saving) => saving,
             None => {
-                // An attempt to write the control file may have failed, and be durable: what it names must stay.
+                // A failed write of the control file may be durable all the same: what it names must stay.
                 let tried = if self.saved.0 == lsn { self.saved.1 } else { 0 };
                 let count = control.saved(lsn).max(tried);
                 match SavedFileWriter::open(&self.log, &control.header.log, lsn, count)? {
@@ -76,14 +78,14 @@ impl Keeper {
                 }
             }
         };
-        // All older snapshots read on in these files.
+        // Older snapshots continue in these files.
         let mut older = control.snapshots.clone();
         older.retain(|entry| entry.lsn.get() <= lsn);
         if saving.count == 0 {
             let disks = control.disks.iter();
-            // A disk whose records were given up is not what it was.
+            // Not a disk whose records were discarded since.
             let whole = disks.filter(|disk| disk.void_lsn.get() <= lsn);
-            // Nor is one that has another image now.
+            // Nor one that has another image now.
             let ids = whole.map(|disk| disk.id.get());
             let ids = ids.filter(|id| control.since(*id) <= lsn);
             let named = |id: &u32| {
@@ -98,7 +100,7 @@ impl Keeper {
             let mut older = older.iter();
             older.any(|entry| entry.has(disk.id) && disk.since_lsn <= entry.lsn.get())
         };
-        let ranges = saving.unsaved(layers, needed)?;
+        let ranges = saving.find_unsaved(layers, needed)?;
         let cost = ranges.cost(medium.operation);
         if cost > 0 {
             pace.plan(cost + copy::cost(layers, medium));
@@ -115,7 +117,7 @@ impl Keeper {
         let count = saving.count;
         self.saved = (lsn, count);
         if count > self.control.control.saved(lsn) {
-            // In both slots: if one rots, the other must know of all that was saved.
+            // In both slots: if one rots, the other must know of everything saved.
             for _ in 0..2 {
                 self.control.change(|control| {
                     let entries = control.snapshots.iter_mut();
@@ -133,7 +135,7 @@ impl Keeper {
         }
     }
 
-    /// Notes how much is saved for each snapshot, for those who ask.
+    /// Publishes how much is saved for each snapshot.
     pub(super) fn note_saved(&self) {
         let (dir, files) = (&self.log.dir, self.log.medium.files());
         let (snapshots, bytes) = saved::snapshots(&*files, dir, &self.control.control);
@@ -151,7 +153,7 @@ impl Keeper {
         for name in files.names(dir).unwrap_or_default() {
             if saved::lsn_of(dir, &name).is_some_and(|lsn| !needed(lsn)) {
                 let path = dir.join(name);
-                // It is tried again when the log is opened, and nobody reads it.
+                // Retried when the log is next opened. Nobody reads the file.
                 if let Err(error) = files.remove(&path) {
                     tracing::warn!("{}: can't be removed: {error}", path.display());
                 }

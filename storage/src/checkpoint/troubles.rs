@@ -1,10 +1,10 @@
-//! What the keeper reports of attempts that fail: each trouble once.
+//! What the keeper reports about failed attempts: each trouble once.
 
 use crate::Condition;
 use crate::error::{ErrorKind, Result};
 use crate::log::state::Log;
 
-/// What has been reported about failed attempts: each trouble is reported once.
+/// What has been reported about failed attempts. Each trouble is reported once.
 #[derive(Default)]
 pub(super) struct Troubles {
     failing: bool,
@@ -12,7 +12,7 @@ pub(super) struct Troubles {
 }
 
 impl Troubles {
-    /// Returns the message to log after an attempt, if any. `partly`: the attempt was not the whole of what failed
+    /// Returns the message to log after an attempt, if any. `partly`: the attempt did not cover everything that failed
     /// before.
     pub(super) fn report(&mut self, log: &Log, done: &Result<()>, partly: bool) -> Option<String> {
         let Err(error) = done else {

@@ -150,12 +150,12 @@ impl Committer {
     /// `alone`: the thread has nothing to do until a request of this port ends, so it leads a lone, quick group itself.
     /// Returns whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
-        self.unstarted && self.look(alone, false)
+        self.unstarted && self.process_log(alone, false)
     }
 
     /// Writes the batches that need no sync, and calls the leader for the others. Every batch it takes has ended when
     /// this returns. `polls`: the caller takes the port's completions next.
-    fn look(&mut self, alone: bool, polls: bool) -> bool {
+    fn process_log(&mut self, alone: bool, polls: bool) -> bool {
         self.unstarted = false;
         // If this thread panics, a batch that it took would never end.
         let log = self.log.clone();
@@ -200,7 +200,7 @@ impl Committer {
     pub(crate) fn poll(&mut self, done: &mut Vec<Completion>) {
         self.unstarted |= self.mailbox.called.swap(false, Ordering::Acquire);
         if self.unstarted {
-            self.look(false, true);
+            self.process_log(false, true);
         }
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
     }

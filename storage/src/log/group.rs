@@ -87,16 +87,16 @@ impl Log {
             return None;
         }
         if state.waiters.lsns().len() > 0
-            && self.group_starts(state)
+            && self.try_start_group(state)
             && let Some(group) = self.serve(state, buffers)
         {
             return Some(group);
         }
         if state.pipeline.unsynced() >= MOST_UNSYNCED {
-            return Some(self.sync_only(state));
+            return Some(self.build_sync(state));
         }
-        let batch = match self.is_left_to_leader(state) {
-            true => self.batch(state, buffers, false),
+        let batch = match self.leader_must_write(state) {
+            true => self.build_batch(state, buffers, false),
             false => None,
         };
         let write_back = || {
@@ -106,7 +106,7 @@ impl Log {
         };
         batch
             .or_else(write_back)
-            .or_else(|| self.seal(state, buffers))
+            .or_else(|| self.write_summary(state, buffers))
     }
 
     /// The next write without a sync for a port, while the leader may be busy with a sync: a batch, or a segment's
@@ -119,16 +119,20 @@ impl Log {
         if self.poisoned.load(Ordering::Acquire) || self.leader_alone {
             return None;
         }
-        let batch = match self.is_behind(state) {
-            true => self.batch(state, buffers, false),
+        let batch = match self.must_write_early(state) {
+            true => self.build_batch(state, buffers, false),
             false => None,
         };
-        batch.or_else(|| self.seal(state, buffers))
+        batch.or_else(|| self.write_summary(state, buffers))
     }
 
-    /// The write of the next summary of a segment. Nothing waits for it and nothing syncs it: a log without the summary
-    /// is opened as well, only slower.
-    fn seal(&self, state: &mut LogState, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
+    /// Writes the next segment summary. Nothing waits for it and nothing syncs it: without it, opening the log is only
+    /// slower.
+    fn write_summary(
+        &self,
+        state: &mut LogState,
+        buffers: &mut GroupBuffers,
+    ) -> Option<(Io, Group)> {
         let PendingSummary {
             segment,
             offset,
@@ -147,14 +151,14 @@ impl Log {
         Some((io, Group { batch, sync }))
     }
 
-    /// Whether pending records are to be written without a sync: there are many bytes of them, or a waiter waits for
-    /// `written`.
-    fn is_behind(&self, state: &LogState) -> bool {
+    /// Whether pending records should be written before anyone needs a sync: there are many bytes of them, or a waiter
+    /// waits for `written`.
+    fn must_write_early(&self, state: &LogState) -> bool {
         let much = WRITE_BEHIND.min(self.segment_size as usize / 8);
         state.pipeline.queued_bytes() >= much || self.is_awaited(state)
     }
 
-    /// Whether the leader has something to do that it may not have seen.
+    /// Whether there is work for the leader that it may not have seen.
     pub(crate) fn wants_leader(&self, state: &LogState) -> bool {
         let (waiting, complete) = (state.waiters.lsns().len(), state.waiters.is_complete());
         let served = waiting > 0
@@ -163,19 +167,19 @@ impl Log {
             || state.pipeline.unsynced() >= MOST_UNSYNCED
             || state.ring.has_pending_summary()
             || state.pipeline.has_write_back()
-            || self.is_left_to_leader(state)
+            || self.leader_must_write(state)
     }
 
-    /// Whether pending records are to be written without a sync, and no port may look for that: a port that began to wait while
-    /// the leader wrote a batch, or whose batch waited for the write-back, does not look again.
-    fn is_left_to_leader(&self, state: &LogState) -> bool {
+    /// Whether pending records should be written without a sync and possibly no port will: a port that began to wait
+    /// while the leader wrote a batch, or whose batch had to wait for write-back, does not look again.
+    fn leader_must_write(&self, state: &LogState) -> bool {
         let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
         let left = left || self.leader_alone || state.pipeline.is_released();
-        left && self.is_behind(state)
+        left && self.must_write_early(state)
     }
 
-    /// How a batch is written that needs no sync yet: past the page cache if the leader writes every batch, since it has the
-    /// medium to itself then.
+    /// How to write a batch that needs no sync yet: past the page cache if the leader writes every batch, because it
+    /// then has the medium to itself.
     fn unsynced_scope(&self) -> SyncScope {
         match self.leader_alone {
             true => SyncScope::None,
@@ -183,7 +187,7 @@ impl Log {
         }
     }
 
-    /// Whether the only waiter is one of `port`'s, and its group would start at once and soon be over.
+    /// Whether the only waiter is one of `port`'s, and its group would start at once and end soon.
     pub(crate) fn is_lone(&self, state: &LogState, port: &Arc<Mailbox>) -> bool {
         state.waiters.is_only(port)
             && state.pipeline.writing() == 0
@@ -191,14 +195,14 @@ impl Log {
             && state.commit_delay.is_quick()
     }
 
-    /// Whether a group starts without waiting for more waiters to join it: group commit is off, a checkpoint waits
-    /// for the group, or its records have no room.
+    /// Whether a group starts without a commit delay: group commit is off, a checkpoint is waiting for it, or there is
+    /// no room for more records.
     fn is_urgent(&self, state: &LogState) -> bool {
         self.most_served == 1 || state.keeper.draining.is_some() || state.ring.is_starved()
     }
 
     /// Whether a group starts now for the present waiters.
-    fn group_starts(&self, state: &mut LogState) -> bool {
+    fn try_start_group(&self, state: &mut LogState) -> bool {
         if self.is_urgent(state) {
             state.commit_delay.interrupt();
             return true;
@@ -213,9 +217,9 @@ impl Log {
         let (batched, written) = (state.pipeline.batched(), state.pipeline.written());
         if state.pipeline.writing() == 0 {
             if batched == state.pipeline.appended() {
-                return Some(self.sync_only(state));
+                return Some(self.build_sync(state));
             }
-            if let Some(group) = self.batch(state, buffers, true) {
+            if let Some(group) = self.build_batch(state, buffers, true) {
                 return Some(group);
             }
         }
@@ -226,15 +230,15 @@ impl Log {
             wanted |= lsn > batched;
         });
         match () {
-            () if ready => Some(self.sync_only(state)),
-            () if wanted => self.batch(state, buffers, false),
+            () if ready => Some(self.build_sync(state)),
+            () if wanted => self.build_batch(state, buffers, false),
             () => None,
         }
     }
 
     /// How many pending records make the next batch, and the bytes of its header, without padding, and of its padded
     /// payloads.
-    fn batch_extent(&self, state: &LogState) -> (usize, usize, usize) {
+    fn measure_batch(&self, state: &LogState) -> (usize, usize, usize) {
         let (mut count, mut checksums, mut payload) = (0, 0, 0);
         // A batch takes everything that may be pending, so that one sync serves all waiters; less if segments are
         // small, more for one long record.
@@ -299,13 +303,13 @@ impl Log {
     /// Makes a batch of pending records. `synced`: the same operation also syncs it if a waiter needs one of its
     /// records; only while no other batch is being written. `None` if nothing is pending, too many batches are being
     /// written, or there is no room.
-    fn batch(
+    fn build_batch(
         &self,
         state: &mut LogState,
         buffers: &mut GroupBuffers,
         synced: bool,
     ) -> Option<(Io, Group)> {
-        let (count, header, payload_len) = self.batch_extent(state);
+        let (count, header, payload_len) = self.measure_batch(state);
         let header_len = header.next_multiple_of(format::BLOCK);
         let whole = (header_len + payload_len) as u64;
         if count == 0
@@ -428,7 +432,7 @@ impl Log {
     }
 
     /// A group for records that are already written and only need a sync.
-    fn sync_only(&self, state: &mut LogState) -> (Io, Group) {
+    fn build_sync(&self, state: &mut LogState) -> (Io, Group) {
         let mut segments = state.pipeline.sync_written();
         // A waiter needs more than is durable, so some segment is written and not synced. Only without group commit may
         // it be synced already.

@@ -22,8 +22,8 @@ use crate::sync::Arc;
 
 /// Segments kept ready: one for the next writes, one for records that a checkpoint finds pending.
 const READY: usize = 2;
-/// Until the next segment file is made, only 1/GROWING_SHARE of a segment is used; the rest is room for everything that
-/// may be pending.
+/// Until the next segment file is made, only one part in this many of a segment is used; the rest is room for
+/// everything that may be pending.
 const GROWING_SHARE: u64 = 8;
 /// Most summaries waiting to be written; one more drops the oldest.
 const MOST_PENDING_SUMMARIES: usize = 2;

@@ -18,7 +18,7 @@ use crate::disk::handle::Disk;
 use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::store::discard::discard_log;
 use crate::store::log_size::resize_log;
-use crate::store::members::{adding_of, leave_log, move_to_log};
+use crate::store::members::{add_task, leave_log, move_to_log};
 use crate::store::open::open_log;
 use crate::sync::{Arc, Mutex, mpsc};
 use crate::{
@@ -401,7 +401,7 @@ impl Life {
         self.disks[last].settle();
         let options = DiskOptions::new(&self.disks[last].path);
         let (added, adding) = mpsc::channel();
-        let added = order(adding_of(&disk.log, &options, added));
+        let added = order(add_task(&disk.log, &options, added));
         if self.excuse("adding a disk", added)?.is_none() {
             return Ok(false);
         }

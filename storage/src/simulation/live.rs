@@ -30,7 +30,7 @@ use crate::log::rewind_request::RewindRequest;
 use crate::recovery::live::read_live;
 use crate::recovery::scan::FoundRecord;
 use crate::store::look::Look;
-use crate::store::members::adding_of;
+use crate::store::members::add_task;
 use crate::store::point::Point;
 use crate::store::view::{DataPlace, Layers};
 use crate::sync::atomic::Ordering;
@@ -643,10 +643,7 @@ impl History {
             ..DiskOptions::new(self.fixture.image(disk))
         };
         let (added, adding) = mpsc::channel();
-        let (task, before) = (
-            adding_of(running.log(), &options, added),
-            running.appended(),
-        );
+        let (task, before) = (add_task(running.log(), &options, added), running.appended());
         if let Err(error) = Self::order(running, task) {
             return self.excuse(running, "adding a disk", &error);
         }

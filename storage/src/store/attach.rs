@@ -441,7 +441,7 @@ pub(crate) fn end_past(
 ) -> Result<()> {
     // Another disk may have taken one.
     let lsn = control.control.with_rewinds(newest.lsn);
-    let ended = tell_past(base, place, control, lsn)?;
+    let ended = check_past(base, place, control, lsn)?;
     if ended {
         let disk_id = control.control.disks[place].id.get();
         let taken = control.control.take_lsn(disk_id, lsn, newest.unix_us);
@@ -451,7 +451,7 @@ pub(crate) fn end_past(
 }
 
 /// As [`end_past`], but takes no LSN. Returns whether one is needed.
-pub(crate) fn tell_past(
+pub(crate) fn check_past(
     base: &OpenBase,
     place: usize,
     control: &mut ControlFile,
@@ -602,7 +602,7 @@ fn enter_alone(
             }
             let home = &control.home;
             accept(&bases[0], entry, home, log_dir, &UnappliedByDisk::new())?;
-            tell_past(&bases[0], place, control, newest)?;
+            check_past(&bases[0], place, control, newest)?;
             place
         }
         None => {

@@ -19,7 +19,7 @@ use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::{UnappliedRecords, read_for_recovery};
-use crate::store::attach::{OpenBase, tell_past};
+use crate::store::attach::{OpenBase, check_past};
 
 /// The result of [`discard_log`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -70,7 +70,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
         let synced = base.file.sync_all();
         synced.map_err(|error| Error::io("sync the base image", path, error))?;
         // Whichever image it is.
-        tell_past(base, place, &mut control, lsn)?;
+        check_past(base, place, &mut control, lsn)?;
     }
     // Without its records the disk is not what it was as of the newest one, so what it is has an LSN of its own.
     let taken = control.control.take_lsn(entry.id.get(), lsn, unix_us);

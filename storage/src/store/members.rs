@@ -38,7 +38,7 @@ impl Store {
     /// As [`Store::open`] for this disk; the other disks are not affected.
     pub fn add_disk(&mut self, options: &DiskOptions) -> Result<&Disk> {
         let (added, adding) = mpsc::channel();
-        self.log.order(adding_of(&self.log, options, added))?;
+        self.log.order(add_task(&self.log, options, added))?;
         let state = adding.recv().map_err(|_| {
             let dir = self.log.dir.display();
             Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
@@ -82,7 +82,7 @@ impl Store {
 }
 
 /// The task to take on a disk, which is sent to `added`.
-pub(crate) fn adding_of(
+pub(crate) fn add_task(
     log: &Log,
     options: &DiskOptions,
     added: mpsc::Sender<Arc<DiskState>>,
@@ -119,7 +119,7 @@ pub fn leave_log(path: &Path, log_dir: &Path) -> Result<Vec<PathBuf>> {
 }
 
 fn leave(path: &Path, log_dir: &Path, reached: StepHook<'_>) -> Result<Vec<PathBuf>> {
-    let (base, mut control, place) = emptied(path, log_dir)?;
+    let (base, mut control, place) = open_emptied(path, log_dir)?;
     reached(LeaveStep::Copied);
     let unmarked = base.file.write_mark(None);
     let unmarked = unmarked.and_then(|_| base.file.sync_all());
@@ -156,7 +156,7 @@ fn move_log(
     }
     let (base, old) = match knows(from, path)? {
         true => {
-            let (base, old, place) = emptied(path, from)?;
+            let (base, old, place) = open_emptied(path, from)?;
             (base, Some((old, place)))
         }
         // What a killed process wrote may be in the page cache only.
@@ -205,7 +205,7 @@ fn knows(log_dir: &Path, path: &Path) -> Result<bool> {
 
 /// Opens a disk and its log once the image has all bytes of the disk, and the log no record of it that a reader of the log
 /// would miss its entry for. Returns the image, the log, and the place of the disk's entry.
-fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)> {
+fn open_emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)> {
     for copied in [false, true] {
         let View {
             base,
