@@ -5,7 +5,8 @@
 //!   base image │ segment   segment   segm|ent   segment
 //!              └── up to the LSN ────────┘└── behind it: changed
 //! ```
-//! So all that it takes is the border: where the records behind the LSN begin. The segment that has it is read once for that.
+//! So it is enough to know the position in the log where the records after the LSN begin. The segment that contains it
+//! is read once.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -24,34 +25,34 @@ use crate::recovery::saved::read_saved;
 use crate::sync::Arc;
 use crate::{Change, SECTOR_SIZE};
 
-/// Most borders that are remembered.
+/// Most positions to remember.
 const REMEMBERED: usize = 64;
-/// For so many snapshots it is remembered what was saved since: a client asks for a few of them in turn, part by part.
+/// For how many snapshots to remember what was saved since: a client asks about a few of them in turn, range by range.
 const REMEMBERED_SAVED: usize = 8;
 
-/// What is behind an LSN.
+/// Tells what has changed since an LSN.
 pub(crate) struct ChangesSince {
     lsn: u64,
-    /// `None`: there are no records behind it.
+    /// `None`: there are no records after it.
     position: Option<LogPosition>,
     /// The sequences of the segments in use.
     sequences: HashMap<*const Segment, u64>,
-    /// The base images have gone past the LSN: what was saved of the disk since.
+    /// Set if the base images have moved past the LSN: what was saved of the disk since.
     saved: Option<SavedExtents>,
 }
 
 /// What was saved of a disk since a snapshot.
 pub(crate) struct SavedExtents {
     pub extents: Arc<ExtentMap>,
-    /// What is not in the base image has changed too: it is newer than the snapshot.
+    /// Whether everything in the log counts as changed too, because it is newer than the snapshot.
     pub and_log: bool,
 }
 
-/// Counts the memory of extents that are going to be remembered, or refuses it.
+/// Accounts for the memory of extents to be remembered, or refuses it.
 pub(crate) type MemoryCheck<'a> = &'a dyn Fn(&mut ExtentMap) -> Result<()>;
 
-/// What was saved of a disk of so many bytes for the first of these LSNs, and not for those behind the last; `None` if no saved files are
-/// of the first. `known` has what was read last. `admit` counts the memory of more, or refuses it.
+/// What was saved of a disk (number and bytes) since the first of these LSNs, up to the last; `None` if there are no
+/// saved files for the first. `known` caches results. `admit` accounts for the memory of another one, or refuses it.
 ///
 /// # Errors
 /// As [`read_saved`]; or those of `admit`.
@@ -79,7 +80,7 @@ pub(crate) fn saved_since(
         known.remove(0);
     }
     while let Err(error) = admit(&mut extents) {
-        // What is in use elsewhere takes memory until it is not.
+        // Entries in use elsewhere keep taking memory.
         if known.is_empty() {
             return Err(error);
         }
@@ -91,10 +92,10 @@ pub(crate) fn saved_since(
 }
 
 impl ChangesSince {
-    /// `live`: the segments in use, of `size` bytes, as they were after the pieces of the index were looked up.
+    /// `live`: the segments in use, of `size` bytes each, listed after the pieces were looked up in the index.
     ///
     /// # Errors
-    /// If the segment that has the border can't be read.
+    /// If the segment that contains the position can't be read.
     pub(crate) fn new(
         lsn: u64,
         live: &[LiveSegment],
@@ -126,7 +127,7 @@ impl ChangesSince {
         })
     }
 
-    /// As of a snapshot that the base images have gone past.
+    /// For a snapshot that the base images have moved past.
     pub(crate) fn saved(lsn: u64, saved: SavedExtents) -> Self {
         Self {
             lsn,
@@ -136,7 +137,7 @@ impl ChangesSince {
         }
     }
 
-    /// Appends what has changed in this piece of an index. What is behind the LSN is in the log, or was saved.
+    /// Appends what has changed in this piece of an index. Everything after the LSN is in the log or was saved.
     pub(crate) fn append(&self, piece: &Piece, changes: &mut Vec<Change>) {
         if let Some(SavedExtents { extents, and_log }) = &self.saved {
             return match piece.place.is_some() && *and_log {
@@ -146,14 +147,14 @@ impl ChangesSince {
                 }),
             };
         }
-        // How many sectors at the begin of the piece have not changed.
+        // How many sectors at the start of the piece have not changed.
         let old = match (&piece.place, self.position) {
             (None, _) => piece.sectors,
             (Some(Place::Zero { lsn, .. }), _) if *lsn <= self.lsn => piece.sectors,
             (Some(Place::Zero { unmap: true, .. }), _) if planted(Mutant::ChangesMissDiscard) => {
                 piece.sectors
             }
-            // What is not in the log yet came after all that is durable, as a named point is.
+            // What is not in the log yet is newer than anything durable, and so than any snapshot.
             (Some(Place::Zero { .. } | Place::Memory { .. }), _) => 0,
             (Some(Place::Log { segment, offset }), Some(position)) => {
                 match self.sequences.get(&Arc::as_ptr(segment)) {
@@ -162,7 +163,7 @@ impl ChangesSince {
                         let before = position.1.saturating_sub(*offset) / SECTOR_SIZE;
                         before.min(piece.sectors)
                     }
-                    // A segment that is not in use any more has only older records.
+                    // A segment no longer in use has only older records.
                     _ => piece.sectors,
                 }
             }
@@ -188,8 +189,8 @@ pub(crate) fn unknown_point(lsn: u64) -> Error {
     Error::new(ErrorKind::NotFound, message)
 }
 
-/// The byte offset in a segment where the records behind an LSN begin. Others may write to the end of the segment meanwhile.
-/// `limit`: its last LSN, if another segment follows.
+/// The byte offset in a segment where the records after an LSN begin. The end of the segment may be written to at the
+/// same time. `limit`: its last LSN, if another segment follows.
 fn first_behind(segment: &Arc<Segment>, lsn: u64, size: u64, limit: Option<u64>) -> Result<u64> {
     let candidate = Candidate::of(segment)?;
     let contents = SegmentContents::read(&candidate, size, limit, VerifyScope::Tail, true);
@@ -221,7 +222,7 @@ mod tests {
     use crate::store::resize::tests::{MIB, end, fill, new_disk};
     use crate::{Backend, Operation};
 
-    /// A client that asks for two bitmaps in turn does not let the saved files be read for each part of the disk.
+    /// A client that asks for two bitmaps in turn must not cause the saved files to be read for each range.
     #[test]
     fn what_was_saved_for_several_snapshots_is_remembered() {
         let (_dir, store) = new_disk();
@@ -237,7 +238,7 @@ mod tests {
         disk.checkpoint().unwrap();
         let asked = || lsns.map(|lsn| disk.changes(lsn, 0, MIB / SECTOR_SIZE, 8).unwrap());
         let first = asked();
-        // What is read from now on fails.
+        // Reading them would fail from now on.
         for entry in std::fs::read_dir(&disk.log.dir).unwrap() {
             let path = entry.unwrap().path();
             if path.to_str().unwrap().contains("saved-") {

@@ -1,4 +1,4 @@
-//! One thread's way to a disk: checks requests, answers reads from log and base, joins group commit.
+//! One thread's access to a disk: checks requests, answers reads from log and base image, joins group commit.
 
 use std::collections::VecDeque;
 use std::io;
@@ -19,9 +19,9 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE};
 
-/// One thread's way to a disk. Dropping it waits for the reads in flight; completions not taken are lost.
+/// One thread's access to a disk. Dropping it waits for reads in flight; completions not taken are lost.
 ///
-/// A port that its owner does not poll holds up no other port: what it has taken of the log's work is done when a call of it
+/// A port that is not polled holds up no other port: any work on the log that it takes is finished before the call
 /// returns.
 pub struct Port {
     pub(crate) disk: Arc<DiskState>,
@@ -42,12 +42,12 @@ enum RequestState {
     Ended(Option<Buffer>),
     /// The completion comes later.
     InFlight,
-    /// The full log took no record of this modification.
+    /// The log was full and did not take this modification.
     HeldBack(Modification),
 }
 
 impl Port {
-    /// A port to the disk with this state, on this log.
+    /// Opens a port to a disk on a log.
     pub(crate) fn new(log: &Arc<Log>, disk: &Arc<DiskState>) -> io::Result<Self> {
         let committer = Committer::new(log.clone(), 1)?;
         let mailbox = committer.mailbox.clone();
@@ -57,7 +57,7 @@ impl Port {
             mailbox: mailbox.clone(),
         });
         let shared: Arc<dyn PortReads> = reads.clone();
-        // It is the first: the mailbox is new.
+        // Can't fail: the mailbox is new.
         let _ = mailbox.reads.set(Arc::downgrade(&shared));
         Ok(Self {
             disk: disk.clone(),
@@ -73,7 +73,8 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
-        // Here, and not where another thread looks for reads to end: this waits for those in flight.
+        // Drop the queue here, where waiting for reads in flight is fine, and not in another thread that is ending
+        // reads.
         if let Ok(mut queue) = self.reads.queue.lock() {
             drop(queue.take());
         }
@@ -157,14 +158,14 @@ impl BackendQueue for Port {
 }
 
 impl Port {
-    /// Starts what was submitted. `alone`: the thread has nothing else to do, so it makes a lone, quick sync itself. Returns
-    /// whether it did.
+    /// Starts what was submitted. `alone`: the thread has nothing else to do, so it may run a lone, quick sync itself.
+    /// Returns whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
         self.reads.with(ReadQueue::start);
         self.committer.start(alone)
     }
 
-    /// Queues the completion of a request that has ended already, and parks one that the full log holds back.
+    /// Queues the completion of a request that has already ended, and parks one that the log held back.
     fn settle(&mut self, token: u64, submitted: Result<RequestState, Failure>) {
         let result = match submitted {
             Ok(RequestState::InFlight) => return,
@@ -225,7 +226,7 @@ impl Port {
         }
         let sectors = (data.len() as u64 / SECTOR_SIZE) as u32;
         self.check_range(sector, u64::from(sectors))?;
-        // The checksums are of the copy, never of memory that the guest can change.
+        // Checksum the copy, never memory that the guest can change.
         let checksums = checksum::of(&data);
         let data = crate::mutant::changed_after_checksum(data);
         let payload = Some(Payload {
@@ -244,7 +245,7 @@ impl Port {
         )
     }
 
-    /// Logs a mark with this text; its completion comes once it is durable, and `marked` then has its place.
+    /// Logs a mark with this text. It completes once it is durable; `marked` then has its position.
     pub(crate) fn mark(&mut self, token: u64, text: &MarkText, marked: MarkCommit) {
         let mark = Modification::mark(text, marked);
         let submitted = self.check_healthy();

@@ -1,8 +1,7 @@
-//! Reads in flight. A read is cut into parts, of which each comes from a place of its own; the parts are verified and
-//! put together.
+//! Reads in flight. A read is split into parts, each from one place; the parts are verified and put together.
 //!
-//! The reads of a port are in a [`ReadQueue`] of their own: the port's thread starts and ends them, and so does the keeper if
-//! it needs the segments that they pin.
+//! A port's reads are in a [`ReadQueue`] of their own, because two threads end them: the port's, and the keeper when it
+//! needs the segments that they pin.
 
 use std::path::{Path, PathBuf};
 
@@ -23,7 +22,7 @@ pub(crate) struct ReadPart {
     pub origin: Origin,
 }
 
-/// The place of a part's bytes.
+/// Where a part's bytes come from.
 pub(crate) enum Origin {
     /// In memory, from `offset` of the payload on.
     Memory {
@@ -34,12 +33,12 @@ pub(crate) enum Origin {
     Log(LogRead),
     /// In a file, at the same offset as on the disk.
     File(Arc<dyn DataFile>),
-    /// Nowhere: they are zeroes.
+    /// Nowhere: zeroes.
     Zero,
 }
 
 impl ReadPart {
-    /// A piece of an index over the image `base`.
+    /// The part for a piece of an index over the image `base`.
     pub(crate) fn of(piece: Piece, base: &Arc<dyn DataFile>) -> Self {
         let Piece {
             sector,
@@ -85,7 +84,7 @@ struct PendingRead {
     /// `None` if one part is the whole read: the part's buffer becomes the result.
     buffer: Option<Buffer>,
     open: u32,
-    /// The parts that come from the log, by their first sector in the read.
+    /// The parts that come from the log, by first sector in the read.
     logged: SmallVec<[(u64, LogRead); 1]>,
     failed: bool,
 }
@@ -93,15 +92,13 @@ struct PendingRead {
 /// The reads in flight of one thread.
 #[derive(Default)]
 pub(crate) struct InFlightReads {
-    /// The engine id of a part is the key of its read here, in 31 bits, then, in 32 bits, the part's first sector in the
-    /// read.
+    /// A part's engine id: the key of its read here, in 31 bits, then the part's first sector in the read, in 32 bits.
     reads: Slab<PendingRead>,
 }
 
 impl InFlightReads {
-    /// Begins a read of `sectors` sectors from `sector` on, which [`check_read`] has accepted. `parts` are its parts, in
-    /// order. `submit` takes the operations of an engine, with their ids, which are below 2^63. Returns the data if no
-    /// operation is needed.
+    /// Begins a read of `sectors` sectors from `sector` on, already accepted by [`check_read`]. `parts`: its parts, in
+    /// order. `submit` takes operations for an engine, with ids below 2^63. Returns the data if no operation is needed.
     pub(crate) fn begin(
         &mut self,
         token: u64,
@@ -166,8 +163,8 @@ impl InFlightReads {
         None
     }
 
-    /// Takes the end of a part. Returns the read's completion if this was its last part. `path` names the disk in the
-    /// message about a read that failed.
+    /// Handles the end of a part. Returns the read's completion if this was its last part. `path` names the disk in
+    /// messages about failed reads.
     pub(crate) fn end_part(&mut self, path: &Path, end: IoCompletion) -> Option<Completion> {
         let (key, skipped) = ((end.id >> 32) as usize, end.id & u64::from(u32::MAX));
         let at = (skipped * SECTOR_SIZE) as usize;
@@ -176,8 +173,8 @@ impl InFlightReads {
         let logged = read.logged.iter().position(|(first, _)| *first == skipped);
         let logged = logged.map(|found| read.logged.swap_remove(found).1);
         let result = end.result.map_err(|error| error.to_string());
-        // Bytes of the log are verified before the client gets them: bytes that the medium changed, or never wrote,
-        // are an error.
+        // Verify bytes of the log before the client gets them: bytes that the medium changed, or never wrote, are an
+        // error.
         let result = result.and_then(|part| match (part, logged) {
             (Some(part), Some(logged)) => {
                 let verified = logged.verified(part).map_err(|error| error.to_string());
@@ -215,9 +212,9 @@ pub(crate) struct ReadQueue {
     /// Operations submitted to the engine and not yet polled.
     in_engine: usize,
     reads: InFlightReads,
-    /// Reads that have ended, and were not polled yet.
+    /// Completions of ended reads, until they are polled.
     ended: Vec<Completion>,
-    /// Memory for ended operations.
+    /// Scratch list for ended operations.
     parts: Vec<IoCompletion>,
 }
 
@@ -275,7 +272,7 @@ impl ReadQueue {
     }
 }
 
-/// The reads of a port whose thread another one may stand in for.
+/// A port's reads, which another thread may end too.
 pub(crate) struct SharedReads {
     /// `None` once the port is gone.
     pub queue: Mutex<Option<ReadQueue>>,
@@ -284,7 +281,7 @@ pub(crate) struct SharedReads {
 }
 
 impl SharedReads {
-    /// Lets the port's thread act on its reads.
+    /// Gives the port's thread access to its reads.
     ///
     /// # Panics
     /// If the port is gone.

@@ -3,8 +3,8 @@
 //! ```text
 //!   leaves by first sector ─▶ leaf: up to 256 extents in order ─▶ (sector, length, where)
 //! ```
-//! An extent's place takes one word. The segments, and the payloads that wait for the log, which words name are kept
-//! in two small tables beside the leaves.
+//! An extent's place takes one word. Words refer to segments, and to payloads not in the log yet, by way of two small
+//! tables beside the leaves.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
@@ -45,7 +45,7 @@ pub(crate) struct ExtentMap {
 }
 
 impl ExtentMap {
-    /// An empty map whose memory is counted where the memory of this one is.
+    /// An empty map whose memory is counted in the same place.
     pub(crate) fn successor(&self) -> Self {
         Self {
             share: MemoryShare::new(&self.share.memory),
@@ -59,10 +59,10 @@ impl ExtentMap {
         self.share.set(self.bytes);
     }
 
-    /// As [`count_in`](Self::count_in), in memory beside that of an index. `limit`: what the index may take.
+    /// As [`count_in`](Self::count_in), for memory beside that of an index. `limit`: the limit of the index.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no room for it. The caller drops the map then.
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if that is too much. The caller then drops the map.
     pub(crate) fn count_beside(
         &mut self,
         memory: &IndexMemory,
@@ -81,12 +81,12 @@ impl ExtentMap {
         }
     }
 
-    /// Bytes of memory that it takes.
+    /// Bytes of memory it takes.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Inserts an extent, which replaces all that was in its range. A payload in memory is that of the whole record.
+    /// Inserts an extent, replacing everything in its range. A payload in memory is that of the whole record.
     pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
         let word = self.word(sector, lsn, place);
         self.insert_word(sector, sectors, word);
@@ -96,7 +96,7 @@ impl ExtentMap {
         let end = sector + sectors;
         let mut free = false;
         if let Some((_, leaf)) = self.leaves.range_mut(..=sector).next_back() {
-            // The commonest case: the same range was written before.
+            // The common case: the same range was written before.
             let (at, zone) = (leaf.position(sector), zone(leaf.base));
             if let Some(old) = leaf.extents.get_mut(at)
                 && (zone + u64::from(old.start), u64::from(old.sectors)) == (sector, sectors)
@@ -114,8 +114,8 @@ impl ExtentMap {
         self.share.set(self.bytes);
     }
 
-    /// Removes all that is in a range. Returns the part of an extent that reached beyond the range: its sectors and its
-    /// place.
+    /// Removes everything in a range. Returns what is left of an extent that reached beyond the range: its sectors and
+    /// its place.
     fn clear(&mut self, sector: u64, end: u64) -> Option<(u64, PackedPlace)> {
         let mut rest = None;
         if let Some((start, before)) = self.before(sector) {
@@ -138,7 +138,7 @@ impl ExtentMap {
             leaf.extents.drain(first..last);
             freed += leaf.trim();
         }
-        // Emptied leaves go, but the leaf in which the range begins stays: it gets the extent.
+        // Drop emptied leaves, except the one in which the range begins: it gets the extent.
         self.leaves
             .extract_if(sector + 1..end, |_, leaf| leaf.extents.is_empty())
             .for_each(|(_, leaf)| freed += leaf.bytes());
@@ -146,7 +146,7 @@ impl ExtentMap {
         rest
     }
 
-    /// Inserts an extent into a range that holds none.
+    /// Inserts an extent into an empty range.
     fn put(&mut self, sector: u64, sectors: u64, word: PackedPlace) {
         let extent = IndexExtent {
             start: sector as u32,
@@ -189,7 +189,7 @@ impl ExtentMap {
         }
     }
 
-    /// Inserts a record, which replaces all that was in its range.
+    /// Inserts a record, replacing everything in its range.
     pub(super) fn insert_new(&mut self, new_extent: &NewExtent) {
         self.insert_word(
             new_extent.sector,
@@ -198,7 +198,7 @@ impl ExtentMap {
         );
     }
 
-    /// Inserts records that are in the order of their sectors, and of which no two overlap.
+    /// Inserts records that are in sector order and do not overlap.
     pub(super) fn merge(&mut self, mut new_extents: &[NewExtent]) {
         let mut merged = Vec::new();
         while let Some(first) = new_extents.first() {
@@ -211,8 +211,8 @@ impl ExtentMap {
         self.share.set(self.bytes);
     }
 
-    /// Merges the first of these records with the leaf that they belong into. Returns how many; `None` if there is no
-    /// such leaf.
+    /// Merges as many of these records as possible into the leaf of the first one. Returns how many; `None` if there is
+    /// no such leaf.
     fn merge_leaf(
         &mut self,
         new_extents: &[NewExtent],
@@ -225,7 +225,7 @@ impl ExtentMap {
             .next()
             .and_then(|(_, before)| Some(before.end(before.extents.last()?)));
         let mut later = self.leaves.range((Bound::Excluded(base), Bound::Unbounded));
-        // A leaf has extents of one zone.
+        // A leaf's extents are all in one zone.
         let limit = later.next().map_or(u64::MAX, |(&base, _)| base);
         let limit = limit.min(zone(sector) | u64::from(u32::MAX));
         merged.clear();
@@ -253,7 +253,7 @@ impl ExtentMap {
     pub(crate) fn visit(&self, sector: u64, sectors: u64, each: &mut impl FnMut(Piece)) {
         let end = sector + sectors;
         let mut at = sector;
-        // Extents of the leaf before may reach into the range, if no extent of this leaf begins before it.
+        // If no extent of this leaf begins before the range, one of the leaf before may reach into it.
         let mut before = self.leaves.range(..=sector).rev();
         let from = before.find(|(_, leaf)| leaf.position(sector + 1) > 0);
         let from = from.map_or(0, |(&base, _)| base);
@@ -268,7 +268,7 @@ impl ExtentMap {
         }
     }
 
-    /// Calls `each` with the pieces of `*at..end` up to the end of the leaf's last extent, and moves `at` there.
+    /// Calls `each` with the pieces of `*at..end` up to the end of the leaf's last extent, and advances `at` to there.
     fn visit_leaf(&self, leaf: &Leaf, at: &mut u64, end: u64, each: &mut impl FnMut(Piece)) {
         // The last extent that begins at or before the range may reach into it.
         let first = leaf.position(*at + 1).saturating_sub(1);
@@ -290,8 +290,8 @@ impl ExtentMap {
         }
     }
 
-    /// The record `lsn`, which covered the range, is in the log now: the parts of it that are still visible here
-    /// change their place from memory to the log.
+    /// The record `lsn`, which covered the range, is now in the log: moves the parts of it that are still visible here
+    /// from memory to the log.
     pub(crate) fn relocate(
         &mut self,
         sector: u64,
@@ -334,7 +334,7 @@ impl ExtentMap {
         })
     }
 
-    /// The parts of this map that lie in no extent of `newer`. This map has no payloads that wait for the log.
+    /// The parts of this map that no extent of `newer` covers. This map must have no payloads in memory.
     pub(crate) fn without(&self, newer: &Self) -> Self {
         let mut left = self.successor();
         for piece in self.iter() {
@@ -357,8 +357,8 @@ impl ExtentMap {
         left
     }
 
-    /// Removes the parts of these pieces that are at the same place here, or zeroes of the same record: the newest bytes
-    /// there are those that the pieces name. A newer record may be in the same segment.
+    /// Removes the parts of these pieces that are still current here, that is, at the same place, or zeroes of the same
+    /// record. (A newer record may be in the same segment.)
     pub(crate) fn forget(&mut self, pieces: &[Piece]) {
         let mut same = Vec::new();
         for old in pieces {
@@ -401,7 +401,7 @@ impl ExtentMap {
         self.share.set(self.bytes);
     }
 
-    /// Names these segments no more. No extent is in them.
+    /// Unpins these segments. No extent may be in them.
     pub(crate) fn release(&mut self, segments: &[Arc<Segment>]) {
         for slot in &mut self.segments {
             let named = |named: &Arc<Segment>| segments.iter().any(|s| Arc::ptr_eq(s, named));
@@ -415,7 +415,7 @@ impl ExtentMap {
         self.leaves.is_empty()
     }
 
-    /// The leaves of all extents that begin in a range.
+    /// The leaves with extents that begin in a range.
     fn leaves_in(&mut self, sector: u64, end: u64) -> impl Iterator<Item = &mut Leaf> {
         let from = self.leaves.range(..=sector).next_back();
         let from = from.map_or(sector, |(&base, _)| base);
@@ -451,8 +451,7 @@ impl ExtentMap {
         }
     }
 
-    /// The segment's slot in the table, added if it is missing. The search begins at the end, where recent segments
-    /// are.
+    /// The segment's slot in the table, added if missing. Searches from the end, where recent segments are.
     fn slot(&mut self, segment: &Arc<Segment>) -> usize {
         let named = |slot: &Option<Arc<Segment>>| match slot {
             Some(named) => Arc::ptr_eq(named, segment),
@@ -498,7 +497,7 @@ impl ExtentMap {
 
 #[cfg(test)]
 impl ExtentMap {
-    /// Number of records that wait for the log.
+    /// Number of records not in the log yet.
     pub(super) fn waiting(&self) -> usize {
         self.pending.len()
     }
@@ -508,8 +507,8 @@ impl ExtentMap {
         self.leaves.len()
     }
 
-    /// Panics if an extent is in a place where no look-up finds it, or if memory is counted wrongly. Returns how many
-    /// bytes of it the leaves take.
+    /// Panics if a look-up could miss an extent, or if memory is counted wrongly. Returns the bytes that the leaves
+    /// take.
     pub(super) fn check(&self) -> u64 {
         let (mut last_end, mut last_start) = (0, None);
         let bytes = self.leaves.values().map(Leaf::bytes).sum();

@@ -5,7 +5,7 @@ pub(super) const LEAF: usize = 256;
 /// Extents by which a leaf's memory grows.
 const STEP: usize = 16;
 
-/// The place where an extent's bytes begin: two bits for the kind, the rest depends on the kind.
+/// Where an extent's bytes begin: two bits for the kind; the rest depends on the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct PackedPlace(u64);
 
@@ -34,7 +34,7 @@ impl PackedPlace {
         Self(Self::PENDING | lsn)
     }
 
-    /// Zeroes since this record.
+    /// Zeroed by this record.
     pub(super) fn zero(unmap: bool, lsn: u64) -> Self {
         assert!(lsn < Self::PENDING / 2, "an LSN that counting can't reach");
         Self(Self::ZERO | lsn << 1 | u64::from(unmap))
@@ -75,7 +75,7 @@ pub(super) struct IndexExtent {
 const _: () = assert!(size_of::<IndexExtent>() == 16);
 
 impl IndexExtent {
-    /// Both as one extent, if `next` begins where this one ends, on the disk and in the place of the bytes.
+    /// Both as one extent, if `next` begins where this one ends, both on the disk and in its place.
     pub(super) fn joined(self, next: Self) -> Option<Self> {
         let sectors = self.sectors.checked_add(next.sectors)?;
         let adjacent = self.start.checked_add(self.sectors) == Some(next.start)
@@ -84,7 +84,7 @@ impl IndexExtent {
     }
 }
 
-/// A record that a map is to get.
+/// A record to be inserted into a map.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct NewExtent {
     pub sector: u64,
@@ -105,11 +105,11 @@ pub(super) fn zone(sector: u64) -> u64 {
     sector & !u64::from(u32::MAX)
 }
 
-/// Extents that follow each other, all of one zone. Never empty.
+/// Extents in order, all in one zone. Never empty.
 #[derive(Debug)]
 pub(super) struct Leaf {
-    /// A sector at or before the start of every extent of this leaf, and behind the start of every extent of the leaf
-    /// before.
+    /// A sector at or before the start of every extent in this leaf, and after the start of every extent in the
+    /// previous leaf.
     pub(super) base: u64,
     pub(super) extents: Vec<IndexExtent>,
 }
@@ -132,7 +132,7 @@ impl Leaf {
             .partition_point(|extent| u64::from(extent.start) < limit)
     }
 
-    /// Whether a range lies between two neighbouring extents, of which the second has this index.
+    /// Whether a range lies between two neighbouring extents, where `at` is the index of the second.
     pub(super) fn has_gap(&self, at: usize, sector: u64, end: u64) -> bool {
         let (Some(before), Some(after)) = (at.checked_sub(1), self.extents.get(at)) else {
             return false;
@@ -140,9 +140,9 @@ impl Leaf {
         self.end(&self.extents[before]) <= sector && end <= self.start(after)
     }
 
-    /// Merges the extents with additions in the order of their sectors, up to the first one that overlaps an extent
-    /// without having its whole range. `reach`: where the last extent before this leaf ends. `limit`: the next leaf begins
-    /// there. Returns how many were merged.
+    /// Merges new extents, in sector order, into the leaf's, up to the first one that partly overlaps an extent.
+    /// `reach`: where the last extent before this leaf ends. `limit`: where the next leaf begins. Returns how many were
+    /// merged.
     pub(super) fn merge(
         &self,
         new_extents: &[NewExtent],
@@ -193,7 +193,7 @@ impl Leaf {
         count
     }
 
-    /// Adds an extent, which overlaps none. Returns the last extents as a leaf of their own if they are too many.
+    /// Adds an extent that overlaps none. If the leaf gets too full, splits off and returns its last extents.
     pub(super) fn put(&mut self, sector: u64, extent: IndexExtent) -> Option<Self> {
         let at = self.position(sector);
         if self.extents.len() == self.extents.capacity() {
@@ -204,7 +204,7 @@ impl Leaf {
         if self.extents.len() <= LEAF {
             return None;
         }
-        // Ascending writes leave full leaves behind them.
+        // Ascending writes should leave full leaves behind.
         let kept = if at == LEAF { LEAF } else { LEAF / 2 };
         let extents = self.extents.split_off(kept);
         self.extents.shrink_to(kept + STEP);
@@ -230,8 +230,8 @@ impl Leaf {
         }
     }
 
-    /// Gives memory back once most of it is unused. Not earlier, so that a leaf that shrinks and grows keeps its
-    /// memory. Returns how many bytes.
+    /// Frees memory once most of it is unused; not earlier, so that a leaf that shrinks and grows keeps its memory.
+    /// Returns how many bytes.
     pub(super) fn trim(&mut self) -> u64 {
         let (needed, before) = (self.extents.len().max(STEP), self.bytes());
         if self.extents.capacity() > 4 * needed {
@@ -240,7 +240,7 @@ impl Leaf {
         before - self.bytes()
     }
 
-    /// Bytes of memory that the leaf takes.
+    /// Bytes of memory the leaf takes.
     pub(super) fn bytes(&self) -> u64 {
         (size_of::<Self>() + self.extents.capacity() * size_of::<IndexExtent>()) as u64
     }

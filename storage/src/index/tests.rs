@@ -41,7 +41,7 @@ enum Step {
         sectors: u64,
         unmap: bool,
     },
-    /// A waiting record reaches the log, directly behind the previous one there or behind a gap.
+    /// A waiting record reaches the log, directly after the previous one there or after a gap.
     Log {
         which: prop::sample::Index,
         gap: bool,
@@ -356,7 +356,7 @@ proptest! {
     }
 }
 
-/// The same with so many records that leaves are split, on both sides of the point where the high half of a sector's number
+/// The same with enough records to split leaves, on both sides of the point where the high half of a sector's number
 /// changes.
 #[test]
 fn a_large_index_is_built_as_it_is_inserted() {

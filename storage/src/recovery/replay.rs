@@ -1,4 +1,4 @@
-//! From a log's records to the contents of its disks: reads the whole log and gives each disk its part.
+//! From a log's records to the contents of its disks: reads the whole log and sorts the records by disk.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -22,24 +22,24 @@ use crate::recovery::scan::{self, FoundRecord, Scan};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
-/// The records of one disk in a log that are not in its base image.
+/// One disk's records in the log that are not in its base image.
 #[derive(Default)]
 pub(crate) struct UnappliedRecords {
     /// Those that count.
     pub extents: ExtentMap,
     /// LSN of the newest record.
     pub last_lsn: u64,
-    /// All records, also those that a rewind has undone: it may itself be undone.
+    /// Counts all records, including those undone by a rewind, which may itself be undone.
     pub records: u64,
     pub payload_bytes: u64,
 }
 
-/// A disk while the log is read.
+/// One disk while the log is read.
 struct DiskReplay {
     /// Its capacity.
     sectors: u64,
     extents: IndexBuilder,
-    /// Its extents are still missing.
+    /// Everything but the extents.
     unapplied: UnappliedRecords,
 }
 
@@ -52,7 +52,7 @@ impl DiskReplay {
         }
     }
 
-    /// Whether the disk has these sectors, at least one.
+    /// Whether this is a non-empty range of the disk.
     fn has(&self, sector: u64, sectors: u32) -> bool {
         let end = sector.checked_add(u64::from(sectors));
         sectors > 0 && end.is_some_and(|end| end <= self.sectors)
@@ -66,7 +66,7 @@ impl DiskReplay {
     }
 }
 
-/// The disks of a log while it is read.
+/// All disks of a log while it is read.
 struct LogReplay {
     disks: BTreeMap<u32, DiskReplay>,
     /// The records that count.
@@ -76,7 +76,7 @@ struct LogReplay {
 }
 
 impl LogReplay {
-    /// The disks as of LSN `until`.
+    /// Replays the disks as of LSN `until`.
     fn of(control: &Control, until: u64) -> Self {
         let disks = control.disks.iter();
         let disks = disks.map(|disk| {
@@ -92,7 +92,7 @@ impl LogReplay {
         }
     }
 
-    /// Takes the next record, unless it is in the base image, or a mark.
+    /// Takes the next record, unless it is in the base image or a mark.
     fn take(&mut self, found: &FoundRecord<'_>) {
         if found.in_base || found.is_mark() {
             return;
@@ -130,7 +130,7 @@ impl LogReplay {
     }
 }
 
-/// Where the bytes of a record are, whose payload, if it has one, is at this byte offset of a segment.
+/// The place of a record's bytes. Its payload, if any, is at this byte offset of a segment.
 pub(crate) fn place(
     descriptor: &Descriptor,
     lsn: u64,
@@ -149,7 +149,7 @@ pub(crate) fn place(
     }
 }
 
-/// The waiting records of all disks that have any, by disk id.
+/// The unapplied records of all disks that have any, by disk id.
 pub(crate) type UnappliedByDisk = HashMap<u32, UnappliedRecords>;
 
 /// Reads the log: what it holds, and where the newest bytes of each disk are.
@@ -172,7 +172,7 @@ pub(crate) fn read_log(
     )
 }
 
-/// As [`read_log`], but the indexes are as of LSN `until`, and no more is verified than the log's end needs.
+/// As [`read_log`], but as of LSN `until`, and verifies only what it takes to find the log's end.
 pub(crate) fn read_log_until(
     medium: &dyn Medium,
     log_dir: &Path,
@@ -191,7 +191,7 @@ pub(crate) fn read_log_until(
     )
 }
 
-/// The extents of the records of one disk for which `wanted` holds, by LSN. No point of the disk need have them all.
+/// The extents of one disk's records whose LSNs are `wanted`. These need not be the state at any one point.
 pub(crate) fn read_records(
     medium: &dyn Medium,
     log_dir: &Path,
@@ -239,7 +239,7 @@ fn read(
     };
     let mut scan = scan::scan(medium, log_dir, control, verify, visit, progress)?;
     let indexes = disks.finish(log_dir)?;
-    // Readers need no block that a later record has replaced.
+    // Blocks overwritten by later records don't matter.
     scan.damaged.retain(|damaged| {
         let needed = |unapplied: &UnappliedRecords| damaged.is_needed(&unapplied.extents);
         indexes.get(&damaged.disk_id).is_some_and(needed)
@@ -247,7 +247,7 @@ fn read(
     Ok((scan, indexes))
 }
 
-/// Reads what a log in use holds of one disk, up to LSN `until`. The records are in `segments`: see [`read_live`].
+/// Reads one disk's extents from a log in use, up to LSN `until`. `segments`: see [`read_live`].
 pub(crate) fn read_live_disk(
     segments: &[(Arc<Segment>, u64)],
     until: u64,
@@ -268,8 +268,8 @@ pub(crate) fn read_live_disk(
     Ok(unapplied.unwrap_or_default().extents)
 }
 
-/// Reads the log for recovery. Syncs the segments and drops their cached pages first, so that it reads what
-/// is on the medium.
+/// Reads the log for recovery. First syncs the segments and drops their cached pages, so that it reads what is on the
+/// medium.
 pub(crate) fn read_for_recovery(
     medium: &dyn Medium,
     log_dir: &Path,
@@ -303,8 +303,8 @@ pub(crate) fn read_durable(
         progress,
     );
     let (scan, unapplied) = read?;
-    // What was read is on the medium. The next change of the control file notes that: then a block of the last batch that the medium
-    // changes later is not taken for a torn write, and the headers that void segments have are not needed to know it.
+    // Everything read is on the medium. The next write of the control file records that, so that later damage to the
+    // last batch is not taken for a torn write, and the headers in void segments are no longer needed as proof.
     control.control.durable_lsn = U64::new(scan.last.lsn);
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
@@ -317,16 +317,16 @@ pub(crate) fn read_durable(
     Ok((scan, unapplied))
 }
 
-/// Gives the disks their parts of the log, and makes the log's end durable. `keeps_history`: the log keeps its records. Returns the
-/// segments that hold no part of the log, too.
+/// Gives each disk its part of the log, and makes the log's end durable. `keeps_history`: the log keeps its records.
+/// Also returns the segments that hold no part of the log.
 pub(crate) fn recover(
     control: &mut ControlFile,
     states: &[Arc<DiskState>],
     (mut scan, mut indexes): (Scan, UnappliedByDisk),
     keeps_history: bool,
 ) -> Result<(Scan, Vec<Arc<Segment>>)> {
-    // Unless the log keeps its records, the indexes are frozen at once. The first checkpoint then copies only what was recovered, whatever is written
-    // meanwhile, and so needs no room in a ring that may be full.
+    // Unless the log keeps its records, freeze the indexes at once. The first checkpoint then copies exactly what was
+    // recovered, whatever is written in the meantime, and so needs no room in a ring that may be full.
     for state in states {
         if let Some(unapplied) = indexes.remove(&state.id) {
             let mut index = state.index_mut();
@@ -337,7 +337,7 @@ pub(crate) fn recover(
             state.last_lsn.store(unapplied.last_lsn, Ordering::Release);
         }
     }
-    // The bytes behind the end must never be taken for part of the log again.
+    // What lies after the end must never be taken for part of the log again.
     let free = scan.release(control)?;
     Ok((scan, free))
 }
