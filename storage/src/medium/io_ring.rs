@@ -1,4 +1,4 @@
-//! An io_uring: one system call starts all operations of a turn, and their ends are read without one.
+//! An io_uring: one system call starts all operations of a turn, and completions are read without one.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,7 +14,7 @@ const ENTRIES: u32 = 256;
 /// Most entries in flight, so that the completion queue never overflows.
 const IN_FLIGHT: usize = 2 * ENTRIES as usize;
 
-/// Whether the kernel gives a ring with the operations used in this crate (Linux 5.6).
+/// Checks that the kernel has io_uring with the operations used in this crate (Linux 5.6).
 pub(crate) fn probe() -> io::Result<()> {
     let ring = IoUring::new(4)?;
     let mut probe = io_uring::Probe::new();
@@ -34,7 +34,7 @@ pub(crate) fn probe() -> io::Result<()> {
     }
 }
 
-/// A ring, and the operations that it carries out. Dropping it waits for those that the kernel has.
+/// A ring and its operations. Dropping it waits for those in the kernel.
 pub(crate) struct IoRing<T> {
     ring: IoUring,
     /// By key, every operation with an entry in `waiting`, in the submission queue or in the kernel.
@@ -104,7 +104,7 @@ impl<T> IoRing<T> {
             match self.ring.submit() {
                 Ok(_) => self.fill(),
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // The kernel is short of memory. With entries in flight, a completion makes `next_ended` try again;
+                // The kernel is short of memory. With entries in flight, a completion will make `next_ended` retry;
                 // without any, nothing would, so wait here.
                 Err(_) if self.open > self.ring.submission().len() => return,
                 Err(_) => std::thread::sleep(Duration::from_millis(1)),

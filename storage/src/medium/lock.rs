@@ -1,4 +1,4 @@
-//! Opening a file for one writer, or only readers, at a time: it is locked, and is then still the one at its path.
+//! Opening and locking a file for one writer, or only readers, and making sure that it is still the one at its path.
 
 use std::io;
 use std::path::Path;
@@ -10,21 +10,21 @@ use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::owner;
 use crate::medium::qemu::{self, Conflict};
 
-/// What a file is opened for, and so who else may have it open.
+/// What a file is opened for, which decides who else may have it open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Access {
-    /// A part of a log, which other programs do not use: no other opener has it.
+    /// A file of a log, to write: nobody else may have it open. (Other programs do not use it.)
     Log,
-    /// A part of a log that is only read: others may read it too.
+    /// A file of a log, only to read: others may read it too.
     LogRead,
-    /// An image that is written: nobody else has it open, and no program of QEMU.
+    /// An image, to write: nobody else may have it open, QEMU's programs included.
     Write,
-    /// An image that is only read: others may read it too.
+    /// An image, only to read: others may read it too.
     Read,
 }
 
 impl Access {
-    /// How a file is opened for this.
+    /// How to open a file for this.
     pub(crate) fn open_mode(self, to_write: OpenMode) -> OpenMode {
         match self {
             Self::Log | Self::Write => to_write,
@@ -33,33 +33,31 @@ impl Access {
     }
 }
 
-/// The holder that an opener waits for when a file is locked.
+/// Who may be holding a lock that an opener waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// Perhaps another user, which may keep the lock for long. A user that was just killed releases it soon.
+    /// Possibly another user, which may keep the lock for a long time. A user that was just killed releases it soon.
     User,
-    /// A process that was killed, since there can be no other user. Its writes in flight hold the lock until they
-    /// end.
+    /// Only writes that a killed process left in flight; there can be no other user. They hold the lock until they end.
     Writes,
 }
 
-/// How often a locked file is tried again.
+/// Time between two tries.
 const LOCK_TRY: Duration = Duration::from_millis(10);
 
-/// How long an opener waits at least: here for another user, below for writes in flight.
+/// How long to wait for another user, and below, for writes in flight.
 const USER_PATIENCE: Duration = Duration::from_secs(3);
 
 const WRITES_PATIENCE: Duration = Duration::from_secs(120);
 
-/// After this time the opener logs what it waits for.
+/// After this time, log what the opener is waiting for.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// How often an opener opens a file anew because another file took its place while the opener waited for the lock.
+/// How often to reopen a file that was replaced while the opener waited for its lock.
 const PLACES: u32 = 100;
 
-/// Opens a file, for `doing` something, and takes its locks as [`lock`] does. While this function waits, the file may
-/// be renamed over or removed. A lock on that file does not protect the one that is at the path now, so that one is
-/// opened instead.
+/// Opens a file, for `doing` something, and locks it as [`lock`] does. Waiters lock the file that is finally at the
+/// path: if the file is replaced or removed while this waits, the new one is opened instead.
 ///
 /// # Errors
 /// As [`lock`]; or if the file cannot be opened.
@@ -95,7 +93,7 @@ pub(crate) fn open_locked<F>(
     ))
 }
 
-/// The same for a file of the store.
+/// As [`open_locked`], for a file of the store.
 pub(crate) fn open_store_file(
     path: &Path,
     doing: &str,
@@ -108,12 +106,12 @@ pub(crate) fn open_store_file(
 }
 
 /// Takes the lock that every opener of a disk or log takes (`flock`, released with the last descriptor of the open
-/// file), and QEMU's on an image. A write that a process had in flight in an io_uring keeps the file open, and so locked,
-/// after the process was killed.
+/// file), and on an image QEMU's locks too. A killed process's io_uring write in flight keeps the file open, and so
+/// locked.
 ///
 /// # Errors
-/// [`ErrorKind::Locked`] if it is still held after about 3 s, or 2 minutes where only writes in flight can hold it;
-/// [`ErrorKind::Io`] if the file system has no locks.
+/// [`ErrorKind::Locked`] if the lock is still held after about 3 s, or after 2 minutes where only writes in flight can
+/// hold it; [`ErrorKind::Io`] if the file system has no locks.
 pub(crate) fn lock(
     file: &dyn DataFile,
     path: &Path,
@@ -141,7 +139,7 @@ pub(crate) fn lock(
             continue;
         }
         if file.host().is_some_and(owner::lives) {
-            // It has the file as a disk of another log.
+            // Somebody has the file open as a disk of another log.
             holder = Holder::User;
         } else {
             tracing::warn!(
@@ -152,7 +150,7 @@ pub(crate) fn lock(
     }
 }
 
-/// Who has a file open that is to be locked.
+/// Who holds a lock that is in the way.
 enum LockOwner {
     /// An opener that takes this program's lock.
     Opener,
@@ -175,7 +173,7 @@ fn try_lock(file: &dyn DataFile, access: Access) -> io::Result<Option<LockOwner>
 }
 
 impl LockOwner {
-    /// The error for an opener who has waited long enough.
+    /// The error for an opener that has waited long enough.
     fn refusal(&self, file: &dyn DataFile, path: &Path, holder: Holder) -> Error {
         let name = path.display();
         let owner = match self {
@@ -213,7 +211,7 @@ mod tests {
     use super::*;
     use std::thread;
 
-    /// A waiter for a lock gets that of the file that is at the path in the end.
+    /// A waiter locks the file that is finally at the path.
     #[test]
     fn a_lock_is_of_the_file_that_is_at_the_path() {
         let dir = tempfile::tempdir().unwrap();
@@ -228,7 +226,7 @@ mod tests {
         let first = open().unwrap();
         thread::scope(|scope| {
             let waiter = scope.spawn(open);
-            // The waiter waits by now, or comes later: either way it may only get the newer file.
+            // Whether it is waiting by now or comes later, it must get the newer file.
             thread::sleep(5 * LOCK_TRY);
             std::fs::rename(&newer, &path).unwrap();
             drop(first);

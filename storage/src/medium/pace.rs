@@ -1,5 +1,5 @@
-//! An artificially slow medium, for benchmarks only. It is slow like a small cloud volume, with a limit of operations
-//! a second and a latency of each; or it takes a write for each record, like a store without group commit.
+//! An artificially slow medium, for benchmarks only: slow like a small cloud volume, with a limit on operations per
+//! second and a latency for each, or with one write per record, like a store without group commit.
 
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
@@ -9,7 +9,7 @@ use crate::sync::{self, Mutex};
 
 /// Most bytes of one operation: clouds count a longer write as several.
 const OPERATION_BYTES: usize = 256 << 10;
-/// How long unused operations are kept, so that a thread that sleeps a little too long loses none.
+/// How long unused operations are kept, so that a thread that oversleeps a little loses none.
 const KEPT: Duration = Duration::from_millis(10);
 
 /// The delays of an artificially slow medium; threads that use the medium share them. For benchmarks: a log has its
@@ -63,15 +63,15 @@ impl Default for Pace {
     }
 }
 
-/// The slow medium that a log's leader writes to in place of the medium itself.
+/// Appends with added delays.
 pub(crate) struct SlowAppender {
-    /// The medium itself.
+    /// The real appender.
     pub medium: Box<dyn Appender>,
     /// The delays of each write and each sync.
     pub pace: Pace,
-    /// Time that each sync takes in addition to the medium's own.
+    /// Time added to each sync.
     pub sync_latency: Duration,
-    /// Each payload of an append has a write of its own.
+    /// Each payload gets a write of its own.
     pub write_per_record: bool,
 }
 
@@ -106,7 +106,7 @@ impl Appender for SlowAppender {
                     }
                     (from, at) = (to, at + bytes as u64);
                 }
-                // A durable last write would not make the other writes durable, so the segment is synced.
+                // A durable last write does not cover the other writes, so sync the segment.
                 let sync = match sync {
                     SyncScope::Write => SyncScope::Segments(vec![segment.clone()]),
                     other => other,
@@ -132,7 +132,7 @@ impl Appender for SlowAppender {
 }
 
 impl SlowAppender {
-    /// Carries out an operation that has one write at most.
+    /// Carries out an operation with at most one write.
     fn one(&self, io: Io) -> AppendResult {
         let syncs = match &io {
             Io::Append { sync, .. } => sync.count(),
@@ -168,15 +168,15 @@ mod tests {
         let start = Instant::now() + Duration::from_secs(1);
         let mut next = start;
         let after = |at: Instant| (at - start).as_millis();
-        // The first begins at once, the others at the medium's rate, however fast they are asked for.
+        // The first one starts at once, the others at the medium's rate, however fast they come.
         assert_eq!(after(take(&mut next, start, interval, 1)), 0);
         assert_eq!(after(take(&mut next, start, interval, 1)), 5);
         assert_eq!(after(take(&mut next, start, interval, 3)), 20);
-        // After a long rest two operations are kept, not all.
+        // After a long idle time, two operations are kept, not all.
         let rested = start + Duration::from_secs(60);
         let begins = [0; 4].map(|_| take(&mut next, rested, interval, 1));
         assert!(begins[1] < rested && begins[2] == rested && begins[3] == rested + interval);
-        // Without a limit no operation begins later than asked.
+        // Without a limit, no operation starts late.
         let mut next = start;
         assert!((0..1000).all(|_| take(&mut next, start, Duration::ZERO, 9) <= start));
     }

@@ -1,4 +1,4 @@
-//! The engine for kernels without io_uring: writes on one thread, reads in the caller's.
+//! The engine for kernels without io_uring: one thread for writes; reads happen in the caller's thread.
 
 use std::io;
 
@@ -32,7 +32,7 @@ impl BlockingEngine {
         }
     }
 
-    /// Hands an operation to the thread that writes. The first one starts it: an engine that only reads needs none.
+    /// Hands an operation to the writer thread, which the first one starts: an engine that only reads needs none.
     fn write(&mut self, id: u64, io: Io) -> io::Result<()> {
         let writer = match &mut self.writer {
             Some(writer) => writer,
@@ -55,7 +55,7 @@ impl WriterThread {
             .spawn(move || {
                 while let Ok((id, io)) = todo.recv() {
                     let (result, _) = run(io);
-                    // A receiver or event that is gone belongs to a port that is being dropped, so no request waits.
+                    // If the receiver or event is gone, its port is being dropped and no request waits.
                     let _ = report.send(IoCompletion { id, result });
                     event.signal();
                 }

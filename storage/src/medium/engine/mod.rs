@@ -7,7 +7,7 @@
 //!
 //!   the log's appends ─────▶ system calls in the thread that needs them            (medium/file.rs)
 //! ```
-//! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
+//! An operation owns its buffers until it is polled as done, so none is freed while the kernel uses it.
 
 mod blocking;
 #[cfg(test)]
@@ -20,10 +20,10 @@ use crate::medium::file::Engine;
 use crate::medium::io_ring;
 use crate::sync::Event;
 
-/// Which engine moves the bytes.
+/// Which engine performs the I/O.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EngineKind {
-    /// io_uring if the kernel offers all that is needed, else blocking calls.
+    /// io_uring if the kernel has all that is needed, otherwise blocking calls.
     #[default]
     Auto,
     /// io_uring; opening fails where the kernel has none.
@@ -32,7 +32,7 @@ pub enum EngineKind {
     Blocking,
 }
 
-/// The kind of engine that `kind` stands for on this kernel.
+/// Resolves `kind` to an engine that works on this kernel.
 pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
     match kind {
         EngineKind::Blocking => Ok(kind),

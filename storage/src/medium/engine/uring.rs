@@ -51,8 +51,8 @@ impl UringEngine {
             slices.0.clear();
             self.slices.push(slices);
         }
-        // An operation that was interrupted, or not begun for want of memory, has moved nothing: plain calls carry it
-        // out, as they do the rest of a short one.
+        // An operation that was interrupted, or not started for lack of memory, has moved nothing. Plain calls carry it
+        // out, as they finish a short one.
         let moved = match moved {
             Err(Errno::INTR | Errno::AGAIN) => Ok(0),
             moved => moved,
@@ -63,8 +63,8 @@ impl UringEngine {
     }
 }
 
-/// Ends an operation that has moved `moved` bytes. Fewer bytes than asked for are no error: plain calls do the rest, or report
-/// why they cannot.
+/// Ends an operation that has moved `moved` bytes. Too few is not an error: plain calls do the rest, or report why they
+/// can't.
 fn end(io: Io, moved: usize) -> io::Result<Option<Buffer>> {
     match io {
         Io::Read { buffer, .. } if moved == buffer.len() => Ok(Some(buffer)),
@@ -104,7 +104,7 @@ impl Engine for UringEngine {
                 let write = opcode::Writev::new(fd, slices.0.as_ptr(), slices.0.len() as u32);
                 write.offset(*offset).build()
             }
-            // Appends are the work of the thread that needs them.
+            // Appends are done by the thread that needs them.
             Io::Append { .. } | Io::WriteBack(_) => {
                 let (result, _) = run(io);
                 return self.done.push(IoCompletion { id, result });
@@ -136,8 +136,8 @@ mod tests {
     use crate::medium::file::{DataFile, ReadSource};
     use crate::sync::Arc;
 
-    /// An operation that was interrupted, or for which the kernel had no memory, is still done; any other error is
-    /// reported.
+    /// An operation that was interrupted, or for which the kernel had no memory, is still carried out; any other error
+    /// is reported.
     #[test]
     fn an_interrupted_operation_is_carried_out_by_plain_calls() {
         if let Err(error) = crate::medium::io_ring::probe() {
