@@ -17,13 +17,14 @@
 //! 4. *Never old data for new*: damage below the durable LSN is reported, never skipped.
 //! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
 //!
-//! A [`Disk`] is a [`Backend`], and a [`Port`] a [`BackendQueue`] of `walvisor-block`, whose types are part of this API.
-//! A [`RawDisk`] is a backend too: a raw image, without a log. So is a [`Look`]: a disk as it was at a point of its history.
+//! A [`Disk`] is a [`Backend`] and a [`Port`] is a [`BackendQueue`] of `walvisor-block`, whose types are part of this
+//! API. [`RawDisk`], a raw image without a log, and [`Look`], a disk as it was at a point in its history, are backends
+//! too.
 //!
-//! The folders are layers. Each imports only from itself and from those behind it in this list: `raw` (raw images),
+//! The folders are layers. Each imports only from itself and from those after it in this list: `raw` (raw images),
 //! `store` (opening, closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`,
 //! `log`, `catalog` (the control file, options, which image is which disk), `index`, `medium` (files, segments,
-//! engines), and the modules outside the folders.
+//! engines), and the modules outside the folders. `docs/glossary.md` explains the terms.
 //!
 //! A disk, one write, and a FLUSH, after which the write survives a power loss (`examples/` has larger programs):
 //!

@@ -162,7 +162,7 @@ fn rewound_log() -> Vec<u8> {
     input_of(&log)
 }
 
-/// A log with a snapshot that its base images have gone past.
+/// A log with a snapshot that its base images have moved past.
 fn saved_log() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("log");
@@ -257,7 +257,7 @@ fn real_logs_recover_as_inputs() {
         assert!(!records || !found.2.is_empty(), "{name}: {found:?}");
         let sealed = name == "sealed";
         assert!(!sealed || (found.0, found.2.len()) == (6, 6), "{found:?}");
-        // The newest restore is to the fourth record, and the next one comes behind it.
+        // The newest restore is to the fourth record, and the next one comes after it.
         let sectors: u64 = found.2.iter().map(|extent| extent.2).sum();
         assert!(
             name != "rewound" || (found.1, sectors) == (8, 4),
@@ -278,7 +278,7 @@ fn real_logs_recover_as_inputs() {
     }
 }
 
-/// Any number of any structure may have any value, with or without correct checksums.
+/// Any number in any structure may have any value, with or without correct checksums.
 #[test]
 fn any_number_may_be_anything() {
     for (name, input) in real_logs() {

@@ -1,5 +1,5 @@
-//! A raw image as a backend: requests go to the file, and FLUSH is an fdatasync, shared only by requests that wait at
-//! the same time. No log.
+//! A raw image as a backend, without a log: requests go to the file, and FLUSH is an fdatasync, shared by requests that
+//! wait at the same time.
 //!
 //! ```text
 //!   RawQueue ──▶ RawTask: read, write, zeroes ──▶ io_uring, one a queue       (uring.rs)
@@ -57,7 +57,7 @@ pub struct RawDisk {
 }
 
 impl RawDisk {
-    /// A disk over `image`, with the size that the image had when it was opened. It uses io_uring if the kernel has it.
+    /// A disk over `image`, with the image's size at its opening. Uses io_uring if the kernel has it.
     pub fn new(image: Image, cache: RawCache) -> Self {
         let engine = probe(EngineKind::Auto).unwrap_or(EngineKind::Blocking);
         Self::build(image, cache, engine)
@@ -122,7 +122,7 @@ impl Backend for RawDisk {
     }
 
     fn set_write_cache(&self, on: bool) {
-        // An fdatasync covers the whole file, so the first one makes all earlier writes durable, too.
+        // An fdatasync covers the whole file, so the first one also makes all earlier writes durable.
         self.shared.write_cache.store(on, Ordering::Release);
     }
 
@@ -186,9 +186,9 @@ struct RawQueue {
     runner: Box<dyn TaskRunner>,
     syncer: Arc<Syncer>,
     mailbox: Arc<RawMailbox>,
-    /// Tasks being looked at; empty between calls, kept for its memory.
+    /// Scratch list for ended tasks.
     moved: Vec<(RawTask, io::Result<()>)>,
-    /// Requests that ended without the medium.
+    /// Completions of requests that needed no I/O.
     done: Vec<Completion>,
 }
 
@@ -220,7 +220,7 @@ impl BackendQueue for RawQueue {
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {
-        // Clear the event before looking: a later completion sets it again.
+        // Clear the event first; a later completion sets it again.
         let _ = self.mailbox.event.read();
         done.append(&mut self.done);
         self.runner.poll(&mut self.moved);

@@ -5,9 +5,8 @@
 //!   queue ─┼─▶ all waiters  ─▶ fdatasync ─▶ ended ─┼─▶ mailbox of the queue
 //!   grow  ─┘     (the next ones wait meanwhile)    └─▶ caller
 //! ```
-//! The kernel reports each write-back error once per open file, and all queues share one open file. Of two concurrent
-//! syncs one would get the error, and the other would report success. With one sync at a time every waiter gets the
-//! error.
+//! The kernel reports each write-back error once per open file, and all queues share one. Of two concurrent syncs, one
+//! would get the error and the other would report success. With one sync at a time, every waiter gets the error.
 
 use std::io;
 use std::sync::Arc;
@@ -44,7 +43,7 @@ impl SyncWaiter {
     }
 }
 
-/// The sync thread. Dropping it serves the waiters first, and joins the thread.
+/// The sync thread. Dropping it first serves the waiters, then joins the thread.
 #[derive(Debug)]
 pub(super) struct Syncer {
     /// `None` only while dropping.
@@ -65,14 +64,13 @@ impl Syncer {
         })
     }
 
-    /// Makes durable what was written before the call, and then puts the completion of request `token` into the
-    /// mailbox.
+    /// Makes everything written before the call durable, then completes request `token` in the mailbox.
     pub(super) fn submit(&self, token: u64, mailbox: &Arc<RawMailbox>) {
         let mailbox = Arc::clone(mailbox);
         self.send(SyncWaiter::Request { token, mailbox });
     }
 
-    /// Makes durable what was written before the call, and waits for it.
+    /// Blocks until everything written before the call is durable.
     pub(super) fn wait(&self) -> Result<(), Failure> {
         let (answer, answered) = channel();
         self.send(SyncWaiter::Caller(answer));
@@ -83,7 +81,7 @@ impl Syncer {
         let Some(waiters) = &self.waiters else {
             return;
         };
-        // It fails if the thread has panicked; the panic has been printed.
+        // Fails if the thread has panicked, which was printed.
         if let Err(refused) = waiters.send(waiter) {
             refused.0.tell(Err(Failure::Io));
         }
@@ -111,12 +109,12 @@ fn run(shared: &RawShared, waiters: &Receiver<SyncWaiter>) {
     }
 }
 
-/// Makes durable what has been written. An error is final, because the kernel would not report it to the next sync.
+/// Syncs the file. An error is final, because the kernel would not report it to the next sync.
 fn sync(shared: &RawShared) -> Result<(), Failure> {
     while !shared.has_failed() {
         match rustix::fs::fdatasync(shared.fd()) {
             Ok(()) => return Ok(()),
-            // A signal came before the sync began.
+            // Interrupted before the sync began.
             Err(Errno::INTR) => {}
             Err(error) => shared.sync_failed(error),
         }

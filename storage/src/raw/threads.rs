@@ -1,4 +1,4 @@
-//! Tasks through plain system calls in a thread of their own, for kernels without io_uring.
+//! Tasks as plain system calls in a thread of their own, for kernels without io_uring.
 
 use std::io;
 use std::sync::Arc;
@@ -8,7 +8,7 @@ use std::thread::{self, JoinHandle};
 use super::shared::{RawMailbox, RawShared, TaskRunner};
 use super::task::RawTask;
 
-/// A task with how it ended.
+/// An ended task and its result.
 type FinishedTask = (RawTask, io::Result<()>);
 
 /// See the module's documentation.
@@ -28,8 +28,8 @@ impl BlockingRunner {
         let (mailbox, shared) = (Arc::clone(mailbox), Arc::clone(shared));
         let work = move || {
             for task in tasks {
-                // If the receiver is gone, its queue is being dropped and no request waits. If the counter is full,
-                // the event is readable already.
+                // If the receiver is gone, its queue is being dropped and no request waits. If the counter is full, the
+                // event is readable already.
                 let _ = report.send(carry_out(task, &shared));
                 let _ = mailbox.event.write(1);
             }
@@ -58,7 +58,7 @@ impl TaskRunner for BlockingRunner {
         let Some(tasks) = &self.tasks else {
             return;
         };
-        // It fails if the thread has panicked; the panic has been printed.
+        // Fails if the thread has panicked, which was printed.
         if let Err(task) = tasks.send(task) {
             let error = io::Error::other("the disk's thread has ended");
             self.refused.push((task.0, Err(error)));
@@ -77,7 +77,7 @@ impl Drop for BlockingRunner {
     fn drop(&mut self) {
         self.tasks = None;
         if let Some(thread) = self.thread.take() {
-            // The thread ends once its tasks are done; a panic in it has been printed already.
+            // The thread ends once its tasks are done. A panic was printed.
             let _ = thread.join();
         }
     }

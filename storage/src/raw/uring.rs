@@ -1,4 +1,4 @@
-//! Tasks through io_uring: one system call submits all tasks of a turn, and completions are read without one.
+//! Tasks on io_uring: one system call submits all tasks of a turn, and completions are read without one.
 
 use std::io;
 use std::sync::Arc;
