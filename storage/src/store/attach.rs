@@ -1,5 +1,5 @@
-//! Attaching disks to a log: opens the base images, and finds the entry of each in the table of disks or refuses
-//! the image.
+//! Attaching disks to a log: opens the base images, and finds each one's entry in the table of disks or refuses the
+//! image.
 //!
 //! | the image is | the log holds records of the disk | it holds none |
 //! |---|---|---|
@@ -31,7 +31,7 @@ use crate::store::point::Point;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 
-/// A base image that is open and locked, not yet known to the log.
+/// A base image that is open and locked, but not matched to a disk of the log yet.
 pub(crate) struct OpenBase {
     pub options: DiskOptions,
     /// The image's path, with links resolved.
@@ -42,14 +42,14 @@ pub(crate) struct OpenBase {
 }
 
 impl OpenBase {
-    /// Opens and locks the image. `in_log`: this process has the disk's log open, so no other user can have an
-    /// image that is marked as open.
+    /// Opens and locks the image. `in_log`: this process has the disk's log open, so nobody else can be using an image
+    /// that is marked as open.
     pub(crate) fn open(options: &DiskOptions, access: Access, in_log: bool) -> Result<Self> {
         let path = &options.path;
         let file = open_base(path, access, in_log)?;
         let identity = Identity::of(file.as_ref(), path)?;
         let size = disk_len(file.as_ref(), path);
-        // The files of other formats have any size.
+        // Files in other formats may have any size.
         let size = size.or_else(|error| {
             refuse_other_format(path, identity.mark.as_ref(), options.format).and(Err(error))
         })?;
@@ -62,7 +62,7 @@ impl OpenBase {
         })
     }
 
-    /// Opens several images; a file that is named twice is refused.
+    /// Opens several images; refuses a file that is named twice.
     pub(crate) fn open_all(
         disks: &[DiskOptions],
         access: Access,
@@ -76,8 +76,8 @@ impl OpenBase {
         Ok(opened)
     }
 
-    /// Refuses an image that may not be taken for a raw one as it is: one of another format, and one that is marked as
-    /// open. The newest bytes of the latter are, or were, in a log, and a new log must not hide that.
+    /// Refuses an image that must not be used as a plain raw image: one in another format, or one marked as open, whose
+    /// newest bytes are, or were, in a log; a new log must not hide that.
     pub(crate) fn refuse_foreign(&self, log_dir: &Path) -> Result<()> {
         let mark = self.identity.mark.as_ref();
         refuse_other_format(&self.options.path, mark, self.options.format)?;
@@ -96,7 +96,7 @@ impl OpenBase {
         }
     }
 
-    /// Whether the file is as long as the log says, or longer because a resize was interrupted.
+    /// Whether the file's length is what the log says, or longer because a resize was interrupted.
     pub(crate) fn size_fits(&self, entry: &DiskEntry) -> bool {
         let size = entry.size.get();
         self.size == size || (entry.resizing != 0 && self.size > size)
@@ -128,7 +128,7 @@ impl OpenBase {
         Some(why)
     }
 
-    /// Why the log's records of a disk can't be applied to this image; `None` if they can.
+    /// Why a disk's records can't be applied to this image; `None` if they can.
     fn why_not(&self, entry: &DiskEntry, home: &Path) -> Result<Option<&'static str>> {
         if let Some(why) = self.why_foreign(entry, home) {
             return Ok(Some(why));
@@ -145,7 +145,7 @@ impl OpenBase {
         Ok((!same).then_some(why))
     }
 
-    /// Why the past of the disk can't be seen over this image; `None` if it can.
+    /// Why the disk's past can't be seen over this image; `None` if it can.
     pub(crate) fn why_no_past(
         &self,
         control: &Control,
@@ -153,7 +153,7 @@ impl OpenBase {
         home: &Path,
     ) -> Result<Option<&'static str>> {
         let entry = &control.disks[place];
-        // The log has not had an image of the disk yet.
+        // The disk has not had an image yet.
         if (entry.generation.get(), entry.inode.get()) == (0, 0) {
             return Ok(None);
         }
@@ -162,15 +162,15 @@ impl OpenBase {
             why => why,
         };
         let inode = &self.identity.inode;
-        // The time of a copy tells nothing.
+        // A copy's time means nothing.
         let same_file = entry.is_file(inode, entry.path(home) == self.path);
         let written = same_file && !control.written_fits(entry.id.get(), inode.written);
         let written = written.then_some("another program has written to it since the log did");
         Ok(why.or(written))
     }
 
-    /// As [`why_no_past`](Self::why_no_past), for who only reads. If there is a reason, the disk has no past up to LSN `newest` in the
-    /// control file in memory from now on.
+    /// As [`why_no_past`](Self::why_no_past), for a reader. If there is a reason, ends the disk's past at LSN `newest`,
+    /// only in the control file in memory.
     pub(crate) fn without_past(
         &self,
         control: &mut ControlFile,
@@ -186,7 +186,7 @@ impl OpenBase {
         Ok(why)
     }
 
-    /// The error for a point of the past that can't be seen over this image.
+    /// The error for a point in the past that can't be seen over this image.
     pub(crate) fn no_past(&self, at: Point, log_dir: &Path, why: &str) -> Error {
         let (log, image) = (log_dir.display(), self.options.path.display());
         let message = format!(
@@ -199,7 +199,7 @@ impl OpenBase {
     /// Finds the place of the disk's entry in the log's table.
     ///
     /// # Errors
-    /// If the table has no entry for the disk, or the disk does not accept the image.
+    /// If the table has no entry for the disk, or the entry does not accept the image.
     pub(crate) fn find(
         &self,
         control: &ControlFile,
@@ -210,7 +210,7 @@ impl OpenBase {
     }
 }
 
-/// One way to tell whether an image belongs to an entry.
+/// One way to check whether an image belongs to an entry.
 type IdentityCheck<'a> = &'a dyn Fn(&OpenBase, &DiskEntry) -> bool;
 
 /// Finds the places of the disks' entries in the log's table. No two disks get the same place.
@@ -231,7 +231,7 @@ pub(crate) fn find(
         .collect()
 }
 
-/// Finds the place of the entry of an image in a log's table, whether or not the disk accepts the image.
+/// Finds the place of an image's entry in a log's table, whether or not the entry accepts the image.
 ///
 /// # Errors
 /// If the table has none.
@@ -240,17 +240,16 @@ pub(crate) fn locate(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> 
     found[0].ok_or_else(|| unknown(base, control, log_dir))
 }
 
-/// Whether a log's table has an entry for the image, whether or not the disk accepts it.
+/// Whether a log's table has an entry for the image, accepted or not.
 pub(crate) fn is_known(base: &OpenBase, control: &ControlFile) -> bool {
     look_up(std::slice::from_ref(base), control).is_ok_and(|found| found[0].is_some())
 }
 
-/// As [`find`], but the disks need not accept the images, and may have no entries.
+/// As [`find`], but entries need not accept the images, and may be missing.
 fn look_up(bases: &[OpenBase], control: &ControlFile) -> Result<Vec<Option<usize>>> {
     let (entries, home) = (&control.control.disks, control.home.as_path());
     let mut found: Vec<Option<usize>> = vec![None; bases.len()];
-    // A disk's own image goes before its path. Of two images that are both the disk's own, the one at its path
-    // wins.
+    // Identity beats path. Of two images that are both the disk's own, the one at its path wins.
     let own_at_path = |base: &OpenBase, entry: &DiskEntry| {
         base.is_of(entry, home) && entry.path(home) == base.path
     };
@@ -283,7 +282,7 @@ fn a_copy(path: &Path, open: &Path) -> Error {
     ))
 }
 
-/// Refuses an image that the disk with this entry does not accept.
+/// Refuses an image that this entry does not accept.
 fn accept(
     base: &OpenBase,
     entry: &DiskEntry,
@@ -333,7 +332,7 @@ fn accept(
     )))
 }
 
-/// Refuses an image that is nowhere in the table, but has the mark of a disk that is.
+/// Refuses an image that is not in the table but carries the mark of a disk that is.
 pub(crate) fn refuse_other_copy(
     base: &OpenBase,
     control: &ControlFile,
@@ -353,7 +352,7 @@ pub(crate) fn refuse_other_copy(
     }
 }
 
-/// The error for an image that is nowhere in the table.
+/// The error for an image that is not in the table.
 fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
     if let Err(error) = refuse_other_copy(base, control, log_dir) {
         return error;
@@ -374,7 +373,7 @@ fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
     ))
 }
 
-/// Refuses a file that is already open here: waiting for its lock would be in vain.
+/// Refuses a file that is already open here: waiting for its lock would be useless.
 fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
     let inode = match files().kind(path) {
         Ok(PathKind::File) => files()
@@ -402,9 +401,9 @@ fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
     }
 }
 
-/// Finds the disks' entries in the log and updates them in memory. Cuts off what an interrupted resize left behind
-/// the end of a disk. Disks that have records in the log but were not asked for are opened too, so that the log can
-/// be checkpointed and recycled. They come last. `newest`: as of when the disks are now.
+/// Finds the disks' entries in the log and updates them in memory. Cuts off what an interrupted resize left beyond the
+/// end of a disk. Disks that were not asked for but have records in the log are opened too, so that the log can be
+/// checkpointed and recycled; they come last. `newest`: the disks' present state.
 pub(crate) fn attach(
     mut bases: Vec<OpenBase>,
     control: &mut ControlFile,
@@ -431,15 +430,15 @@ pub(crate) fn attach(
         .collect()
 }
 
-/// Ends the past of the disk at this place if the image is not the one that it is made of, and says what is lost. `newest`: as of when the
-/// disk is now.
+/// Ends a disk's past if the image is not the one it depends on, and warns about what is lost. `newest`: the disk's
+/// present state.
 pub(crate) fn end_past(
     base: &OpenBase,
     place: usize,
     control: &mut ControlFile,
     newest: Commit,
 ) -> Result<()> {
-    // Another disk may have taken one.
+    // Another disk may have just taken an LSN.
     let lsn = control.control.with_rewinds(newest.lsn);
     let ended = check_past(base, place, control, lsn)?;
     if ended {
@@ -459,7 +458,7 @@ pub(crate) fn check_past(
 ) -> Result<bool> {
     let known = &mut control.control;
     let disk_id = known.disks[place].id.get();
-    // Nothing was there before.
+    // The log was empty.
     let is_new = newest == 0 && known.snapshots.is_empty();
     let Some(why) = base.why_no_past(known, place, &control.home)? else {
         return Ok(false);
@@ -485,7 +484,7 @@ pub(crate) fn check_past(
     Ok(true)
 }
 
-/// The images at these places take their paths and inodes over: no other entry keeps them.
+/// Gives the images' paths and inodes to their entries; no other entry keeps them.
 fn take_over(bases: &[OpenBase], found: &[usize], control: &mut ControlFile) {
     for (place, entry) in control.control.disks.iter_mut().enumerate() {
         if found.contains(&place) {
@@ -504,10 +503,10 @@ fn take_over(bases: &[OpenBase], found: &[usize], control: &mut ControlFile) {
     }
 }
 
-/// Updates the entry of an image in memory, and makes the image's state.
+/// Updates an image's entry in memory, and creates the disk's state.
 fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<DiskState>> {
     let disk_id = control.control.disks[place].id.get();
-    // Until it is certain that this is what the medium has.
+    // Unknown until it is certain what the medium has.
     control.control.set_written(disk_id, 0);
     let entry = &mut control.control.disks[place];
     let own = base.is_of(entry, &control.home);
@@ -523,8 +522,8 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     }
     filesystem::settle_name(&base.path)?;
     if !planted(Mutant::AttachTrustsCache) {
-        // The entry's mark and samples describe the image on the medium. A power cut may take what a killed
-        // process left in the page cache, and the image would then be refused.
+        // The entry's mark and samples describe the image on the medium. A power cut may take what a killed process
+        // left in the page cache, and then the image would be refused.
         let settled = base.file.sync_all().and_then(|()| base.file.drop_cache());
         settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
     }
@@ -538,8 +537,8 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     Ok(Arc::new(state))
 }
 
-/// Announces that a disk's image is about to be marked as open. `salt`: two copies of a disk that are both used from here
-/// on must not reach the same generation.
+/// Announces that a disk's image is about to be marked as open. `salt`: so that two copies of a disk that are both used
+/// from now on never reach the same generation.
 pub(crate) fn announce_open(control: &mut ControlFile, state: &DiskState, salt: u64) {
     if let Some(entry) = control.control.disk_mut(state.id) {
         entry.announce(1 + (salt >> 32));
@@ -548,8 +547,8 @@ pub(crate) fn announce_open(control: &mut ControlFile, state: &DiskState, salt: 
     }
 }
 
-/// Attaches a disk to a log in use, which has no records of it: to its own entry, or to a new one. `open`: the disks that
-/// the log has open. `newest`: the log's newest record.
+/// Attaches a disk to a log in use that has no records of it, with its own entry or a new one. `open`: the log's open
+/// disks. `newest`: the log's newest record.
 pub(crate) fn adopt(
     base: OpenBase,
     control: &mut ControlFile,
@@ -569,7 +568,7 @@ pub(crate) fn adopt(
     let state = entered.inspect_err(|_| {
         (control.control.disks, control.control.images) = before;
     })?;
-    // As when a log is opened, the mark must be durable before the first record is logged.
+    // As at open, the mark must be durable before the first record is logged.
     let marked = state.mark(true)?;
     let settled = control.change(|control| {
         if let Some(entry) = control.disk_mut(state.id) {
@@ -585,7 +584,7 @@ pub(crate) fn adopt(
     Ok(state)
 }
 
-/// Finds or makes the entry of an image in a log in use, and updates it in memory.
+/// Finds or creates an image's entry in a log in use, and updates it in memory.
 fn enter_alone(
     base: OpenBase,
     control: &mut ControlFile,
@@ -616,7 +615,7 @@ fn enter_alone(
     enter(base, place, control)
 }
 
-/// Opens a disk that has records in the log but was not asked for.
+/// Opens a disk that was not asked for but has records in the log.
 fn open_absent(
     entry: &DiskEntry,
     home: &Path,
@@ -661,13 +660,13 @@ fn count(records: u64) -> String {
     format!("{records} record{}", if records == 1 { "" } else { "s" })
 }
 
-/// The command that gives up the records of a disk.
+/// The command that discards a disk's records.
 pub(crate) fn discard_command(path: &Path, log_dir: &Path) -> String {
     let discard = format!("walvisor disk check --discard-log {}", path.display());
     with_log(discard, path, log_dir)
 }
 
-/// The command for the disk at `path`, which names the disk's log if it must.
+/// Adds the log to a command for the disk at `path`, if that is not the default.
 pub(crate) fn with_log(command: String, path: &Path, log_dir: &Path) -> String {
     match default_log_dir(path) == log_dir {
         true => command,

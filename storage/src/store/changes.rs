@@ -31,17 +31,17 @@ pub struct ChangedRange {
     pub offset: u64,
     /// In bytes.
     pub len: u64,
-    /// What the last change made of it: bytes were written ([`Data`](Allocation::Data)), or zeroes
+    /// The last change: bytes were written ([`Data`](Allocation::Data)), zeroes were written
     /// ([`Zero`](Allocation::Zero)), or it was discarded ([`Hole`](Allocation::Hole)).
     pub now: Allocation,
 }
 
-/// The ranges of the disk at `path` that changed after the point `from`, up to the point `to` (`None`: the newest record).
-/// They are exact: a range is there if a record touched it, also if the bytes are the same as before. The log is read on
-/// `threads` threads; `None`: one for each processor.
+/// The ranges of the disk at `path` that changed after the point `from`, up to the point `to` (`None`: the newest
+/// record). They are exact: a range is included if a record touched it, even if the bytes did not change. The log is
+/// read on `threads` threads; `None`: one per processor.
 ///
-/// What a restore in place between the points undid has changed too. If the bytes are those of the base image again, it is
-/// told as [`Data`](Allocation::Data).
+/// What a restore in place between the points undid counts as changed. If the bytes are the base image's again, it is
+/// reported as [`Data`](Allocation::Data).
 ///
 /// # Errors
 /// As [`restore_disk`](crate::restore_disk), for either point; or if `to` is before `from`.
@@ -70,7 +70,7 @@ pub fn disk_changes(
         control.timeline(disk_id, to_lsn),
     );
     let mut touched = log.read_records(|lsn| then.has(lsn) != now.has(lsn))?;
-    // What was saved for the snapshots from the one at `from` on has changed since, to what the base image has now.
+    // What was saved for snapshots, from the one at `from` on, has changed since, to what the base image has now.
     let saved = log.read_saved(from_lsn..to_lsn)?;
     if let Some(saved) = &saved {
         saved.iter().for_each(|piece| {
@@ -81,7 +81,8 @@ pub fn disk_changes(
             touched.insert(piece.sector, piece.sectors, 0, place);
         });
     }
-    // What a restore in place undid has changed too: to what the records that still count left there, or the base image has.
+    // What a restore in place undid has changed too: to what the records that still count left there, or to the base
+    // image.
     let as_of_to = match saved.is_none() && control.leads(disk_id, from_lsn, to_lsn) {
         true => None,
         false => {

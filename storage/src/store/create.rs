@@ -5,7 +5,7 @@
 //!   2. the log's control file names the disk, at PATH    (the log is made if there is none)
 //!   3. PATH.walvisor-part becomes PATH                   the directory is synced
 //! ```
-//! If creation is cut before step 3, nothing is at PATH. The same command then finishes it: it reuses the file of
+//! If a crash cuts this before step 3, nothing is at PATH. The same command then finishes it: it reuses the file of
 //! step 1 and replaces the entry of step 2. A log with a disk whose image is missing still serves its other disks.
 
 use std::path::Path;
@@ -27,7 +27,7 @@ use crate::store::attach::discard_command;
 use crate::store::log_size::advised;
 use crate::store::part_file::{PartFile, exists};
 
-/// The points where the creation of a disk can be cut.
+/// Points where a crash can cut the creation of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CreateStep {
     /// The image is complete, under another name.
@@ -41,11 +41,12 @@ pub(crate) enum CreateStep {
 /// Called at each step.
 type StepHook<'a> = &'a mut dyn FnMut(CreateStep);
 
-/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there is no log, it is
-/// created with `options`; an existing log ignores them, except for [`retain`](StoreOptions::retain). Leftovers of an earlier interrupted call are reused.
+/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there is no log, creates it
+/// with `options`; an existing log ignores them, except for [`retain`](StoreOptions::retain). Reuses what an earlier,
+/// interrupted call left.
 ///
 /// # Errors
-/// If the size is no positive multiple of 512, the file exists, or the log is open elsewhere. Nothing is left at
+/// If the size is not a positive multiple of 512, the file exists, or the log is open elsewhere. Leaves nothing at
 /// `path`.
 pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOptions) -> Result<()> {
     create(path, size, log_dir, options, &mut |_| {})
@@ -64,7 +65,7 @@ fn create(
     new.finish(part, size, options, reached)
 }
 
-/// A disk that is being created: nothing is at its path, and its log, if it exists, is open.
+/// A disk being created: nothing is at its path, and its log, if it exists, is open.
 pub(crate) struct NewDisk<'a> {
     path: &'a Path,
     log_dir: &'a Path,
@@ -81,7 +82,7 @@ impl<'a> NewDisk<'a> {
         Ok(new)
     }
 
-    /// Refuses to create the disk where a file or another disk's records are in the way.
+    /// Refuses if a file or another disk's records are in the way.
     fn refuse(&self, log: Option<&ControlFile>) -> Result<()> {
         let Self { path, log_dir, .. } = self;
         if exists(path)? {
@@ -164,8 +165,8 @@ impl<'a> NewDisk<'a> {
     }
 }
 
-/// Registers the disk at `path` in memory, and marks its complete image, which is `file` at `image`, as the disk's and
-/// closed. Returns whether the image's file system has extended attributes.
+/// Registers the disk at `path` in memory, and marks its complete image, `file` at `image`, as its own and closed.
+/// Returns whether the image's file system has extended attributes.
 pub(crate) fn enrol(
     control: &mut ControlFile,
     path: &Path,
@@ -192,7 +193,7 @@ pub(crate) fn enrol(
     Ok(marked)
 }
 
-/// The LSN as of which the disks of a log are that nobody has open; 0 of one that is being made.
+/// The LSN of the present state of a log that nobody has open; 0 for one being created.
 fn newest(control: &ControlFile) -> Result<u64> {
     let known = &control.control;
     if known.header.generation.get() == 0 {
@@ -204,14 +205,14 @@ fn newest(control: &ControlFile) -> Result<u64> {
     Ok(known.with_rewinds(scan.last.lsn))
 }
 
-/// Makes the first segment of a log that was just made.
+/// Creates the first segment of a new log.
 pub(crate) fn first_segment(control: &ControlFile, log_dir: &Path) -> Result<()> {
     let size = control.control.header.segment_size.get();
     let medium = directory(log_dir, EngineKind::Blocking);
     medium.create_segment(0, size, &mut |_| {}).map(drop)
 }
 
-/// The error that says what is at the path of the new disk.
+/// The error that says what is at the new disk's path.
 fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
     let real = real_path(path).unwrap_or_else(|_| path.to_owned());
     let what = match log {
@@ -282,7 +283,7 @@ mod tests {
         names
     }
 
-    /// The directory is looked at after the log was looked for, and another process may make it in between.
+    /// Another process may create the directory between the search for a log and the look at the directory.
     #[test]
     fn a_log_that_was_made_meanwhile_is_not_in_the_way() {
         let dir = tempfile::tempdir().unwrap();
@@ -295,8 +296,7 @@ mod tests {
         assert_eq!(kind, crate::ErrorKind::Damaged);
     }
 
-    /// Wherever the creation of a disk is cut, the same command finishes it: beside another disk as well as on a
-    /// new log.
+    /// Wherever creation is cut, the same command finishes it, on a new log as well as beside another disk.
     #[test]
     fn cut_anywhere_it_is_finished_by_the_same_command() {
         for shared in [false, true] {
@@ -348,7 +348,7 @@ mod tests {
         }
     }
 
-    /// A log with a disk whose creation was cut serves its other disks.
+    /// A log with a half-created disk serves its other disks.
     #[test]
     fn a_disk_that_was_never_finished_keeps_nobody_from_the_log() {
         let dir = tempfile::tempdir().unwrap();
@@ -364,7 +364,7 @@ mod tests {
             .unwrap();
     }
 
-    /// A log that another process has created since a disk was begun takes that disk too.
+    /// If another process creates the log in the middle, that log takes the disk.
     #[test]
     fn a_log_that_came_into_being_meanwhile_is_used() {
         let dir = tempfile::tempdir().unwrap();
@@ -384,12 +384,12 @@ mod tests {
         store.close().unwrap();
     }
 
-    /// The error names what is in the way and what can be done about it.
+    /// The error says what is in the way and what can be done about it.
     #[test]
     fn an_image_that_is_there_is_told_apart() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
-        // An image without a log, as earlier versions left it when they were cut.
+        // An image without a log, as earlier versions left it when interrupted.
         std::fs::File::create(&disk).unwrap().set_len(MIB).unwrap();
         let told = |log: &Path| {
             let error = create_disk(&disk, MIB, log, &options()).unwrap_err();
@@ -405,7 +405,7 @@ mod tests {
         create_disk(&dir.path().join("other"), MIB, &log, &options()).unwrap();
         let text = told(&log);
         assert!(text.contains("does not know it"), "{text}");
-        // As the first of these errors says: the image can be used, and then has a log.
+        // As the first error says, the image can be used, and then has a log.
         let own = dir.path().join("own");
         let disks = [DiskOptions::new(&disk)];
         Store::open(&own, &disks, &options())

@@ -1,4 +1,4 @@
-//! Looking at a disk and its log without changing them.
+//! Inspecting a disk and its log without changing them.
 
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -33,7 +33,7 @@ pub struct LogReport {
     pub max_segments: u32,
     /// Size of a segment file in bytes.
     pub segment_size: u64,
-    /// Valid batches in segments that are still needed.
+    /// Valid batches in segments in use.
     pub batches: u64,
     /// Records that are not in the base images yet.
     pub records: u64,
@@ -43,23 +43,21 @@ pub struct LogReport {
     pub checkpoint_lsn: u64,
     /// LSN of the newest record.
     pub last_lsn: u64,
-    /// What it has of the history of its disks.
+    /// The history of its disks.
     pub history: LogHistory,
-    /// Whether a torn write lies behind the log's end. It was never acknowledged: this is normal after a crash, and
-    /// ignored.
+    /// Whether there is a torn write after the log's end. It was never acknowledged: normal after a crash, and ignored.
     pub torn_tail: bool,
-    /// Where the base images of all disks on the log were when they were last open.
+    /// Where the base images of all disks on the log were when last open.
     pub disks: Vec<PathBuf>,
-    /// Sectors whose newest bytes are in the log and were changed there by the medium: reads of them fail. Empty if
-    /// the log is clean.
+    /// Sectors whose newest bytes are in the log and damaged there, so that reads fail. Empty if the log is clean.
     pub damaged: Vec<DamagedSectors>,
-    /// Batch headers that were changed by the medium. Their segments' summaries still have them, so no record is lost.
+    /// Damaged batch headers. Their segments' summaries still have them, so no record is lost.
     pub damaged_headers: Vec<DamagedHeader>,
-    /// Snapshots that the disk can't be seen as of, or not as a whole.
+    /// Snapshots at which the disk can't be seen, or not completely.
     pub snapshot_faults: Vec<SnapshotFault>,
 }
 
-/// What is wrong with snapshots of a disk. It does not affect what the disk has now.
+/// What is wrong with snapshots of a disk. Does not affect the disk's present contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SnapshotFault {
     /// The snapshots, oldest first.
@@ -99,17 +97,17 @@ pub struct DamagedSectors {
 pub struct DiskReport {
     /// Size of the disk in bytes.
     pub size: u64,
-    /// Bytes that the base image takes on the file system.
+    /// Bytes that the base image takes on its file system.
     pub allocated: u64,
-    /// Whether the image carries a disk's mark. One without a log is then complete: the disk was closed. Without a mark
-    /// that is unknown: a copy may have lost it.
+    /// Whether the image carries a disk's mark. If so, an image without a log is complete, because the disk was closed;
+    /// if not, that is unknown, because a copy may have lost the mark.
     pub marked: bool,
     /// The log; `None` for a raw image that has none.
     pub log: Option<LogReport>,
 }
 
-/// Looks at a disk, reads its whole log and verifies every checksum, changing nothing. Damaged payloads in an
-/// otherwise complete log are no error: the report names them.
+/// Inspects a disk, reads its whole log and verifies every checksum. Changes nothing. Damaged payloads in an otherwise
+/// complete log are not an error; the report lists them.
 ///
 /// This reads every file that an open, a look or a restore trusts:
 ///
@@ -120,7 +118,7 @@ pub struct DiskReport {
 /// | `saved-...` | every header and payload that the control file counts, and that none is missing |
 /// | the base image | its mark (else its inode), its length, its samples, and the time of the last write, if snapshots need it; it has no checksums |
 ///
-/// Files that none of them trusts are left out: unused segments, `.new` files, and saved files of snapshots that are gone.
+/// It leaves out files that none of them trusts: unused segments, `.new` files, and saved files of deleted snapshots.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is
@@ -129,8 +127,8 @@ pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
     inspect_with_progress(path, log_dir, None, &mut |_, _| {})
 }
 
-/// As [`inspect`], on `threads` threads (`None`: one for each processor), and reports its progress. The report is
-/// the same for any number of threads.
+/// As [`inspect`], on `threads` threads (`None`: one per processor), with progress reports. The result does not depend
+/// on the number of threads.
 ///
 /// # Errors
 /// As [`inspect`].
@@ -264,7 +262,7 @@ fn snapshot_faults(
             ),
         });
     }
-    // Older snapshots read on in the files of newer ones.
+    // Older snapshots also need the files of newer ones.
     let damage = saved::check(&*files(), log_dir, &known.saved_files());
     faults.extend(damage.into_iter().map(|(lsn, what)| SnapshotFault {
         snapshots: names(&|snapshot| snapshot.lsn <= lsn),

@@ -1,4 +1,4 @@
-//! Copying a disk in use, as it is at one moment, to a file.
+//! Copying a disk in use, as of one moment, to a file.
 
 use std::fs::File;
 use std::ops::Range;
@@ -13,17 +13,18 @@ use crate::store::view::{DataPlace, Layers};
 use crate::{Backend, SECTOR_SIZE, Transfer};
 
 impl Disk {
-    /// Copies the disk, as it is at one LSN, to `target`, an empty file open for writing, while requests go on: everything
-    /// that has completed before the call is in the copy. Holes stay holes. `progress` gets the number of bytes passed so far
-    /// and the disk's size; `false` ends the export.
+    /// Copies the disk, as of one LSN, to `target`, an empty file open for writing, while requests go on. Everything
+    /// that completed before the call is in the copy. Holes stay holes. `progress` gets the number of bytes passed so
+    /// far and the disk's size, and returns `false` to end the export.
     ///
-    /// If the log keeps history, this is a [look](Self::look) at the newest record, copied: the log needs room for what is
-    /// written meanwhile. Otherwise the log is first copied to the base images, as by [`checkpoint`](Self::checkpoint). From
-    /// then on each checkpoint copies to `target` what it overwrites, so it takes longer.
+    /// If the log keeps history, this copies a [look](Self::look) at the newest record, and the log needs room for what
+    /// is written in the meantime. Otherwise it first copies the log to the base images, as
+    /// [`checkpoint`](Self::checkpoint) does; until the export ends, each checkpoint first copies to `target` what it
+    /// is about to overwrite, so it takes longer.
     ///
     /// # Errors
-    /// As [`checkpoint`](Self::checkpoint), or [`look`](Self::look); if the disk can't be read or `target` can't be written;
-    /// if `progress` has ended the export. What was copied until then is left in `target`.
+    /// As [`checkpoint`](Self::checkpoint), or [`look`](Self::look); if the disk can't be read or `target` can't be
+    /// written; if `progress` has ended the export. `target` keeps what was copied so far.
     pub fn export(
         &self,
         target: File,
@@ -36,7 +37,7 @@ impl Disk {
         }
     }
 
-    /// As [`export`](Self::export) of a log that keeps history, with the contents that the disk had at a point.
+    /// As [`export`](Self::export) with a log that keeps history, but as of a point in the past.
     ///
     /// # Errors
     /// As [`export`](Self::export) and [`look`](Self::look).

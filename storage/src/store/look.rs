@@ -1,4 +1,4 @@
-//! A look at the past: a disk as it was at a point of its history. The disk is not in use, or its owner opens the look.
+//! A look: a disk as it was at a point in its history. The disk is not in use, or its owner opens the look.
 //!
 //! ```text
 //!   LookQueue ──write──▶ scratch file (if there is one: else writes fail)
@@ -6,7 +6,7 @@
 //!      │                 └──▶ engine ──▶ verified, put together
 //!      └── completions ◀── event descriptor
 //! ```
-//! A look and a live disk read in the same way (`disk::reads`); a look has no log to write to.
+//! A look reads as a live disk does (`disk::reads`), but has no log to write to.
 
 use std::any::Any;
 use std::fs::File;
@@ -49,15 +49,14 @@ use crate::{
     Extent, Failure, MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE,
 };
 
-/// Engine ids from here on belong to writes; those below to reads.
+/// Engine ids from here on are writes; those below are reads.
 const WRITES: u64 = 1 << 63;
 
-/// A disk as it was at a point of its history. Reads that the medium answers with other bytes than were written fail. Writes
-/// fail too, or go to a scratch file. A FLUSH succeeds at once: nothing here outlives the look.
+/// A disk as it was at a point in its history. Reads of damaged bytes fail. Writes fail too, or go to a scratch file. A
+/// FLUSH succeeds at once, because nothing here outlives the look.
 ///
-/// Of a disk that is not in use, the disk and its log are locked as for [`export_disk`](crate::export_disk): other looks may
-/// be open beside this one, and nobody writes to the disk meanwhile. The owner of a disk in use opens looks with
-/// [`Disk::look`].
+/// If the disk is not in use, it and its log are locked as for [`export_disk`](crate::export_disk): other looks may be
+/// open at the same time, and nobody can write to the disk. The owner of a disk in use opens looks with [`Disk::look`].
 pub struct Look {
     past: Arc<PastDisk>,
 }
@@ -73,29 +72,29 @@ struct PastDisk {
     live: Vec<LiveSegment>,
     segment_size: u64,
     positions: PositionCache,
-    /// The disk's number and the point.
+    /// The disk's number, and the LSN of the point.
     disk_id: u32,
     until: u64,
-    /// The saved files of the log, and what was last read of them.
+    /// The log's saved files, and what was last read from them.
     log_dir: PathBuf,
     files: SavedFiles,
     saved_since: SavedExtentsCache,
     /// The snapshots before the point.
     points: Vec<PastPoint>,
-    /// The last of the fields: the log is used again once nothing else here needs it.
+    /// The last field: the log may move on only when nothing else here needs it.
     hold: LogHold,
 }
 
-/// What keeps the log as it is.
+/// What keeps the log from changing.
 enum LogHold {
-    /// The log of a disk that is not in use is locked.
+    /// The disk is not in use: its log is locked.
     Closed {
         engine: EngineKind,
-        /// The memory of change maps, and how much an index may take.
+        /// The memory of change maps, and the index's limit.
         maps: (IndexMemory, u64),
         _log: Option<Box<ControlFile>>,
     },
-    /// The log of a disk in use is pinned.
+    /// The disk is in use: its log is pinned.
     Live {
         log: Arc<Log>,
         _pin: Box<dyn Any + Send + Sync>,
@@ -118,7 +117,7 @@ impl LogHold {
         }
     }
 
-    /// Counts the memory of a change map.
+    /// Accounts for the memory of a change map, or refuses it.
     fn admit(&self, extents: &mut ExtentMap, log_dir: &Path) -> crate::Result<()> {
         match self {
             Self::Closed { maps, .. } => extents.count_beside(&maps.0, maps.1, log_dir),
@@ -134,11 +133,11 @@ impl LogHold {
     }
 }
 
-/// A part of the disk.
+/// A piece of the disk.
 enum LookPiece {
     /// As it was.
     Past(Piece),
-    /// Written or zeroed since.
+    /// Written or zeroed in the look.
     Changed(Range<u64>, ScratchContent),
 }
 
@@ -163,7 +162,7 @@ impl PastDisk {
 
     /// What has changed since a snapshot.
     fn since(&self, lsn: u64) -> crate::Result<ChangesSince> {
-        // The base images may have gone past the point of this look too.
+        // The base images may have moved past this look's point too.
         let (passed, end) = match self.files.has(self.until) {
             true => (true, self.until),
             false => (false, u64::MAX),
@@ -209,9 +208,9 @@ impl PastDisk {
 }
 
 impl Look {
-    /// Opens the disk as it was at a point of its history, with its present size. Of `options` this takes the
-    /// engine and the number of threads that read the log. `scratch`: an empty file for what is written to the look, such
-    /// as [`scratch_file`](crate::scratch_file) makes; `None`: the look is read-only.
+    /// Opens the disk as it was at a point in its history, with its present size. Uses only the engine and the number
+    /// of threads from `options`. `scratch`: an empty file for writes to the look, for instance from
+    /// [`scratch_file`](crate::scratch_file); `None`: the look is read-only.
     ///
     /// # Errors
     /// As [`restore_disk`](crate::restore_disk); or if io_uring is asked for and the kernel has none, or the scratch file
@@ -259,7 +258,7 @@ impl Look {
     }
 }
 
-/// The snapshots of a disk from which it is known what has changed up to this LSN.
+/// The disk's snapshots for which the changes up to this LSN are known.
 fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<PastPoint> {
     let from = control.applied_lsn(disk_id);
     let known = |lsn| {
@@ -272,24 +271,25 @@ fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<PastPoint> {
         .collect()
 }
 
-/// The file, as long as a disk of `bytes` bytes.
+/// A scratch area in the file, if there is one, for a disk of `bytes` bytes.
 fn sized(file: Option<File>, bytes: u64, path: &Path) -> crate::Result<Option<Scratch>> {
     let scratch = file.map(|file| Scratch::new(file, bytes)).transpose();
     scratch.map_err(|error| Error::io("size the scratch file for", path, error))
 }
 
 impl Disk {
-    /// Opens the disk as it was at a point of its history, or as it is now, while it is in use: with its present
-    /// size, and with everything that has completed before the call if the point is [`Newest`](Point::Newest). `scratch`: as
-    /// for [`Look::open`].
+    /// Opens the disk as it was at a point in its history, or as it is now, while it is in use. The look has the disk's
+    /// present size. For [`Newest`](Point::Newest), it includes everything that completed before the call. `scratch`:
+    /// as for [`Look::open`].
     ///
-    /// Nothing is copied to the base images of the log while a look is open, whether the log keeps history or not. A log that
-    /// is full of what looks need refuses writes, with the reason, or lets them wait ([`FullLogPolicy`](crate::FullLogPolicy)), until one is
-    /// dropped. A copy that is under way ends before the look is open. Looks should be dropped before the store is closed:
-    /// otherwise their records stay in the log, and the disk stays locked.
+    /// While a look is open, nothing is copied to the log's base images, whether or not the log keeps history. A log
+    /// that is full of what looks need fails writes, with the reason, or makes them wait
+    /// ([`FullLogPolicy`](crate::FullLogPolicy)), until a look is dropped. A running copy ends before the look opens.
+    /// Drop looks before closing the store; otherwise their records stay in the log, and the disk stays locked.
     ///
-    /// The extents of all looks of a log, and what it keeps in memory for snapshots, take at most as many bytes as
-    /// [`StoreOptions::index_memory`](crate::StoreOptions::index_memory) beside the index, or 1 MiB if that is more.
+    /// The extents of all looks of a log, plus what it keeps in memory for snapshots, may take
+    /// [`StoreOptions::index_memory`](crate::StoreOptions::index_memory) bytes in addition to the index, or 1 MiB if
+    /// that is more.
     ///
     /// # Errors
     /// As [`restore_disk`](crate::restore_disk), for the point; or the look would take more memory than that
@@ -299,8 +299,7 @@ impl Disk {
         self.look_at(at, self.hold(false)?, scratch)
     }
 
-    /// Makes everything durable that was written, and holds what there is of the disk. `settled`: see
-    /// [`KeeperTask::Look`].
+    /// Makes everything written so far durable, and pins the log. `settled`: see [`KeeperTask::Look`].
     ///
     /// # Errors
     /// If the disk has left the log, or the log had failed, is being closed, is open for reading only, or can't be copied although it
@@ -312,7 +311,7 @@ impl Disk {
         holds.recv().map_err(|_| self.log.closed())
     }
 
-    /// The look at a point of what is held.
+    /// Opens a look at a point, on a pinned log.
     pub(crate) fn look_at(
         &self,
         at: Point,
@@ -371,7 +370,7 @@ impl Disk {
 }
 
 impl Look {
-    /// What is looked at, without what was written to the scratch file.
+    /// The disk as of the point, without what was written to the scratch file.
     pub(crate) fn layers(&self) -> Layers<'_> {
         Layers {
             base: NamedFile {
@@ -452,7 +451,7 @@ impl Backend for Look {
         self.past.points.clone()
     }
 
-    /// What is written to a scratch disk has changed too.
+    /// Includes what was written to the scratch file.
     fn changes(
         &self,
         since: u64,
@@ -488,14 +487,14 @@ struct LookQueue {
     reads: InFlightReads,
     /// The writes in flight: their tokens and sectors. The engine id of a write is its key here and [`WRITES`].
     writes: Slab<(u64, Range<u64>)>,
-    /// Requests that ended without the medium.
+    /// Completions of requests that needed no I/O.
     done: Vec<Completion>,
-    /// Memory for the next read's parts, and for ended operations.
+    /// Scratch lists for the next read's parts, and for ended operations.
     parts: Vec<ReadPart>,
     ended: Vec<IoCompletion>,
 }
 
-/// How far a request has come: it has ended, with the data of a read, or `None`: its completion comes later.
+/// The outcome of submitting a request: it has ended, with a read's data; or `None`: its completion comes later.
 type RequestOutcome = Option<Option<Buffer>>;
 
 impl LookQueue {
@@ -541,7 +540,7 @@ impl LookQueue {
         Ok(Some(None))
     }
 
-    /// Takes the end of an operation.
+    /// Handles the end of an operation.
     fn end(&mut self, end: IoCompletion) {
         let past = &self.past;
         if end.id & WRITES == 0 {
@@ -553,7 +552,7 @@ impl LookQueue {
         };
         let result = match (end.result, &past.scratch) {
             (Ok(_), Some(scratch)) => {
-                // Only now do reads find it here: a write that fails leaves what was there before.
+                // Only now do reads find it: a failed write leaves what was there before.
                 scratch.layer().set(sectors, ScratchContent::Written);
                 Ok(None)
             }
@@ -595,7 +594,7 @@ impl BackendQueue for LookQueue {
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {
-        // The event is cleared first, so that the next call sees every signal from here on.
+        // Clear the event first, so that no later signal is lost.
         self.event.clear();
         let mut ended = std::mem::take(&mut self.ended);
         self.engine.poll(&mut ended);

@@ -36,20 +36,19 @@ use crate::sync::thread::{self, JoinHandle};
 use crate::sync::{Arc, Condvar, Mutex, WakeFlag};
 use crate::{LogCounters, MAX_REQUEST_BYTES, parallel};
 
-/// An open log with its disks. Dropping it closes it; [`close`](Self::close) also returns an error if closing
-/// fails.
+/// An open log with its disks. Dropping it closes it; [`close`](Self::close) also reports errors.
 pub struct Store {
     pub(crate) log: Arc<Log>,
     pub(crate) disks: Vec<Disk>,
     keeper: Option<JoinHandle<Result<()>>>,
     /// Dropped last: the log needs its writer until everything is durable.
     pub(crate) writer: Option<Writer>,
-    /// The control file of a log that is open for reading only: its lock keeps writers out. Otherwise the keeper has it.
+    /// The control file of a log open for reading only, whose lock keeps writers out. Otherwise the keeper has it.
     pub(crate) control: Option<ControlFile>,
 }
 
-/// Creates the log in `log_dir` for base images that belong to no log, or opens it if another process has created
-/// it meanwhile.
+/// Creates the log in `log_dir` for base images that belong to no log, or opens it if another process has just created
+/// it.
 fn first_control(
     bases: &[OpenBase],
     log_dir: &Path,
@@ -67,8 +66,8 @@ fn first_control(
 
 impl Store {
     /// Creates the log in `log_dir` for these disks if there is none, as [`open`](Self::open) would, and makes the
-    /// names of the log and the images durable. It is for a process that drops the privileges for this before it
-    /// opens the log.
+    /// names of the log and the images durable. For a process that drops the necessary privileges before it opens the
+    /// log.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -85,17 +84,17 @@ impl Store {
         first_control(&bases, log_dir, options).map(drop)
     }
 
-    /// Opens the log in `log_dir` with these disks and recovers it after a crash. If there is no log, it is created
-    /// for base images that belong to no other log.
+    /// Opens the log in `log_dir` with these disks, recovering it after a crash. If there is no log, creates it, for
+    /// base images that belong to no other log.
     ///
     /// # Errors
-    /// See [`ErrorKind`]. Unless it is [`ErrorKind::Io`], nothing was changed on the medium.
+    /// See [`ErrorKind`]. Unless it is [`ErrorKind::Io`], nothing on the medium has changed.
     pub fn open(log_dir: &Path, disks: &[DiskOptions], options: &StoreOptions) -> Result<Self> {
         Self::open_with_progress(log_dir, disks, options, &mut |_, _| {})
     }
 
-    /// As [`open`](Self::open), and reports the progress of recovery to `progress`. A log that was closed cleanly
-    /// needs no recovery: `progress` is not called.
+    /// As [`open`](Self::open), and reports the progress of recovery. For a cleanly closed log, which needs no
+    /// recovery, `progress` is not called.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -117,9 +116,9 @@ impl Store {
         Self::start(log, disks, keeper)
     }
 
-    /// Opens an existing log with these disks for reading only, whatever their options say: nothing is written, what is
-    /// only in the log is read from there. So the log and the images may be on a read-only file system, or of another user,
-    /// and several processes may have them open so at the same time.
+    /// Opens an existing log with these disks for reading only, whatever their options say. Nothing is written, and
+    /// what is only in the log is read from there. So the log and the images may be on a read-only file system or
+    /// belong to another user, and several processes may open them like this at the same time.
     ///
     /// # Errors
     /// As [`open`](Self::open); [`ErrorKind::NotFound`] if there is no log.
@@ -227,12 +226,11 @@ impl Store {
     }
 
     /// Makes everything durable, copies the log to the base images, and closes. The base images are then plain raw
-    /// images, unless [`StoreOptions::close_time`] has passed before: a warning in the log of the process then says
-    /// how much stays in the log, and the next open goes on copying it. Every [`Port`](crate::Port) should have been
-    /// dropped before.
+    /// images, unless [`StoreOptions::close_time`] ran out first: then a warning says how much stays in the log, and
+    /// the next open goes on copying. Drop every [`Port`](crate::Port) before.
     ///
     /// # Errors
-    /// If the log had failed, or the copy fails. Nothing acknowledged is lost: the next open recovers it.
+    /// If the log had failed, or the copy fails. Nothing acknowledged is lost; the next open recovers it.
     pub fn close(mut self) -> Result<()> {
         self.stop()
     }
@@ -240,7 +238,7 @@ impl Store {
     /// [Closes](Self::close) several logs at the same time.
     ///
     /// # Errors
-    /// The error of the first log that can't be closed; the others are closed all the same.
+    /// The error of the first log that can't be closed. The others are closed all the same.
     pub fn close_all(stores: Vec<Self>) -> Result<()> {
         stores.iter().for_each(|store| store.log.stop_keeper());
         let closed: Vec<_> = stores.into_iter().map(Self::close).collect();
@@ -274,7 +272,7 @@ impl Drop for Store {
 /// Opens a log with this disk, and closes it once the base images have everything.
 ///
 /// # Errors
-/// If the log keeps history, which would end.
+/// If the log keeps history, which this would end.
 pub(crate) fn copy_closed(path: &Path, log_dir: &Path) -> Result<()> {
     let medium = Box::new(directory(log_dir, EngineKind::Blocking));
     let (disks, options) = ([DiskOptions::new(path)], StoreOptions::default());
@@ -292,8 +290,7 @@ pub(crate) fn copy_closed(path: &Path, log_dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Opens the log in `log_dir` with these disks, as [`Store::open`] does, and makes it ready to run. The keeper's
-/// thread has not been started.
+/// Opens the log in `log_dir` with these disks, as [`Store::open`] does, ready to run but without starting threads.
 pub(crate) fn open_log(
     medium: Box<dyn Medium>,
     log_dir: &Path,
@@ -321,8 +318,7 @@ pub(crate) fn open_log(
     Ok((log, disks, keeper))
 }
 
-/// Recovers a log that was read, for all disks that have records in it, and makes it ready to run. The keeper's
-/// thread has not been started.
+/// Recovers a log that was read, for all disks with records in it, and makes it ready to run without starting threads.
 fn assemble(
     medium: Box<dyn Medium>,
     log_dir: &Path,
@@ -351,7 +347,7 @@ fn assemble(
             }
         }
     })?;
-    // Also if no record counts: a restore in place has undone them all.
+    // Even if no record counts, because a restore in place has undone them all.
     let frozen = states.iter().any(|state| state.index().frozen.is_some());
     let recovered = frozen.then_some(scan.last.lsn);
     let log = Arc::new(new_log(log_dir, &control, medium, (scan, free), options));
@@ -363,7 +359,7 @@ fn assemble(
     Ok((log, keeper))
 }
 
-/// How the log's leader appends to the medium, as slowly as the options say.
+/// The log's appender, as slow as the options say.
 fn appender(medium: &dyn Medium, options: &StoreOptions) -> Box<dyn Appender> {
     let medium = medium.appender();
     if !options.leader_alone() && options.sync_latency.is_zero() {
@@ -431,6 +427,5 @@ fn new_log(
     }
 }
 
-// A request longer than a quarter of a segment is refused. With the default segment size the documented limit must
-// fit.
+// Requests longer than a quarter of a segment are refused; the documented limit must fit the default segment size.
 const _: () = assert!(MAX_REQUEST_BYTES as u64 <= (64 << 20) / 4);

@@ -1,13 +1,13 @@
-//! Resizing a disk that is not in use: a change of two files that a crash may cut anywhere.
+//! Resizing a disk that is not in use: a change to two files that a crash may cut anywhere.
 //!
 //! ```text
 //!   1. control file: size = the smaller one, resizing = 1     "what is longer in the base image is void"
 //!   2. base image:   its new length, synced
 //!   3. control file: size = the new one, resizing = 0
 //! ```
-//! Cut before 1 or after 3 the disk has its old or its new size. Cut between them, it has the smaller of the two,
-//! and the next open cuts the base image to that: growing never happened, shrinking did. Each step is durable
-//! before the next begins, and no step needs space.
+//! After a crash before step 1 or after step 3, the disk has its old or its new size. After one in between, it has the
+//! smaller of the two, and the next open cuts the base image to it: growing never happened, shrinking did. Each step is
+//! durable before the next begins, and no step needs space.
 
 use std::path::Path;
 
@@ -23,19 +23,19 @@ use crate::mutant::{Mutant, planted};
 use crate::store::open::copy_closed;
 use crate::store::view::View;
 
-/// The points where a resize can be cut.
+/// Points where a crash can cut a resize.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ResizeStep {
     Announced,
     Sized,
 }
 
-/// Resizes the disk at `path`. New space reads as zeroes. A disk is shrunk only if everything that would be cut off
-/// is zero, or if `lose_data` is set.
+/// Resizes the disk at `path`. New space reads as zeroes. Shrinks the disk only if everything cut off is zero, or if
+/// `lose_data` is set.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect); [`ErrorKind::InvalidInput`] if the size is no positive multiple of 512, or data
-/// would be lost. The disk is unchanged then.
+/// As [`inspect`](crate::inspect); [`ErrorKind::InvalidInput`] if the size is not a positive multiple of 512, or data
+/// would be lost. The disk is then unchanged.
 pub fn resize_disk(path: &Path, size: u64, log_dir: &Path, lose_data: bool) -> Result<Resize> {
     resize(path, size, log_dir, lose_data, &mut |_| Ok(()))
 }
@@ -55,7 +55,7 @@ fn resize(
     }
     let view = match size < view.size && holds_records(&view) {
         false => view,
-        // No record may reach behind the new end, so all records go to the base image first.
+        // No record may reach beyond the new end, so first copy all records to the base image.
         true => {
             refuse_loss(&view, size, lose_data)?;
             drop(view);
@@ -84,14 +84,14 @@ fn resize(
     (entry.size, entry.resizing) = (U64::new(smaller), 1);
     entry.cut_samples(smaller);
     let disk_id = entry.id.get();
-    // A new length is a write too.
+    // Changing the length counts as a write.
     control.control.set_written(disk_id, 0);
     if !planted(Mutant::ResizeUnannounced) {
         control.write()?;
     }
     reached(ResizeStep::Announced)?;
     if view.base.size > smaller {
-        // This also cuts off what an earlier, interrupted resize left: it must not come back as new space.
+        // Also cuts off what an earlier, interrupted resize left, which must not come back as new space.
         set_size(view.base.file.as_ref(), path, smaller)?;
     }
     set_size(view.base.file.as_ref(), path, size)?;
@@ -104,7 +104,7 @@ fn resize(
     Ok(done)
 }
 
-/// Whether the log has records of the disk that its image does not have, and that count or may count again.
+/// Whether the log has records of the disk that are not in its image and that count, or may count again.
 fn holds_records(view: &View) -> bool {
     view.rewound || !view.extents.is_empty()
 }
@@ -160,8 +160,7 @@ pub(crate) mod tests {
         (dir, store)
     }
 
-    /// A disk of 4 MiB with `first` in its first page and `last` in its last, as a crash leaves it: both pages only
-    /// in the log.
+    /// A disk of 4 MiB as a crash leaves it, with data in its first page and `last` in its last, both only in the log.
     fn crashed(dir: &Path, last: u8) -> PathBuf {
         let (from, to) = (dir.join("from"), dir.join("to"));
         let (disk, copy) = (from.join("disk.img"), to.join("disk.img"));
@@ -232,7 +231,7 @@ pub(crate) mod tests {
                 export_disk(&disk, &log, &raw, false, None, &mut |_, _| {}).unwrap();
                 assert_eq!(raw.metadata().unwrap().len(), left);
                 assert_eq!(disk.metadata().unwrap().len(), length);
-                // In either case the next resize starts from the smaller size: what was cut off does not come back.
+                // Either way, the next resize starts from the smaller size: what was cut off does not come back.
                 let again = dir.path().join("again");
                 std::fs::create_dir(&again).unwrap();
                 for from in [&log.join("control"), &log.join("segment-00000"), &disk] {

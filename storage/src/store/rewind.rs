@@ -26,30 +26,30 @@ use crate::sync::mpsc;
 /// What [`rewind_disk`] or [`Disk::rewind`] did.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RewindReport {
-    /// The disk is what it was after the record with this LSN.
+    /// The disk is now what it was after the record with this LSN.
     pub to_lsn: u64,
-    /// The disk was as of this LSN before: a restore in place to this point undoes this one.
+    /// The LSN of the disk's previous state. A restore in place to it undoes this one.
     pub from_lsn: u64,
-    /// The LSN of the restore itself, and so of the disk as it is now; `None` if the disk was as at the point already, and so
-    /// nothing was changed.
+    /// The LSN of the restore itself, and so of the disk's present state; `None` if the disk was already in that state
+    /// and nothing changed.
     pub lsn: Option<u64>,
-    /// Records of the disk that count no longer.
+    /// Records of the disk that no longer count.
     pub undone: u64,
-    /// Records of the disk that count again, because an earlier restore in place is undone.
+    /// Records of the disk that count again, because an earlier restore in place was undone.
     pub redone: u64,
 }
 
-/// Makes the disk at `path` what it was at a point of its history, with its present size. It takes as long as
-/// opening the log, whatever the size of the disk: no byte is copied. Other disks of the log stay as they are.
+/// Makes the disk at `path` what it was at a point in its history, with its present size. Nothing is copied, so this
+/// takes as long as opening the log, whatever the size of the disk. Other disks of the log do not change.
 ///
-/// Nothing is lost by it as long as the log keeps its history ([`Retention`](crate::Retention)): points before it can still be looked
-/// at, and a restore in place to [`RewindReport::from_lsn`] undoes it. When a checkpoint copies what came before the restore, it
-/// passes all of that at once: earlier points of all disks of the log are then gone.
+/// Nothing is lost as long as the log keeps its history ([`Retention`](crate::Retention)): earlier points can still be
+/// seen, and a restore in place to [`RewindReport::from_lsn`] undoes this one. When a checkpoint reaches the restore,
+/// it passes it as a whole; earlier points of all disks of the log are then gone.
 ///
 /// # Errors
-/// [`ErrorKind::NotFound`] if there is no log, or it does not reach back to this point, which then names the nearest ones, or it
-/// has no record of the disk at all; [`ErrorKind::Locked`] if the disk or its log is in use; [`ErrorKind::InvalidInput`] if there
-/// is no room for another restore in place. Nothing has been changed then.
+/// [`ErrorKind::NotFound`] if there is no log, if it does not reach back to this point (the error names the nearest
+/// ones), or if it has no record of the disk at all; [`ErrorKind::Locked`] if the disk or its log is in use;
+/// [`ErrorKind::InvalidInput`] if there is no room for another restore in place. Nothing is changed then.
 pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
     let mut control = existing_log(log_dir, Access::Log)?;
     let base = OpenBase::open(&DiskOptions::new(path), Access::Write, true)?;
@@ -88,7 +88,7 @@ impl LogRecords {
         }
     }
 
-    /// What a restore to this point does; it has no LSN yet. `newest`: the LSN as of which the disk is now.
+    /// Plans a restore to this point; it has no LSN yet. `newest`: the LSN of the disk's present state.
     ///
     /// # Errors
     /// If the disk can't be restored to this point.
@@ -141,13 +141,13 @@ impl LogRecords {
 }
 
 impl RewindReport {
-    /// Whether the disk is what it was at the point.
+    /// Whether the disk is already in that state.
     fn changes_nothing(&self) -> bool {
         self.undone + self.redone == 0
     }
 }
 
-/// As [`rewind_disk`], of a log that is open, while the clocks read `now`.
+/// As [`rewind_disk`], for an open log, with the clocks at `now`.
 pub(crate) fn rewind(
     medium: &dyn Medium,
     log_dir: &Path,
@@ -160,7 +160,7 @@ pub(crate) fn rewind(
     let disk_id = control.control.disks[place].id.get();
     let mut records = LogRecords::new(disk_id);
     let visit = &mut |found: &FoundRecord<'_>| records.take(found);
-    // What counts from now on must be durable, as when the log is opened to be written.
+    // Whatever counts from now on must be durable, as when the log is opened for writing.
     let (scan, unapplied) = read_durable(medium, log_dir, control, visit, &mut |_, _| {})?;
     base.find(control, log_dir, &unapplied)?;
     if let Some(why) = base.why_no_past(&control.control, place, &control.home)? {
@@ -181,10 +181,10 @@ pub(crate) fn rewind(
     let mut next = known.clone();
     let lsn = next.rewind(disk_id, done.to_lsn, newest, unix_us);
     done.lsn = Some(lsn.map_err(|error| error.of_file(log_dir))?);
-    // Numbers seen on the medium are never given out again.
+    // Numbers seen on the medium are never reused.
     let next_lsn = next.header.next_lsn.get().max(scan.max_lsn + 1);
     next.header.next_lsn = next_lsn.into();
-    // Both slots: if the newer one rots, the other must not have the records that were undone.
+    // In both slots: if the newer one rots, the other must not bring back what was undone.
     control.change_both(|control| {
         control.header.next_lsn = next.header.next_lsn;
         control.rewinds.clone_from(&next.rewinds);
@@ -193,16 +193,17 @@ pub(crate) fn rewind(
 }
 
 impl Disk {
-    /// As [`rewind_disk`], of a disk that is open here: its writes wait meanwhile, other disks of the log go on. A mark in the log
-    /// tells of it.
+    /// As [`rewind_disk`], for an open disk. Its writes wait in the meantime; other disks of the log go on. A mark in
+    /// the log records it.
     ///
-    /// The contents change at once, as by a WRITE of the whole disk: the caller sees to it that nobody who uses the disk still
-    /// counts on what it was.
+    /// The contents change at once, as by a WRITE of the whole disk. The caller must make sure that no user of the disk
+    /// relies on the old contents, in caches for instance.
     ///
     /// # Errors
     /// As [`rewind_disk`], for the point; [`ErrorKind::Locked`] if the disk was written to meanwhile;
-    /// [`ErrorKind::InvalidInput`] if it is open for reading only; or the disk has left the log, or the log had failed, is being
-    /// closed, or has records that can't be read or copied. The disk is then as it was, but the log may have the mark.
+    /// [`ErrorKind::InvalidInput`] if it is open for reading only; or the disk has left the log, or the log had failed,
+    /// is being closed, or has records that can't be read or copied. The disk is then unchanged, but the log may have
+    /// the mark.
     pub fn rewind(&self, at: Point) -> Result<RewindReport> {
         let path = self.state.path.display();
         if self.state.read_only {
@@ -219,16 +220,16 @@ impl Disk {
         let (rewound, lsn) = mpsc::channel();
         let task = KeeperTask::Rewind(self.state.clone(), rewinding, rewound);
         self.log.order(task)?;
-        // The keeper has sent it before it has answered.
+        // The keeper sends it before it answers.
         let lsn = lsn.recv().map_err(|_| self.log.closed())?;
         done.lsn = Some(lsn);
-        // Records of other disks may have come before it.
+        // Records of other disks may have come in between.
         done.from_lsn = lsn - 1;
         Ok(done)
     }
 
-    /// What a restore of what is held does, and what the keeper needs for it; `None`: the disk is what it was at the point.
-    /// `newest`: the disk's newest record, before it was held.
+    /// Plans a restore on a pinned log, with the request for the keeper; `None`: nothing would change. `newest`: the
+    /// disk's newest record before the log was pinned.
     pub(crate) fn plan_rewind(
         &self,
         at: Point,

@@ -1,6 +1,7 @@
-//! Writes to a look: they go to a file that is thrown away with the look.
+//! Writes to a look, which go to a file that is thrown away with the look.
 //!
-//! A byte of the disk has the same place in the file. The file is sparse, so it takes as much space as what was written.
+//! The disk's bytes have the same offsets in the file. The file is sparse, so it takes only the space of what was
+//! written.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -18,11 +19,11 @@ use crate::medium::file::DataFile;
 use crate::medium::host;
 use crate::sync::{Arc, Mutex, MutexGuard};
 
-/// Makes a file without a name for the writes to a [`Look`](crate::Look), in the directory that `TMPDIR` names, else in
-/// `/var/tmp`. It is gone when it is closed, also after a kill.
+/// Makes an unnamed file for the writes to a [`Look`](crate::Look), in `$TMPDIR` or `/var/tmp`. It is gone once closed,
+/// even by a kill.
 ///
 /// # Errors
-/// If the directory takes no such file.
+/// If no such file can be made in the directory.
 pub fn scratch_file() -> Result<File> {
     let directory = std::env::var_os("TMPDIR").filter(|named| !named.is_empty());
     let directory = PathBuf::from(directory.unwrap_or_else(|| "/var/tmp".into()));
@@ -32,7 +33,7 @@ pub fn scratch_file() -> Result<File> {
     })
 }
 
-/// Makes a file without a name in a directory.
+/// Makes an unnamed file in a directory.
 fn unnamed(directory: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600);
@@ -40,7 +41,7 @@ fn unnamed(directory: &Path) -> io::Result<File> {
     if let Ok(file) = options.clone().custom_flags(flags).open(directory) {
         return Ok(file);
     }
-    // Few file systems can't do that. There the file loses its name at once.
+    // A few file systems can't do that. There, create a file and remove its name at once.
     let number = u64::from_le_bytes(host::random());
     let path = directory.join(format!("walvisor-scratch-{number:016x}"));
     let file = options.create_new(true).open(&path)?;
@@ -48,7 +49,7 @@ fn unnamed(directory: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// What was written to a look, for all its queues.
+/// What was written to a look, shared by its queues.
 pub(crate) struct Scratch {
     file: Arc<File>,
     written: Mutex<ScratchMap>,
@@ -72,7 +73,7 @@ impl Scratch {
         self.written.lock().expect("scratch lock")
     }
 
-    /// Prepares a write: from now on it can't fail for want of space, so it is never done by half.
+    /// Reserves space for a write, so that it can't fail half-way for lack of it.
     pub(crate) fn reserve(&self, sectors: &Range<u64>) -> io::Result<()> {
         if self.layer().has_all(sectors.clone()) {
             return Ok(());
@@ -88,7 +89,7 @@ impl Scratch {
     /// Makes sectors read as zeroes.
     pub(crate) fn zero(&self, sectors: Range<u64>) {
         self.layer().set(sectors.clone(), ScratchContent::Zero);
-        // Gives space back, best effort: these bytes are not read any more.
+        // Free the space, best effort; these bytes are never read again.
         let (offset, len) = (sectors.start * SECTOR_SIZE, sectors.end - sectors.start);
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let _ = rustix::fs::fallocate(&*self.file, mode, offset, len * SECTOR_SIZE);
@@ -111,10 +112,10 @@ pub(crate) struct ScratchMap {
 }
 
 impl ScratchMap {
-    /// Gives a range, which is not empty, this content.
+    /// Sets the content of a non-empty range.
     pub(crate) fn set(&mut self, sectors: Range<u64>, content: ScratchContent) {
         let Range { mut start, mut end } = sectors;
-        // A range that touches this one is joined with it, or keeps what lies outside.
+        // Join touching ranges of the same content; cut others to what lies outside.
         let touching = self.ranges.range(..=end).rev();
         let touching = touching.take_while(|(_, (old_end, _))| *old_end >= start);
         let touching: Vec<_> = touching.map(|(&first, &old)| (first, old)).collect();
@@ -183,7 +184,7 @@ mod tests {
         assert!(unnamed(&dir.path().join("missing")).is_err());
     }
 
-    /// A layer and a list of sectors agree, whatever is set.
+    /// The map and a list of sectors agree, whatever is set.
     #[test]
     fn a_layer_has_what_was_set_last() {
         let mut random = 1_u64;

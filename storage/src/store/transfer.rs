@@ -1,8 +1,8 @@
-//! Import and export of raw images: a disk made from an image, and an image made from a disk's current contents.
+//! Import and export of raw images: a disk from an image, and an image from a disk's contents.
 //!
-//! Both keep holes, and let the file system share or copy the bytes itself where it can. Both write to a file
-//! beside the target (`TARGET.walvisor-part`), which gets the target's name when it is complete and durable. So an
-//! interrupted transfer leaves no partial image at the target.
+//! Both keep holes, and where possible let the file system share or copy the bytes itself. Both write to
+//! `TARGET.walvisor-part`, which is renamed to the target once it is complete and durable, so an interrupted transfer
+//! leaves no partial image at the target.
 
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -33,18 +33,18 @@ use crate::store::part_file::{PartFile, exists, refuse_existing};
 use crate::store::point::Point;
 use crate::store::view::{DataPlace, View};
 
-/// Most bytes that one thread copies at a time. Progress is reported after each such part.
+/// Most bytes that a thread copies at a time. Progress is reported after each such part.
 const PART_BYTES: u64 = KERNEL_COPY_BYTES;
-/// After so many copied bytes a copy notes how far it has come.
+/// After this many copied bytes, a copy notes how far it has come.
 const NOTED_BYTES: u64 = if cfg!(test) { 16 << 20 } else { 256 << 20 };
-/// Most ranges that one thread copies at a time.
+/// Most ranges that a thread copies at a time.
 const MOST_RANGES: usize = 256;
 
-/// Creates a disk at `path` with the contents of the raw image (or block device) `raw`, and registers it in the log
-/// in `log_dir`. If there is no log, it is created with `options`; an existing log ignores them.
+/// Creates a disk at `path` with the contents of the raw image or block device `raw`, and registers it in the log in
+/// `log_dir`. If there is no log, creates it with `options`; an existing log ignores them.
 ///
 /// # Errors
-/// If `path` exists, the image's size is no positive multiple of 512, it seems to be of another format than raw
+/// If `path` exists, the image's size is not a positive multiple of 512, it seems to be in another format than raw
 /// ([`ImageFormat::Unknown`]), or the image or the log is open elsewhere. Nothing is left behind.
 pub fn import_disk(
     path: &Path,
@@ -71,7 +71,7 @@ pub fn import_disk_as(
     if exists(path)? && !exists(raw)? {
         return Err(swapped(path, raw, log_dir));
     }
-    // The log is opened, and so locked, before the long copy.
+    // Open the log, and so lock it, before the long copy.
     let new = NewDisk::begin(path, log_dir, options)?;
     let (source, size) = open_source(raw, format)?;
     let part = PartFile::create(path, size, mode_of(source.as_ref(), raw)?)?;
@@ -102,10 +102,10 @@ pub fn import_disk_as(
     })
 }
 
-/// The error for a new disk that exists, and a source that does not: cp(1) takes them in the other order.
+/// The error if the new disk exists and the source does not: cp(1) takes them in the other order.
 fn swapped(path: &Path, raw: &Path, log_dir: &Path) -> Error {
     let (disk, source) = (path.display(), raw.display());
-    // A log was named, unless it is the one that the command's disk has by default.
+    // Only if it is not the default log of the disk.
     let log_dir = match default_log_dir(path) == log_dir {
         true => &default_log_dir(raw),
         false => log_dir,
@@ -124,8 +124,8 @@ fn swapped(path: &Path, raw: &Path, log_dir: &Path) -> Error {
     )
 }
 
-/// Writes the current contents of the disk at `path`, log over base image, to the raw image `raw`. The disk is not
-/// changed. `replace`: `raw` may exist. The copy runs on `threads` threads; `None`: one for each processor.
+/// Writes the current contents of the disk at `path`, log over base image, to the raw image `raw`. Does not change the
+/// disk. `replace`: `raw` may exist. Copies on `threads` threads; `None`: one per processor.
 ///
 /// # Errors
 /// As [`inspect`](crate::inspect); or if `raw` exists, is in use, or can't be written. An existing `raw` is left
@@ -142,11 +142,11 @@ pub fn export_disk(
     write_raw(&view, path, raw, replace, threads, progress)
 }
 
-/// As [`export_disk`] to a new file, with the contents that the disk had at a point of its history. The file
-/// has the disk's present size.
+/// As [`export_disk`] to a new file, but with the contents of the disk at a point in its history. The file has the
+/// disk's present size.
 ///
 /// # Errors
-/// As [`export_disk`]; or [`ErrorKind::NotFound`] if the log does not reach back to this point, which then names the
+/// As [`export_disk`]; or [`ErrorKind::NotFound`] if the log does not reach back to this point; the error names the
 /// nearest ones.
 pub fn restore_disk(
     path: &Path,
@@ -160,10 +160,10 @@ pub fn restore_disk(
     write_raw(&view, path, raw, false, threads, progress)
 }
 
-/// Creates a disk at `new` with the contents of the disk at `path`, as they are or as they were at a point of its
-/// history, and registers it in the log in `new_log_dir`. If there is no such log, it is created with `options`; an
-/// existing log ignores them. Where the file system can, both disks share the blocks of the base image. The disk at `path` is
-/// not changed.
+/// Creates a disk at `new` with the present contents of the disk at `path`, or those at a point in its history, and
+/// registers it in the log in `new_log_dir`. If there is no such log, creates it with `options`; an existing log
+/// ignores them. Where the file system can, both disks share the blocks of the base image. Does not change the disk at
+/// `path`.
 ///
 /// # Errors
 /// As [`restore_disk`]; or if `new` exists or its log is open elsewhere. Nothing is left behind.
@@ -195,7 +195,7 @@ pub fn clone_disk(
     Ok(done)
 }
 
-/// Writes what a view of the disk at `path` shows to the raw image `raw`.
+/// Writes the contents of a view to the raw image `raw`.
 fn write_raw(
     view: &View,
     path: &Path,
@@ -205,7 +205,7 @@ fn write_raw(
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     let mode = mode_of(view.base.file.as_ref(), path)?;
-    // The lock is held to the end.
+    // Hold the lock to the end.
     let (part, _replaced) = begin_raw(raw, replace, view.size, mode, origin(view)?)?;
     let done = fill(&part, view, threads, progress)?;
     part.publish(replace)?;
@@ -213,10 +213,10 @@ fn write_raw(
     Ok(done)
 }
 
-/// What a copy of a view is a copy of: an attempt that was killed goes on if this is still the same. What a disk was as of an LSN never
-/// changes, with these exceptions. Somebody changes its base image behind the log's back: the time of its last change tells. Its records
-/// are discarded: they are void up to an LSN. Or the log is put back to an earlier state, and has other records since: its segments have
-/// other salts then, and its restores in place other times.
+/// Identifies the source of a copy: a killed copy is resumed if this is still the same. A disk's state at an LSN never
+/// changes, with three exceptions. Somebody changes the base image behind the log's back, which shows in its mtime. The
+/// disk's records are discarded, which shows in its void LSN. Or the log is restored from a copy and has got other
+/// records since, which shows in the segments' salts and the times of restores in place.
 fn origin(view: &View) -> Result<String> {
     let (mut disk, mut since) = (0, 0);
     if let Some((control, place)) = &view.log {
@@ -243,13 +243,14 @@ fn origin(view: &View) -> Result<String> {
                 metadata.ino()
             )
         });
-    // Of a block device no time tells: such a copy is never that of an earlier attempt.
+    // A block device has no useful mtime, so such a copy is never resumed.
     let base = base.unwrap_or_else(|| format!("process {}", std::process::id()));
     let lsn = view.last_lsn;
     Ok(format!("{disk:032x} lsn:{lsn} {since:08x} {base}"))
 }
 
-/// Gives a new file of the view's size what the view shows. Behind what an earlier attempt has left it is zeroes.
+/// Fills a new file of the view's size with the view's contents. After what an earlier attempt has completed, the file
+/// is zeroes.
 fn fill(
     part: &PartFile,
     view: &View,
@@ -301,8 +302,8 @@ fn fill(
     })
 }
 
-/// Creates the file that is going to be the raw image `raw`, or takes what an earlier attempt at the same copy left. Also returns the file
-/// that it replaces, if there is one, locked: no other process may open that any more.
+/// Creates the file that will become the raw image `raw`, or resumes an earlier attempt at the same copy. Also returns
+/// the file that it will replace, if any, locked, so that nobody else can open it any more.
 fn begin_raw(
     raw: &Path,
     replace: bool,
@@ -324,9 +325,9 @@ fn begin_raw(
     Ok((part, replaced))
 }
 
-/// Creates the raw image `raw`, for its owner alone, with what `fill` writes to the file that it gets, which is empty. The
-/// image gets its name when `fill` has succeeded and all is durable. `replace`: `raw` may exist; the image then has its
-/// mode and, if that is allowed, its owner.
+/// Creates the raw image `raw`, for its owner only, with what `fill` writes to the empty file it gets. The image gets
+/// its name once `fill` has succeeded and everything is durable. `replace`: `raw` may exist; the image then gets its
+/// mode and, if allowed, its owner.
 ///
 /// # Errors
 /// Those of `fill`; or if `raw` exists, is in use, or can't be written. An existing `raw` is left unchanged.
@@ -345,7 +346,7 @@ pub fn receive_image<T, E: From<Error>>(
     Ok(filled)
 }
 
-/// Opens and locks the image to import; returns it with its length in bytes.
+/// Opens and locks the image to import. Also returns its length in bytes.
 fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u64)> {
     let missing = || "name a raw image that exists: it comes after the new disk".to_owned();
     let open = |error| Error::io("open the image", raw, error).if_missing(missing);
@@ -378,7 +379,7 @@ fn open_locked(path: &Path, doing: &str, access: Access) -> Result<Box<dyn DataF
     lock::open_store_file(path, doing, OpenMode::Read, access, |_| Holder::User)
 }
 
-/// The mode bits of a file: its copy must not be accessible to more users.
+/// The mode bits of a file, whose copy must not be accessible to more users.
 fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
     let Some(file) = file.host() else {
         return Ok(OWNER);
@@ -401,7 +402,7 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
             )));
         }
     }
-    // It loses its name: who has it open would go on with a file that nobody else sees.
+    // It is about to lose its name: anybody who has it open would go on with a file that nobody else sees.
     let file = open_locked(raw, "open", Access::Write)?;
     match Identity::of(file.as_ref(), raw)?.mark {
         Some(ImageMark { open: true, .. }) => Err(Error::new(
@@ -415,8 +416,9 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     }
 }
 
-/// Copies data with `copy`, which returns the number of bytes, on several threads, and calls `passed` with the offset up to which all is copied,
-/// and how many bytes that were; returns how many bytes were copied. Of several errors the one at the lowest offset is returned.
+/// Copies data on several threads with `copy`, which returns the number of bytes. Calls `passed` with the offset up to
+/// which everything is copied, and how many bytes that was. Returns the number of bytes copied; of several errors, the
+/// one at the lowest offset.
 fn transfer<T: Send>(
     threads: Option<NonZeroUsize>,
     mut data: impl Iterator<Item = Result<(Range<u64>, T)>> + Send,
@@ -468,7 +470,7 @@ mod tests {
 
     const SIZE: u64 = 56 << 20;
 
-    /// A disk, what it has, and the paths of a raw image to be made and of its part.
+    /// A disk, its contents, and the paths of a raw image to be made and of its part file.
     struct ResumeCase {
         dir: tempfile::TempDir,
         disk: PathBuf,
@@ -501,9 +503,9 @@ mod tests {
             export_disk(&self.disk, &log, &self.new, false, threads, progress).unwrap()
         }
 
-        /// Copies until all is there up to this offset; what is left is that of a process that was killed then.
+        /// Copies up to this offset, and leaves what a process killed at that moment would.
         fn killed_at(&self, offset: u64) {
-            // A panic removes the part, of which a kill leaves everything.
+            // A panic removes the part file; a kill leaves it.
             let kept = self.dir.path().join("kept");
             let killed = catch_unwind(AssertUnwindSafe(|| {
                 self.export(&mut |at, _| {
@@ -517,7 +519,7 @@ mod tests {
             std::fs::rename(kept, &self.part).unwrap();
         }
 
-        /// Copies the rest. Returns how much that was.
+        /// Copies the rest. Returns how many bytes.
         fn resume(&self) -> u64 {
             let done = self.export(&mut |_, _| {});
             assert!(std::fs::read(&self.new).unwrap() == self.bytes);
@@ -529,7 +531,7 @@ mod tests {
         }
     }
 
-    /// Whether the file system of temporary files has a place for notes.
+    /// Whether the file system of temporary files can store notes.
     fn has_notes() -> bool {
         let file = tempfile::NamedTempFile::new().unwrap();
         rustix::fs::fsetxattr(
@@ -549,7 +551,7 @@ mod tests {
         }
         let case = ResumeCase::new();
         case.killed_at(48 << 20);
-        // What came behind the note may be there in part, and wrong.
+        // What comes after the noted offset may be incomplete or wrong.
         let part = File::options().write(true).open(&case.part).unwrap();
         part.write_all_at(&[0xee; 4096], 50 << 20).unwrap();
         assert_eq!(case.resume(), SIZE - (48 << 20));
@@ -567,7 +569,7 @@ mod tests {
         assert_eq!(case.resume(), SIZE);
     }
 
-    /// A part of a copy has records of the log. Once they are given up, they do not come back with the rest of the copy.
+    /// A partial copy contains records of the log. Once they are discarded, resuming must not bring them back.
     #[test]
     fn a_copy_of_records_that_were_discarded_begins_again() {
         let case = ResumeCase::new();
@@ -588,7 +590,7 @@ mod tests {
         assert_eq!(case.resume(), SIZE);
     }
 
-    /// The files are put back as they were, and then other records get the same LSNs.
+    /// The log is restored from a copy, and then other records get the same LSNs.
     #[test]
     fn a_copy_of_other_records_with_the_same_lsns_begins_again() {
         let mut case = ResumeCase::new();

@@ -1,4 +1,4 @@
-//! A disk that is not in use, as its guest saw it last: the log over the base image. Read only.
+//! A disk that is not in use, as its guest last saw it: the log over the base image. Read-only.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -29,28 +29,28 @@ use crate::{Buffer, SECTOR_SIZE};
 /// A disk and its log, both locked, with the disk's extents in the log.
 pub(crate) struct View {
     pub base: OpenBase,
-    /// The log, with the place of the disk's entry in its table.
+    /// The log, and the place of the disk's entry in its table.
     pub log: Option<(ControlFile, usize)>,
     /// Size of the disk in bytes. The base image is longer after an interrupted resize.
     pub size: u64,
     /// The extents whose newest bytes are in the log and not in the base image.
     pub extents: ExtentMap,
-    /// The segments of the log, and the point up to which it was read.
+    /// The log's segments, and the LSN up to which it was read.
     pub live: Vec<LiveSegment>,
     pub last_lsn: u64,
-    /// Whether the disk was rewound: the log has records that do not count, but may again.
+    /// Whether the disk was rewound, so that the log has records that do not count but may again.
     pub rewound: bool,
-    /// The base image through the page cache: holes need not be aligned to the medium's sectors.
+    /// The base image through the page cache, because holes need not be aligned to the medium's sectors.
     reader: Box<dyn DataFile>,
 }
 
-/// The place of a range of the disk.
+/// Where the bytes of a range of the disk are.
 pub(crate) enum DataPlace {
     /// In the base image, at the same offset.
     Base,
     /// In a segment of the log, from `offset` on.
     Log { segment: Arc<Segment>, offset: u64 },
-    /// Nowhere: it is zeroes, whatever the base image has there.
+    /// Nowhere: zeroes, whatever the base image has there.
     Zero,
 }
 
@@ -60,7 +60,7 @@ pub(crate) struct LocatedDisk {
     pub log: Option<LocatedLog>,
 }
 
-/// The log of a disk, with what it holds.
+/// A disk's log, and what it holds.
 pub(crate) struct LocatedLog {
     pub control: ControlFile,
     /// The place of the disk's entry in the log's table.
@@ -68,10 +68,10 @@ pub(crate) struct LocatedLog {
     pub medium: Directory,
     /// The segments that were read.
     pub live: Vec<LiveSegment>,
-    /// The newest point, or that up to which the log was read again.
+    /// The newest LSN, or the one up to which the log was reread.
     pub last_lsn: u64,
     pub unapplied: UnappliedByDisk,
-    /// Why the disk can't be seen as it was, over the image that is there now.
+    /// Why the disk's past can't be seen over the present image.
     no_past: Option<&'static str>,
 }
 
@@ -102,7 +102,7 @@ impl LocatedDisk {
         let newest = scan.newest(&control.control);
         let no_past = match access {
             Access::Read => base.without_past(&mut control, place, newest.lsn)?,
-            // The control file is going to be written.
+            // The control file will be written.
             _ => {
                 end_past(&base, place, &mut control, newest)?;
                 None
@@ -120,7 +120,7 @@ impl LocatedDisk {
         Ok(Self { base, log })
     }
 
-    /// As [`open`](Self::open), for a command that looks at the history of a disk.
+    /// As [`open`](Self::open), for a command about a disk's history.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] too, if the disk has no log.
@@ -145,7 +145,7 @@ impl LocatedLog {
         &self.control.control.disks[self.place]
     }
 
-    /// The LSN of the last record up to a point. See [`Point::resolve`]. `base`: the disk's image.
+    /// Resolves a point, see [`Point::resolve`]. `base`: the disk's image.
     pub(crate) fn resolve(&self, point: Point, base: &OpenBase) -> Result<u64> {
         if let Some(why) = self.no_past.filter(|_| point != Point::Newest) {
             return Err(base.no_past(point, &self.medium.path, why));
@@ -158,9 +158,9 @@ impl LocatedLog {
         })
     }
 
-    /// Reads the log again, as of LSN `until`.
+    /// Rereads the log, as of LSN `until`.
     pub(crate) fn read_until(&mut self, until: u64) -> Result<()> {
-        // Two indexes would take twice the memory.
+        // Don't keep two indexes in memory.
         self.unapplied.clear();
         let (dir, control) = (&self.medium.path, &self.control.control);
         self.last_lsn = self.last_lsn.min(until);
@@ -168,7 +168,7 @@ impl LocatedLog {
         (self.live, self.unapplied) = (scan.live, unapplied);
         let disk_id = self.entry().id.get();
         if let Some(extents) = self.read_saved(until..u64::MAX)? {
-            // The base images have gone past the point, so the log has nothing for it.
+            // The base images have moved past the point, so the log has nothing for it.
             let unapplied = self.unapplied.entry(disk_id).or_default();
             unapplied.extents = extents;
         }
@@ -195,7 +195,7 @@ impl LocatedLog {
         self.control.control.rewound(self.entry().id.get())
     }
 
-    /// Takes the extents of the disk out of what was read.
+    /// Takes the disk's extents.
     pub(crate) fn take_extents(&mut self) -> ExtentMap {
         let records = self.unapplied.remove(&self.entry().id.get());
         records.map_or_else(ExtentMap::default, |records| records.extents)
@@ -210,8 +210,8 @@ pub(crate) struct Layers<'a> {
 }
 
 impl<'a> Layers<'a> {
-    /// The parts of the byte range that are not holes of the base image, in order. A part in the base image has at most
-    /// `most` bytes. The range must be a whole number of sectors.
+    /// The parts of the byte range that are not holes in the base image, in order. Parts in the base image have at most
+    /// `most` bytes. The range must be whole sectors.
     pub(crate) fn data(
         self,
         range: Range<u64>,
@@ -236,8 +236,8 @@ impl<'a> Layers<'a> {
         })
     }
 
-    /// Calls `visit` with the bytes of a part that [`data`](Self::data) returned, piece by piece, until it returns
-    /// `false`. Of zeroes it has no bytes.
+    /// Calls `visit` with the bytes of a part from [`data`](Self::data), piece by piece, until it returns `false`. Not
+    /// called for zeroes.
     pub(crate) fn read(
         self,
         range: Range<u64>,
@@ -268,7 +268,7 @@ impl<'a> Layers<'a> {
 }
 
 impl View {
-    /// Opens the disk, for reading or also for a resize; reads the log on `threads` threads.
+    /// Opens the disk, for reading or for a resize. Reads the log on `threads` threads.
     pub(crate) fn open(
         path: &Path,
         log_dir: &Path,
@@ -359,7 +359,7 @@ impl View {
         self.layers().read(range, data, visit)
     }
 
-    /// Whether any byte at or behind `from` is not zero.
+    /// Whether any byte at or after `from` is not zero.
     pub(crate) fn holds_data_from(&self, from: u64) -> Result<bool> {
         let mut found = false;
         for part in self.data(from..self.size.max(from), u64::MAX) {
@@ -376,7 +376,7 @@ impl View {
     }
 }
 
-/// The byte range of a piece, and its place; `None`: in the base image.
+/// The byte range of a piece, and where its bytes are; `None`: in the base image.
 fn over_base(piece: Piece) -> (Range<u64>, Option<DataPlace>) {
     let bytes = piece.sector * SECTOR_SIZE..(piece.sector + piece.sectors) * SECTOR_SIZE;
     let data = piece.place.map(|place| match place {
