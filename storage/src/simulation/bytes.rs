@@ -7,7 +7,7 @@ use std::sync::{Arc, LazyLock, OnceLock};
 pub(super) const SECTOR: usize = 512;
 const BLOCK: usize = 8 * SECTOR;
 
-/// The bytes of a file. Those behind its end are zero.
+/// The bytes of a file. Those after its end are zero.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Bytes {
     blocks: Vec<Arc<ByteBlock>>,
@@ -17,7 +17,7 @@ pub(super) struct Bytes {
 #[derive(Debug)]
 struct ByteBlock {
     bytes: [u8; BLOCK],
-    /// Computed when it is first asked for.
+    /// Computed on first use.
     hash: OnceLock<u64>,
 }
 

@@ -4,7 +4,7 @@ use super::exports::{Bench, SECTORS};
 use crate::mutant::{Mutant, PLANTED};
 use crate::{Backend, Retention};
 
-/// Whether each sector that has changed since a snapshot is told to have.
+/// Whether each sector that has changed since a snapshot is reported as changed.
 fn changes_are_told(seed: u64) -> bool {
     let kept = [
         Retention::Nothing,

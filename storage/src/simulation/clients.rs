@@ -12,9 +12,9 @@ pub(super) struct Clients {
     /// The disk of each port, and the port; `None` while the disk is not on the log.
     ports: Vec<(usize, Option<Port>)>,
     next_token: u64,
-    /// Tokens of changes whose port has not been asked yet to complete them only once they are written.
+    /// Tokens of changes for which the port has not been asked yet to notify once they are written.
     unasked: HashSet<u64>,
-    /// Whether the thread that uses the ports makes quick syncs itself.
+    /// Whether the thread that uses the ports runs quick syncs itself.
     alone: bool,
 }
 
@@ -103,7 +103,7 @@ impl Clients {
         oracle.place(which, running.appended() - before);
     }
 
-    /// Starts submitted requests and takes those that have ended.
+    /// Starts submitted requests and takes completions.
     pub(super) fn poll(
         &mut self,
         oracle: &mut Oracle,

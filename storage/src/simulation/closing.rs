@@ -1,4 +1,4 @@
-//! A close that may copy only so long, cut after each number of steps.
+//! A close with a time limit, which runs out after each possible number of steps.
 
 use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
@@ -16,8 +16,8 @@ fn work(running: &mut RunningStore, first: u32) {
     port.kick();
 }
 
-/// Wherever it is cut, alone or after a checkpoint that was under way, everything is there after a power loss; and
-/// without being asked the next process copies it.
+/// Wherever it is cut, with or without an unfinished checkpoint before it, everything survives a power loss, and the
+/// next process copies it unasked.
 #[test]
 fn a_close_is_cut_anywhere_and_the_next_open_goes_on() {
     let shape = Shape::one_disk(384, 16);

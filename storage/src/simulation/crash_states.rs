@@ -6,10 +6,10 @@ use super::names::NameFate;
 /// Up to this many states, all are built.
 const MOST: usize = 4096;
 
-/// A part of the state that a power cut may leave in several ways.
+/// A part of the state of which a power cut may leave several versions.
 enum CutChoice {
-    /// A sector may hold its durable bytes, or those of any write to it since. `cached`: the file's cached writes
-    /// that may have been the last to reach the medium.
+    /// A sector may hold its durable bytes or those of any later write. `cached`: the cached writes that may have been
+    /// the last to reach the medium.
     Sector { file: usize, cached: Vec<usize> },
     /// A file may have its durable length, or one of `new` lengths that it got since.
     Length { file: usize, new: usize },
@@ -20,7 +20,7 @@ enum CutChoice {
 }
 
 impl CutChoice {
-    /// The number of ways. In the first nothing of the change is left, in the last all of it.
+    /// The number of versions. In the first, nothing of the change is left; in the last, all of it.
     fn ways(&self) -> usize {
         match self {
             Self::Sector { cached, .. } => 1 + cached.len(),

@@ -1,4 +1,4 @@
-//! Histories of logs whose bytes the medium has changed.
+//! Histories of damaged logs.
 
 use std::path::Path;
 
@@ -32,7 +32,7 @@ impl History {
             let damages = 1 + self.random.below(3);
             (0..damages).for_each(|_| world.damage());
         }
-        // A check, which reads every payload, and an opening find the same log.
+        // A check, which reads every payload, and an open must find the same log.
         if self.scanned(VerifyScope::All) != self.scanned(VerifyScope::Tail) {
             return Err("a check and an opening find different logs".into());
         }
@@ -45,14 +45,14 @@ impl History {
                 // Damaged extents stay in the log, and everything else goes to the base images.
                 let damaged = found.iter().flatten().any(Option::is_none);
                 let mut copied = running.keeper.step(true);
-                // A step may leave a part of the checkpoint to the next one, and then asks for it.
+                // A step may leave a part of the checkpoint to the next one, which it then requests.
                 if copied.is_ok() && running.keeper.log.lock().keeper.checkpoint {
                     copied = running.keeper.step(true);
                 }
                 let pins = Snapshot::all(&running.keeper.control.control);
                 let saved = copied.as_ref().err().map(|error| error.kind());
                 if !damaged && saved == Some(ErrorKind::Damaged) && !pins.is_empty() {
-                    // A damaged saved file keeps the base images from going past its snapshot until that is deleted.
+                    // A damaged saved file stops the base images at its snapshot until that is deleted.
                     for pin in pins {
                         let removed = running
                             .keeper

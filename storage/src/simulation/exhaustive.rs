@@ -163,11 +163,11 @@ struct RecoveryCache {
 /// What may be found after a crash. Equal contents are in it once.
 #[derive(Default)]
 struct Outcome {
-    /// By the recovery from the state as it is, without a power cut.
+    /// Found by a recovery from the state as it is, without a power cut.
     plain: Rc<DiskContents>,
-    /// By all others.
+    /// Found by all other recoveries.
     others: HashSet<Rc<DiskContents>>,
-    /// What was tried for it.
+    /// What was tried to find them.
     tried: Totals,
 }
 
@@ -237,7 +237,7 @@ impl<'a> Explorer<'a> {
             deep: part.full,
         };
         explorer.oracle.written = setting.written;
-        // The clock stands still: then different histories may leave the same bytes.
+        // Stop the clock, so that different histories may leave the same bytes.
         running.disks[0].log.lock().clock = LogClock::stopped(FAR_FUTURE);
         let mut clients = Clients::open(&running, 2, false);
         running
@@ -455,7 +455,7 @@ impl<'a> Explorer<'a> {
 
     /// Opens and reads what is left; `noted`: also records the state at each sync.
     fn read(&self, stored: StoredFiles, noted: bool) -> Result<RecoveryResult, Violation> {
-        // A later time on the same medium: its random numbers go on.
+        // Later on the same medium, so its random numbers go on.
         let mut world = self.fixture.medium.lock().clone();
         (world.files, world.names) = (stored.files, stored.names);
         world.pace = EngineTiming::AtOnce;
@@ -513,7 +513,7 @@ impl Exploration {
 fn all_small_histories_keep_the_promises() {
     let full = std::env::var_os("WALVISOR_EXHAUSTIVE").is_some();
     let settings = settings();
-    // The long parts go first.
+    // The long parts first.
     let three = settings
         .iter()
         .filter(|setting| full || !(setting.through || setting.written));

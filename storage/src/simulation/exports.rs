@@ -121,7 +121,7 @@ impl Bench {
             }
         }
         self.end(&export);
-        // What comes later is not in the copy any more.
+        // Later writes are not in the copy.
         self.changes();
         self.checkpoint();
         assert!(!self.has_exports());
@@ -183,7 +183,7 @@ fn exports_overlap() {
     }
 }
 
-/// The file is checked before the disk is touched, and an error of the export is no error of the disk.
+/// The file is checked before the disk is touched, and an export's error does not affect the disk.
 #[test]
 fn an_export_that_can_not_be_written_fails_alone() {
     let mut bench = Bench::new(5);
@@ -204,7 +204,7 @@ fn an_export_that_can_not_be_written_fails_alone() {
     bench.checkpoint();
 }
 
-/// An export that was given up holds up no checkpoint, and gets nothing more.
+/// An abandoned export holds up no checkpoint, and gets nothing more.
 #[test]
 fn an_export_that_was_given_up_is_left_alone() {
     let mut bench = Bench::new(6);

@@ -204,7 +204,7 @@ impl CachedFile for SimulatedCache {
     fn write_back(&self, range: Range<u64>) -> io::Result<()> {
         let (range, mut world) = (range.start as usize..range.end as usize, self.medium.lock());
         if planted(Mutant::WriteBackTakesError) {
-            // Its own result comes too late for the sync that follows.
+            // Its own result comes too late for the following sync.
             let _ = world.write_back(self.syncing, range);
             return Ok(());
         }

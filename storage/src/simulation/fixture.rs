@@ -219,7 +219,7 @@ impl Fixture {
         let _files = self.medium.enter();
         let mut control = open_control(log, Access::Log)?;
         let base = OpenBase::open(&image, Access::Write, true)?;
-        // At the time of the newest record, since the clock was never set: a seed reproduces one run.
+        // At the time of the newest record, as if the clock was never set, so that a seed reproduces one run.
         let (at, now) = (Point::Lsn(to), ClockReading::default());
         rewind(&self.medium, log, &mut control, &base, at, now)
     }
@@ -239,7 +239,7 @@ impl Fixture {
         let mark = world.files[world.names.get(&path)?].mark();
         drop(world);
         let mut entries = control.disks.iter();
-        // An image that was moved while it was closed is known by its mark.
+        // An image that was moved while closed is recognized by its mark.
         let marked = entries.find(|entry| mark.is_some_and(|mark| mark.disk == entry.disk));
         marked.or_else(|| {
             let mut entries = control.disks.iter();
@@ -437,7 +437,7 @@ fn end(
     panic!("a request alone never ends");
 }
 
-/// Carries out a request; the keeper takes a step as often as the port.
+/// Carries out a request, with one step of the keeper for each of the port.
 #[cfg(not(feature = "shuttle"))]
 pub(super) fn carry_out(
     running: &mut RunningStore,
@@ -471,8 +471,8 @@ pub(super) fn filled(value: u32, sectors: u64) -> Buffer {
     Buffer::from(&value.to_le_bytes().repeat(sectors as usize * 128)[..])
 }
 
-/// A header change that did not reach the medium is not taken for done: a checkpoint that is tried again must write
-/// again how far it copies.
+/// A header change that did not reach the medium does not count: a retried checkpoint must note again how far it
+/// copies.
 #[test]
 fn a_control_write_that_fails_changes_nothing() {
     let shape = Shape::one_disk(8, 4);
@@ -492,8 +492,8 @@ fn a_control_write_that_fails_changes_nothing() {
     assert_eq!(read.control.header.copying_lsn.get(), 9);
 }
 
-/// A clock that was an hour ahead and is right again does not give later records an earlier time than older ones,
-/// neither in the running log nor after it was reopened.
+/// After the clock was an hour ahead and is right again, later records still do not get earlier times than older ones,
+/// whether or not the log was reopened.
 #[test]
 fn times_in_a_log_never_go_back() {
     let shape = Shape::one_disk(64, 16);
@@ -535,7 +535,7 @@ fn times_in_a_log_never_go_back() {
     assert!(times[1..].iter().all(|&time| time == ahead), "{times:?}");
 }
 
-/// A run with a clock that is a year ahead, between two with the right time: it lets nothing expire, and afterwards times are right
+/// A run with a clock a year ahead, between two with the right time: nothing expires, and afterwards times are right
 /// again.
 #[test]
 #[cfg(not(feature = "shuttle"))]
@@ -623,7 +623,7 @@ fn every_step_checks_the_state_of_the_log() {
         }),
     ];
     for (message, change) in broken {
-        // All is dropped while the panic unwinds: the log's lock is poisoned.
+        // Everything is dropped while the panic unwinds, with the log's lock poisoned.
         panics(message, || {
             let fixture = Fixture::new(World::new(1), shape);
             let mut running = fixture.open(false, CommitWait::NONE).unwrap();

@@ -52,17 +52,17 @@ pub(super) struct Totals {
     pub looked_back: u64,
     /// Of these, looks at a log with a snapshot.
     pub pinned: u64,
-    /// Snapshots that were looked at where the base images have gone past them.
+    /// Looks at snapshots that the base images have moved past.
     pub saved: u64,
     /// Disks that were restored in place.
     pub rewound: u64,
     /// Of these, restores during which power was lost.
     pub cut_rewinds: u64,
-    /// States from before a restore in place, or an earlier crash, that were looked at again.
+    /// Looks at states from before a restore in place or an earlier crash.
     pub seen_again: u64,
     /// Marks that were found after a crash.
     pub marks: u64,
-    /// Looks at a disk that is not in use, by the way that copies are made.
+    /// Looks at a disk that is not in use, by the code that makes copies.
     pub looks_at_the_past: u64,
     /// Steps of the wall clock.
     pub clock_steps: u64,
@@ -70,7 +70,7 @@ pub(super) struct Totals {
     pub live_looks: u64,
     /// Of these, looks at times.
     pub looks_at_times: u64,
-    /// Points that were refused because the base images have gone past them.
+    /// Points refused because the base images have moved past them.
     pub refused_points: u64,
     /// Exports of disks in use that began.
     pub exports: u64,
@@ -78,7 +78,7 @@ pub(super) struct Totals {
     pub exported: u64,
     /// Restores in place of disks in use.
     pub live_rewinds: u64,
-    /// Those of which only the next process learns whether they count.
+    /// Of these, restores of which only the next process learns whether they count.
     pub live_rewinds_cut: u64,
     /// Snapshots that were deleted while the log was in use.
     pub deleted: u64,
@@ -88,8 +88,8 @@ pub(super) struct Totals {
     pub deleted_in_use: u64,
     /// Disks that left the log while it was in use.
     pub removed: u64,
-    /// Of these, disks that a log with history has only set aside.
-    pub set_aside: u64,
+    /// Of these, disks that a log with history has only detached.
+    pub detached: u64,
     /// Disks that came to the log while it was in use.
     pub added: u64,
     /// Of these, raw images.
@@ -102,7 +102,7 @@ pub(super) struct Totals {
     pub logs_grown: u64,
     /// Logs that were made smaller.
     pub logs_shrunk: u64,
-    /// Disks whose records were given up.
+    /// Disks whose records were discarded.
     pub given_up: u64,
     /// Disks that left a log that is not in use.
     pub left: u64,
@@ -155,7 +155,7 @@ impl super::Total for Totals {
         self.deleted_in_copies += other.deleted_in_copies;
         self.deleted_in_use += other.deleted_in_use;
         self.removed += other.removed;
-        self.set_aside += other.set_aside;
+        self.detached += other.detached;
         self.added += other.added;
         self.joined_live += other.joined_live;
         self.commands_cut += other.commands_cut;
@@ -172,7 +172,8 @@ impl super::Total for Totals {
 }
 
 impl Totals {
-    /// Of so many histories, enough did each of the things that half of them do beside requests and crashes.
+    /// Asserts that enough of so many histories did each of the things that half of them do beside requests and
+    /// crashes.
     pub(super) fn assert_lively(&self, count: u64) {
         let often = [
             self.looks_at_the_past,
@@ -198,7 +199,7 @@ impl Totals {
             self.live_rewinds_cut,
             self.deleted_in_use,
             self.deleted_in_copies,
-            self.set_aside,
+            self.detached,
             self.joined_live,
             self.commands_refused,
             self.refused_points,
@@ -217,7 +218,7 @@ impl Totals {
             self.live_looks,
             self.live_rewinds,
             self.deleted,
-            self.set_aside,
+            self.detached,
             self.logs_grown,
             self.given_up,
         ];
@@ -256,8 +257,8 @@ pub(super) struct History {
     pub replaced: Vec<u64>,
     /// Copies of images that were closed.
     pub backups: Vec<Backup>,
-    /// Each disk whose records were given up, and the newest LSN then. As of that LSN the log has the disk without them, as it is from
-    /// then on: the oracle does not say which is right.
+    /// Each disk whose records were discarded, and the newest LSN then. At that LSN the log has the disk without them,
+    /// as from then on; the oracle does not say which is right.
     pub given_up: Vec<(usize, u64)>,
     pub totals: Totals,
 }
@@ -339,7 +340,7 @@ impl History {
             },
             false => CommitWait::NONE,
         };
-        // The base images are more often to go past a restore in place.
+        // Let the base images pass a restore in place more often.
         let often = self.keeps || self.totals.rewound > 0;
         self.fixture.retain = match self.random.below(if often { 2 } else { 6 }) {
             0 => Retention::All,
@@ -372,7 +373,7 @@ impl History {
         let name: SnapshotName = format!("pin{}", self.next_value).parse()?;
         let alone = self.random.one_in(3).then_some(running.disks[0].state.id);
         let made = running.keeper.snapshot(name, alone);
-        // If this failed, it may be there nevertheless.
+        // Even if this failed, it may exist.
         if let Ok(made) = Snapshot::find(name, &running.keeper.control.control) {
             self.pins.push(made);
         }
@@ -393,7 +394,7 @@ impl History {
         killed
     }
 
-    /// Only a process has ended and nothing was lost. So every change that was completed as written is there, and
+    /// Only a process has ended and nothing was lost, so every change that was completed as written is there, and
     /// durable once recovered.
     fn expect_written(&mut self) {
         self.oracle.killed();
@@ -444,7 +445,7 @@ impl History {
         }
         let failed = self.fixture.medium.lock().failed;
         self.totals.faults += u64::from(failed);
-        // A sync that fails may drop from the cache the bytes that it was to write.
+        // A failed sync may drop the bytes it should have written from the cache.
         let mut kept = self.end_process() && !failed;
         let control = control_of(&self.fixture.medium);
         let control = control.map_err(|error| format!("the control file: {error}"))?;
@@ -463,7 +464,7 @@ impl History {
             let opened = self.fixture.open(false, CommitWait::NONE);
             if let Err(error) = &opened {
                 let world = self.fixture.medium.lock();
-                // A read error during recovery is no damage.
+                // A read error during recovery is not damage.
                 let io = error.kind() == ErrorKind::Io;
                 if !(world.crashed || world.failed && io) {
                     return Err(format!("recovery failed: {error}"));
@@ -514,9 +515,8 @@ impl History {
         }
     }
 
-    /// Opens what is left and finds the prefix that it is. That must be durable from now on, and the next
-    /// incarnation begins there: after a power cut, after a kill, or at once in the log that was opened, which is
-    /// then returned.
+    /// Opens what is left and finds which prefix it is. That must be durable from now on, and the next incarnation
+    /// begins there: after a power cut, after a kill, or at once in the opened log, which is then returned.
     fn judge(&mut self, kept: bool) -> Result<Option<RunningStore>, Violation> {
         let control = control_of(&self.fixture.medium);
         let control = control.map_err(|error| format!("the control file: {error}"))?;
@@ -548,7 +548,7 @@ impl History {
         for (disk, values) in running.places.iter().zip(read) {
             found[*disk] = values;
         }
-        // So are those whose records were given up. The log has nothing of them.
+        // So are those whose records were discarded; the log has nothing of them.
         let mut seen = readable(&found);
         for disk in given_up {
             let image = self.image_values(disk);
@@ -585,7 +585,7 @@ impl History {
         Ok(None)
     }
 
-    /// Numbers seen on the medium are never given out again: no LSN, no salt.
+    /// Numbers seen on the medium, LSNs and salts, are never reused.
     fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Violation> {
         let segments = self.fixture.medium.lock().segments();
         for (name, bytes) in segments {
@@ -690,7 +690,7 @@ impl History {
                         Ok(()) if scarce == 0 && !named => {
                             self.oracle.excused = self.oracle.excused.min(clients.newest())
                         }
-                        // A snapshot makes room first if need be; whether that failed is not its result.
+                        // A snapshot first makes room if necessary; whether that failed is not its result.
                         Ok(()) if running.log().lock().keeper.failed => {
                             self.oracle.excused = u64::MAX;
                         }

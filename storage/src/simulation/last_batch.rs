@@ -11,10 +11,10 @@ use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::{FoundRecord, scan};
 use crate::{BackendQueue, CommitWait, Operation, Retention};
 
-/// How a log is left, after which the medium changes its last batch.
+/// How a log is left before its last batch is damaged.
 #[derive(Clone, Copy, Debug)]
 enum EndState {
-    /// It was written, and the process was killed: the batch may be torn, for all that is known.
+    /// It was written, and the process was killed: for all that is known, the batch may be torn.
     Killed,
     /// The process was killed, and the next one recovered the log, wrote nothing, and was killed too.
     Recovered,
@@ -43,7 +43,7 @@ fn two_batches() -> (Fixture, RunningStore) {
     (fixture, running)
 }
 
-/// Whether a read fails of what the last batch has, once the medium has changed that.
+/// Whether a read of the last batch's data fails once that is damaged.
 fn last_batch_is_missed(left: EndState) -> bool {
     let (fixture, mut running) = two_batches();
     running.finish_writer();
@@ -95,7 +95,7 @@ fn last_batch_is_missed(left: EndState) -> bool {
     sectors.contains(&None)
 }
 
-/// A batch that was known to be durable is never dropped as torn, also if no later header has the proof.
+/// A batch known to be durable is never dropped as torn, even if no later header proves it.
 #[test]
 fn the_last_batch_of_a_log_that_was_known_to_be_durable_is_missed() {
     for left in [EndState::Recovered, EndState::Snapshot, EndState::Closed] {
@@ -117,8 +117,8 @@ fn change(world: &mut World, name: &str, offset: u64, len: usize, to: impl Fn(u8
     world.replace(file, &bytes);
 }
 
-/// A killed process leaves a log whose last durable batch the medium has changed since. Only the header of a void segment proves
-/// that it was durable: a power cut took the batch between them.
+/// A killed process leaves a log whose last durable batch is then damaged. Only the header of a void segment proves
+/// that it was durable, because a power cut took the batch in between.
 fn proved_by_a_void_segment() -> Fixture {
     let (fixture, mut running) = two_batches();
     let mut port = running.disks[0].open_port().unwrap();
@@ -159,7 +159,7 @@ fn proved_by_a_void_segment() -> Fixture {
     for (name, payload) in records[2..].iter().filter(|(name, _)| name == segment) {
         change(&mut world, name, payload - BLOCK as u64, BLOCK, |_| 0);
     }
-    // All else has reached the medium.
+    // Everything else has reached the medium.
     for (name, bytes) in world.segments() {
         let file = world.find(&name);
         world.replace(file, &bytes);
@@ -168,7 +168,7 @@ fn proved_by_a_void_segment() -> Fixture {
     fixture
 }
 
-/// How often a recovery that was cut, and then lost a slot of its control file, shows the bytes from before the last durable batch.
+/// How often a recovery that was cut, and then lost a control slot, shows the bytes from before the last durable batch.
 fn forgotten_proofs() -> u32 {
     let left = proved_by_a_void_segment();
     let mut forgotten = 0;
@@ -201,7 +201,7 @@ fn forgotten_proofs() -> u32 {
     forgotten
 }
 
-/// Before recovery wipes what proves that a batch was durable, both slots of the control file have the proof.
+/// Before recovery wipes the proof that a batch was durable, both slots of the control file have it.
 #[test]
 fn a_cut_recovery_and_a_rotten_slot_do_not_make_a_durable_batch_a_torn_one() {
     assert_eq!(forgotten_proofs(), 0);

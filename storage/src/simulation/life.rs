@@ -1,9 +1,8 @@
 //! Disks that are created, imported, adopted, resized, used and closed, with power lost at any point.
 //!
-//! After a cut, each action is finished or has not begun: a disk that is being created or imported is absent or
-//! complete, and one that is being resized has its old or its new size and loses no byte. After a close everything
-//! is in the base image. An action that returned before the cut is durable. The next opening is cut too, up to
-//! twice.
+//! After a cut, each action is finished or has not begun: a disk being created or imported is absent or complete, and
+//! one being resized has its old or its new size and loses no byte. After a close everything is in the base image. An
+//! action that returned before the cut is durable. The next opening is cut too, up to twice.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
@@ -48,7 +47,7 @@ pub(super) struct Totals {
     pub cut_openings: u64,
     /// Disks that were absent after a cut during their creation.
     pub absent: u64,
-    /// Disks that a cut left with the oldest contents that they might have.
+    /// Disks left by a cut with the oldest contents they might have.
     pub oldest: u64,
     /// Logs that got another size.
     pub log_sizes: u64,
@@ -56,7 +55,7 @@ pub(super) struct Totals {
     pub moved: u64,
     /// Disks that left their log, and came back as raw images.
     pub left: u64,
-    /// Disks whose records were given up.
+    /// Disks whose records were discarded.
     pub given_up: u64,
     /// Disks that left a log in use, and came back.
     pub removed: u64,
@@ -221,7 +220,7 @@ impl Life {
         self.end_process();
         self.cut_openings(Some(&path))?;
         if !done && !self.there(&path) {
-            // The leftovers of the attempt are in no other disk's way, and the next attempt reuses them.
+            // Leftovers of the attempt are in no other disk's way, and the next attempt reuses them.
             self.totals.absent += 1;
             self.verify()?;
             make_one(&path, sectors, import)
@@ -271,7 +270,7 @@ impl Life {
         Ok(())
     }
 
-    /// Runs a command on a log that is not in use. If it is cut, the process ends, and the same command goes on.
+    /// Runs a command on a log that is not in use. If it is cut, the process ends, and the same command continues.
     fn run_to_end<T>(
         &mut self,
         what: &str,
@@ -318,7 +317,7 @@ impl Life {
         (which, self.disks[which].path.clone())
     }
 
-    /// The log gets another size, or the records of a disk are given up: the disk is what its image has.
+    /// The log gets another size, or a disk's records are discarded, so that the disk is what its image has.
     fn give_up_or_resize_log(&mut self) -> Result<(), Violation> {
         if self.random.one_in(2) {
             let size = (4 + self.random.below(6)) << 16;
@@ -432,7 +431,7 @@ impl Life {
                 self.disks[which].resize((len + more) as usize, grown);
                 return Ok(grown);
             }
-            // The checkpoint waits for groups that others have begun: with one thread there may be none.
+            // The checkpoint waits for groups begun by others, of which there may be none with one thread.
             1 if running.disks[which].log.lock().is_idle() => {
                 let copied = running.keeper.step(true);
                 self.excuse("a checkpoint", copied)?;
@@ -505,7 +504,7 @@ impl Life {
         Ok(())
     }
 
-    /// Opens all disks up to twice, and loses power or is killed meanwhile. `new`: a disk that may exist too.
+    /// Opens all disks up to twice, losing power or being killed in between. `new`: a disk that may exist too.
     fn cut_openings(&mut self, new: Option<&Path>) -> Result<(), Violation> {
         for _ in 0..self.random.below(3) {
             let new = new.filter(|path| self.there(path)).map(Path::to_owned);

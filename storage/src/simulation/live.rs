@@ -1,8 +1,9 @@
 //! What is done to a log in use in a random history, beside its requests: looks, exports, restores in place, snapshots that are
 //! deleted while they are in use, disks that leave and come back, and steps of the clock.
 //!
-//! All of it is mixed with itself and with faults. What a look or an export shows is what the oracle knows of its LSN, as long as it
-//! is open, whatever is copied, deleted or restored meanwhile. A point is refused only if the base images have gone past it.
+//! All of these are mixed with each other and with faults. As long as it is open, a look or an export shows what the
+//! oracle knows about its LSN, whatever is copied, deleted or restored meanwhile. A point is refused only if the base
+//! images have moved past it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -53,7 +54,7 @@ impl TestClocks {
         clock
     }
 
-    /// What this thread takes for the time from now on.
+    /// Sets the time for this thread.
     fn show(&self) {
         CLOCKS.set(Some(self.0));
     }
@@ -72,7 +73,7 @@ impl Drop for TestClocks {
     }
 }
 
-/// What is open of a log in use, beside its ports.
+/// What is open on a log in use, beside its ports.
 #[derive(Default)]
 pub(super) struct LiveHandles {
     looks: Vec<OpenLook>,
@@ -118,13 +119,13 @@ struct PlannedRestore {
     _held: PinnedLog,
 }
 
-/// Whether a log may refuse a disk as of an LSN that is that of a point: the base image has gone past it, and no saved file has what it
-/// had.
+/// Whether a log may refuse a disk at the LSN of a point: the base image has moved past it, and no saved file has its
+/// old contents.
 fn has_passed(control: &Control, disk_id: u32, lsn: u64) -> bool {
     let entry = control.disk(disk_id);
     let void = entry.map_or(0, |entry| entry.void_lsn.get());
     let saved = control.has_saved(lsn, disk_id);
-    // Where a snapshot of another disk has saved files, they are looked at.
+    // If a snapshot of another disk has saved files, they are checked.
     let others = control.saved(lsn) > 0 && !saved;
     let copying = control.header.copying_lsn.get();
     others || lsn < control.applied_lsn(disk_id).max(copying) && !(saved && void <= lsn)
@@ -163,7 +164,7 @@ impl History {
         known.map(|(_, contents)| contents.clone())
     }
 
-    /// Whether a log may refuse a disk as of an LSN that is that of a point.
+    /// Whether a log may refuse a disk at the LSN of a point.
     pub(super) fn may_refuse(&self, control: &Control, disk: usize, lsn: u64) -> bool {
         let entry = self.fixture.entry(control, disk);
         // A snapshot that was made while the disk was not on the log does not have it.
@@ -171,18 +172,19 @@ impl History {
             || entry.is_none_or(|entry| has_passed(control, entry.id.get(), lsn))
     }
 
-    /// Whether the oracle does not say what the log has of a disk as of an LSN: its records were given up then, or it was not on the log.
+    /// Whether the oracle can't tell what the log has of a disk at an LSN: its records were discarded then, or it was
+    /// not on the log.
     pub(super) fn is_unknown(&self, disk: usize, lsn: u64) -> bool {
         lsn < self.joined[disk] || self.given_up.contains(&(disk, lsn))
     }
 
-    /// Whether what a disk was as of an LSN may be gone with its image, which was replaced since. A snapshot never shows something else, but
-    /// may be refused. An LSN alone may be that of the image that is there now.
+    /// Whether a disk's state at an LSN may be gone with its image, which was replaced since. A snapshot never shows
+    /// something else, but may be refused. A bare LSN may belong to the present image.
     pub(super) fn is_replaced(&self, disk: usize, lsn: u64) -> bool {
         lsn < self.replaced[disk]
     }
 
-    /// A random point, and what the disks were then. The base images may have gone past it.
+    /// A random point, and what the disks were then. The base images may have moved past it.
     fn some_point(&mut self, running: &RunningStore) -> Option<(u64, DiskContents)> {
         let (first, newest) = (self.first_lsn, running.appended());
         let here = newest >= first && (self.past.is_empty() || !self.acts.one_in(3));
@@ -204,7 +206,7 @@ impl History {
         let world = self.fixture.medium.lock();
         let fault = world.crashed || world.failed || world.failed_read || running.poisoned();
         drop(world);
-        // The keeper may need more than the last segment has, although nobody waits for room yet.
+        // The keeper may need more room than the last segment has, even if nobody waits for room yet.
         let fault = fault || running.log().lock().ring.is_used_up();
         if !fault && self.oracle.excused == 0 && !running.keeper.must_keep() {
             return Err(format!("{what} failed for no reason: {error}"));
@@ -334,12 +336,13 @@ impl History {
         }
     }
 
-    /// The time of a record that the log has of a disk, and the last point up to that time. `None`: the log has no record.
+    /// The time of one of a disk's records in the log, and the last point up to that time. `None`: the log has no
+    /// record.
     fn time_of(&mut self, live: &Disk, held: &PinnedLog) -> Result<Option<(u64, u64)>> {
         let (mut commits, control): (Vec<Commit>, _) = (Vec::new(), &held.control);
         let visit = &mut |found: FoundRecord<'_>| commits.push(found.commit());
         read_live(&held.segments, held.newest, control, 1, visit)?;
-        // A record was not written later than the next one.
+        // No record was written later than the next one.
         let mut lowest = u64::MAX;
         for commit in commits.iter_mut().rev() {
             lowest = lowest.min(commit.unix_us);
@@ -491,7 +494,7 @@ impl History {
             Ok((_, None)) => Err(format!(
                 "a restore of disk {disk} to LSN {lsn} is taken for one that changes nothing"
             )),
-            // It may be a snapshot that the base images have gone past, or the log has no record of the disk.
+            // It may be a snapshot that the base images have moved past, or the log may have no record of the disk.
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidInput) => {
                 Ok(())
             }
@@ -613,7 +616,7 @@ impl History {
         clients.close(disk);
         self.oracle.drained(disk);
         if keeps_history {
-            self.totals.set_aside += 1;
+            self.totals.detached += 1;
             return Ok(());
         }
         match self.fixture.bases()[disk] == self.oracle.newest()[disk] {
@@ -663,7 +666,7 @@ impl History {
         Ok(())
     }
 
-    /// Whether a restore in place of a disk in use counts that a fault has cut. `certain`: from now on that is known.
+    /// Whether a restore in place that a fault has cut counts. `certain`: this is now known.
     pub(super) fn settle(&mut self, control: &Control, certain: bool) {
         let Some(index) = self.oracle.doubtful() else {
             return;
@@ -708,8 +711,8 @@ mod tests {
 
     const SHAPE: Shape = Shape::two_disks(64, 8);
 
-    /// Wherever a sync fails while a disk leaves a log in use, the disk either has left, or stays and can be used as before; and what is
-    /// written to it then is there for the next process.
+    /// Wherever a sync fails while a disk leaves a log in use, the disk has either left, or stays and can be used as
+    /// before, and what is then written to it is there for the next process.
     #[test]
     fn a_disk_that_could_not_leave_a_log_in_use_is_used_as_before() {
         let (mut stayed, mut left) = (0, 0);

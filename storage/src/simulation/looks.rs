@@ -37,7 +37,7 @@ pub(super) fn values_of(look: &Look, sectors: u64) -> Vec<u32> {
 
 /// Whether looks at some points show these, whatever follows.
 fn looks(bench: &mut Bench) -> bool {
-    // What is not held back is copied first, so that the log has room for what follows.
+    // First copy whatever may be copied, so that the log has room for what follows.
     bench.running.keeper.step(false).unwrap();
     let mut points = vec![(bench.running.appended(), bench.values.clone())];
     let mut open = Vec::new();
@@ -88,7 +88,7 @@ fn roomy(seed: u64, kept: Retention) -> Option<Bench> {
     roomy.then_some(bench)
 }
 
-/// So many that a log goes round.
+/// Enough to go around the log.
 const ROUNDS: usize = 16;
 const KEPT: [Retention; 3] = [
     Retention::Nothing,
@@ -110,7 +110,7 @@ fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
     }
 }
 
-/// A bench with a snapshot of this name that its base image has gone past, and what the snapshot shows.
+/// A bench with a snapshot of this name that its base image has moved past, and what the snapshot shows.
 fn past_snapshot(seed: u64, name: SnapshotName) -> Option<(Bench, Vec<u32>)> {
     let mut bench = roomy(seed, Retention::Nothing)?;
     bench.changes();
@@ -150,7 +150,7 @@ fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
             .orders
             .push(KeeperOrder { task, answer });
         bench.running.keeper.step(true).unwrap();
-        // If nothing was copied, nobody has looked at the orders.
+        // If nothing was copied, nobody has served the orders.
         let Ok(deleted) = answered.try_recv() else {
             continue;
         };
@@ -161,7 +161,7 @@ fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
     assert!(tried > 10, "{tried}");
 }
 
-/// An order for a snapshot is carried out while a copy saves for an older one, in a log with little room. It begins no copy of its own.
+/// A snapshot is made while a copy saves for an older one, in a log with little room. It begins no copy of its own.
 #[test]
 fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
     let [older, newer]: [SnapshotName; 2] = ["older", "newer"].map(|name| name.parse().unwrap());

@@ -9,10 +9,10 @@
 //! A process that is killed leaves the cache as it is. The writes that its engines had in flight reach the cache at
 //! any later time, unless a new opener waits for them by locking the file.
 //!
-//! Before the medium's cache there is the kernel's page cache, which has a view of each file of its own. What is written to it
-//! is written back at any later time, and that may fail: then readers of the medium see the bytes from before, readers of the
-//! page cache may see the lost ones for a while, and each descriptor that was open is told once, by the first of its calls
-//! that asks. A descriptor opened later is told if none was before it. A kill leaves the page cache, a power cut does not.
+//! In front of the medium's cache is the kernel's page cache, with its own view of each file. What is written to it is
+//! written back at any later time, which may fail. Then readers of the medium see the old bytes, readers of the page
+//! cache may see the lost ones for a while, and each open descriptor gets the error once, in its first call that asks.
+//! A descriptor opened later gets it if no other one did. The page cache survives a kill, but not a power cut.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -44,13 +44,13 @@ pub(super) struct FileState {
     /// The file's durable attribute; `marks` has its values since, in order.
     mark: Option<ImageMark>,
     pub marks: Vec<Option<ImageMark>>,
-    /// A sync failed: readers may see sectors that are neither durable nor will be written by the next sync.
+    /// A sync failed: readers may see sectors that are not durable and that the next sync will not write.
     unwritten: bool,
-    /// Of the cached sectors those that the page cache has not begun to write back.
+    /// The cached sectors for which the page cache has not started write-back.
     dirty: BTreeSet<usize>,
     /// Sectors of the page cache whose write-back failed.
     lost: BTreeMap<usize, [u8; SECTOR]>,
-    /// How many write-backs have failed, and whether a descriptor was told of the last.
+    /// How many write-backs have failed, and whether any descriptor got the last error.
     errors: u64,
     told: bool,
 }
@@ -164,7 +164,7 @@ pub(super) enum EngineTiming {
     Random,
     /// Writes reach the cache at once, everything else happens at the next poll.
     AtOnce,
-    /// Each poll brings the oldest operation one step on.
+    /// Each poll advances the oldest operation by one step.
     Late,
 }
 
@@ -223,7 +223,7 @@ pub(super) struct World {
     /// Whether each engine has a thread that writes and syncs appends, as where there is no io_uring.
     pub blocking: bool,
     pub pace: EngineTiming,
-    /// What a checkpoint takes for the price of an operation: with a high price it copies in stripes.
+    /// The price of an operation that checkpoints assume; with a high one, they copy in stripes.
     pub operation_bytes: u64,
     /// The state before each sync, if that is asked for. Any state that a power cut may leave at any time, it may
     /// also leave at the next of these moments or at the end.
@@ -236,7 +236,7 @@ pub(super) struct World {
     pub torn_slots: u64,
     /// Bytes that were read from all files.
     pub bytes_read: u64,
-    /// Signalled when power is lost: a thread that slept on would never wake.
+    /// Signalled when power is lost, so that no thread sleeps for ever.
     pub events: Vec<Arc<Event>>,
 }
 
@@ -330,7 +330,7 @@ impl World {
         self.descriptors[descriptor].file
     }
 
-    /// Tells a descriptor once of write-backs of its file that failed.
+    /// Reports failed write-backs of its file to a descriptor, once.
     fn tell(&mut self, descriptor: usize) -> io::Result<()> {
         let OpenDescriptor { file, known } = &mut self.descriptors[descriptor];
         let file = &mut self.files[*file];
@@ -441,8 +441,7 @@ impl World {
         }
     }
 
-    /// Notes the state, unless everything is durable: a power cut can then leave the same state at the moment
-    /// before.
+    /// Records the state, unless everything is durable: a power cut a moment earlier can then leave the same.
     fn note(&mut self) {
         let settled = |file: &FileState| {
             file.cached.is_empty() && file.lengths.is_empty() && file.marks.is_empty()
@@ -538,7 +537,7 @@ impl World {
             let cached = state.cached.iter().map(|(at, _)| *at);
             state.dirty.extend(cached.filter(|at| range.contains(at)));
         }
-        // The write at which power is lost is in the cache too: any part of it may have reached the medium.
+        // The write during which power is lost is in the cache too, because any part of it may have reached the medium.
         self.tick()?;
         match (fails, full) {
             (true, _) => self.fail("write"),
@@ -640,11 +639,11 @@ impl World {
         state.forget_unwritten();
         (state.errors, state.told) = (state.errors + 1, false);
         self.failed_write_backs += 1;
-        // What is lost can't be read any more either.
+        // What is lost can't be read any more.
         (self.failed, self.failed_read) = (true, true);
     }
 
-    /// Starts to write a range of the page cache back; a descriptor that is told of an earlier failure gets the error.
+    /// Starts write-back of a range. The descriptor gets the error of an earlier failure that it does not know of.
     pub(super) fn write_back(&mut self, descriptor: usize, range: Range<usize>) -> io::Result<()> {
         self.tick()?;
         self.write_back_range(self.file_of(descriptor), &range);
@@ -859,7 +858,7 @@ impl World {
         self.replace(file, &bytes);
     }
 
-    /// The medium has other bytes from now on.
+    /// Damages the medium's bytes.
     pub(super) fn replace(&mut self, file: usize, bytes: &[u8]) {
         let state = &mut self.files[file];
         state.current = Bytes::from(bytes);
@@ -879,14 +878,14 @@ impl World {
         state.mark = mark;
     }
 
-    /// Works again after a kill, with all or most of the cache: the kernel may drop clean pages at any time.
+    /// Continues after a kill, with all or most of the cache: the kernel may drop clean pages at any time.
     pub(super) fn restart(&mut self) {
         for file in 0..self.files.len() {
             let state = &self.files[file];
             if (state.unwritten || !state.lost.is_empty()) && self.random.one_in(2) {
                 self.drop_clean(file);
             }
-            // Another program's sync was told of what failed. Else opening fails once, which is no broken promise.
+            // Some other program's sync got the error. Otherwise opening would fail once, which breaks no promise.
             self.files[file].told = true;
         }
         self.crashed = false;

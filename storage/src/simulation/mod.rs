@@ -1,9 +1,9 @@
 //! Crash tests on a simulated medium, judged by an oracle that knows only what the disk promises.
 //!
 //! Small histories are tried exhaustively ([`exhaustive`]), and threads have tests of their own (`interleavings`).
-//! Otherwise a *history* is a run of random requests on a few ports of a few disks of one log, cut by power losses:
-//! in the middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one seed
-//! decides, so one seed reproduces one run.
+//! Apart from those, a *history* is a run of random requests on a few ports of a few disks of one log, cut by power
+//! losses: in the middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one
+//! seed decides, so one seed reproduces one run.
 //!
 //! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. In half of
 //! the runs changes are completed only once they are written, and a second floor is how much of them must survive a
@@ -78,7 +78,7 @@ fn seeds(count: &str, usual: u64) -> Range<u64> {
     seeds_from(number("WALVISOR_SEED"), number(count), usual)
 }
 
-/// Prints what happens in a history, if the environment has `WALVISOR_TELL`: who replays a seed sees what led to its end.
+/// Prints what happens in a history, if the environment has `WALVISOR_TELL`, for whoever replays a seed.
 fn tell(what: impl FnOnce() -> String) {
     static TELLS: LazyLock<bool> = LazyLock::new(|| std::env::var_os("WALVISOR_TELL").is_some());
     if *TELLS {
@@ -230,7 +230,7 @@ fn a_range_of_seeds_starts_anywhere() {
 /// Promise 4 for bytes that rot, vanish or land in the wrong place. No panic, and no read past the end, may happen.
 #[test]
 fn damage_is_reported_or_harmless() {
-    // The last one's first step asks for another.
+    // The last one's first step requests another.
     let reported = (1..=5000u64)
         .chain([100_131])
         .filter(|&seed| {
@@ -245,7 +245,7 @@ fn damage_is_reported_or_harmless() {
     );
 }
 
-/// The promise that a run with a planted fault broke. A panic is no broken promise, unless a panic is the promised
+/// The promise broken by a run with a planted fault. A panic is not a broken promise, unless it is the promised
 /// reaction: `promised` is then a part of its message.
 fn broken<T>(
     ran: std::thread::Result<Result<T, Violation>>,

@@ -1,8 +1,8 @@
-//! Commands on a log that is not in use, between the openings of a random history: its size changes, records are given up, disks leave
-//! it, come back, and move to another log. Power is lost within, and operations of the medium fail.
+//! Commands on a log that is not in use, between two opens in a random history: the log changes its size, records are
+//! discarded, and disks leave, come back and move to another log. Power is lost in the middle, and I/O fails.
 //!
-//! None of them loses a byte, except that the records of a disk which are given up are gone as a whole: the disk is then what its image
-//! has. Wherever a command is cut, the same command goes on.
+//! None of them loses a byte, except that discarded records are gone all at once: the disk is then what its image has.
+//! Wherever a command is cut, the same command continues.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -32,7 +32,7 @@ use crate::store::point::Point;
 use crate::store::view::View;
 use crate::{CommitWait, StoreOptions};
 
-/// The directory of the other log. Its name comes behind that of the log of the history.
+/// The directory of the other log. Its name sorts after that of the history's log.
 const OTHER: &str = "/other-log";
 /// No log is here.
 const NOWHERE: &str = "/nowhere";
@@ -48,7 +48,7 @@ pub(super) struct Backup {
 /// How a command has ended.
 enum CommandOutcome<T> {
     Done(T),
-    /// It was refused for a reason that counts.
+    /// It was refused for a valid reason.
     Refused,
     /// A fault has ended it.
     Cut,
@@ -63,14 +63,14 @@ fn options() -> StoreOptions {
     }
 }
 
-/// Whether a disk may be refused to leave a log: what the log keeps of its history would end.
+/// Whether a log may refuse to let a disk leave, because that would end its history.
 fn keeps(control: &Control) -> bool {
     Retention::of(&control.history) != Retention::Nothing || !Snapshot::all(control).is_empty()
 }
 
 impl History {
-    /// Runs up to two commands. `kept`: what a killed process left must survive, so power is not lost, and nothing fails. Returns the disks
-    /// whose records were given up.
+    /// Runs up to two commands. `kept`: what a killed process left must survive, so power is not lost and nothing
+    /// fails. Returns the disks whose records were discarded.
     pub(super) fn run_commands(
         &mut self,
         kept: bool,
@@ -180,7 +180,7 @@ impl History {
             self.totals.logs_shrunk += u64::from(done.size < done.old_size);
             let most = self.control()?.header.max_segments.get();
             let files = self.fixture.medium.lock().segments();
-            // What a process left that was cut while it made a segment is no segment.
+            // The leftover of a process that was cut while making a segment is not a segment.
             let mut made = files.iter().filter(|(name, _)| !name.ends_with(".new"));
             let beyond = made.any(|(name, _)| *name >= format!("segment-{most:05}"));
             if u64::from(most) != count || beyond {
@@ -193,14 +193,14 @@ impl History {
         Ok(())
     }
 
-    /// Gives up the records of a disk.
+    /// Discards a disk's records.
     fn discard(
         &mut self,
         disk: usize,
         kept: bool,
         given_up: &mut BTreeSet<usize>,
     ) -> std::result::Result<(), Violation> {
-        // Otherwise most of what is there would be given up.
+        // Otherwise most of what is there would be discarded.
         if self.fixture.left[disk] || self.acts.one_in(2) {
             return Ok(());
         }
@@ -228,7 +228,7 @@ impl History {
         Ok(())
     }
 
-    /// Whether the log's table has the paths of the images as they are: a process that was cut may have left others.
+    /// Whether the log's table has the images' present paths; an interrupted process may have left others.
     fn knows_paths(&self, control: &Control) -> bool {
         (0..self.fixture.shape.disks).all(|disk| {
             let entry = self.fixture.entry(control, disk);
@@ -266,7 +266,7 @@ impl History {
                     cuts += 1;
                     continue;
                 }
-                // If the image has no mark any more, the log knows it by its path, and its past may be gone.
+                // Without a mark, the log identifies the image by its path, and its past may be gone.
                 CommandOutcome::Cut if known => {
                     self.fixture.stays = true;
                     self.replaced[disk] = u64::MAX;
@@ -382,7 +382,7 @@ impl History {
         }
     }
 
-    /// Looks at a disk that is not in use as of a point that the log had, by the way that copies of it are made.
+    /// Looks at a disk that is not in use, at a point that the log had, by the code that makes copies.
     pub(super) fn look_at_the_past(&mut self) -> std::result::Result<(), Violation> {
         let disk = self.acts.below(self.fixture.shape.disks as u64) as usize;
         let all = self.past.len() as u64;
@@ -429,8 +429,8 @@ impl History {
         (self.acts.next() as u32 | 1 << 31).to_le_bytes()
     }
 
-    /// Another program writes to the image of a disk of which the log has no records, an older copy is put in its place, or a strange image.
-    /// The disk is what that has from now on.
+    /// Changes the image of a disk without records in the log: another program writes to it, or it is replaced by an
+    /// older copy or by an unrelated image. That is the disk from now on.
     fn replace_image(
         &mut self,
         disk: usize,
@@ -483,7 +483,7 @@ impl History {
         self.totals.replaced += 1;
         self.replaced[disk] = u64::MAX;
         given_up.insert(disk);
-        // A strange image is known by its path.
+        // An unrelated image is identified by its path.
         self.fixture.stays |= next.mark.is_none();
         Ok(())
     }
@@ -530,8 +530,8 @@ mod tests {
         (fixture, contents)
     }
 
-    /// The next process is cut while it opens the log, then the records of a disk are given up, and power is lost within that too. The
-    /// disk can be opened all the same: it has its records, or what its image has.
+    /// The next process is cut while it opens the log; then a disk's records are discarded, and power is lost during
+    /// that too. The disk can still be opened, with its records or with what its image has.
     #[test]
     fn a_disk_opens_wherever_giving_up_its_records_is_cut() {
         let (mut whole, mut gone) = (0, 0);
@@ -564,8 +564,8 @@ mod tests {
         assert!(whole > 30 && gone > 30, "{whole} whole, {gone} gone");
     }
 
-    /// The newest numbers of a log may be those of a torn write, and no record has them. A disk whose records were given up up to there
-    /// can leave the log.
+    /// A log's newest numbers may belong to a torn write, so that no record has them. A disk whose records were
+    /// discarded up to there can leave the log.
     #[test]
     fn a_disk_leaves_its_log_after_its_records_were_given_up() {
         let mut torn = 0;
@@ -595,7 +595,8 @@ mod tests {
         assert!(torn > 5, "{torn}");
     }
 
-    /// A killed process was about to let a raw image join a log. The same command says that this is done only once no power cut undoes it.
+    /// A process was killed while a raw image was joining a log. The same command must not report success before a
+    /// power cut can't undo it.
     #[test]
     fn an_image_has_joined_a_log_once_the_command_says_so() {
         for (seed, ticks) in (1..9).flat_map(|seed| (0..20).map(move |ticks| (seed, ticks))) {

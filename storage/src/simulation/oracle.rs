@@ -25,8 +25,8 @@ pub(super) struct RestoredState {
     pub certain: bool,
 }
 
-/// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and its number as `value`, or 0 if the log
-/// makes it itself.
+/// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and as `value` its
+/// number, or 0 if the log itself made it.
 #[derive(Clone, Debug)]
 struct Effect {
     disk: usize,
@@ -43,7 +43,7 @@ struct Effect {
 struct PendingRestore {
     to: u64,
     contents: Arc<[u32]>,
-    /// Otherwise there is its mark alone.
+    /// Otherwise there is only its mark.
     counts: bool,
 }
 
@@ -109,7 +109,7 @@ pub(super) struct Oracle {
     pub excused: u64,
     /// How many of those failed.
     pub refused: u64,
-    /// The place of a restore in use of which nobody knows whether it counts.
+    /// The index of a restore of a disk in use that may or may not count.
     doubtful: Option<usize>,
 }
 
@@ -167,7 +167,7 @@ impl Oracle {
         let restore = PendingRestore {
             to,
             contents: contents.into(),
-            // As long as the process lives it does not count: the log has failed.
+            // It does not count while the process lives, because the log has failed.
             counts: counts.unwrap_or(false),
         };
         self.order.push(Effect::mark(disk, 0, Some(restore)));
@@ -183,12 +183,12 @@ impl Oracle {
         self.order.push(Effect::mark(disk, 0, None));
     }
 
-    /// The place of the restore in use of which nobody knows whether it counts.
+    /// The index of the restore of a disk in use that may or may not count.
     pub(super) fn doubtful(&self) -> Option<usize> {
         self.doubtful
     }
 
-    /// Takes the doubtful restore for one that counts, or not. `certain`: from now on that is known.
+    /// Decides whether the doubtful restore counts. `certain`: this is now known.
     pub(super) fn settle(&mut self, counts: bool, certain: bool) {
         if let Some(index) = self.doubtful
             && let Some(restore) = &mut self.order[index].restore
@@ -287,8 +287,8 @@ impl Oracle {
         self.open.is_empty()
     }
 
-    /// Records the end of a request. `good`: nothing has happened that excuses a failure; `good_read`: nor the
-    /// failure of a read.
+    /// Records the end of a request. `good`: nothing has happened that excuses a failure. `good_read`: nor that of a
+    /// read.
     pub(super) fn complete(
         &mut self,
         client: usize,
@@ -403,8 +403,8 @@ impl Oracle {
         self.floor = self.floor.max(self.kill_floor);
     }
 
-    /// Damage may have destroyed the last acknowledged records, if nothing that is left shows that they were
-    /// durable. All changes up to `durable`, an LSN of a log that began with 1, must survive.
+    /// After damage, the last acknowledged records may be gone if nothing that is left proves them durable. All changes
+    /// up to `durable`, an LSN of a log that began with 1, must survive.
     pub(super) fn damaged(&mut self, durable: u64) {
         self.floor = self.floor.min(durable as usize);
     }

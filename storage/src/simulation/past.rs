@@ -71,7 +71,7 @@ impl History {
         Ok(())
     }
 
-    /// The oldest and the newest LSN that the log has the disks as of.
+    /// The oldest and the newest LSN at which the log has the disks.
     fn span(&self, control: &Control) -> Result<(u64, u64), Violation> {
         let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, u64::MAX);
         let (scan, _) = read.map_err(|error| format!("looking back at a legal crash: {error}"))?;
@@ -105,12 +105,13 @@ impl History {
         let horizon = header.checkpoint_lsn.max(header.copying_lsn).get();
         for (place, (sectors, wanted)) in found.iter_mut().zip(wanted).enumerate() {
             let entry = self.fixture.entry(control, place);
-            // A disk that has left the log, or whose records up to there were given up or copied when it left the log in use.
+            // A disk that has left the log, or whose records up to there were discarded, or copied when it left the log
+            // in use.
             let Some(disk) = entry.filter(|disk| disk.void_lsn.get() <= lsn) else {
                 sectors.clone_from(wanted);
                 continue;
             };
-            // Whoever reads the medium himself does not learn that another image is in its place.
+            // Reading the medium directly does not reveal that another image is in its place.
             if self.is_unknown(place, lsn) || self.is_replaced(place, lsn) {
                 sectors.clone_from(wanted);
                 continue;
@@ -126,7 +127,7 @@ impl History {
                     lsn..u64::MAX,
                 ),
                 false if lsn >= horizon => Ok(None),
-                // The base images have gone past a snapshot of the other disk alone.
+                // The base images have moved past a snapshot of the other disk only.
                 false => {
                     sectors.clone_from(wanted);
                     continue;
@@ -160,7 +161,7 @@ impl History {
         }
     }
 
-    /// Whether the records of a disk up to an LSN were given up, or copied when it left the log in use.
+    /// Whether a disk's records up to an LSN were discarded, or copied when it left the log in use.
     fn is_void(&self, control: &Control, disk: usize, lsn: u64) -> bool {
         let entry = self.fixture.entry(control, disk);
         entry.is_some_and(|entry| lsn < entry.void_lsn.get())
@@ -238,7 +239,7 @@ impl History {
             return Ok(None);
         }
         let records = newest.checked_sub(from).filter(|_| self.random.one_in(2));
-        // The base images have gone past the others.
+        // The base images have moved past the others.
         let unknown = |lsn| {
             let disk = disk as usize;
             self.is_unknown(disk, lsn) || self.is_replaced(disk, lsn)
@@ -281,8 +282,8 @@ impl History {
                 let legal = before.filter(|before| self.oracle.judge(before).is_ok());
                 legal.map(restored).collect()
             }
-            // The record is not there, or the disk has none: these numbers are not those of points. Or the records of the disk were given
-            // up, and saved files have what a snapshot needs.
+            // There is no such record, or none of the disk, so the number is not a point. Or the disk's records were
+            // discarded, and saved files have what a snapshot needs.
             Err(error)
                 if error.kind() == ErrorKind::NotFound
                     || error.kind() == ErrorKind::InvalidInput

@@ -35,8 +35,8 @@ fn work(
     running.finish_writer();
 }
 
-/// Restores a disk to one of these states while power is lost after so many operations of the medium. Returns the LSN of that, if it
-/// has succeeded, and the state that it makes; `None`: the log has no records of the disk any more.
+/// Restores a disk to one of these states, with power lost after a number of operations. Returns the LSN of the
+/// restore, if it succeeded, and the resulting state; `None`: the log no longer has records of the disk.
 fn rewind(
     fixture: &Fixture,
     running: &mut RunningStore,
@@ -68,8 +68,8 @@ fn rewind(
     Some((done.ok(), after))
 }
 
-/// Wherever it is cut, the disk is what it was before or what it was at the point; after an answer it is the latter. The other disk
-/// stays as it is, and all states before come back.
+/// Wherever it is cut, the disk is what it was before or what it was at the point, and after an answer the latter. The
+/// other disk does not change, and all earlier states can be restored.
 #[test]
 fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
     let (mut cut, mut whole) = (0, 0);
@@ -115,7 +115,7 @@ fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
             }
             states.push((running.newest_point(), found));
         }
-        // All that the log still has comes back.
+        // Everything still in the log can be restored.
         for (lsn, contents) in &states {
             let live = running.disks[0].clone();
             let held = running.keeper.hold(&live.state, true).unwrap();

@@ -1,4 +1,4 @@
-//! What opening a log reads of its sealed segments.
+//! How much opening a log reads from sealed segments.
 
 use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
@@ -11,7 +11,7 @@ const SEGMENT: u64 = 1 << 20;
 const WRITE: u64 = 128;
 const SECTORS: u64 = 64 * WRITE;
 
-/// A killed process leaves a log of about so many segments.
+/// A killed process leaves a log of about this many segments.
 fn killed(segments: u64) -> Fixture {
     let shape = Shape {
         disks: 1,

@@ -230,7 +230,7 @@ fn a_panic_in_a_group_fails_the_log() {
     let [first, second] = &mut ports;
     // The leader is going to write the record.
     first.submit(1, write(1));
-    // A thread that panicked has left the disk's index half changed, so the next change panics too.
+    // A panicked thread has poisoned the disk's index, so the next change panics too.
     let disk = running.disks[0].state.clone();
     let panics = std::thread::spawn(move || {
         let _index = disk.index_mut();
@@ -274,8 +274,8 @@ fn a_panic_of_the_keeper_fails_the_log() {
     assert!(error.to_string().contains("panicked"), "{error}");
 }
 
-/// A slow checkpoint delays no request until the ring is full, and then only until it is done. A ring that is not
-/// full-grown grows meanwhile.
+/// A slow checkpoint delays no request until the ring is full, and then only until it is done. A ring below its limit
+/// grows in the meantime.
 #[test]
 fn writers_go_on_beside_a_slow_checkpoint_until_the_ring_is_full() {
     writers_go_on(SEGMENTS);

@@ -90,7 +90,7 @@ fn who_waits_behind_the_writers_batch_is_told() {
     assert!(!told, "the planted fault was not noticed");
 }
 
-/// A FLUSH whose group waits for more to join it is answered also if the leader writes a batch meanwhile.
+/// A FLUSH whose group is in its commit delay is answered even if the leader writes a batch in the meantime.
 #[test]
 fn a_groups_wait_outlives_a_batch_of_the_leader() {
     let wait = CommitWait {

@@ -15,7 +15,7 @@ use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, thread};
 use crate::{CommitWait, Operation, Point, Port, Retention, SECTOR_SIZE, Store};
 
-/// The disk has eight places of so many sectors. A segment has room for a few of them.
+/// Sectors of each of the disk's eight places. A segment has room for a few of them.
 const PLACE: u64 = 24;
 const PLACES: u64 = 8;
 /// Records: they go around the ring more than once.

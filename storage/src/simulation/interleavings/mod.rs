@@ -70,7 +70,7 @@ fn told<T>(judge: &SharedJudge, tell: impl FnOnce(&mut Judge) -> T) -> T {
     tell(&mut judge.lock().expect("no switch happens under this lock"))
 }
 
-/// Starts what was submitted. `alone`: the thread makes quick syncs itself.
+/// Starts what was submitted. `alone`: the thread runs quick syncs itself.
 fn start(port: &mut Port, judge: &SharedJudge, alone: bool) {
     let led = port.start(alone);
     told(judge, |judge| judge.led_alone += u64::from(led));
@@ -111,7 +111,7 @@ fn serve(
     mine.is_empty() || fixture.medium.lock().crashed
 }
 
-/// How many clients that do not stall are at work.
+/// How many clients that never stall are still active.
 #[derive(Default)]
 struct ActiveClients {
     count: Mutex<usize>,
@@ -236,7 +236,7 @@ fn run(seed: u64) -> Result<Totals, Violation> {
     if closed.is_ok() {
         told(&judge, |judge| judge.judge(&fixture.bases(), true))?;
     }
-    // A sync that fails may drop from the cache the bytes that it was to write.
+    // A failed sync may drop the bytes it should have written from the cache.
     let killed = told(&judge, |judge| {
         judge.killed &= !failed;
         judge.killed

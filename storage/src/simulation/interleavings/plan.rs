@@ -16,7 +16,7 @@ pub(super) enum Step {
     },
     Flush,
     Read,
-    /// Starts submitted requests and takes those that have ended.
+    /// Starts submitted requests and takes completions.
     Serve,
     /// Waits for all requests.
     Wait,
@@ -30,7 +30,7 @@ pub(super) struct Client {
     pub steps: Vec<Step>,
     /// Whether it closes its port without waiting for requests in flight.
     pub leaves: bool,
-    /// Whether its thread makes quick syncs itself.
+    /// Whether its thread runs quick syncs itself.
     pub alone: bool,
     /// Whether it submits its requests, and does not look at its port again before all others have ended.
     pub stalls: bool,
