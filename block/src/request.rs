@@ -53,7 +53,7 @@ pub enum Failure {
     #[error("the range is empty or ends beyond the disk")]
     OutOfRange,
     /// Longer than [`MAX_REQUEST_BYTES`], or no multiple of the sector size.
-    #[error("the request is too large or no multiple of 512 bytes")]
+    #[error("the request is too large or not a multiple of 512 bytes")]
     TooLarge,
     /// The disk is read-only.
     #[error("the disk is read-only")]

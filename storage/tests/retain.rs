@@ -481,7 +481,7 @@ fn a_snapshot_of_one_disk_keeps_nothing_of_another() {
     assert!(idle <= 3 * 4096, "{idle}");
     let refused = store.disks()[1].look(Point::Snapshot(alone), None);
     let error = refused.err().expect("it is of the other").to_string();
-    assert!(error.contains("another disk alone"), "{error}");
+    assert!(error.contains("another disk only"), "{error}");
     // These overwrite the blocks of the first ten, of which two were discarded.
     make(&store.disks()[0], 513..=522);
     store.disks()[0].checkpoint().unwrap();

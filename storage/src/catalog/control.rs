@@ -157,7 +157,7 @@ pub(crate) fn existing_log(log_dir: &Path, access: Access) -> Result<ControlFile
         Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: this is no log (it has no control file); name a log directory, such as disk.img.wal",
+                "{}: this is not a log (it has no control file); name a log directory, such as disk.img.wal",
                 log_dir.display()
             ),
         )
@@ -178,7 +178,7 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
         true => Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{}: the directory is not empty, and is no log (it has no control file); restore the log, or name \
+                "{}: the directory is neither empty nor a log (it has no control file); restore the log, or name \
                  another directory",
                 log_dir.display()
             ),

@@ -265,8 +265,8 @@ impl Control {
         let snapshots = self.snapshots.len();
         let image = self.image_mut(disk_id).ok_or_else(|| {
             invalid(format!(
-                "the log has {snapshots} snapshots, and no room to note since when a disk has its image; delete one with \
-                 'snapshot-delete NAME'"
+                "the log has {snapshots} snapshots, and no room to record that a disk has another image; delete one \
+                 with 'snapshot-delete NAME'"
             ))
         })?;
         image.since_lsn = U64::new(since);

@@ -61,8 +61,8 @@ impl Retention {
         if needed > MOST_SEGMENTS {
             let most = (MOST_SEGMENTS - others) * size;
             return Err(invalid(format!(
-                "this log can keep at most {most} bytes of history: {MOST_SEGMENTS} segments of {size} bytes, without {others} \
-                 for what is being written"
+                "this log can keep at most {most} bytes of history: {MOST_SEGMENTS} segments of {size} bytes, less \
+                 {others} for what is being written"
             )));
         }
         header.max_segments = U32::new(needed.max(most) as u32);

@@ -33,7 +33,8 @@ impl FromStr for SnapshotName {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if !(1..=64).contains(&text.len()) || !text.bytes().all(allowed) {
             return Err(invalid(format!(
-                "'{text}' is no name for a snapshot: give 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'"
+                "'{text}' is not a valid name for a snapshot: give 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' \
+                 and '-'"
             )));
         }
         let mut name = [0; 64];

@@ -79,7 +79,7 @@ impl Keeper {
         let dir = self.log.dir.display();
         if keeps {
             tracing::info!(
-                "log {dir}: closed; it keeps the history of its disks, and their newest bytes"
+                "log {dir}: closed; it keeps its disks' history, and so their newest bytes"
             );
             return;
         }
@@ -93,8 +93,8 @@ impl Keeper {
         });
         let bytes: u64 = left.sum();
         tracing::warn!(
-            "log {dir}: closed with {bytes} bytes that the base images do not have yet: the log keeps them, and the next open goes \
-             on copying them ('walvisor disk checkpoint' copies all)"
+            "log {dir}: closed with {bytes} bytes that are not in the base images yet; they stay in the log, and the \
+             next open goes on copying them ('walvisor disk checkpoint' copies everything)"
         );
     }
 }

@@ -98,8 +98,9 @@ impl DamagedExtents {
         Error::new(
             error.kind(),
             format!(
-                "{path}: {error}; reads of it fail, nothing else is affected, and the log keeps it until it is \
-                 overwritten; once the disk is closed, 'walvisor disk check {path}' names sectors and LSNs"
+                "{path}: {error}; damaged blocks stay in the log until they are overwritten, and reading them fails; \
+                 other data is unaffected; once the disk is closed, 'walvisor disk check {path}' lists sectors and \
+                 LSNs"
             ),
         )
     }

@@ -133,7 +133,7 @@ impl Keeper {
         let shortened = early > 0 && retain != crate::Retention::All;
         if shortened && !self.shortened {
             tracing::warn!(
-                "log {}: it has no room for all the history that it is to keep: the oldest goes; make it larger with \
+                "log {}: it has no room for all the history it should keep, so the oldest goes; make it larger with \
                  'walvisor log resize'",
                 self.log.dir.display()
             );
@@ -343,12 +343,10 @@ impl Keeper {
         if self.log.lock().keeper.pinned().is_some() {
             return Err(Error::new(
                 ErrorKind::Damaged,
-                format!(
-                    "{error}; the log in {dir} can't be folded without its snapshots and looks being lost"
-                ),
+                format!("{error}; folding the log in {dir} would lose its snapshots and looks"),
             ));
         }
-        tracing::error!("{error}; so the log in {dir} gives up the history that it keeps");
+        tracing::error!("{error}; so the log in {dir} drops its history");
         self.checkpoint_once(false, false).and(Ok(false))
     }
 

@@ -494,7 +494,7 @@ impl Keeper {
             && lsn < self.control.control.with_rewinds(until)
         {
             drop(state);
-            return Err(self.pinned_error("everything can't be copied to the base images", lsn));
+            return Err(self.pinned_error("the log can't be copied to the base images", lsn));
         }
         let lsn = *self.frozen_at.get_or_insert_with(|| {
             for disk in &self.disks {

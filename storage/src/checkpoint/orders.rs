@@ -193,8 +193,8 @@ impl Keeper {
     ) -> Result<()> {
         if self.log.lock().keeps_history() {
             return Err(invalid(format!(
-                "{}: the log keeps history, which the checkpoint before an export would end; make a snapshot, and when the disk \
-                 is closed copy it with 'walvisor disk clone --at snapshot:NAME'",
+                "{}: the log keeps history, which the checkpoint before an export would end; make a snapshot, and once \
+                 the disk is closed copy that with 'walvisor disk clone --at snapshot:NAME'",
                 self.log.dir.display()
             )));
         }

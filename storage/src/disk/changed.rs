@@ -185,7 +185,7 @@ pub(crate) fn push_change(changes: &mut Vec<Change>, sectors: u64, changed: bool
 
 /// The error for an LSN since which the changes are not known.
 pub(crate) fn unknown_point(lsn: u64) -> Error {
-    let message = format!("what has changed since LSN {lsn} is not known: no snapshot is there");
+    let message = format!("the changes since LSN {lsn} are unknown: there is no snapshot at it");
     Error::new(ErrorKind::NotFound, message)
 }
 

@@ -131,7 +131,7 @@ impl Disk {
     fn unmarked(&self) -> Error {
         let condition = self.log.condition();
         let why = condition.trouble().map(|trouble| trouble.error.as_str());
-        let why = why.unwrap_or("it is full or being closed, or the disk leaves it");
+        let why = why.unwrap_or("it is full or being closed, or the disk is leaving it");
         let dir = self.log.dir.display();
         Error::new(
             ErrorKind::Io,

@@ -74,8 +74,8 @@ impl ExtentMap {
         match all <= most {
             true => Ok(()),
             false => Err(invalid(format!(
-                "{}: the extents of this, and of the looks that are open, take {all} bytes of memory, and index-memory allows {most}; end \
-                 looks, or open the disk with a larger index-memory",
+                "{}: its extents and those of open looks take {all} bytes of memory, and index-memory allows {most}; \
+                 end looks, or open the disk with a larger index-memory",
                 log_dir.display()
             ))),
         }

@@ -137,15 +137,15 @@ impl LogClock {
         };
         if was_ahead {
             tracing::warn!(
-                "log {}: its newest record has a time that is {} ahead: the clock was wrong then; from now on times are those of \
-                 the clock, and records with later times count as written now",
+                "log {}: the time of its newest record is {} ahead, so the clock was wrong then; new records get the \
+                 clock's time, and records with later times count as written now",
                 clock.log,
                 length(behind),
             );
         } else if !believed {
             tracing::warn!(
-                "log {}: the clock is {} behind the time of the newest record, which new records get until the clock has passed it, \
-                 or for {}",
+                "log {}: the clock is {} behind the time of the newest record; new records get that time until the \
+                 clock has passed it, or for {}",
                 clock.log,
                 length(behind),
                 length(BELIEVED),
@@ -219,7 +219,8 @@ impl LogClock {
                 false => (expected - now.wall, "back"),
             };
             tracing::warn!(
-                "log {}: the clock has jumped {way} by {}: times of new records do not follow it unless it stays there for {}",
+                "log {}: the clock has jumped {way} by {}; the times of new records follow only if it stays there for \
+                 {}",
                 self.log,
                 length(jump),
                 length(BELIEVED),

@@ -583,7 +583,7 @@ impl SegmentRing {
         );
         assert!(
             !self.starved || self.to_come() == 0,
-            "starved, and a segment file is to come"
+            "starved, although a segment file can still be made"
         );
     }
 }

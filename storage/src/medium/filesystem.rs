@@ -77,14 +77,14 @@ fn make(path: &Path, options: &mut OpenOptions, mode: u32) -> io::Result<File> {
         .open(path)
         .map_err(|error| match error.raw_os_error() {
             Some(libc::ELOOP) => {
-                io::Error::other("a symbolic link is in the place of the new file; remove it")
+                io::Error::other("a symbolic link is in the way of the new file; remove it")
             }
             _ => error,
         })?;
     let found = file.metadata()?;
     if !found.is_file() {
         return Err(io::Error::other(
-            "something other than a regular file is in the place of the new file; remove it",
+            "something other than a regular file is in the way of the new file; remove it",
         ));
     }
     let has = found.permissions().mode() & 0o7777;

@@ -29,7 +29,7 @@ pub(crate) fn probe() -> io::Result<()> {
         true => Ok(()),
         false => Err(io::Error::new(
             io::ErrorKind::Unsupported,
-            "the kernel's io_uring lacks an operation that is needed",
+            "the kernel's io_uring lacks a required operation",
         )),
     }
 }

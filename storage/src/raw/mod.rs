@@ -169,7 +169,7 @@ impl Backend for RawDisk {
         }
         let _growing = locked(&shared.growing);
         if !bytes.is_multiple_of(SECTOR_SIZE) || bytes / SECTOR_SIZE < shared.sectors() {
-            let why = "the new size must be a multiple of 512, and no smaller than the old one";
+            let why = "the new size must be a multiple of 512, and not smaller than the old one";
             return refuse(io::ErrorKind::InvalidInput, why);
         }
         shared.image.file().set_len(bytes)?;

@@ -309,7 +309,7 @@ pub(crate) fn read_durable(
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
         tracing::error!(
-            "{dir}: {count} blocks of 4096 bytes are damaged, the first in record {}: reads of them fail; close the \
+            "{dir}: {count} blocks of 4096 bytes are damaged, the first in record {}; reading them fails; close the \
              disk, then 'walvisor disk check' lists sectors and LSNs",
             first.lsn
         );

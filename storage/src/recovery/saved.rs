@@ -298,8 +298,8 @@ pub(crate) fn read_saved(
         false => Err(Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: the snapshots as of LSN {} do not have this disk: it was not on the log then, or what the log had of it was \
-                 given up",
+                "{}: the snapshots as of LSN {} do not have this disk: it was not on the log then, or its records were \
+                 discarded",
                 dir.display(),
                 lsns.start
             ),

@@ -106,7 +106,7 @@ impl Scan {
         self.void.iter().try_for_each(|segment| wipe(segment))?;
         for suspect in &self.suspects {
             tracing::warn!(
-                "{}: its header is damaged; the log is whole without it, and uses the file again",
+                "{}: its header is damaged; the log is complete without it, and reuses the file",
                 suspect.path.display()
             );
         }
@@ -122,9 +122,9 @@ impl Scan {
         let dir = log_dir.display();
         let told = match (self.damaged.first(), self.suspects.first()) {
             (Some(block), _) => format!(
-                "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; 'walvisor disk check' names the \
-                 disk and the sectors: overwrite them, restore the disk from a copy, or give up what the log has of it with \
-                 'walvisor disk check --discard-log'",
+                "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; 'walvisor disk check' \
+                 lists the disk and the sectors: overwrite them, restore the disk from a copy, or discard its records \
+                 with 'walvisor disk check --discard-log'",
                 block.segment.path.display(),
                 block.lsn,
                 block.offset,

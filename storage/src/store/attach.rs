@@ -190,8 +190,8 @@ impl OpenBase {
     pub(crate) fn no_past(&self, at: Point, log_dir: &Path, why: &str) -> Error {
         let (log, image) = (log_dir.display(), self.options.path.display());
         let message = format!(
-            "{log}: the disk can't be brought back to {at}: {image} is not the image that its past is made of: {why}; put that \
-             image back"
+            "{log}: the disk can't be brought back to {at}: {image} is not the image that its past depends on: {why}; \
+             put that image back"
         );
         Error::new(ErrorKind::NotFound, message)
     }
@@ -308,8 +308,8 @@ fn accept(
         None => match base.identity.mark {
             Some(mark) if mark.open && mark.disk == entry.disk => {
                 return Err(wrong(format!(
-                    "{}: a copy of the image of an open disk, whose newest bytes the log in {} does not hold any \
-                     more; put the newest image back, or use this one as it is with: {}",
+                    "{}: a copy of the image of an open disk whose newest bytes are no longer in the log in {}; put \
+                     the newest image back, or use this one as it is with: {}",
                     path.display(),
                     log_dir.display(),
                     discard_command(path, log_dir),
@@ -475,11 +475,11 @@ pub(crate) fn check_past(
     if !names.is_empty() {
         let names = names.join(", ");
         tracing::warn!(
-            "{path}: {why}; the disk is what the image is now, and these snapshots, which are of the image before, are lost for it: \
-             {names}"
+            "{path}: {why}; the disk now has the contents of this image, and loses these snapshots, which depend on \
+             the previous one: {names}"
         );
     } else if kept {
-        tracing::warn!("{path}: {why}; its history begins anew, behind LSN {newest}");
+        tracing::warn!("{path}: {why}; its history starts over after LSN {newest}");
     }
     Ok(true)
 }
@@ -626,8 +626,8 @@ fn open_absent(
     let path = entry.path(home);
     let refused = |kind, why: &dyn std::fmt::Display| {
         let message = format!(
-            "{}: the log holds {} of another disk, last at {}, which can't be opened ({why}); put its image back, \
-             open both disks together, or discard those with: {}",
+            "{}: the log holds {} of another disk, last at {}, which can't be opened ({why}); put its image back, open \
+             both disks together, or discard those records with: {}",
             log_dir.display(),
             count(records.records),
             path.display(),

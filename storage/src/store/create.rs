@@ -148,16 +148,16 @@ impl<'a> NewDisk<'a> {
         if let Some(advised) = advised(bytes, segment, size) {
             let log = log_dir.display();
             tracing::warn!(
-                "{}: its log of {bytes} bytes is small for a disk of {size}; writes all over the disk are faster with more: walvisor \
-                 log resize {log} --size {}M",
+                "{}: its log of {bytes} bytes is small for a disk of {size}; scattered writes are faster with a larger \
+                 log: walvisor log resize {log} --size {}M",
                 path.display(),
                 advised >> 20
             );
         }
         if !marked {
             tracing::warn!(
-                "{}: this file system has no extended attributes, so the log knows the image by its inode, and a copy of it \
-                 is not the disk; copy the disk with 'walvisor disk export'",
+                "{}: this file system has no extended attributes, so the log identifies the image by its inode, and \
+                 does not recognize a copy; copy the disk with 'walvisor disk export'",
                 path.display()
             );
         }
@@ -225,8 +225,8 @@ fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
             log_dir.display()
         ),
         None => format!(
-            "exists already, without a log at {}; use it (the first use as a disk makes the log), choose another \
-             name, or move it away",
+            "exists already, without a log at {}; use it (its first use creates the log), choose another name, or move \
+             it away",
             log_dir.display()
         ),
     };

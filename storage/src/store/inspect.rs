@@ -258,7 +258,7 @@ fn snapshot_faults(
         faults.push(SnapshotFault {
             snapshots: ours,
             what: format!(
-                "{image} is not the image that its past is made of: {why}; put that image back"
+                "{image} is not the image that its past depends on: {why}; put that image back"
             ),
         });
     }

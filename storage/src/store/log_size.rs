@@ -82,8 +82,9 @@ fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> R
     let least = retain.least_segments(segment);
     match retain {
         Retention::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
-            "{}: it keeps the newest {kept} bytes of its history, which takes a log of {} bytes, and {} were asked for; let it keep \
-             less first: open one of its disks with retain=SIZE or retain=off, or say 'walvisor ctl SOCKET set-retain' while it is in use",
+            "{}: it keeps the newest {kept} bytes of its history, which takes a log of {} bytes, and {} were asked \
+             for; first lower its retention: open one of its disks with retain=SIZE or retain=off, or use 'walvisor \
+             ctl SOCKET set-retain' while it is in use",
             log_dir.display(),
             least * segment,
             u64::from(count) * segment,
@@ -102,7 +103,7 @@ fn refuse_more(log_dir: &Path, control: &ControlFile, scan: &Scan, count: u32) -
     let disks = control.image_paths();
     let disk = disks.first().map(|disk| disk.display().to_string());
     Err(invalid(format!(
-        "{}: what it holds needs a log of {} bytes, and {} were asked for; copy that to the images first: walvisor disk \
+        "{}: its contents need a log of {} bytes, and {} were asked for; first copy them to the images: walvisor disk \
          checkpoint {} --log {0}",
         log_dir.display(),
         needed * segment,

@@ -247,7 +247,7 @@ fn open_emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, u
     Err(Error::new(
         ErrorKind::Locked,
         format!(
-            "{}: another process used the disk meanwhile; close it there, then try again",
+            "{}: another process used the disk in the meantime; close it there, then try again",
             path.display()
         ),
     ))

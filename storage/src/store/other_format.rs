@@ -60,8 +60,8 @@ pub(crate) fn refuse_other_format(
         false => path.to_string(),
     };
     Err(invalid(format!(
-        "{path}: begins as a {name} image does, and disks are raw images; convert it with 'qemu-img convert -O raw {source} \
-         NEW', or, if these are the first bytes of the disk itself, say so: format=raw with --disk, --format raw with \
-         'disk import'"
+        "{path}: starts like a {name} image, and disks are raw images; convert it with 'qemu-img convert -O raw \
+         {source} NEW', or, if these are the first bytes of the disk itself, say so: format=raw with --disk, --format \
+         raw with 'disk import'"
     )))
 }

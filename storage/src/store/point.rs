@@ -126,7 +126,7 @@ impl Point {
         if let Self::Snapshot(name) = self {
             let found = Snapshot::find(name, control).map_err(|error| error.of_file(log_dir))?;
             if !found.has(disk_id) {
-                return Err(self.refused(log_dir, "it is a snapshot of another disk alone"));
+                return Err(self.refused(log_dir, "it is a snapshot of another disk only"));
             }
             let point = self.resolve_snapshot_in(control, log_dir)?;
             return point.lsn(log_dir, control, disk_id, read);

@@ -50,7 +50,7 @@ fn resize(
     check_size(path, size)?;
     let view = View::open(path, log_dir, Access::Write, None)?;
     if let Some((control, _)) = view.log.as_ref().filter(|_| size < view.size) {
-        let what = format!("what is behind byte {size} would be cut off");
+        let what = format!("everything after byte {size} would be cut off");
         Snapshot::refuse_loss(&control.control, path, &what)?;
     }
     let view = match size < view.size && holds_records(&view) {
@@ -68,7 +68,7 @@ fn resize(
         return Err(Error::new(
             ErrorKind::Locked,
             format!(
-                "{}: another process used the disk meanwhile; close it there, then try again",
+                "{}: another process used the disk in the meantime; close it there, then try again",
                 path.display()
             ),
         ));
@@ -114,8 +114,8 @@ fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {
         return Ok(());
     }
     Err(invalid(format!(
-        "{}: holds data behind byte {size}, which shrinking from {} bytes would lose; shrink the file system first, \
-         or discard the data with --shrink",
+        "{}: holds data after byte {size}, which shrinking from {} bytes would lose; shrink the file system first, or \
+         discard the data with --shrink",
         view.base.options.path.display(),
         view.size
     )))

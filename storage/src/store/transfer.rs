@@ -178,7 +178,7 @@ pub fn clone_disk(
 ) -> Result<Transfer> {
     if real_path(log_dir)? == real_path(new_log_dir)? {
         return Err(invalid(format!(
-            "{}: the log of the disk to clone, which is only read meanwhile; give the new disk another log",
+            "{}: the log of the disk to clone, which is open for reading only; give the new disk another log",
             new_log_dir.display()
         )));
     }
@@ -339,7 +339,7 @@ pub fn receive_image<T, E: From<Error>>(
     let (part, _replaced) = begin_raw(raw, replace, 0, OWNER, String::new())?;
     let file = part.file().host().ok_or_else(|| {
         let path = raw.display();
-        invalid(format!("{path}: not a file of this machine"))
+        invalid(format!("{path}: not a file on this machine"))
     })?;
     let filled = fill(file)?;
     part.publish(replace)?;
