@@ -242,9 +242,10 @@ pub(crate) fn described<T>(records: &[T]) -> &[T] {
 /// Whether, because of a planted fault, a failing waiter is left without its completion. `failed`: the whole log has
 /// failed. The keeper's own waiter, token 0, is spared, or the keeper would wait for ever.
 pub(crate) fn is_forgotten(token: u64, failed: bool) -> bool {
-    let fault = match failed {
-        true => Mutant::WaiterLostOnError,
-        false => Mutant::StuckWaitersForgotten,
+    let fault = if failed {
+        Mutant::WaiterLostOnError
+    } else {
+        Mutant::StuckWaitersForgotten
     };
     token > 0 && planted(fault)
 }

@@ -94,9 +94,10 @@ impl ControlFile {
     }
 
     fn put(&self, control: &Control) -> Result<()> {
-        let slot = match planted(Mutant::ControlInPlace) {
-            true => 0,
-            false => control.header.generation.get() % 2,
+        let slot = if planted(Mutant::ControlInPlace) {
+            0
+        } else {
+            control.header.generation.get() % 2
         };
         let offset = slot * CONTROL_SLOT as u64;
         let written = self.file.write_all_at(&control.encode(), offset);
@@ -145,9 +146,10 @@ pub fn has_log(log_dir: &Path) -> bool {
 
 /// Opens, locks and reads the control file, if there is one.
 pub(crate) fn find_control(log_dir: &Path, access: Access) -> Result<Option<ControlFile>> {
-    match has_log(log_dir) {
-        true => open_control(log_dir, access).map(Some),
-        false => Ok(None),
+    if has_log(log_dir) {
+        open_control(log_dir, access).map(Some)
+    } else {
+        Ok(None)
     }
 }
 
@@ -173,16 +175,17 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
     // Another process may have made a log here since the caller looked for one.
     let is_log = names.iter().any(|name| name == CONTROL);
     // A crash in `create_log` leaves a control file with the unfinished name.
-    match !is_log && names.iter().any(|name| name != UNFINISHED_CONTROL) {
-        false => Ok(()),
-        true => Err(Error::new(
+    if !is_log && names.iter().any(|name| name != UNFINISHED_CONTROL) {
+        Err(Error::new(
             ErrorKind::Damaged,
             format!(
                 "{}: the directory is neither empty nor a log (it has no control file); restore the log, or name \
                  another directory",
                 log_dir.display()
             ),
-        )),
+        ))
+    } else {
+        Ok(())
     }
 }
 

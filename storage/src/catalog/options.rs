@@ -204,11 +204,12 @@ pub struct Resize {
 
 /// Refuses a size that no disk can have.
 pub(crate) fn check_size(path: &Path, size: u64) -> Result<()> {
-    match size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
-        false => Ok(()),
-        true => Err(invalid(format!(
+    if size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
+        Err(invalid(format!(
             "{}: a disk size of {size} bytes is not valid; use a positive multiple of 512 below 2^63",
             path.display()
-        ))),
+        )))
+    } else {
+        Ok(())
     }
 }

@@ -130,10 +130,8 @@ impl Control {
 
     /// The newest LSN up to this one that is not a rewind's.
     pub(crate) fn without_rewinds(&self, lsn: u64) -> u64 {
-        let before = |lsn: u64, rewind: &RewindEntry| match rewind.at.get() == lsn {
-            true => lsn - 1,
-            false => lsn,
-        };
+        let before =
+            |lsn: u64, rewind: &RewindEntry| if rewind.at.get() == lsn { lsn - 1 } else { lsn };
         self.rewinds.iter().rev().fold(lsn, before)
     }
 

@@ -183,12 +183,13 @@ impl Snapshot {
     /// [`ErrorKind::InvalidInput`] if there are snapshots.
     pub(crate) fn refuse_loss(control: &Control, path: &Path, what: &str) -> Result<()> {
         let names = Self::names(control);
-        match names.is_empty() {
-            true => Ok(()),
-            false => Err(invalid(format!(
+        if names.is_empty() {
+            Ok(())
+        } else {
+            Err(invalid(format!(
                 "{}: {what}, and snapshots of its log need it: {names}; delete them with 'walvisor disk snapshot-delete'",
                 path.display()
-            ))),
+            )))
         }
     }
 
@@ -201,9 +202,10 @@ impl Snapshot {
 
     fn unknown(name: SnapshotName, control: &Control) -> Error {
         let names = Self::names(control);
-        let others = match names.is_empty() {
-            true => "the log has none".to_owned(),
-            false => format!("the log has {names}"),
+        let others = if names.is_empty() {
+            "the log has none".to_owned()
+        } else {
+            format!("the log has {names}")
         };
         Error::new(
             ErrorKind::NotFound,

@@ -295,9 +295,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
 
     /// Sleeps until an operation may have ended, or the pace may allow another.
     fn sleep(&self) {
-        match self.flights.is_empty() {
-            true => sync::sleep(SHORT),
-            false => self.event.sleep_until(Some(sync::now() + TEND)),
+        if self.flights.is_empty() {
+            sync::sleep(SHORT)
+        } else {
+            self.event.sleep_until(Some(sync::now() + TEND))
         }
     }
 
@@ -499,9 +500,12 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 }
             }
             Err(error) => {
-                self.failed.get_or_insert_with(|| match was_written {
-                    true => Error::io("write the base image", &flight.disk.path, error),
-                    false => Error::io("read the log", &self.log.dir, error),
+                self.failed.get_or_insert_with(|| {
+                    if was_written {
+                        Error::io("write the base image", &flight.disk.path, error)
+                    } else {
+                        Error::io("read the log", &self.log.dir, error)
+                    }
                 });
             }
         }
@@ -514,21 +518,21 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 false => {}
             }
         }
-        match flight.reads > 0 || (flight.writing && !was_written) {
-            true => drop(self.flights.insert(number, flight)),
-            false => {
-                self.memory -= flight.memory;
-                self.cost -= flight.cost;
-            }
+        if flight.reads > 0 || (flight.writing && !was_written) {
+            drop(self.flights.insert(number, flight))
+        } else {
+            self.memory -= flight.memory;
+            self.cost -= flight.cost;
         }
     }
 }
 
 /// See [`DiskState::save`].
 fn save(disk: &DiskState, range: Range<u64>) -> u64 {
-    match planted(Mutant::ExportUnsaved) {
-        true => range.end,
-        false => disk.save(range),
+    if planted(Mutant::ExportUnsaved) {
+        range.end
+    } else {
+        disk.save(range)
     }
 }
 

@@ -122,9 +122,10 @@ impl Keeper {
     /// The segments to fold now, if any. Reports once if history is dropped earlier than its retention says.
     fn next_range(&mut self, state: &mut LogState, pressed: bool) -> Option<FoldRange> {
         let retain = state.keeper.retain;
-        let pinned = match planted(Mutant::FoldPassesPin) {
-            true => u64::MAX,
-            false => state.keeper.held().unwrap_or(u64::MAX),
+        let pinned = if planted(Mutant::FoldPassesPin) {
+            u64::MAX
+        } else {
+            state.keeper.held().unwrap_or(u64::MAX)
         };
         let now = state.clock.now().passed;
         let (wanted, early) = state.ring.expired(retain, now, pressed, pinned);

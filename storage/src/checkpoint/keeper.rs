@@ -127,9 +127,10 @@ impl Keeper {
             }
             self.serve_orders();
             // A failed checkpoint waits for its retry. A segment file that is needed is made all the same.
-            let done = match paused {
-                true => self.log.preallocate_segment(false, || {}),
-                false => self.step(false),
+            let done = if paused {
+                self.log.preallocate_segment(false, || {})
+            } else {
+                self.step(false)
             };
             if let Some(line) = troubles.report(&self.log, &done, paused) {
                 tracing::error!("{line}");
@@ -185,9 +186,10 @@ impl Keeper {
         drop(state);
         if due {
             // A checkpoint that ran out of time is left to the close.
-            let done = match folds {
-                true => self.fold(),
-                false => self.checkpoint(false, forced).map(drop),
+            let done = if folds {
+                self.fold()
+            } else {
+                self.checkpoint(false, forced).map(drop)
             };
             let mut state = self.log.lock();
             state.keeper.failed = state.keeper.refuses_after(&done);
@@ -203,15 +205,16 @@ impl Keeper {
 
     /// Refuses an order once the log has failed.
     pub(super) fn refuse_failed(&self) -> Result<()> {
-        match self.log.poisoned.load(Ordering::Acquire) {
-            false => Ok(()),
-            true => Err(Error::new(
+        if self.log.poisoned.load(Ordering::Acquire) {
+            Err(Error::new(
                 ErrorKind::Io,
                 format!(
                     "{}: the log had failed; reopen it to recover what was acknowledged",
                     self.log.dir.display()
                 ),
-            )),
+            ))
+        } else {
+            Ok(())
         }
     }
 
@@ -483,9 +486,10 @@ impl Keeper {
             // Readers hold room that this checkpoint may need, each for one read, so try again soon. (Waiting here
             // would never end, because only this thread reclaims segments.)
             state.keeper.checkpoint = true;
-            return match closing {
-                false => Ok(true),
-                true => Err(self.being_read()),
+            return if closing {
+                Err(self.being_read())
+            } else {
+                Ok(true)
             };
         }
         let newest = state.pipeline.appended();

@@ -74,12 +74,12 @@ impl Keeper {
         let was_detached = disk.detached.swap(true, Ordering::Relaxed);
         let keeps_history = state.keeps_history();
         drop(state);
-        let removed = match keeps_history {
-            true => self.drain(disk.last_lsn.load(Ordering::Acquire)),
+        let removed = if keeps_history {
+            self.drain(disk.last_lsn.load(Ordering::Acquire))
+        } else {
             // Mark it as closed only after the control file says that the log has no records for it.
-            false => self
-                .copy_records(disk)
-                .and_then(|()| self.mark_closed(disk)),
+            self.copy_records(disk)
+                .and_then(|()| self.mark_closed(disk))
         };
         if let Err(error) = removed {
             disk.detached.store(was_detached, Ordering::Relaxed);

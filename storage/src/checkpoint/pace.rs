@@ -175,9 +175,10 @@ impl CopyPace {
         };
         let end = state.ring.end();
         let used = used(end, self.bytes).max(used(log.counters.index.bytes(), self.index));
-        let behind = match hurry {
-            true => 1.0,
-            false => used - done as f64 / self.work as f64,
+        let behind = if hurry {
+            1.0
+        } else {
+            used - done as f64 / self.work as f64
         };
         let disturbing = behind <= 0.0 && self.log_activity.is_active(end);
         if disturbing {
@@ -191,10 +192,7 @@ impl CopyPace {
             (false, true) => RUNS_BESIDE_FLUSHES,
             (false, false) => IN_FLIGHT_RUNS,
         };
-        let queue = match flushed {
-            true => QUEUE_BESIDE_FLUSHES,
-            false => QUEUE,
-        };
+        let queue = if flushed { QUEUE_BESIDE_FLUSHES } else { QUEUE };
         self.queue = (self.rate as f64 * queue.as_secs_f64()) as u64;
         let more = (most - UNHURRIED_RUNS) as f64;
         UNHURRIED_RUNS + ((behind / WORST_LAG).clamp(0.0, 1.0) * more) as usize

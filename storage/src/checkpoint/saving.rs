@@ -129,9 +129,10 @@ impl Keeper {
         }
         self.saving = Some(saving);
         self.note_saved();
-        match whole {
-            true => Ok(SaveOutcome::Complete),
-            false => Ok(SaveOutcome::TimeUp),
+        if whole {
+            Ok(SaveOutcome::Complete)
+        } else {
+            Ok(SaveOutcome::TimeUp)
         }
     }
 

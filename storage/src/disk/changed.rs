@@ -140,11 +140,12 @@ impl ChangesSince {
     /// Appends what has changed in this piece of an index. Everything after the LSN is in the log or was saved.
     pub(crate) fn append(&self, piece: &Piece, changes: &mut Vec<Change>) {
         if let Some(SavedExtents { extents, and_log }) = &self.saved {
-            return match piece.place.is_some() && *and_log {
-                true => push_change(changes, piece.sectors, true),
-                false => extents.visit(piece.sector, piece.sectors, &mut |part| {
+            return if piece.place.is_some() && *and_log {
+                push_change(changes, piece.sectors, true)
+            } else {
+                extents.visit(piece.sector, piece.sectors, &mut |part| {
                     push_change(changes, part.sectors, part.place.is_some());
-                }),
+                })
             };
         }
         // How many sectors at the start of the piece have not changed.

@@ -329,9 +329,10 @@ impl Backend for Disk {
             .any(|named| named.lsn == since);
         let known = pinned || named && guard.keeper.saved.has(since);
         drop(guard);
-        match known && state.comes_from(since) {
-            true => Ok(changes),
-            false => Err(unknown_point(since).into()),
+        if known && state.comes_from(since) {
+            Ok(changes)
+        } else {
+            Err(unknown_point(since).into())
         }
     }
 

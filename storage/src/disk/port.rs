@@ -205,16 +205,18 @@ impl Port {
     }
 
     fn check_writable(&self) -> Result<(), Failure> {
-        match () {
-            () if self.disk.read_only => Err(Failure::ReadOnly),
-            () => self.check_healthy(),
+        if self.disk.read_only {
+            Err(Failure::ReadOnly)
+        } else {
+            self.check_healthy()
         }
     }
 
     fn check_healthy(&self) -> Result<(), Failure> {
-        match self.committer.log.poisoned.load(Ordering::Acquire) {
-            true => Err(Failure::Io),
-            false => Ok(()),
+        if self.committer.log.poisoned.load(Ordering::Acquire) {
+            Err(Failure::Io)
+        } else {
+            Ok(())
         }
     }
 

@@ -63,18 +63,20 @@ impl ReadPart {
 /// Refuses sectors that a disk of `capacity` sectors does not have.
 pub(crate) fn check_range(sector: u64, sectors: u64, capacity: u64) -> Result<(), Failure> {
     let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
-    match sectors == 0 || end > capacity {
-        true => Err(Failure::OutOfRange),
-        false => Ok(()),
+    if sectors == 0 || end > capacity {
+        Err(Failure::OutOfRange)
+    } else {
+        Ok(())
     }
 }
 
 /// Refuses a read of sectors that a disk of `capacity` sectors does not have, or of too many.
 pub(crate) fn check_read(sector: u64, sectors: u32, capacity: u64) -> Result<(), Failure> {
     check_range(sector, u64::from(sectors), capacity)?;
-    match sectors as usize * SECTOR_SIZE as usize > MAX_REQUEST_BYTES {
-        true => Err(Failure::TooLarge),
-        false => Ok(()),
+    if sectors as usize * SECTOR_SIZE as usize > MAX_REQUEST_BYTES {
+        Err(Failure::TooLarge)
+    } else {
+        Ok(())
     }
 }
 
@@ -121,11 +123,11 @@ impl InFlightReads {
             let (source, offset, bytes) = match part.origin {
                 Origin::Memory { payload, offset } => {
                     let bytes = &payload[offset..offset + bytes];
-                    match whole {
-                        true => buffer = Some(Buffer::from(bytes)),
-                        false => buffer.get_or_insert_with(|| Buffer::zeroed(len))
-                            [at..at + bytes.len()]
-                            .copy_from_slice(bytes),
+                    if whole {
+                        buffer = Some(Buffer::from(bytes))
+                    } else {
+                        buffer.get_or_insert_with(|| Buffer::zeroed(len))[at..at + bytes.len()]
+                            .copy_from_slice(bytes)
                     }
                     continue;
                 }
@@ -196,9 +198,10 @@ impl InFlightReads {
         let read = self.reads.try_remove(key)?;
         Some(Completion {
             token: read.token,
-            result: match read.failed {
-                true => Err(Failure::Io),
-                false => Ok(read.buffer),
+            result: if read.failed {
+                Err(Failure::Io)
+            } else {
+                Ok(read.buffer)
             },
         })
     }

@@ -323,11 +323,14 @@ impl Control {
             let mut images = self.images.iter();
             images.any(|image| entry.has(image.disk_id.get()) && image.since_lsn > entry.lsn)
         };
-        match () {
-            () if self.snapshots.iter().any(other) => VERSION_REPLACED,
-            () if snapshots.any(saved) => VERSION_SAVED,
-            () if !self.rewinds.is_empty() => VERSION_REWOUND,
-            () => VERSION,
+        if self.snapshots.iter().any(other) {
+            VERSION_REPLACED
+        } else if snapshots.any(saved) {
+            VERSION_SAVED
+        } else if !self.rewinds.is_empty() {
+            VERSION_REWOUND
+        } else {
+            VERSION
         }
     }
 

@@ -222,12 +222,11 @@ fn real_logs() -> Vec<(String, Vec<u8>)> {
         if name == "marks" {
             store.mark(&"a mark".parse().unwrap()).unwrap();
         }
-        let input = match closed {
-            true => {
-                store.close().unwrap();
-                input_of(&log)
-            }
-            false => input_of(&log),
+        let input = if closed {
+            store.close().unwrap();
+            input_of(&log)
+        } else {
+            input_of(&log)
         };
         (name.to_string(), input)
     };

@@ -71,13 +71,14 @@ impl ExtentMap {
     ) -> Result<()> {
         self.count_in(memory);
         let (all, most) = (memory.bytes(), limit.max(LEAST_BESIDE));
-        match all <= most {
-            true => Ok(()),
-            false => Err(invalid(format!(
+        if all <= most {
+            Ok(())
+        } else {
+            Err(invalid(format!(
                 "{}: its extents and those of open looks take {all} bytes of memory, and index-memory allows {most}; \
                  end looks, or open the disk with a larger index-memory",
                 log_dir.display()
-            ))),
+            )))
         }
     }
 

@@ -208,15 +208,17 @@ impl LogClock {
             (self.agreed, self.certain, self.doubted) = (now, true, None);
             return now.wall;
         }
-        let expected = match self.certain {
-            true => self.agreed.wall_at(now.steady),
-            false => self.last,
+        let expected = if self.certain {
+            self.agreed.wall_at(now.steady)
+        } else {
+            self.last
         };
         if !self.doubted.is_some_and(|doubted| doubted.goes_to(now)) {
             self.doubted = Some(now);
-            let (jump, way) = match now.wall > expected {
-                true => (now.wall - expected, "forward"),
-                false => (expected - now.wall, "back"),
+            let (jump, way) = if now.wall > expected {
+                (now.wall - expected, "forward")
+            } else {
+                (expected - now.wall, "back")
             };
             tracing::warn!(
                 "log {}: the clock has jumped {way} by {}; the times of new records follow only if it stays there for \

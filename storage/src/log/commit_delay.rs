@@ -147,9 +147,10 @@ impl CommitDelay {
     /// Records a finished group: its sync took `sync_time`, it served `served` waiters, and `waiting` others are
     /// waiting already.
     pub(crate) fn record_group(&mut self, sync_time: Duration, served: usize, waiting: usize) {
-        self.sync_time = match self.sync_time.is_zero() {
-            true => sync_time,
-            false => (self.sync_time * 7 + sync_time) / 8,
+        self.sync_time = if self.sync_time.is_zero() {
+            sync_time
+        } else {
+            (self.sync_time * 7 + sync_time) / 8
         };
         self.expected = served + waiting;
     }

@@ -245,9 +245,12 @@ impl Committer {
     /// Completes `token` once `lsn` is written. `Ok(true)`: it is written already, and no completion comes.
     pub(crate) fn wait_written(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
         let log = &self.log;
-        let covered = || match log.poisoned.load(Ordering::Acquire) {
-            true => Err(Failure::Io),
-            false => Ok(log.written.load(Ordering::Acquire) >= lsn),
+        let covered = || {
+            if log.poisoned.load(Ordering::Acquire) {
+                Err(Failure::Io)
+            } else {
+                Ok(log.written.load(Ordering::Acquire) >= lsn)
+            }
         };
         if covered()? || planted(Mutant::AnsweredUnwritten) {
             return Ok(true);

@@ -95,9 +95,10 @@ impl Log {
         if state.pipeline.unsynced() >= MOST_UNSYNCED {
             return Some(self.build_sync(state));
         }
-        let batch = match self.leader_must_write(state) {
-            true => self.build_batch(state, buffers, false),
-            false => None,
+        let batch = if self.leader_must_write(state) {
+            self.build_batch(state, buffers, false)
+        } else {
+            None
         };
         let write_back = || {
             let step = state.pipeline.take_write_back()?;
@@ -119,9 +120,10 @@ impl Log {
         if self.poisoned.load(Ordering::Acquire) || self.leader_alone {
             return None;
         }
-        let batch = match self.must_write_early(state) {
-            true => self.build_batch(state, buffers, false),
-            false => None,
+        let batch = if self.must_write_early(state) {
+            self.build_batch(state, buffers, false)
+        } else {
+            None
         };
         batch.or_else(|| self.write_summary(state, buffers))
     }
@@ -181,9 +183,10 @@ impl Log {
     /// How to write a batch that needs no sync yet: past the page cache if the leader writes every batch, because it
     /// then has the medium to itself.
     fn unsynced_scope(&self) -> SyncScope {
-        match self.leader_alone {
-            true => SyncScope::None,
-            false => SyncScope::Later,
+        if self.leader_alone {
+            SyncScope::None
+        } else {
+            SyncScope::Later
         }
     }
 
@@ -229,10 +232,12 @@ impl Log {
             ready |= lsn <= written;
             wanted |= lsn > batched;
         });
-        match () {
-            () if ready => Some(self.build_sync(state)),
-            () if wanted => self.build_batch(state, buffers, false),
-            () => None,
+        if ready {
+            Some(self.build_sync(state))
+        } else if wanted {
+            self.build_batch(state, buffers, false)
+        } else {
+            None
         }
     }
 
@@ -338,9 +343,10 @@ impl Log {
         let header = BatchHeader {
             magic: format::BATCH_MAGIC,
             version: U32::new(
-                match described.iter().any(|record| record.change.mark.is_some()) {
-                    true => format::MARKS_VERSION,
-                    false => format::VERSION,
+                if described.iter().any(|record| record.change.mark.is_some()) {
+                    format::MARKS_VERSION
+                } else {
+                    format::VERSION
                 },
             ),
             crc: U32::new(0),
@@ -407,9 +413,10 @@ impl Log {
             let lsn = state.horizon.lsn;
             state.horizon = Commit { lsn, ..last };
         }
-        let scope = match synced {
-            true => pipeline.sync_batch(),
-            false => self.unsynced_scope(),
+        let scope = if synced {
+            pipeline.sync_batch()
+        } else {
+            self.unsynced_scope()
         };
         let group = Group {
             batch: Some(GroupBatch {

@@ -133,9 +133,10 @@ impl KeeperState {
     /// Notes why an attempt to empty or grow the log has failed. The trouble dates from the first failure of this kind.
     pub(crate) fn note(&mut self, error: &Error) {
         let mut trouble = Trouble::now(error, false);
-        let now = match error.is_no_space() {
-            true => Condition::NoSpace,
-            false => Condition::CopyFailing,
+        let now = if error.is_no_space() {
+            Condition::NoSpace
+        } else {
+            Condition::CopyFailing
         };
         if let Some(known) = self.trouble.trouble()
             && self.trouble.name() == now(trouble.clone()).name()

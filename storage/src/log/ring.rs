@@ -231,9 +231,10 @@ impl SegmentRing {
 
     /// How many more segment files can be made.
     fn to_come(&self) -> u32 {
-        match self.cannot_grow {
-            true => 0,
-            false => self.most - self.files,
+        if self.cannot_grow {
+            0
+        } else {
+            self.most - self.files
         }
     }
 
@@ -291,9 +292,10 @@ impl SegmentRing {
         // While the ring still grows and no segment is free, most of the tail is reserved for the keeper, in case no
         // segment file can be made.
         let growing = self.free.is_empty() && self.files < self.most;
-        let usable = match growing && !draining {
-            true => self.segment_size / GROWING_SHARE,
-            false => self.segment_size,
+        let usable = if growing && !draining {
+            self.segment_size / GROWING_SHARE
+        } else {
+            self.segment_size
         };
         let has_room = |tail: &Tail| {
             tail.offset + bytes <= usable && tail.has_room(batch, draining, self.segment_size)
@@ -459,10 +461,12 @@ impl SegmentRing {
         };
         let expired = self.live.iter().enumerate().take_while(expired).count();
         let step = self.step(retain);
-        let wanted = match () {
-            () if pressed => expired.max(step),
-            () if expired >= step => expired,
-            () => 0,
+        let wanted = if pressed {
+            expired.max(step)
+        } else if expired >= step {
+            expired
+        } else {
+            0
         };
         let free = self.live.iter().take_while(|live| live.last.lsn <= pinned);
         let count = wanted.min(sealed).min(free.count());

@@ -89,9 +89,10 @@ impl LogState {
         let mut there = there.map(|(_, last)| last).filter(|last| last.lsn <= lsn);
         // The newest segment end at or below it, unless that is older than what is known.
         let newest = there.next_back().unwrap_or(self.horizon);
-        let known = match newest.lsn > self.horizon.lsn {
-            true => newest,
-            false => self.horizon,
+        let known = if newest.lsn > self.horizon.lsn {
+            newest
+        } else {
+            self.horizon
         };
         self.horizon = Commit { lsn, ..known };
     }
@@ -132,9 +133,10 @@ impl LogState {
     /// durable at some unknown time.
     pub(crate) fn take_stuck(&mut self) -> Vec<Waiter> {
         let batched = self.pipeline.batched();
-        match self.is_stuck() {
-            true => self.waiters.take(|waiter| waiter.lsn > batched),
-            false => Vec::new(),
+        if self.is_stuck() {
+            self.waiters.take(|waiter| waiter.lsn > batched)
+        } else {
+            Vec::new()
         }
     }
 
@@ -410,9 +412,10 @@ impl Log {
     /// The error for a caller that finds no keeper.
     pub(crate) fn gone(&self, state: &LogState) -> Error {
         let reading = state.keeper.gone && !state.keeper.stop;
-        let why = match reading {
-            true => "open for reading only",
-            false => "being closed",
+        let why = if reading {
+            "open for reading only"
+        } else {
+            "being closed"
         };
         let dir = self.dir.display();
         Error::new(ErrorKind::Io, format!("{dir}: the log is {why}"))

@@ -40,9 +40,10 @@ impl Tail {
     /// Whether a batch, and then the summary, fit a segment of `segment_size` bytes. `draining`: the batch is the
     /// keeper's, which may use the summary's room.
     pub(crate) fn has_room(&self, batch: BatchSize, draining: bool, segment_size: u64) -> bool {
-        let summary = match draining || planted(Mutant::SummaryUnreserved) {
-            true => 0,
-            false => self.summary_len(batch.header, segment_size),
+        let summary = if draining || planted(Mutant::SummaryUnreserved) {
+            0
+        } else {
+            self.summary_len(batch.header, segment_size)
         };
         self.offset + batch.whole + summary <= segment_size
     }
@@ -66,9 +67,10 @@ impl Tail {
         let mut headers = self.headers.unwrap_or_default();
         let footer = SummaryFooter::new(log, self.sequence, self.salt);
         // Without a batch there is nothing to summarise.
-        let summary = match headers.is_empty() {
-            true => None,
-            false => footer.encode(&headers, segment_size),
+        let summary = if headers.is_empty() {
+            None
+        } else {
+            footer.encode(&headers, segment_size)
         };
         headers.clear();
         let pending = summary.map(|summary| PendingSummary {

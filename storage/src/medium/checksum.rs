@@ -165,10 +165,7 @@ impl ChecksumTable {
             }
             left = rest;
         }
-        match left.is_empty() {
-            true => Ok(()),
-            false => Err(at),
-        }
+        if left.is_empty() { Ok(()) } else { Err(at) }
     }
 }
 

@@ -110,9 +110,10 @@ fn price([small, large]: [Duration; 2]) -> u64 {
     let byte = (large - small) / (LARGE - SMALL) as f64;
     let operation = small - byte * SMALL as f64;
     // If bytes seem to cost nothing, the quotient is infinite or negative: use the maximum.
-    match byte * MOST as f64 > operation {
-        true => (operation / byte).max(0.0) as u64,
-        false => MOST,
+    if byte * MOST as f64 > operation {
+        (operation / byte).max(0.0) as u64
+    } else {
+        MOST
     }
 }
 

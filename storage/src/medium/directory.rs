@@ -154,9 +154,10 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 
 /// As [`parallel::thread_count`], for a log that may be on a simulated file system.
 fn thread_count(threads: Option<NonZeroUsize>) -> usize {
-    match is_simulated() {
-        true => 1,
-        false => parallel::thread_count(threads),
+    if is_simulated() {
+        1
+    } else {
+        parallel::thread_count(threads)
     }
 }
 

@@ -144,9 +144,10 @@ impl DataFile for File {
         offset: u64,
         durably: bool,
     ) -> io::Result<usize> {
-        let flags = match durably {
-            true => ReadWriteFlags::DSYNC,
-            false => ReadWriteFlags::empty(),
+        let flags = if durably {
+            ReadWriteFlags::DSYNC
+        } else {
+            ReadWriteFlags::empty()
         };
         Ok(rustix::io::pwritev2(self, slices, offset, flags)?)
     }
@@ -186,14 +187,15 @@ impl DataFile for File {
             locked => locked.map(|()| true),
         };
         let shared_lock = || lock(FlockOperation::NonBlockingLockShared);
-        let locked = match shared {
-            true => shared_lock(),
-            false => match lock(FlockOperation::NonBlockingLockExclusive) {
+        let locked = if shared {
+            shared_lock()
+        } else {
+            match lock(FlockOperation::NonBlockingLockExclusive) {
                 // NFS gives exclusive locks only to descriptors open for writing. This one is read-only; a shared lock
                 // is enough to keep writers out.
                 Err(Errno::BADF) => shared_lock(),
                 locked => locked,
-            },
+            }
         };
         Ok(locked?)
     }
@@ -548,9 +550,10 @@ pub(crate) fn append_cached(io: &Io) -> Option<io::Result<AppendStats>> {
         return None;
     };
     // On a network file system, the server would get each write at once.
-    let cache = match segment.needs_sync {
-        true => None,
-        false => segment.use_cache(),
+    let cache = if segment.needs_sync {
+        None
+    } else {
+        segment.use_cache()
     }?;
     let written = write_all(chunks, 0, |slices, done| {
         cache.write_slices_at(slices, offset + done)

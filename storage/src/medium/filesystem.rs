@@ -122,10 +122,13 @@ impl FileSystem for HostFiles {
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
         match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
             // This file system has no `RENAME_NOREPLACE`.
-            Err(Errno::INVAL | Errno::NOSYS) => match self.exists(to)? {
-                true => Err(io::ErrorKind::AlreadyExists.into()),
-                false => self.rename(from, to),
-            },
+            Err(Errno::INVAL | Errno::NOSYS) => {
+                if self.exists(to)? {
+                    Err(io::ErrorKind::AlreadyExists.into())
+                } else {
+                    self.rename(from, to)
+                }
+            }
             renamed => Ok(renamed?),
         }
     }
@@ -146,10 +149,12 @@ impl FileSystem for HostFiles {
 
     fn kind(&self, path: &Path) -> io::Result<PathKind> {
         let kind = std::fs::metadata(path)?.file_type();
-        Ok(match () {
-            () if kind.is_file() => PathKind::File,
-            () if kind.is_block_device() => PathKind::BlockDevice,
-            () => PathKind::Other,
+        Ok(if kind.is_file() {
+            PathKind::File
+        } else if kind.is_block_device() {
+            PathKind::BlockDevice
+        } else {
+            PathKind::Other
         })
     }
 

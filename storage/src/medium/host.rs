@@ -62,9 +62,10 @@ fn does_sectors(file: &File) -> io::Result<bool> {
     }
     // Otherwise, try a read. It has to hit data, because holes can be read at any offset; not so on a server's file
     // system.
-    let data = match is_served(file)? {
-        true => Ok(0),
-        false => rustix::fs::seek(file, SeekFrom::Data(0)),
+    let data = if is_served(file)? {
+        Ok(0)
+    } else {
+        rustix::fs::seek(file, SeekFrom::Data(0))
     };
     let data = match data {
         Ok(data) => data,
@@ -90,12 +91,13 @@ pub(super) fn reopen(file: &File, path: &Path) -> io::Result<File> {
         .open(by_descriptor)
         .or_else(|_| options.open(path))?;
     let identity = |file: &File| file.metadata().map(|found| (found.dev(), found.ino()));
-    match identity(&opened)? == identity(file)? {
-        true => Ok(opened),
-        false => Err(io::Error::other(format!(
+    if identity(&opened)? == identity(file)? {
+        Ok(opened)
+    } else {
+        Err(io::Error::other(format!(
             "{}: another file is in its place",
             path.display()
-        ))),
+        )))
     }
 }
 
@@ -122,9 +124,10 @@ pub(super) fn write_back(file: &File, range: Range<u64>) -> io::Result<()> {
 /// Makes a range read as zeroes: by punching a hole if `unmap`, otherwise by zeroing extents. On a file system with
 /// neither, overwrites only non-zero data, so that the file takes no more space.
 pub(super) fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-    let flags = match unmap {
-        true => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
-        false => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
+    let flags = if unmap {
+        FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE
+    } else {
+        FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE
     };
     match rustix::fs::fallocate(file, flags, offset, len) {
         Err(Errno::OPNOTSUPP) => overwrite_data(file, offset, len),

@@ -25,12 +25,13 @@ pub(crate) fn probe() -> io::Result<()> {
         opcode::Writev::CODE,
         opcode::Fallocate::CODE,
     ];
-    match needed.iter().all(|&code| probe.is_supported(code)) {
-        true => Ok(()),
-        false => Err(io::Error::new(
+    if needed.iter().all(|&code| probe.is_supported(code)) {
+        Ok(())
+    } else {
+        Err(io::Error::new(
             io::ErrorKind::Unsupported,
             "the kernel's io_uring lacks a required operation",
-        )),
+        ))
     }
 }
 

@@ -88,9 +88,10 @@ impl Appender for SlowAppender {
                 let (mut from, mut at) = (0, offset);
                 for payload in payloads.clone() {
                     // The last write also takes the chunks that follow the payloads.
-                    let to = match payload + 1 == payloads.end {
-                        true => chunks.len(),
-                        false => payload + 1,
+                    let to = if payload + 1 == payloads.end {
+                        chunks.len()
+                    } else {
+                        payload + 1
                     };
                     let part = chunks[from..to].to_vec();
                     let bytes: usize = part.iter().map(|chunk| chunk.len).sum();

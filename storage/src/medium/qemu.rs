@@ -44,12 +44,13 @@ pub(crate) enum Conflict {
 /// # Errors
 /// If the system can't tell.
 pub(crate) fn try_lock(file: &File, write: bool) -> io::Result<Option<Conflict>> {
-    let (used, not_shared) = match write {
-        true => (
+    let (used, not_shared) = if write {
+        (
             CONSISTENT_READ | WRITE | RESIZE,
             CONSISTENT_READ | WRITE | WRITE_UNCHANGED | RESIZE,
-        ),
-        false => (CONSISTENT_READ, WRITE | RESIZE),
+        )
+    } else {
+        (CONSISTENT_READ, WRITE | RESIZE)
     };
     let taken = take(file, USED, used).and_then(|()| take(file, NOT_SHARED, not_shared));
     let conflict = match taken {
@@ -64,9 +65,10 @@ pub(crate) fn try_lock(file: &File, write: bool) -> io::Result<Option<Conflict>>
     }
     // All bytes, from the first permission in use on.
     fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_UNLCK, USED, 0)))?;
-    Ok(Some(match is_any_held(file, USED, WRITE | RESIZE)? {
-        true => Conflict::Writes,
-        false => Conflict::Reads,
+    Ok(Some(if is_any_held(file, USED, WRITE | RESIZE)? {
+        Conflict::Writes
+    } else {
+        Conflict::Reads
     }))
 }
 

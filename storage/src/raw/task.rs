@@ -79,9 +79,10 @@ impl RawStep {
 
     /// The fallocate mode that makes a range read as zeroes.
     pub(super) fn zero_mode(unmap: bool) -> FallocateFlags {
-        let how = match unmap {
-            true => FallocateFlags::PUNCH_HOLE,
-            false => FallocateFlags::ZERO_RANGE,
+        let how = if unmap {
+            FallocateFlags::PUNCH_HOLE
+        } else {
+            FallocateFlags::ZERO_RANGE
         };
         how | FallocateFlags::KEEP_SIZE
     }

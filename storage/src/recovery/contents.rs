@@ -89,10 +89,11 @@ impl<'a> Chain<'a> {
     /// Whether this is the next batch.
     fn follows(&self, batch: &Batch) -> bool {
         let (header, segment) = (&batch.header, &self.candidate.header);
-        let in_order = match self.offset == BLOCK as u64 {
+        let in_order = if self.offset == BLOCK as u64 {
             // LSNs of a dropped torn tail are never reused, so a gap is normal here.
-            true => header.first_lsn.get() > self.previous_lsn,
-            false => header.first_lsn.get() == self.previous_lsn + 1,
+            header.first_lsn.get() > self.previous_lsn
+        } else {
+            header.first_lsn.get() == self.previous_lsn + 1
         };
         let room = self.room.checked_sub(batch.payload_at);
         let fits = room.is_some_and(|room| header.payload_bytes.get() <= room);

@@ -6,9 +6,9 @@
 //! A copy that moves the base images past a snapshot first saves what it is about to overwrite, once for each sector.
 //! So the log keeps nothing for the snapshot, and the snapshot takes no more room than what has changed since.
 //!
-//! A saved file looks like a segment: a header, and batches of records. A snapshot's records are numbered from its LSN
-//! + 1, and the control file says how many there are; all of those are durable. The first ones have no sectors: they
-//! list the disks of the snapshot.
+//! A saved file looks like a segment: a header, and batches of records. A snapshot's records are numbered
+//! from the LSN after its own, and the control file says how many there are; all of those are durable. The first ones
+//! have no sectors: they list the disks of the snapshot.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -275,11 +275,13 @@ pub(crate) fn read_saved(
     for &(lsn, count) in counts.filter(|(lsn, _)| lsns.contains(lsn)) {
         let visit = &mut |segment: &Arc<Segment>, descriptor: &Descriptor, at: u64| {
             let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
-            match () {
-                () if descriptor.disk_id != disk_id => {}
-                () if sectors == 0 => known |= lsn == lsns.start,
-                () if !has(sector, sectors) => {}
-                () => extents.add(sector, sectors, place(descriptor, lsn, segment, at)),
+            if descriptor.disk_id != disk_id {
+                return;
+            }
+            if sectors == 0 {
+                known |= lsn == lsns.start;
+            } else if has(sector, sectors) {
+                extents.add(sector, sectors, place(descriptor, lsn, segment, at));
             }
         };
         let of = (lsn, count);
@@ -293,9 +295,10 @@ pub(crate) fn read_saved(
             &mut || false,
         )?;
     }
-    match known {
-        true => Ok(Some(extents.finish())),
-        false => Err(Error::new(
+    if known {
+        Ok(Some(extents.finish()))
+    } else {
+        Err(Error::new(
             ErrorKind::NotFound,
             format!(
                 "{}: the snapshots as of LSN {} do not have this disk: it was not on the log then, or its records were \
@@ -303,6 +306,6 @@ pub(crate) fn read_saved(
                 dir.display(),
                 lsns.start
             ),
-        )),
+        ))
     }
 }

@@ -81,27 +81,30 @@ impl Scan {
     /// was durable (so that damage is never taken for a torn write) and the highest numbers seen anywhere. Void
     /// segments are wiped.
     pub(crate) fn release(&mut self, control: &mut ControlFile) -> Result<Vec<Arc<Segment>>> {
-        let seen = match planted(Mutant::LsnRestart) {
-            true => self.last.lsn,
-            false => self.max_lsn.max(self.last.lsn),
+        let seen = if planted(Mutant::LsnRestart) {
+            self.last.lsn
+        } else {
+            self.max_lsn.max(self.last.lsn)
         };
         debug_assert_eq!(
             control.control.durable_lsn, self.last.lsn,
             "what was read is on the medium"
         );
         let next_cid = self.max_cid + 1;
-        let next_lsn = match planted(Mutant::LsnRestart) {
-            true => seen + 1,
+        let next_lsn = if planted(Mutant::LsnRestart) {
+            seen + 1
+        } else {
             // A disk that came with another image has taken an LSN.
-            false => control.control.header.next_lsn.get().max(seen + 1),
+            control.control.header.next_lsn.get().max(seen + 1)
         };
         let note = |control: &mut Control| {
             control.header.next_lsn = U64::new(next_lsn);
             control.header.next_cid = U64::new(next_cid);
         };
-        match planted(Mutant::ProofInOneSlot) {
-            true => control.change(note)?,
-            false => control.change_both(note)?,
+        if planted(Mutant::ProofInOneSlot) {
+            control.change(note)?
+        } else {
+            control.change_both(note)?
         }
         self.void.iter().try_for_each(|segment| wipe(segment))?;
         for suspect in &self.suspects {
@@ -487,9 +490,10 @@ impl LogAssembler<'_> {
             self.durable = self.durable.max(batch.header.durable_lsn.get());
             // Trust a summary as a whole or not at all. Otherwise the next open, which may find that the log ends in
             // this segment and then does not use the summary, could come to another result.
-            let certain_from = match summarised {
-                true => segment_end,
-                false => batch.last_lsn(),
+            let certain_from = if summarised {
+                segment_end
+            } else {
+                batch.last_lsn()
             };
             self.held.push_back(HeldBatch {
                 part,
@@ -509,9 +513,10 @@ impl LogAssembler<'_> {
     fn settle(&mut self, scan: &mut Scan) {
         let durable = self.durable;
         let known = |held: &mut HeldBatch| {
-            let whole = match held.summarised {
-                true => planted(Mutant::SummaryTrustedUnsynced),
-                false => held.batch.is_whole(),
+            let whole = if held.summarised {
+                planted(Mutant::SummaryTrustedUnsynced)
+            } else {
+                held.batch.is_whole()
             };
             whole || held.certain_from <= durable
         };

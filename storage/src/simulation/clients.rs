@@ -116,9 +116,10 @@ impl Clients {
             running.step_writer();
             return done;
         };
-        match self.alone {
-            true => port.kick_alone(),
-            false => port.kick(),
+        if self.alone {
+            port.kick_alone()
+        } else {
+            port.kick()
         }
         running.step_writer();
         port.completions(&mut done);

@@ -105,9 +105,10 @@ fn sync_segments(scope: &SyncScope) -> io::Result<()> {
     let SyncScope::Segments(segments) = scope else {
         return Ok(());
     };
-    let last = match planted(Mutant::SyncLastSegmentOnly) {
-        true => segments.len() - 1,
-        false => 0,
+    let last = if planted(Mutant::SyncLastSegmentOnly) {
+        segments.len() - 1
+    } else {
+        0
     };
     let mut segments = segments[last..].iter();
     segments.try_for_each(|segment| segment.file.sync_data())
@@ -161,9 +162,10 @@ impl SimulatedMedium {
                     }
                     segments => sync_segments(&segments).map(|()| None),
                 };
-                match planted(Mutant::FailedSyncRetried) {
-                    true => Ok(None),
-                    false => synced,
+                if planted(Mutant::FailedSyncRetried) {
+                    Ok(None)
+                } else {
+                    synced
                 }
             }
             Io::Read {
@@ -295,16 +297,18 @@ impl Medium for SimulatedMedium {
     }
 
     fn salt(&self) -> u64 {
-        match planted(Mutant::ReuseSalt) {
-            true => 7,
-            false => self.lock().random.next(),
+        if planted(Mutant::ReuseSalt) {
+            7
+        } else {
+            self.lock().random.next()
         }
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        match self.blocking(event)? {
-            true => engine::create(EngineKind::Blocking, event),
-            false => self.simulated(event),
+        if self.blocking(event)? {
+            engine::create(EngineKind::Blocking, event)
+        } else {
+            self.simulated(event)
         }
     }
 

@@ -61,16 +61,17 @@ impl Bench {
             self.newest += 1;
             let value = if zeroes { 0 } else { self.newest };
             self.values[sector as usize..(sector + sectors) as usize].fill(value);
-            let operation = match zeroes {
-                true => Operation::WriteZeroes {
+            let operation = if zeroes {
+                Operation::WriteZeroes {
                     sector,
                     sectors: sectors as u32,
                     unmap: self.newest.is_multiple_of(2),
-                },
-                false => Operation::Write {
+                }
+            } else {
+                Operation::Write {
                     sector,
                     data: filled(value, sectors),
-                },
+                }
             };
             carry_out(&mut self.running, &mut port, operation).unwrap();
         }

@@ -139,9 +139,10 @@ impl SimulatedMedium {
             world.fail("read")?;
         }
         world.bytes_read += buffer.len() as u64;
-        match world.read(file, buffer, offset as usize, from_cache) {
-            true => Ok(()),
-            false => Err(io::ErrorKind::UnexpectedEof.into()),
+        if world.read(file, buffer, offset as usize, from_cache) {
+            Ok(())
+        } else {
+            Err(io::ErrorKind::UnexpectedEof.into())
         }
     }
 
@@ -157,9 +158,10 @@ impl SimulatedMedium {
         let bytes = slices.concat();
         let mut world = self.lock();
         let sectors = bytes.len() / SECTOR;
-        let part = match world.short_writes && sectors > 1 && world.random.one_in(3) {
-            true => 1 + world.random.below(sectors as u64 - 1) as usize,
-            false => sectors,
+        let part = if world.short_writes && sectors > 1 && world.random.one_in(3) {
+            1 + world.random.below(sectors as u64 - 1) as usize
+        } else {
+            sectors
         };
         world.write(file, &bytes[..part * SECTOR], offset, to_cache)?;
         Ok(part * SECTOR)
@@ -279,9 +281,10 @@ impl DataFile for SimulatedFile {
         }
         // A killed process's writes in flight hold the lock until they are done.
         world.await_late(self.index);
-        match shared {
-            true => world.shared.push(self.index),
-            false => world.locked.push(self.index),
+        if shared {
+            world.shared.push(self.index)
+        } else {
+            world.locked.push(self.index)
         }
         self.locked.store(true, Ordering::Relaxed);
         Ok(true)
@@ -359,9 +362,10 @@ impl FileSystem for SimulatedMedium {
 
     fn names(&self, dir: &Path) -> io::Result<Vec<OsString>> {
         let world = self.lock();
-        match world.names.has_directory(dir) {
-            true => Ok(world.names.in_directory(dir)),
-            false => Err(io::ErrorKind::NotFound.into()),
+        if world.names.has_directory(dir) {
+            Ok(world.names.in_directory(dir))
+        } else {
+            Err(io::ErrorKind::NotFound.into())
         }
     }
 
@@ -379,9 +383,10 @@ impl FileSystem for SimulatedMedium {
 
     fn real_path(&self, path: &Path) -> io::Result<PathBuf> {
         let there = path.parent().is_none() || self.exists(path)?;
-        match there {
-            true => Ok(path.to_owned()),
-            false => Err(io::ErrorKind::NotFound.into()),
+        if there {
+            Ok(path.to_owned())
+        } else {
+            Err(io::ErrorKind::NotFound.into())
         }
     }
 

@@ -193,9 +193,10 @@ impl Fixture {
         if self.moves && self.medium.lock().random.one_in(3) && !self.stays {
             self.move_images();
         }
-        let cache = match through {
-            true => CacheMode::Writethrough,
-            false => CacheMode::Writeback,
+        let cache = if through {
+            CacheMode::Writethrough
+        } else {
+            CacheMode::Writeback
         };
         let disk = |disk: &usize| DiskOptions {
             cache,

@@ -333,12 +333,13 @@ impl History {
     fn open(&mut self) -> crate::Result<RunningStore> {
         let through = self.random.one_in(4);
         self.oracle.written = self.random.one_in(2);
-        let wait = match self.random.one_in(3) {
-            true => CommitWait {
+        let wait = if self.random.one_in(3) {
+            CommitWait {
                 longest: Some(Duration::from_micros(1)),
                 count: Some(2 + self.random.below(3) as u32),
-            },
-            false => CommitWait::NONE,
+            }
+        } else {
+            CommitWait::NONE
         };
         // Let the base images pass a restore in place more often.
         let often = self.keeps || self.totals.rewound > 0;
@@ -354,11 +355,12 @@ impl History {
         let mut running = self.fixture.open(through, wait)?;
         self.find_pins(&running.keeper.control.control)?;
         for pin in std::mem::take(&mut self.pins) {
-            match self.random.one_in(2) {
-                true => self.pins.push(pin),
-                false => running
+            if self.random.one_in(2) {
+                self.pins.push(pin)
+            } else {
+                running
                     .keeper
-                    .change_history(|control| Snapshot::remove(pin.name, control))?,
+                    .change_history(|control| Snapshot::remove(pin.name, control))?
             }
         }
         if self.random.one_in(if self.keeps { 2 } else { 6 }) {
@@ -411,9 +413,10 @@ impl History {
         if crash {
             let (ticks, control) = (self.random.below(80), self.random.one_in(6));
             let mut world = self.fixture.medium.lock();
-            match control {
-                true => world.cut_control = Some(ticks / 13),
-                false => world.ticks = Some(ticks),
+            if control {
+                world.cut_control = Some(ticks / 13)
+            } else {
+                world.ticks = Some(ticks)
             }
         }
         if self.random.one_in(if crash { 8 } else { 3 }) {
@@ -426,9 +429,10 @@ impl History {
         self.first_lsn = running.log().lock().pipeline.next_lsn();
         self.work(&mut running)?;
         let crashed = self.fixture.medium.lock().crashed;
-        let closed = match crashed {
-            true => None,
-            false => self.close(&mut running),
+        let closed = if crashed {
+            None
+        } else {
+            self.close(&mut running)
         };
         self.in_use = LiveHandles::default();
         drop(running);
@@ -455,9 +459,10 @@ impl History {
             let (ticks, control) = (self.random.below(20), self.random.one_in(6));
             {
                 let mut world = self.fixture.medium.lock();
-                match control {
-                    true => world.cut_control = Some(ticks / 5),
-                    false => world.ticks = Some(ticks),
+                if control {
+                    world.cut_control = Some(ticks / 5)
+                } else {
+                    world.ticks = Some(ticks)
                 }
             }
             self.plan_faults();
@@ -622,9 +627,10 @@ impl History {
         // full.
         let full = self.random.one_in(6).then(|| {
             let from = self.random.below(200);
-            let until = match self.random.one_in(3) {
-                true => u64::MAX,
-                false => from + self.random.below(2000),
+            let until = if self.random.one_in(3) {
+                u64::MAX
+            } else {
+                from + self.random.below(2000)
             };
             (from..until, 1 + self.random.below(3))
         });
@@ -681,9 +687,10 @@ impl History {
                 7 if pause == 0 && running.log().lock().is_idle() => {
                     let forced = self.random.one_in(4) && !running.keeper.must_keep();
                     let named = self.pins.len() < 4 && self.random.one_in(8);
-                    let done = match named {
-                        true => self.snapshot(running),
-                        false => running.keeper.step(forced),
+                    let done = if named {
+                        self.snapshot(running)
+                    } else {
+                        running.keeper.step(forced)
                     };
                     match done {
                         // The shortage is over for requests that come from now on.

@@ -208,9 +208,10 @@ impl Life {
         let path = PathBuf::from(format!("/disk-{}", self.disks.len()));
         let sectors = self.sectors();
         let import = self.random.one_in(2);
-        let contents = match import {
-            true => self.values(sectors),
-            false => vec![0; sectors as usize],
+        let contents = if import {
+            self.values(sectors)
+        } else {
+            vec![0; sectors as usize]
         };
         self.put(Path::new(RAW), &contents);
         let done = make_one(&path, sectors, import);
@@ -374,9 +375,10 @@ impl Life {
             }
         }
         drop(port);
-        match done && self.random.one_in(2) {
-            true => self.close(which, running),
-            false => Ok(()),
+        if done && self.random.one_in(2) {
+            self.close(which, running)
+        } else {
+            Ok(())
         }
     }
 
@@ -457,9 +459,10 @@ impl Life {
             }
         }
         let world = self.medium.lock();
-        match world.crashed || world.failed {
-            true => Ok(false),
-            false => Err("a request failed for no reason".into()),
+        if world.crashed || world.failed {
+            Ok(false)
+        } else {
+            Err("a request failed for no reason".into())
         }
     }
 
@@ -558,9 +561,10 @@ impl KnownDisk {
     fn resize(&mut self, sectors: usize, done: bool) {
         let mut resized = self.may_hold.clone();
         resized.iter_mut().for_each(|held| held.resize(sectors, 0));
-        match done {
-            true => self.may_hold = resized,
-            false => self.may_hold.extend(resized),
+        if done {
+            self.may_hold = resized
+        } else {
+            self.may_hold.extend(resized)
         }
     }
 }
@@ -580,8 +584,9 @@ fn options() -> StoreOptions {
 
 fn make_one(path: &Path, sectors: u64, import: bool) -> Result<(), Error> {
     let (log, options) = (Path::new(LOG), options());
-    match import {
-        true => import_disk(path, Path::new(RAW), log, &options, &mut |_, _| {}).map(drop),
-        false => create_disk(path, sectors * 512, log, &options),
+    if import {
+        import_disk(path, Path::new(RAW), log, &options, &mut |_, _| {}).map(drop)
+    } else {
+        create_disk(path, sectors * 512, log, &options)
     }
 }

@@ -371,9 +371,10 @@ impl History {
             )),
             Err(error) => {
                 let world = self.fixture.medium.lock();
-                match world.crashed || world.failed_read {
-                    true => Ok(()),
-                    false => Err(format!("a look failed for no reason: {error}")),
+                if world.crashed || world.failed_read {
+                    Ok(())
+                } else {
+                    Err(format!("a look failed for no reason: {error}"))
                 }
             }
         }
@@ -445,11 +446,12 @@ impl History {
         let mut copy = vec![0; (SECTORS * SECTOR_SIZE) as usize];
         file.read_exact_at(&mut copy, 0).expect("the whole file");
         let copy: Vec<u32> = copy.chunks(SECTOR_SIZE as usize).map(value_of).collect();
-        match copy == shows {
-            true => Ok(()),
-            false => Err(format!(
+        if copy == shows {
+            Ok(())
+        } else {
+            Err(format!(
                 "an export of disk {disk} as of LSN {lsn} has {copy:?} for {shows:?}"
-            )),
+            ))
         }
     }
 
@@ -560,23 +562,22 @@ impl History {
         };
         let pin = self.pins[self.acts.below(last + 1) as usize];
         let within = self.acts.one_in(2) && !running.keeper.must_keep() && !self.oracle.reads();
-        let deleted = match within {
-            false => Self::order(running, KeeperTask::DeleteSnapshot(pin.name)),
-            true => {
-                let (answer, answered) = mpsc::channel();
-                let task = KeeperTask::DeleteSnapshot(pin.name);
-                let order = KeeperOrder { task, answer };
-                running.log().lock().keeper.orders.push(order);
-                if let Err(error) = running.keeper.step(true) {
-                    self.excuse(running, "a checkpoint", &error)?;
-                }
-                let at_once = answered.try_recv();
-                self.totals.deleted_in_copies += u64::from(at_once.is_ok());
-                at_once.unwrap_or_else(|_| {
-                    running.keeper.serve_orders();
-                    answered.try_recv().expect("an answer")
-                })
+        let deleted = if within {
+            let (answer, answered) = mpsc::channel();
+            let task = KeeperTask::DeleteSnapshot(pin.name);
+            let order = KeeperOrder { task, answer };
+            running.log().lock().keeper.orders.push(order);
+            if let Err(error) = running.keeper.step(true) {
+                self.excuse(running, "a checkpoint", &error)?;
             }
+            let at_once = answered.try_recv();
+            self.totals.deleted_in_copies += u64::from(at_once.is_ok());
+            at_once.unwrap_or_else(|_| {
+                running.keeper.serve_orders();
+                answered.try_recv().expect("an answer")
+            })
+        } else {
+            Self::order(running, KeeperTask::DeleteSnapshot(pin.name))
         };
         let looks = &self.in_use.looks;
         match deleted {
@@ -619,11 +620,12 @@ impl History {
             self.totals.detached += 1;
             return Ok(());
         }
-        match self.fixture.bases()[disk] == self.oracle.newest()[disk] {
-            true => Ok(()),
-            false => Err(format!(
+        if self.fixture.bases()[disk] == self.oracle.newest()[disk] {
+            Ok(())
+        } else {
+            Err(format!(
                 "disk {disk} has left the log, and its image is not whole"
-            )),
+            ))
         }
     }
 
@@ -637,9 +639,10 @@ impl History {
         let Some(disk) = absent.filter(|disk| !self.in_use.has(*disk)) else {
             return Ok(());
         };
-        let cache = match self.acts.one_in(4) {
-            true => CacheMode::Writethrough,
-            false => CacheMode::Writeback,
+        let cache = if self.acts.one_in(4) {
+            CacheMode::Writethrough
+        } else {
+            CacheMode::Writeback
         };
         let options = DiskOptions {
             cache,

@@ -396,9 +396,10 @@ impl World {
         if self.log_full && self.is_segment(file) {
             return Err(no_space());
         }
-        match self.files[file].current.len() < len as usize {
-            true => self.set_len(file, len),
-            false => Ok(()),
+        if self.files[file].current.len() < len as usize {
+            self.set_len(file, len)
+        } else {
+            Ok(())
         }
     }
 
@@ -502,17 +503,19 @@ impl World {
         );
         let to_cache = to_cache || self.buffered;
         let full = self.base_full && self.files[file].name.starts_with("base");
-        let fits = match full {
-            true => self.random.below((bytes.len() / SECTOR) as u64 + 1) as usize * SECTOR,
-            false => bytes.len(),
+        let fits = if full {
+            self.random.below((bytes.len() / SECTOR) as u64 + 1) as usize * SECTOR
+        } else {
+            bytes.len()
         };
         let bytes = &bytes[..fits];
         let offset = offset as usize;
         let fails = due(&mut self.fail_write);
         // At most half of the bytes reach the cache.
-        let mut bytes = match fails {
-            true => &bytes[..bytes.len() / SECTOR / 2 * SECTOR],
-            false => bytes,
+        let mut bytes = if fails {
+            &bytes[..bytes.len() / SECTOR / 2 * SECTOR]
+        } else {
+            bytes
         };
         // A process that is killed while it writes to the page cache has written the first bytes. What it writes past the page
         // cache may still be in flight.
@@ -662,9 +665,10 @@ impl World {
         let file = used[self.random.below(used.len() as u64) as usize];
         let len = self.files[file].current.len() as u64;
         let from = self.random.below(len / SECTOR as u64 + 1) as usize * SECTOR;
-        match self.random.one_in(2) {
-            true => self.write_back_range(file, &(from..len as usize)),
-            false => self.files[file].lost.retain(|at, _| *at < from),
+        if self.random.one_in(2) {
+            self.write_back_range(file, &(from..len as usize))
+        } else {
+            self.files[file].lost.retain(|at, _| *at < from)
         }
     }
 
@@ -768,9 +772,10 @@ impl World {
     /// and marks that are lost.
     fn settle(&mut self, file: usize) -> (Vec<usize>, Vec<Option<ImageMark>>) {
         // Keeps all, none, about half, or all but a few: mistakes hide at the extremes.
-        let mode = match self.forgetful {
-            true => 1,
-            false => self.random.below(4),
+        let mode = if self.forgetful {
+            1
+        } else {
+            self.random.below(4)
         };
         let random = &mut self.random;
         let keep = |_: &&_| match mode {
@@ -803,9 +808,10 @@ impl World {
         let mut world = self.clone();
         while !world.late.is_empty() {
             let which = world.random.below(world.late.len() as u64) as usize;
-            match world.random.one_in(2) {
-                true => world.land(which),
-                false => drop(world.late.swap_remove(which)),
+            if world.random.one_in(2) {
+                world.land(which)
+            } else {
+                drop(world.late.swap_remove(which))
             }
         }
         (0..world.files.len()).for_each(|file| drop(world.settle(file)));

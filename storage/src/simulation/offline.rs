@@ -374,11 +374,12 @@ impl History {
             .read()
             .map_err(|failure| format!("on the other log: {failure}"))?;
         running.keeper.close().map_err(broken)?;
-        match found[0] == wanted {
-            true => Ok(()),
-            false => Err(format!(
+        if found[0] == wanted {
+            Ok(())
+        } else {
+            Err(format!(
                 "on the other log disk {disk} differs from its image"
-            )),
+            ))
         }
     }
 
@@ -540,9 +541,10 @@ mod tests {
             let (fixture, contents) = killed(1 + opening);
             fixture.medium.lock().ticks = Some(opening);
             drop(fixture.open(false, CommitWait::NONE));
-            match kill {
-                true => fixture.medium.lock().restart(),
-                false => fixture.lose_power(),
+            if kill {
+                fixture.medium.lock().restart()
+            } else {
+                fixture.lose_power()
             }
             let image = fixture.image(0);
             fixture.medium.lock().ticks = Some(discarding);

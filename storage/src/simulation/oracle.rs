@@ -301,9 +301,10 @@ impl Oracle {
         let (_, open) = open.ok_or("a request was answered twice")?;
         let failed = result.is_err();
         let read = matches!(open, OpenRequest::Read { .. });
-        let excused = match read {
-            true => !good_read,
-            false => token <= self.excused,
+        let excused = if read {
+            !good_read
+        } else {
+            token <= self.excused
         };
         self.refused += u64::from(failed && good && !read);
         if failed && good && !excused {

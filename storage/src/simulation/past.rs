@@ -37,12 +37,11 @@ impl History {
         let Some(records) = last.checked_sub(from) else {
             return Ok(());
         };
-        let points = match self.keeps {
-            true => from..=last,
-            false => {
-                let point = from + self.random.below(records + 1);
-                point..=point
-            }
+        let points = if self.keeps {
+            from..=last
+        } else {
+            let point = from + self.random.below(records + 1);
+            point..=point
         };
         for point in points {
             self.totals.looked_back += 1;
@@ -152,12 +151,13 @@ impl History {
                     .for_each(|(sector, value)| *sector = value);
             }
         }
-        match found == *wanted {
-            true => Ok(()),
-            false => Err(format!(
+        if found == *wanted {
+            Ok(())
+        } else {
+            Err(format!(
                 "as of LSN {lsn} the disks differ: {}",
                 difference(&readable(&found), wanted)
-            )),
+            ))
         }
     }
 

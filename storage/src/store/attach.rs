@@ -322,9 +322,10 @@ fn accept(
         return Ok(());
     }
     let (path, size, want) = (path.display(), base.size, entry.size.get());
-    let remedy = match size < want {
-        true => format!("lengthen it with 'truncate -s {want} {path}', which keeps all bytes"),
-        false => "make it a disk of its own with 'walvisor disk import'".to_owned(),
+    let remedy = if size < want {
+        format!("lengthen it with 'truncate -s {want} {path}', which keeps all bytes")
+    } else {
+        "make it a disk of its own with 'walvisor disk import'".to_owned()
     };
     Err(wrong(format!(
         "{path}: the image has {size} bytes, but its log in {} expects {want}; put the right image back, or {remedy}",
@@ -366,9 +367,10 @@ fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
     wrong(format!(
         "{path}: the log in {} belongs to {}, not to this disk; name the right one with log=DIR",
         log_dir.display(),
-        match others.is_empty() {
-            true => "no disk yet".to_owned(),
-            false => others.join(", "),
+        if others.is_empty() {
+            "no disk yet".to_owned()
+        } else {
+            others.join(", ")
         },
     ))
 }
@@ -668,8 +670,9 @@ pub(crate) fn discard_command(path: &Path, log_dir: &Path) -> String {
 
 /// Adds the log to a command for the disk at `path`, if that is not the default.
 pub(crate) fn with_log(command: String, path: &Path, log_dir: &Path) -> String {
-    match default_log_dir(path) == log_dir {
-        true => command,
-        false => format!("{command} --log {}", log_dir.display()),
+    if default_log_dir(path) == log_dir {
+        command
+    } else {
+        format!("{command} --log {}", log_dir.display())
     }
 }

@@ -124,17 +124,14 @@ impl<'a> NewDisk<'a> {
                 (control, made)
             }
         };
-        let before = match made {
-            true => {
-                first_segment(&control, log_dir)?;
-                Vec::new()
-            }
-            false => {
-                let before = control.control.disks.clone();
-                adopt(&mut control)?;
-                control.write()?;
-                before
-            }
+        let before = if made {
+            first_segment(&control, log_dir)?;
+            Vec::new()
+        } else {
+            let before = control.control.disks.clone();
+            adopt(&mut control)?;
+            control.write()?;
+            before
         };
         reached(CreateStep::Registered);
         part.publish(false).inspect_err(|_| {
@@ -245,9 +242,8 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
     };
     let medium = directory(log_dir, EngineKind::Blocking);
     let (_, unapplied) = read_log_until(&medium, log_dir, &log.control, u64::MAX)?;
-    match unapplied.contains_key(&old.id.get()) {
-        false => Ok(()),
-        true => Err(Error::new(
+    if unapplied.contains_key(&old.id.get()) {
+        Err(Error::new(
             ErrorKind::WrongLog,
             format!(
                 "{}: the log in {} holds unapplied records of the disk that was here before; put that disk back, or \
@@ -256,7 +252,9 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
                 log_dir.display(),
                 discard_command(path, log_dir),
             ),
-        )),
+        ))
+    } else {
+        Ok(())
     }
 }
 

@@ -126,10 +126,11 @@ fn open_file(path: &Path, write: bool) -> Result<File> {
     };
     let open = || {
         let claimed = host::open_direct_with(path, write, claim)?;
-        match write || claim.is_empty() {
-            true => Ok(claimed),
+        if write || claim.is_empty() {
+            Ok(claimed)
+        } else {
             // It is enough that the device could be claimed; other readers may come.
-            false => host::open_direct_with(path, write, OFlags::empty()),
+            host::open_direct_with(path, write, OFlags::empty())
         }
     };
     let access = if write { Access::Write } else { Access::Read };
@@ -147,9 +148,10 @@ pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box
     }
     let holder = |file: &dyn DataFile| {
         let open = matches!(file.read_mark(), Ok(Some(mark)) if mark.open);
-        match in_log && open {
-            true => Holder::Writes,
-            false => Holder::User,
+        if in_log && open {
+            Holder::Writes
+        } else {
+            Holder::User
         }
     };
     lock::open_store_file(

@@ -31,9 +31,10 @@ impl Disk {
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Transfer> {
         let keeps_history = self.log.lock().keeps_history();
-        match keeps_history {
-            true => self.export_at(Point::Newest, target, progress),
-            false => self.export_base(target, progress),
+        if keeps_history {
+            self.export_at(Point::Newest, target, progress)
+        } else {
+            self.export_base(target, progress)
         }
     }
 

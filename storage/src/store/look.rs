@@ -163,9 +163,10 @@ impl PastDisk {
     /// What has changed since a snapshot.
     fn since(&self, lsn: u64) -> crate::Result<ChangesSince> {
         // The base images may have moved past this look's point too.
-        let (passed, end) = match self.files.has(self.until) {
-            true => (true, self.until),
-            false => (false, u64::MAX),
+        let (passed, end) = if self.files.has(self.until) {
+            (true, self.until)
+        } else {
+            (false, u64::MAX)
         };
         let (medium, disk) = (
             self.hold.files(),

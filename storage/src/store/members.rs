@@ -179,12 +179,11 @@ fn move_log(
         Ok(())
     };
     let (mut new, made) = open_or_create_log(to, options, join)?;
-    match made {
-        true => first_segment(&new, to)?,
-        false => {
-            join(&mut new)?;
-            new.write()?;
-        }
+    if made {
+        first_segment(&new, to)?
+    } else {
+        join(&mut new)?;
+        new.write()?;
     }
     reached(LeaveStep::Joined);
     match old {

@@ -53,11 +53,12 @@ pub(crate) fn refuse_other_format(
         return Ok(());
     };
     let path = path.display();
-    let source = match *magic == LUKS {
-        true => format!(
+    let source = if *magic == LUKS {
+        format!(
             "--object secret,id=key,file=KEYFILE --image-opts driver=luks,key-secret=key,file.filename={path}"
-        ),
-        false => path.to_string(),
+        )
+    } else {
+        path.to_string()
     };
     Err(invalid(format!(
         "{path}: starts like a {name} image, and disks are raw images; convert it with 'qemu-img convert -O raw \

@@ -23,9 +23,10 @@ pub(crate) fn exists(path: &Path) -> Result<bool> {
 
 /// Refuses a path that exists.
 pub(crate) fn refuse_existing(path: &Path, remedy: &str) -> Result<()> {
-    match exists(path)? {
-        false => Ok(()),
-        true => Err(already(path, remedy)),
+    if exists(path)? {
+        Err(already(path, remedy))
+    } else {
+        Ok(())
     }
 }
 
@@ -226,9 +227,10 @@ impl PartFile {
     /// Makes the file durable and gives it its final name.
     pub(crate) fn publish(mut self, replace: bool) -> Result<()> {
         self.sync()?;
-        let renamed = match replace {
-            true => files().rename(&self.path, &self.target),
-            false => files().rename_new(&self.path, &self.target),
+        let renamed = if replace {
+            files().rename(&self.path, &self.target)
+        } else {
+            files().rename_new(&self.path, &self.target)
         };
         renamed.map_err(|error| match error.kind() {
             std::io::ErrorKind::AlreadyExists => already(&self.target, "name another file"),

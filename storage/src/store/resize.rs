@@ -53,15 +53,15 @@ fn resize(
         let what = format!("everything after byte {size} would be cut off");
         Snapshot::refuse_loss(&control.control, path, &what)?;
     }
-    let view = match size < view.size && holds_records(&view) {
-        false => view,
+    let view = if size < view.size && holds_records(&view) {
         // No record may reach beyond the new end, so first copy all records to the base image.
-        true => {
-            refuse_loss(&view, size, lose_data)?;
-            drop(view);
-            copy_closed(path, log_dir)?;
-            View::open(path, log_dir, Access::Write, None)?
-        }
+
+        refuse_loss(&view, size, lose_data)?;
+        drop(view);
+        copy_closed(path, log_dir)?;
+        View::open(path, log_dir, Access::Write, None)?
+    } else {
+        view
     };
     refuse_loss(&view, size, lose_data)?;
     if size < view.size && holds_records(&view) {
@@ -198,9 +198,10 @@ pub(crate) mod tests {
         for entry in std::fs::read_dir(from).unwrap() {
             let entry = entry.unwrap();
             let to = to.join(entry.file_name());
-            match entry.file_type().unwrap().is_dir() {
-                true => copy_all(&entry.path(), &to),
-                false => copy_image(&entry.path(), &to),
+            if entry.file_type().unwrap().is_dir() {
+                copy_all(&entry.path(), &to)
+            } else {
+                copy_image(&entry.path(), &to)
             }
         }
     }
@@ -219,9 +220,12 @@ pub(crate) mod tests {
                 let dir = tempfile::tempdir().unwrap();
                 let disk = crashed(dir.path(), 2);
                 let log = default_log_dir(&disk);
-                let ended = resize(&disk, size, &log, true, &mut |step| match step == cut {
-                    true => Err(invalid("cut".to_owned())),
-                    false => Ok(()),
+                let ended = resize(&disk, size, &log, true, &mut |step| {
+                    if step == cut {
+                        Err(invalid("cut".to_owned()))
+                    } else {
+                        Ok(())
+                    }
                 });
                 assert_eq!(ended.unwrap_err().to_string(), "cut");
                 // Inspecting changes nothing, and shows the size that the next open will give the disk.

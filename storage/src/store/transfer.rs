@@ -106,9 +106,10 @@ pub fn import_disk_as(
 fn swapped(path: &Path, raw: &Path, log_dir: &Path) -> Error {
     let (disk, source) = (path.display(), raw.display());
     // Only if it is not the default log of the disk.
-    let log_dir = match default_log_dir(path) == log_dir {
-        true => &default_log_dir(raw),
-        false => log_dir,
+    let log_dir = if default_log_dir(path) == log_dir {
+        &default_log_dir(raw)
+    } else {
+        log_dir
     };
     let import = with_log(
         format!("walvisor disk import {source} {disk}"),
@@ -272,27 +273,27 @@ fn fill(
             }
         }
     };
-    let copied = match shared {
-        true => transfer(threads, view.over_base(), &copy, &mut |at, _| {
+    let copied = if shared {
+        transfer(threads, view.over_base(), &copy, &mut |at, _| {
             progress(at, size);
             Ok(())
-        }),
-        false => {
-            let mut due = NOTED_BYTES;
-            let mut passed = |at, copied| {
-                if copied >= due {
-                    // Ranges are whole sectors.
-                    due = match part.note(at)? {
-                        true => copied + NOTED_BYTES,
-                        false => u64::MAX,
-                    };
-                }
-                progress(at, size);
-                Ok(())
-            };
-            let data = view.data(begun..size, KERNEL_COPY_BYTES);
-            transfer(threads, data, &copy, &mut passed)
-        }
+        })
+    } else {
+        let mut due = NOTED_BYTES;
+        let mut passed = |at, copied| {
+            if copied >= due {
+                // Ranges are whole sectors.
+                due = if part.note(at)? {
+                    copied + NOTED_BYTES
+                } else {
+                    u64::MAX
+                };
+            }
+            progress(at, size);
+            Ok(())
+        };
+        let data = view.data(begun..size, KERNEL_COPY_BYTES);
+        transfer(threads, data, &copy, &mut passed)
     };
     part.forget_note();
     Ok(Transfer {
@@ -311,12 +312,11 @@ fn begin_raw(
     mode: u32,
     origin: String,
 ) -> Result<(PartFile, Option<Box<dyn DataFile>>)> {
-    let replaced = match replace {
-        true => lock_replaced(raw)?,
-        false => {
-            refuse_existing(raw, "name another file, or replace it with --force")?;
-            None
-        }
+    let replaced = if replace {
+        lock_replaced(raw)?
+    } else {
+        refuse_existing(raw, "name another file, or replace it with --force")?;
+        None
     };
     let part = PartFile::resume(raw, size, mode, origin)?;
     if let Some(replaced) = replaced.as_ref().and_then(|file| file.host()) {

@@ -39,9 +39,10 @@ impl BlockingEngine {
             none => none.insert(WriterThread::start(self.event.try_clone()?)?),
         };
         let jobs = writer.jobs.as_ref();
-        match jobs.is_some_and(|jobs| jobs.send((id, io)).is_ok()) {
-            true => Ok(()),
-            false => Err(io::Error::other("the log's thread has ended")),
+        if jobs.is_some_and(|jobs| jobs.send((id, io)).is_ok()) {
+            Ok(())
+        } else {
+            Err(io::Error::other("the log's thread has ended"))
         }
     }
 }

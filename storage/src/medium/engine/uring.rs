@@ -164,12 +164,13 @@ mod tests {
             };
             engine.account(operation, Err(error));
             let result = engine.done.pop().unwrap().result;
-            match done {
-                true => assert_eq!(&result.unwrap().unwrap()[..], [7; 512]),
-                false => assert_eq!(
+            if done {
+                assert_eq!(&result.unwrap().unwrap()[..], [7; 512])
+            } else {
+                assert_eq!(
                     result.unwrap_err().raw_os_error(),
                     Some(error.raw_os_error())
-                ),
+                )
             }
         }
     }

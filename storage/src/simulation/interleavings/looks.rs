@@ -91,9 +91,10 @@ fn look(disk: &Disk, mut random: Random, durable: &AtomicU64) -> Result<Totals, 
     let mut totals = Totals::default();
     for _ in 0..3 {
         let before = durable.load(Ordering::Acquire);
-        let at = match random.one_in(2) {
-            true => Point::Newest,
-            false => Point::Lsn(before.saturating_sub(random.below(4))),
+        let at = if random.one_in(2) {
+            Point::Newest
+        } else {
+            Point::Lsn(before.saturating_sub(random.below(4)))
         };
         let look = match (disk.look(at, None), at) {
             (Ok(look), _) => look,

@@ -241,9 +241,10 @@ fn run(seed: u64) -> Result<Totals, Violation> {
         judge.killed &= !failed;
         judge.killed
     });
-    match killed {
-        true => fixture.medium.lock().restart(),
-        false => fixture.lose_power(),
+    if killed {
+        fixture.medium.lock().restart()
+    } else {
+        fixture.lose_power()
     }
     let running = fixture
         .open(false, CommitWait::NONE)

@@ -63,9 +63,10 @@ impl Plan {
         let clients = (0..1 + random.below(3)).map(|i| {
             let steps = (0..2 + random.below(7)).map(|_| match random.below(8) {
                 0..3 => {
-                    let sectors = match long && random.one_in(2) {
-                        true => OWN,
-                        false => 1 + random.below(2),
+                    let sectors = if long && random.one_in(2) {
+                        OWN
+                    } else {
+                        1 + random.below(2)
                     };
                     let sector = random.below(4.min(OWN - sectors + 1));
                     Step::Write { sector, sectors }
