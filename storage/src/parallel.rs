@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_error_in_order_ends_all_and_few_parts_are_begun_for_nothing() {
+    fn the_first_error_in_order_ends_all_and_few_parts_are_started_for_nothing() {
         for threads in [1, 2, 8] {
             let begun = AtomicUsize::new(0);
             let work = |part: usize| {
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_of_one_ends_all() {
+    fn a_panic_in_one_thread_ends_all() {
         for threads in [1, 4] {
             let ran = std::panic::catch_unwind(|| {
                 let work = |part: usize| assert!(part != 5, "planted");

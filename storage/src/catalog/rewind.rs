@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn a_state_is_made_of_the_records_on_its_line() {
+    fn a_state_is_made_of_the_records_on_its_timeline() {
         // To 5; then back to before that; then into what followed the first rewind.
         let control = control(2, &[(5, 10), (9, 13), (12, 20)]);
         for (until, wanted) in [
@@ -259,7 +259,7 @@ mod tests {
 
     /// Discarded by `discard_log`, or copied when the disk left the log in use.
     #[test]
-    fn what_was_given_up_does_not_come_back() {
+    fn discarded_records_do_not_come_back() {
         let mut control = control(2, &[(5, 10)]);
         control.disks[0].void_lsn = U64::new(12);
         assert!(records(&control, 1, 12).is_empty());
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_room_for_so_many_rewinds() {
+    fn rewinds_beyond_the_limit_are_refused() {
         let mut control = control(0, &[]);
         let mut last = 1;
         let error = loop {

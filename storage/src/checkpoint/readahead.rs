@@ -91,7 +91,7 @@ mod tests {
 
     /// Bytes written past the page cache are seen by the next read through it.
     #[test]
-    fn a_segment_is_read_as_it_was_written_last() {
+    fn readahead_sees_the_newest_bytes_of_a_segment() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
         let options = StoreOptions {

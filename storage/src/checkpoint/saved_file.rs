@@ -428,7 +428,7 @@ mod tests {
 
     /// The time limit for closing also applies to reading what an earlier process saved.
     #[test]
-    fn the_files_are_not_read_once_the_time_for_closing_is_over() {
+    fn saved_files_are_not_read_after_the_time_limit_for_closing() {
         let (_dir, store) = new_disk();
         let disk = &store.disks()[0];
         let lsn = disk.snapshot("monday".parse().unwrap()).unwrap().lsn;

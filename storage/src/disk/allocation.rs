@@ -104,7 +104,7 @@ mod tests {
     };
 
     #[test]
-    fn the_log_and_the_base_image_are_told_as_one() {
+    fn the_log_and_the_base_image_are_reported_as_one() {
         let directory = tempfile::tempdir().unwrap();
         let (path, log) = (
             directory.path().join("disk.img"),

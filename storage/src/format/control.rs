@@ -459,7 +459,7 @@ mod tests {
 
     /// Tables that leave no room for the rewind header: what follows could not be written.
     #[test]
-    fn a_slot_that_is_too_full_is_damage() {
+    fn an_overfull_slot_is_damage() {
         let mut full = control(1, Vec::new());
         let mut entry = SnapshotEntry::new_zeroed();
         entry.name[0] = b'a';
@@ -506,7 +506,7 @@ mod tests {
     /// A slot has the oldest version, byte for byte, unless a disk was rewound; then only a program that knows rewinds
     /// can read it. The same goes for saved files and snapshots of one disk.
     #[test]
-    fn the_version_of_a_slot_tells_of_what_it_has() {
+    fn a_slot_has_the_lowest_version_that_represents_it() {
         let version = |slot: &[u8]| slot[8];
         let without = control(2, Vec::new()).encode();
         assert_eq!(version(&without), 2);

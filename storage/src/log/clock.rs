@@ -296,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn stamps_follow_the_clock() {
+    fn timestamps_follow_the_clock() {
         let mut machine = Machine::new();
         let mut clock = machine.open(0, 0);
         for us in [0, 5, SECOND, 3 * DAY, 0] {
@@ -346,7 +346,7 @@ mod tests {
 
     /// A whole run with a clock that is far ahead; then the clock is right.
     #[test]
-    fn what_a_clock_that_was_ahead_left_is_passed_at_once() {
+    fn a_log_recovers_at_once_from_a_clock_that_was_ahead() {
         let mut machine = Machine::new();
         machine.ahead = YEAR as i64;
         let mut wrong = machine.open(machine.right() - HOUR, 0);
@@ -401,7 +401,7 @@ mod tests {
     }
 
     #[test]
-    fn a_time_that_stands_stands() {
+    fn a_stopped_clock_does_not_move() {
         let mut clock = LogClock::stopped(77 * DAY);
         assert_eq!(clock.next().unix_us, 77 * DAY);
         assert_eq!(clock.now().unix_us, 77 * DAY);

@@ -214,7 +214,7 @@ mod tests {
     }
 
     #[test]
-    fn waits_for_nothing_become_rare() {
+    fn delays_that_gain_nothing_become_rare() {
         let mut delay = CommitDelay::default();
         let mut waits = 0;
         for _ in 0..1000 {
@@ -239,7 +239,7 @@ mod tests {
     }
 
     #[test]
-    fn a_wait_ends_with_its_time_and_what_is_over_late_counts_for_nothing() {
+    fn a_delay_ends_at_its_deadline_and_a_late_expiry_is_ignored() {
         let mut delay = CommitDelay::default();
         delay.expire();
         delay.record_group(SYNC, 4, 4);
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn fixed_waits_are_as_told() {
+    fn fixed_delays_are_as_configured() {
         let none = &mut CommitDelay::new(CommitWait::NONE);
         none.record_group(SYNC, 4, 4);
         assert!(none.try_start(1, false));

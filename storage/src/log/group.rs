@@ -585,7 +585,7 @@ impl Log {
 }
 
 #[test]
-fn a_step_is_written_back_with_the_one_before() {
+fn write_back_covers_a_step_and_the_one_before() {
     const STEP: u64 = WRITE_BACK;
     for (written, expected) in [
         (0..STEP - 1, None),

@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_payload_is_never_right() {
+    fn bytes_outside_payloads_never_verify() {
         let (bytes, table, _) = segment(&[(2, 9), (3, 1)]);
         for (from, until) in [(0, 512), (0, 1024), (1024, 6144), (5632, 6656)] {
             let Range { start, end } = table.cover(from, until - from);

@@ -213,7 +213,7 @@ mod tests {
 
     /// A waiter locks the file that is finally at the path.
     #[test]
-    fn a_lock_is_of_the_file_that_is_at_the_path() {
+    fn waiters_lock_the_file_that_is_finally_at_the_path() {
         let dir = tempfile::tempdir().unwrap();
         let (path, newer) = (dir.path().join("file"), dir.path().join("newer"));
         std::fs::write(&path, "old").unwrap();

@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_ends_early_is_an_error_there_and_not_before() {
+    fn a_truncated_file_is_an_error_at_its_end_and_not_before() {
         let directory = tempfile::tempdir().unwrap();
         let (segment, bytes) = segment(directory.path());
         let file = std::fs::OpenOptions::new()

@@ -207,7 +207,7 @@ fn an_export_that_can_not_be_written_fails_alone() {
 
 /// An abandoned export holds up no checkpoint, and gets nothing more.
 #[test]
-fn an_export_that_was_given_up_is_left_alone() {
+fn an_abandoned_export_gets_nothing_more() {
     let mut bench = Bench::new(6);
     bench.changes();
     let (path, export) = bench.begin();

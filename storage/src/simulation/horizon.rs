@@ -30,7 +30,7 @@ fn is_a_point(fixture: &Fixture, control: &Control, told: &LogHistory, when: &st
 }
 
 #[test]
-fn the_horizon_that_is_told_is_a_point_wherever_a_checkpoint_is_cut() {
+fn the_reported_horizon_is_a_point_wherever_a_checkpoint_is_cut() {
     let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
     fixture.retain = Retention::All;
     let (mut copying, mut whole) = (0, false);

@@ -97,7 +97,7 @@ fn last_batch_is_missed(left: EndState) -> bool {
 
 /// A batch known to be durable is never dropped as torn, even if no later header proves it.
 #[test]
-fn the_last_batch_of_a_log_that_was_known_to_be_durable_is_missed() {
+fn a_lost_last_batch_that_was_known_to_be_durable_is_noticed() {
     for left in [EndState::Recovered, EndState::Snapshot, EndState::Closed] {
         assert!(last_batch_is_missed(left), "{left:?}");
     }
@@ -203,7 +203,7 @@ fn forgotten_proofs() -> u32 {
 
 /// Before recovery wipes the proof that a batch was durable, both slots of the control file have it.
 #[test]
-fn a_cut_recovery_and_a_rotten_slot_do_not_make_a_durable_batch_a_torn_one() {
+fn a_cut_recovery_and_a_rotten_slot_do_not_turn_a_durable_batch_into_a_torn_one() {
     assert_eq!(forgotten_proofs(), 0);
     PLANTED.set(Some(Mutant::ProofInOneSlot));
     let forgotten = forgotten_proofs();

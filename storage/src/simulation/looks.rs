@@ -228,7 +228,7 @@ fn a_snapshot_copies_nothing() {
 }
 
 #[test]
-fn what_is_copied_under_a_look_is_noticed() {
+fn a_copy_under_a_look_is_noticed() {
     for mutant in [
         Mutant::LookUnpinned,
         Mutant::FoldPassesPin,

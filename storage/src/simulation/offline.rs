@@ -534,7 +534,7 @@ mod tests {
     /// The next process is cut while it opens the log; then a disk's records are discarded, and power is lost during
     /// that too. The disk can still be opened, with its records or with what its image has.
     #[test]
-    fn a_disk_opens_wherever_giving_up_its_records_is_cut() {
+    fn a_disk_opens_wherever_discarding_its_records_is_cut() {
         let (mut whole, mut gone) = (0, 0);
         let cuts = (0..24).flat_map(|o| (0..14).map(move |d| (o, d)));
         for ((opening, discarding), kill) in cuts.flat_map(|cut| [(cut, false), (cut, true)]) {
@@ -569,7 +569,7 @@ mod tests {
     /// A log's newest numbers may belong to a torn write, so that no record has them. A disk whose records were
     /// discarded up to there can leave the log.
     #[test]
-    fn a_disk_leaves_its_log_after_its_records_were_given_up() {
+    fn a_disk_leaves_its_log_after_its_records_were_discarded() {
         let mut torn = 0;
         for seed in 1..60 {
             let fixture = Fixture::new(World::new(seed), SHAPE);

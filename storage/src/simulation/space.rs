@@ -147,7 +147,7 @@ fn closing_without_space_leaves_everything_in_the_log() {
 
 /// Without space for more segment files the ring keeps its size and is reused.
 #[test]
-fn a_log_that_can_not_grow_goes_round_in_what_it_has() {
+fn a_log_that_can_not_grow_recycles_its_segments() {
     let (fixture, mut running) = open();
     let mut port = running.disks[0].open_port().unwrap();
     for number in 1..=WRITES_OF_A_SEGMENT {
@@ -332,7 +332,7 @@ fn writers_go_on(segments: u32) {
 
 /// A copy goes on while the next segment is made, but not while writers need the segment.
 #[test]
-fn a_copy_gives_way_to_a_segment_that_is_needed() {
+fn a_copy_yields_to_a_segment_that_writers_need() {
     let shape = Shape::one_disk(64, 16);
     let fixture = Fixture::new(World::new(1), shape);
     let running = fixture.open(false, CommitWait::NONE).unwrap();

@@ -82,7 +82,7 @@ fn is_told() -> bool {
 }
 
 #[test]
-fn who_waits_behind_the_writers_batch_is_told() {
+fn a_waiter_behind_the_leaders_batch_is_notified() {
     assert!(is_told());
     PLANTED.set(Some(Mutant::WrittenForgotten));
     let told = is_told();
@@ -92,7 +92,7 @@ fn who_waits_behind_the_writers_batch_is_told() {
 
 /// A FLUSH whose group is in its commit delay is answered even if the leader writes a batch in the meantime.
 #[test]
-fn a_groups_wait_outlives_a_batch_of_the_leader() {
+fn a_commit_delay_outlives_a_batch_of_the_leader() {
     let wait = CommitWait {
         longest: Some(Duration::from_secs(3600)),
         count: Some(3),
@@ -132,7 +132,7 @@ fn batched_beside_a_batch(flush: bool) -> u64 {
 }
 
 #[test]
-fn records_gather_behind_a_batch_unless_clients_flush() {
+fn records_collect_during_a_batch_unless_clients_flush() {
     assert_eq!(batched_beside_a_batch(false), 1);
     assert_eq!(batched_beside_a_batch(true), 2);
 }

@@ -283,7 +283,7 @@ mod tests {
 
     /// Another process may create the directory between the search for a log and the look at the directory.
     #[test]
-    fn a_log_that_was_made_meanwhile_is_not_in_the_way() {
+    fn a_log_created_in_the_meantime_is_not_in_the_way() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
         create_disk(&disk, MIB, &log, &options()).unwrap();
@@ -348,7 +348,7 @@ mod tests {
 
     /// A log with a half-created disk serves its other disks.
     #[test]
-    fn a_disk_that_was_never_finished_keeps_nobody_from_the_log() {
+    fn a_half_created_disk_does_not_block_its_log() {
         let dir = tempfile::tempdir().unwrap();
         let (other, log) = (dir.path().join("other"), dir.path().join("log"));
         create_disk(&other, MIB, &log, &options()).unwrap();
@@ -364,7 +364,7 @@ mod tests {
 
     /// If another process creates the log in the middle, that log takes the disk.
     #[test]
-    fn a_log_that_came_into_being_meanwhile_is_used() {
+    fn a_log_created_in_the_meantime_is_used() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("log");
         let disks = ["one", "other"].map(|name| dir.path().join(name));
@@ -384,7 +384,7 @@ mod tests {
 
     /// The error says what is in the way and what can be done about it.
     #[test]
-    fn an_image_that_is_there_is_told_apart() {
+    fn the_error_says_what_is_at_the_path() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
         // An image without a log, as earlier versions left it when interrupted.

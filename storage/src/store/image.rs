@@ -204,7 +204,7 @@ mod tests {
     use crate::{Allocation, DiskOptions, Store, StoreOptions, create_disk};
 
     #[test]
-    fn an_image_is_opened_once_and_tells_its_holes() {
+    fn an_image_is_opened_once_and_reports_its_holes() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk.img");
         assert_eq!(

@@ -314,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_left_is_a_raw_image_and_the_others_have_what_they_had() {
+    fn a_disk_that_left_is_a_raw_image_and_the_others_are_unchanged() {
         for cut in [None, Some(LeaveStep::Copied), Some(LeaveStep::Marked)] {
             let dir = tempfile::tempdir().unwrap();
             let [a, b, log] = unclosed(dir.path());

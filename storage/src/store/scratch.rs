@@ -186,7 +186,7 @@ mod tests {
 
     /// The map and a list of sectors agree, whatever is set.
     #[test]
-    fn a_layer_has_what_was_set_last() {
+    fn the_map_has_what_was_set_last() {
         let mut random = 1_u64;
         let mut below = |limit: u64| {
             random = random

@@ -544,7 +544,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_that_was_killed_goes_on() {
+    fn a_killed_copy_is_resumed() {
         if !has_notes() {
             println!("skipped: temporary files have no extended attributes");
             return;
@@ -558,7 +558,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_of_something_else_begins_again() {
+    fn a_copy_of_something_else_starts_over() {
         let case = ResumeCase::new();
         case.killed_at(32 << 20);
         let image = File::options().write(true).open(&case.disk).unwrap();
@@ -571,7 +571,7 @@ mod tests {
 
     /// A partial copy contains records of the log. Once they are discarded, resuming must not bring them back.
     #[test]
-    fn a_copy_of_records_that_were_discarded_begins_again() {
+    fn a_copy_of_discarded_records_starts_over() {
         let case = ResumeCase::new();
         let log = case.dir.path().join("log");
         let options = StoreOptions {
@@ -592,7 +592,7 @@ mod tests {
 
     /// The log is restored from a copy, and then other records get the same LSNs.
     #[test]
-    fn a_copy_of_other_records_with_the_same_lsns_begins_again() {
+    fn a_copy_of_other_records_with_the_same_lsns_starts_over() {
         let mut case = ResumeCase::new();
         let log = case.dir.path().join("log");
         let options = StoreOptions {

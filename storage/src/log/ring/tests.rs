@@ -39,7 +39,7 @@ fn ring() -> (SegmentRing, Arc<Segment>) {
 }
 
 #[test]
-fn a_segment_goes_round_once_no_reader_holds_it() {
+fn a_segment_is_recycled_once_no_reader_holds_it() {
     let (mut ring, reader) = ring();
     assert_eq!(ring.counts(), (4, 1));
     drop(reader);
@@ -172,7 +172,7 @@ fn batches_leave_room_for_the_summary() {
 
 /// Summaries that nothing writes take no memory without end, and those of retired segments are given up.
 #[test]
-fn few_summaries_wait() {
+fn few_summaries_are_pending() {
     let (mut ring, _reader) = ring();
     assert_eq!(
         ring.pending_summaries.len(),
