@@ -33,9 +33,9 @@ fn open(place: &Place, options: &StoreOptions) -> Store {
 }
 
 /// A mark as a dump shows it: its place and its text, and where the text is stored.
-type Shown = (Commit, Option<MarkText>, PathBuf, u64);
+type DumpedMark = (Commit, Option<MarkText>, PathBuf, u64);
 
-fn marks(place: &Place) -> Vec<Shown> {
+fn marks(place: &Place) -> Vec<DumpedMark> {
     let mut marks = Vec::new();
     dump_records(&place.log(), &mut |record| {
         if record.kind != RecordKind::Mark {
