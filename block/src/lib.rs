@@ -1,9 +1,9 @@
 //! What front-ends and disks share: requests, the buffers that carry their bytes, and the interface of a disk.
 //!
 //! ```text
-//!   frontend (virtio-blk, SCSI, NBD) ──submit──▶ BackendQueue ──▶ the disk (write-ahead log, raw image, RAM)
-//!          ▲                                          │
-//!          └────────────── completions ◀──── event ───┘      one queue, one thread, one event descriptor
+//!   front-end (virtio-blk, SCSI, NBD) ──submit──▶ BackendQueue ──▶ the disk (write-ahead log, raw image, RAM)
+//!          ▲                                           │
+//!          └─────────────── completions ◀──── event ───┘      one queue, one thread, one event descriptor
 //! ```
 //! A disk implements [`Backend`] and [`BackendQueue`]. This crate has no front-end and no disk, except the one in
 //! memory ([`ram`]). `docs/glossary.md` explains the terms.
