@@ -32,7 +32,7 @@ pub(crate) fn real_path(path: &Path) -> Result<PathBuf> {
 }
 
 /// The directory that contains the log directory.
-fn home(log_dir: &Path) -> Result<PathBuf> {
+fn log_parent(log_dir: &Path) -> Result<PathBuf> {
     let real = real_path(log_dir)?;
     Ok(filesystem::parent(&real).to_owned())
 }
@@ -50,7 +50,7 @@ pub(crate) struct ControlFile {
 
 impl ControlFile {
     /// When the log was made, in microseconds since 1970 by the wall clock; 0 if the file system does not say.
-    pub(crate) fn born(&self) -> u64 {
+    pub(crate) fn created_us(&self) -> u64 {
         self.file.inode().map_or(0, |inode| inode.born / 1000)
     }
 
@@ -243,7 +243,7 @@ pub(crate) fn create_log(
         images: Vec::new(),
     };
     let mut control = ControlFile {
-        home: home(log_dir)?,
+        home: log_parent(log_dir)?,
         path,
         file,
         control,
@@ -291,7 +291,7 @@ pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
     let path = log_dir.join(CONTROL);
     let read = || {
         let file = files().open(&path, OpenMode::Read).ok()?;
-        let control = read_control(file, path.clone(), home(log_dir).ok()?).ok()?;
+        let control = read_control(file, path.clone(), log_parent(log_dir).ok()?).ok()?;
         Some(control.image_paths())
     };
     read().unwrap_or_default()
@@ -308,7 +308,7 @@ pub(crate) fn open_control(log_dir: &Path, access: Access) -> Result<ControlFile
         filesystem::settle_name(&path)?;
         filesystem::settle_name(&real_path(log_dir)?)?;
     }
-    read_control(file, path, home(log_dir)?)
+    read_control(file, path, log_parent(log_dir)?)
 }
 
 /// Reads an open control file: the newest valid slot counts.

@@ -20,7 +20,7 @@ impl MarkText {
     }
 
     /// The text as stored in the log: a sector, padded with zeroes.
-    pub(crate) fn stored(&self) -> Buffer {
+    pub(crate) fn to_sector(&self) -> Buffer {
         let mut sector = Buffer::zeroed(SECTOR_SIZE as usize);
         sector[..self.0.len()].copy_from_slice(self.0.as_bytes());
         sector
@@ -67,7 +67,7 @@ mod tests {
         for text in ["a", "txn 17 acked", " ", "日本 \"x\" \\", &longest] {
             let mark: MarkText = text.parse().unwrap();
             assert_eq!(mark.as_str(), text);
-            assert_eq!(MarkText::read(&mark.stored()), Some(mark));
+            assert_eq!(MarkText::read(&mark.to_sector()), Some(mark));
         }
         let longer = longest + "x";
         for text in [

@@ -107,7 +107,7 @@ impl Control {
 
     /// True if no rewind leads from `to` to before `from`: the disk at `to` is the disk at `from` plus the records
     /// between.
-    pub(crate) fn leads(&self, disk_id: u32, from: u64, to: u64) -> bool {
+    pub(crate) fn is_continuous(&self, disk_id: u32, from: u64, to: u64) -> bool {
         let timeline = |until| self.timeline(disk_id, until);
         self.since(disk_id) <= from && from <= to && timeline(from).leads_to(&timeline(to), from)
     }
@@ -249,12 +249,12 @@ mod tests {
     #[test]
     fn a_state_leads_to_another_if_no_rewind_is_between() {
         let control = control(2, &[(5, 10), (9, 13)]);
-        let leads = |from, to| control.leads(1, from, to);
+        let leads = |from, to| control.is_continuous(1, from, to);
         assert!(leads(2, 4) && leads(2, 12) && leads(5, 12) && leads(10, 12));
         assert!(!leads(6, 12) && !leads(4, 3) && leads(6, 9));
         // The undo brought it back as it was.
         assert!(leads(6, 14) && leads(9, 14) && !leads(12, 14));
-        assert!(control.leads(2, 6, 12));
+        assert!(control.is_continuous(2, 6, 12));
     }
 
     /// Discarded by `discard_log`, or copied when the disk left the log in use.

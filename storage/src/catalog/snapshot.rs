@@ -100,7 +100,7 @@ impl Snapshot {
 
     /// The snapshots between the two points of a restore in place, oldest first. The base images can't stop at them, so
     /// what they need stays in the log.
-    pub(crate) fn staying(control: &Control) -> Vec<Self> {
+    pub(crate) fn inside_rewinds(control: &Control) -> Vec<Self> {
         let mut all = Self::all(control);
         all.retain(|snapshot| control.splits_rewind(snapshot.lsn));
         all

@@ -33,7 +33,7 @@ use crate::{BUFFER_ALIGN, Buffer, SECTOR_SIZE};
 
 /// Most bytes of buffers in flight, unless one run needs more.
 const IN_FLIGHT_BYTES: usize = 8 << 20;
-/// Longest pause between two calls of `tend`.
+/// Longest pause between two calls of `urgent_work`.
 const TEND: Duration = Duration::from_millis(20);
 /// How often a copy ahead of schedule checks whether it still is.
 pub(super) const SHORT: Duration = Duration::from_millis(1);
@@ -146,9 +146,9 @@ pub(crate) enum CopyOutcome {
     TimeUp(Vec<DamagedExtents>),
 }
 
-/// Copies frozen layers to their base images, then marks and syncs the images. `tend` is called regularly, with a
-/// function that it may call to let the copy make progress. `over` is called before each run; once it returns `true`,
-/// nothing more is copied.
+/// Copies frozen layers to their base images, then marks and syncs the images. `urgent_work` is called regularly, with
+/// a function that it may call to let the copy make progress. `over` is called before each run; once it returns
+/// `true`, nothing more is copied.
 ///
 /// # Errors
 /// If anything but an extent's checksum fails. Parts of the layers may then be copied, and nothing is in flight.
@@ -157,7 +157,7 @@ pub(crate) fn copy(
     layers: &[FrozenLayer],
     mut pace: CopyPace,
     medium: MediumCost,
-    mut tend: impl FnMut(&mut dyn FnMut()),
+    mut urgent_work: impl FnMut(&mut dyn FnMut()),
     mut over: impl FnMut() -> bool,
 ) -> Result<CopyOutcome> {
     if layers.is_empty() {
@@ -172,7 +172,7 @@ pub(crate) fn copy(
     let mut cut = false;
     readahead.read(medium.largest, |read| {
         loop {
-            tend(&mut || {});
+            urgent_work(&mut || {});
             cut = over();
             match pace.max_runs(log, read) {
                 _ if cut => return None,
@@ -203,7 +203,7 @@ pub(crate) fn copy(
         if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {
             let _ = sync_bases(layers);
         }
-        tend(&mut || {
+        urgent_work(&mut || {
             copier.advance(&mut over);
         });
         if !copier.advance(&mut over) {

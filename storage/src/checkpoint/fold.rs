@@ -29,8 +29,8 @@ use crate::sync::Arc;
 const WARN_PERCENT: u128 = 80;
 
 /// Who needs the records after this LSN, and what to do about it.
-fn who_needs(staying: &[Snapshot], lsn: u64) -> String {
-    match staying.iter().find(|snapshot| snapshot.lsn == lsn) {
+fn who_needs(inside_rewinds: &[Snapshot], lsn: u64) -> String {
+    match inside_rewinds.iter().find(|snapshot| snapshot.lsn == lsn) {
         Some(Snapshot { name, .. }) => {
             format!("snapshot '{name}' needs the log; delete it with 'snapshot-delete {name}'")
         }
@@ -265,7 +265,7 @@ impl Keeper {
             tracing::warn!(
                 "log {}: history that must stay takes {percent} % of its {what}, and writes fail at 100 %: {}",
                 log.dir.display(),
-                who_needs(&state.keeper.staying, lsn)
+                who_needs(&state.keeper.inside_rewinds, lsn)
             );
         }
         self.crowded = pinned.is_some();
@@ -273,7 +273,7 @@ impl Keeper {
 
     /// The error for something that can't be done because the records after this LSN must stay.
     pub(super) fn pinned_error(&self, what: &str, lsn: u64) -> Error {
-        let who = who_needs(&self.log.lock().keeper.staying, lsn);
+        let who = who_needs(&self.log.lock().keeper.inside_rewinds, lsn);
         Error::full(format!("{}: {what}: {who}", self.log.dir.display()))
     }
 

@@ -455,13 +455,13 @@ impl Keeper {
         }
         self.announce(lsn, layers)?;
         let log = self.log.clone();
-        let tend = |meanwhile: &mut dyn FnMut()| self.tend(meanwhile);
+        let urgent_work = |meanwhile: &mut dyn FnMut()| self.do_urgent_work(meanwhile);
         let over = || log.lock().keeper.is_over();
-        copy(&log, layers, pace, medium, tend, over)
+        copy(&log, layers, pace, medium, urgent_work, over)
     }
 
     /// Does what can't wait for the end of a copy. `meanwhile` is called between the steps.
-    pub(super) fn tend(&mut self, meanwhile: &mut dyn FnMut()) {
+    pub(super) fn do_urgent_work(&mut self, meanwhile: &mut dyn FnMut()) {
         // A growing ring needs its next segment. A failure is retried, and reported, after the copy.
         if !self.log.lock().ring.cannot_grow() {
             let _ = self.log.preallocate_segment(true, meanwhile);
@@ -542,7 +542,7 @@ impl Keeper {
         let lsn = horizon.lsn;
         let reached = self.reach(lsn);
         let state = self.log.lock();
-        let (freed, first_sequence) = state.ring.unneeded(lsn);
+        let (freed, first_sequence) = state.ring.find_freeable(lsn);
         let (next_lsn, next_cid) = (state.pipeline.next_lsn(), state.pipeline.next_cid());
         drop(state);
         if planted(Mutant::RecycleEarly) {

@@ -57,7 +57,7 @@ pub(crate) struct SavedFileWriter {
 pub(super) struct UnsavedRanges<'a>(Vec<(&'a DiskState, Range<u64>)>);
 
 impl UnsavedRanges<'_> {
-    /// Upper limit of what saving them costs the medium. `operation`: the price of an operation, in bytes.
+    /// Upper limit of what saving them costs the medium. `operation`: the cost of an operation, in bytes.
     pub(super) fn cost(&self, operation: u64) -> u64 {
         self.0.iter().map(|(_, range)| cost(range, operation)).sum()
     }
@@ -180,14 +180,14 @@ impl SavedFileWriter {
         Ok(UnsavedRanges(ranges))
     }
 
-    /// Saves these ranges as fast as `pace` allows. `operation`: the price of an operation, in bytes. `tend` is called
-    /// between ranges. Returns `false` if the time limit ran out.
+    /// Saves these ranges as fast as `pace` allows. `operation`: the cost of an operation, in bytes. `urgent_work` is
+    /// called between ranges. Returns `false` if the time limit ran out.
     pub(super) fn save(
         &mut self,
         ranges: UnsavedRanges<'_>,
         pace: &mut CopyPace,
         operation: u64,
-        tend: &mut dyn FnMut(),
+        urgent_work: &mut dyn FnMut(),
     ) -> Result<bool> {
         let log = self.log.clone();
         let parts = ranges.0.into_iter().flat_map(|(disk, range)| {
@@ -210,7 +210,7 @@ impl SavedFileWriter {
             done += cost(&range, operation);
             self.push(disk_id, range, data)?;
             loop {
-                tend();
+                urgent_work();
                 whole = !log.lock().keeper.is_over();
                 if !whole || pace.max_runs(&log, done) > 0 {
                     return Ok::<_, Error>(whole);

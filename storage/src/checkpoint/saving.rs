@@ -106,7 +106,9 @@ impl Keeper {
             pace.plan(cost + copy::cost(layers, medium));
         }
         let operation = medium.operation;
-        let whole = saving.save(ranges, pace, operation, &mut || self.tend(&mut || {}))?;
+        let whole = saving.save(ranges, pace, operation, &mut || {
+            self.do_urgent_work(&mut || {})
+        })?;
         pace.end_saving(cost);
         let mut entries = self.control.control.snapshots.iter();
         if !entries.any(|entry| entry.lsn == lsn) {
@@ -142,7 +144,7 @@ impl Keeper {
         let (snapshots, bytes) = saved::snapshots(&*files, dir, &self.control.control);
         let mut state = self.log.lock();
         state.keeper.saved = self.control.control.saved_files();
-        state.keeper.staying = Snapshot::staying(&self.control.control);
+        state.keeper.inside_rewinds = Snapshot::inside_rewinds(&self.control.control);
         (state.keeper.snapshots, state.keeper.saved_bytes) = (snapshots, bytes);
     }
 

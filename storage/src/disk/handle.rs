@@ -110,7 +110,7 @@ impl Disk {
     pub fn mark(&self, text: &MarkText) -> Result<Commit> {
         let state = self.log.lock();
         if state.keeper.gone {
-            return Err(self.log.gone(&state));
+            return Err(self.log.no_keeper_error(&state));
         }
         drop(state);
         let (mut port, marked) = (self.open_port()?, MarkCommit::default());

@@ -89,7 +89,7 @@ impl ExtentMap {
 
     /// Inserts an extent, replacing everything in its range. A payload in memory is that of the whole record.
     pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
-        let word = self.word(sector, lsn, place);
+        let word = self.pack(sector, lsn, place);
         self.insert_word(sector, sectors, word);
     }
 
@@ -181,7 +181,7 @@ impl ExtentMap {
         number: u32,
         place: Place,
     ) -> NewExtent {
-        let word = self.word(sector, 0, place);
+        let word = self.pack(sector, 0, place);
         NewExtent {
             sector,
             sectors,
@@ -433,7 +433,7 @@ impl ExtentMap {
         })
     }
 
-    fn word(&mut self, sector: u64, lsn: u64, place: Place) -> PackedPlace {
+    fn pack(&mut self, sector: u64, lsn: u64, place: Place) -> PackedPlace {
         match place {
             Place::Memory { payload, .. } => {
                 let payload = Some(payload);

@@ -76,7 +76,7 @@ const _: () = assert!(size_of::<IndexExtent>() == 16);
 
 impl IndexExtent {
     /// Both as one extent, if `next` begins where this one ends, both on the disk and in its place.
-    pub(super) fn joined(self, next: Self) -> Option<Self> {
+    pub(super) fn try_join(self, next: Self) -> Option<Self> {
         let sectors = self.sectors.checked_add(next.sectors)?;
         let adjacent = self.start.checked_add(self.sectors) == Some(next.start)
             && self.word.skip(u64::from(self.sectors)) == next.word;
@@ -151,7 +151,7 @@ impl Leaf {
         merged: &mut Vec<IndexExtent>,
     ) -> usize {
         let mut add = |extent: IndexExtent| {
-            let joined = merged.last().and_then(|last| last.joined(extent));
+            let joined = merged.last().and_then(|last| last.try_join(extent));
             match (joined, merged.last_mut()) {
                 (Some(joined), Some(last)) => *last = joined,
                 _ => merged.push(extent),
@@ -219,7 +219,7 @@ impl Leaf {
         let extents = &mut self.extents;
         let mut at = first.max(1);
         while at <= last && at < extents.len() {
-            match extents[at - 1].joined(extents[at]) {
+            match extents[at - 1].try_join(extents[at]) {
                 Some(joined) => {
                     extents[at - 1] = joined;
                     extents.remove(at);

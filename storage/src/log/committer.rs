@@ -312,7 +312,7 @@ impl Leader {
         if state.led && !self.leading {
             return None;
         }
-        let next = self.log.lead(&mut state, &mut self.buffers);
+        let next = self.log.next_operation(&mut state, &mut self.buffers);
         state.check(&self.log);
         self.leading = next.is_some();
         state.led = self.leading;
@@ -401,7 +401,7 @@ impl Writer {
             .spawn(move || {
                 let _failing = PanicGuard::new(&leading);
                 request_short_slices();
-                lead(&leading, &stopping);
+                run_writer(&leading, &stopping);
             })?;
         Ok(Self {
             log: log.clone(),
@@ -412,7 +412,7 @@ impl Writer {
 }
 
 /// The writer's loop.
-fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
+fn run_writer(log: &Arc<Log>, stopping: &AtomicBool) {
     let mut leader = Leader::new(log.clone(), None);
     loop {
         // Cleared before the leader looks, so that no later call is missed.

@@ -78,7 +78,7 @@ impl GroupSync {
 
 impl Log {
     /// The next operation of the log's leader, if there is one now.
-    pub(crate) fn lead(
+    pub(crate) fn next_operation(
         &self,
         state: &mut LogState,
         buffers: &mut GroupBuffers,
@@ -327,7 +327,7 @@ impl Log {
         let last = state.pipeline.pending().nth(count - 1);
         let last_lsn = last.expect("these are pending").lsn;
         let synced = synced && self.next_served(state).any(|lsn| lsn <= last_lsn);
-        let unix_us = state.stamp();
+        let unix_us = state.next_timestamp();
         let (pipeline, ring) = (&mut state.pipeline, &mut state.ring);
         let tail = ring.tail().expect("make_room gave one");
         let (segment, offset) = (tail.segment.clone(), tail.offset);

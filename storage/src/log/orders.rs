@@ -85,7 +85,7 @@ pub(crate) struct KeeperState {
     /// The log's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
     /// Those of them that need the log for as long as they exist, because the base images can't stop at their LSN.
-    pub staying: Vec<Snapshot>,
+    pub inside_rewinds: Vec<Snapshot>,
     /// The saved files of snapshots that the base images have moved past.
     pub saved: SavedFiles,
     /// Bytes of all saved files.
@@ -120,8 +120,8 @@ impl KeeperState {
     /// Everything after this LSN must stay in the log: a look needs it, or a snapshot at which the base images can't
     /// stop. `None`: there is neither.
     pub(crate) fn held(&self) -> Option<u64> {
-        let staying = self.staying.iter().map(|snapshot| snapshot.lsn);
-        staying.chain(self.looks.iter().copied()).min()
+        let inside_rewinds = self.inside_rewinds.iter().map(|snapshot| snapshot.lsn);
+        inside_rewinds.chain(self.looks.iter().copied()).min()
     }
 
     /// Whether requests that need room fail after this attempt to make some.

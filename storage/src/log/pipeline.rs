@@ -33,7 +33,7 @@ pub(crate) type MarkCommit = Arc<OnceLock<Commit>>;
 impl Modification {
     /// A mark with this text.
     pub(crate) fn mark(text: &MarkText, marked: MarkCommit) -> Self {
-        let bytes = text.stored();
+        let bytes = text.to_sector();
         let checksums = checksum::of(&bytes);
         let payload = Payload {
             bytes: bytes.share(),

@@ -419,7 +419,7 @@ impl SegmentRing {
 
     /// How many of the oldest segments can be freed once all records up to `lsn` are in the base images, and the
     /// sequence of the first that can't. The tail never can.
-    pub(crate) fn unneeded(&self, lsn: u64) -> (usize, u64) {
+    pub(crate) fn find_freeable(&self, lsn: u64) -> (usize, u64) {
         let most = self.live.len() - usize::from(self.tail.is_some());
         let keep = self.live.iter().position(|live| live.last.lsn > lsn);
         let count = keep.unwrap_or(most);

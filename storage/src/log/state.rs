@@ -76,7 +76,7 @@ impl LogState {
     }
 
     /// The time of the next batch. No older record has a later time.
-    pub(crate) fn stamp(&mut self) -> u64 {
+    pub(crate) fn next_timestamp(&mut self) -> u64 {
         let stamp = self.clock.next();
         self.ring.note_time(stamp);
         self.horizon.unix_us = self.horizon.unix_us.min(stamp.unix_us);
@@ -398,7 +398,7 @@ impl Log {
         } else {
             drop(answer);
         }
-        let gone = self.gone(&state);
+        let gone = self.no_keeper_error(&state);
         drop(state);
         answered.recv().unwrap_or(Err(gone))
     }
@@ -410,7 +410,7 @@ impl Log {
     }
 
     /// The error for a caller that finds no keeper.
-    pub(crate) fn gone(&self, state: &LogState) -> Error {
+    pub(crate) fn no_keeper_error(&self, state: &LogState) -> Error {
         let reading = state.keeper.gone && !state.keeper.stop;
         let why = if reading {
             "open for reading only"

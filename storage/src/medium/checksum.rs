@@ -28,7 +28,7 @@ pub(crate) fn of(payload: &[u8]) -> Checksums {
 }
 
 /// The CRC-32C of a whole payload of `len` bytes, computed from its blocks' CRCs.
-pub(crate) fn whole(checksums: &[u32], len: u64) -> u32 {
+pub(crate) fn combine(checksums: &[u32], len: u64) -> u32 {
     let lengths = (0..len).step_by(BLOCK);
     let lengths = lengths.map(|at| (len - at).min(BLOCK as u64) as usize);
     let blocks = checksums.iter().zip(lengths);
@@ -235,7 +235,7 @@ mod tests {
         #[test]
         fn the_whole_has_the_checksum_of_its_bytes(sectors in 1_usize..40) {
             let bytes: Vec<u8> = (0..sectors * 512).map(|at| (at / 3) as u8).collect();
-            prop_assert_eq!(whole(&of(&bytes), bytes.len() as u64), crc32c::crc32c(&bytes));
+            prop_assert_eq!(combine(&of(&bytes), bytes.len() as u64), crc32c::crc32c(&bytes));
         }
     }
 

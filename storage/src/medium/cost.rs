@@ -86,11 +86,11 @@ pub(super) fn measure(
         large = large.min(time(LARGE_READS, LARGE, round * 3 * SMALL)?);
         huge = huge.min(time(LARGE_READS, HUGE, round * 3 * SMALL)?);
     }
-    let operation = price([small, large * (READS / LARGE_READS) as u32]);
+    let operation = operation_cost([small, large * (READS / LARGE_READS) as u32]);
     Ok(MediumCost {
         operation,
         rate: rate(operation, small),
-        largest: largest([large, huge]),
+        largest: largest_operation([large, huge]),
     })
 }
 
@@ -100,12 +100,12 @@ fn rate(operation: u64, small: Duration) -> u64 {
 }
 
 /// The size of the largest operations, from the times of the same number of large and of huge reads.
-fn largest([large, huge]: [Duration; 2]) -> u64 {
+fn largest_operation([large, huge]: [Duration; 2]) -> u64 {
     if huge < large * 3 { HUGE } else { LARGE }
 }
 
 /// The fixed cost of an operation, from the times of the same number of small and of large reads.
-fn price([small, large]: [Duration; 2]) -> u64 {
+fn operation_cost([small, large]: [Duration; 2]) -> u64 {
     let [small, large] = [small, large].map(|time| time.as_secs_f64());
     let byte = (large - small) / (LARGE - SMALL) as f64;
     let operation = small - byte * SMALL as f64;
@@ -123,7 +123,7 @@ mod tests {
 
     #[test]
     fn the_price_follows_from_the_times() {
-        let price = |small, large| price([small, large].map(Duration::from_micros));
+        let price = |small, large| operation_cost([small, large].map(Duration::from_micros));
         // 100 us per operation, and 252 us for the additional bytes of large reads.
         assert_eq!(price(100 + 4, 100 + 256), 100 << 10);
         // Only operations cost; only bytes cost; and an impossible measurement.
@@ -144,7 +144,7 @@ mod tests {
 
     #[test]
     fn operations_are_huge_where_that_takes_little_longer() {
-        let largest = |large, huge| largest([large, huge].map(Duration::from_micros));
+        let largest = |large, huge| largest_operation([large, huge].map(Duration::from_micros));
         // A volume that meters operations, one that meters those of 256 KiB, and one that meters bytes.
         assert_eq!(largest(1000, 1100), HUGE);
         assert_eq!(largest(1000, 2500), HUGE);

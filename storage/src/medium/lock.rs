@@ -138,7 +138,7 @@ pub(crate) fn lock(
         if waited != SILENCE || !writes {
             continue;
         }
-        if file.host().is_some_and(owner::lives) {
+        if file.host().is_some_and(owner::is_alive) {
             // Somebody has the file open as a disk of another log.
             holder = Holder::User;
         } else {

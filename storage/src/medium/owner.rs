@@ -19,7 +19,7 @@ pub(crate) fn of(file: &File) -> Option<(u32, String)> {
 
 /// Whether the process that locked the file with `flock` is alive. One that was killed but has not ended does not
 /// count.
-pub(crate) fn lives(file: &File) -> bool {
+pub(crate) fn is_alive(file: &File) -> bool {
     let stat = of(file).and_then(|(pid, _)| read_to_string(format!("/proc/{pid}/stat")).ok());
     stat.is_some_and(|stat| !is_exiting(&stat))
 }
@@ -101,7 +101,7 @@ mod tests {
             return println!("skipped: /proc/locks does not have this process");
         }
         assert_eq!(of(&other).map(|(pid, _)| pid), Some(pid));
-        assert!(lives(&other));
+        assert!(is_alive(&other));
         drop(holder);
         assert_eq!(of(&other), None);
     }

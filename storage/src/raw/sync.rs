@@ -31,7 +31,7 @@ enum SyncWaiter {
 }
 
 impl SyncWaiter {
-    fn tell(self, result: Result<(), Failure>) {
+    fn complete(self, result: Result<(), Failure>) {
         match self {
             Self::Request { token, mailbox } => mailbox.put(Completion {
                 token,
@@ -83,7 +83,7 @@ impl Syncer {
         };
         // Fails if the thread has panicked, which was printed.
         if let Err(refused) = waiters.send(waiter) {
-            refused.0.tell(Err(Failure::Io));
+            refused.0.complete(Err(Failure::Io));
         }
     }
 }
@@ -105,7 +105,7 @@ fn run(shared: &RawShared, waiters: &Receiver<SyncWaiter>) {
         served.push(first);
         served.extend(waiters.try_iter());
         let result = sync(shared);
-        served.drain(..).for_each(|waiter| waiter.tell(result));
+        served.drain(..).for_each(|waiter| waiter.complete(result));
     }
 }
 

@@ -88,7 +88,7 @@ impl RawStep {
     }
 
     /// The zeroes for the next write of a fill.
-    pub(super) fn filling(zeroes: &Buffer, len: u64) -> &[u8] {
+    pub(super) fn fill_chunk(zeroes: &Buffer, len: u64) -> &[u8] {
         &zeroes[..len.min(zeroes.len() as u64) as usize]
     }
 
@@ -112,7 +112,7 @@ impl RawStep {
                 offset,
                 len,
                 zeroes,
-            } => rustix::io::pwrite(file, Self::filling(zeroes, *len), *offset),
+            } => rustix::io::pwrite(file, Self::fill_chunk(zeroes, *len), *offset),
         }
     }
 }

@@ -60,7 +60,7 @@ impl UringRunner {
                 len,
                 zeroes,
             } => {
-                let part = RawStep::filling(zeroes, *len);
+                let part = RawStep::fill_chunk(zeroes, *len);
                 opcode::Write::new(fd, part.as_ptr(), part.len() as u32)
                     .offset(*offset)
                     .build()

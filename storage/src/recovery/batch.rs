@@ -125,7 +125,7 @@ impl Batch {
                 let block_end = end.min(at + BLOCK as u64);
                 let mut crc = 0;
                 while at < block_end {
-                    let bytes = window.some(at, block_end)?;
+                    let bytes = window.bytes_up_to(at, block_end)?;
                     crc = crc32c::crc32c_append(crc, bytes);
                     at += bytes.len() as u64;
                 }

@@ -151,7 +151,7 @@ impl Scan {
     }
 
     /// Notes the numbers of a batch, whether or not it is part of the log.
-    fn saw(&mut self, batch: &Batch) {
+    fn note_numbers(&mut self, batch: &Batch) {
         self.max_lsn = self.max_lsn.max(batch.last_lsn());
         self.max_cid = self.max_cid.max(batch.header.cid.get());
     }
@@ -352,7 +352,7 @@ pub(crate) fn scan(
     for held in taker.held.iter().rev() {
         (end, end_offset) = (held.part + 1, held.batch.offset);
         scan.torn_tail = true;
-        scan.saw(&held.batch);
+        scan.note_numbers(&held.batch);
     }
     let evidence = taker.durable;
     let lives = candidates[..end].iter().zip(&taker.last);
@@ -533,7 +533,7 @@ impl LogAssembler<'_> {
         let first = held.find(|held| held.summarised && held.certain_from > durable)?;
         let part = first.part;
         let dropped = self.held.iter().filter(|held| held.part >= part);
-        dropped.for_each(|held| scan.saw(&held.batch));
+        dropped.for_each(|held| scan.note_numbers(&held.batch));
         self.held.retain(|held| held.part < part);
         self.last.truncate(part);
         Some(part)
@@ -612,7 +612,7 @@ impl LogAssembler<'_> {
             };
         }
         self.last[*part..].fill((scan.last, scan.passed));
-        scan.saw(batch);
+        scan.note_numbers(batch);
     }
 }
 

@@ -74,7 +74,7 @@ impl Window {
 
     /// Some of the bytes from `offset` to `end`, at least one. As for [`bytes`](Self::bytes), but without a limit on
     /// the length.
-    pub(crate) fn some(&mut self, offset: u64, end: u64) -> Result<&[u8]> {
+    pub(crate) fn bytes_up_to(&mut self, offset: u64, end: u64) -> Result<&[u8]> {
         while offset >= self.end {
             self.advance(offset)?;
         }
@@ -194,7 +194,7 @@ mod tests {
                 at += BLOCK;
                 let end = (at + payload).min(bytes.len());
                 while at < end {
-                    let some = window.some(at as u64, end as u64).unwrap();
+                    let some = window.bytes_up_to(at as u64, end as u64).unwrap();
                     assert!(!some.is_empty() && some == &bytes[at..at + some.len()]);
                     at += some.len();
                 }

@@ -10,7 +10,7 @@ use super::medium::World;
 use super::offline::Backup;
 use super::oracle::{DiskContents, Oracle, RestoredState, Violation, agrees, difference, readable};
 use super::random::Random;
-use super::tell;
+use super::trace;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::ErrorKind;
@@ -385,7 +385,7 @@ impl History {
     /// Kills the process, or cuts power; returns `true` if only the process was killed.
     pub(super) fn end_process(&mut self) -> bool {
         let killed = self.random.one_in(3);
-        tell(|| format!("the process ends, killed: {killed}"));
+        trace(|| format!("the process ends, killed: {killed}"));
         if killed {
             // The cache is kept, unsynced.
             self.totals.kills += 1;

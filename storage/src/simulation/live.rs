@@ -14,7 +14,7 @@ use super::clients::Clients;
 use super::fixture::RunningStore;
 use super::history::{History, SECTORS};
 use super::oracle::{DiskContents, Violation, value_of};
-use super::tell;
+use super::trace;
 use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
@@ -211,7 +211,7 @@ impl History {
         if !fault && self.oracle.excused == 0 && !running.keeper.must_keep() {
             return Err(format!("{what} failed for no reason: {error}"));
         }
-        tell(|| format!("{what}: {error}"));
+        trace(|| format!("{what}: {error}"));
         self.oracle.excused = u64::MAX;
         Ok(())
     }
@@ -524,7 +524,7 @@ impl History {
         let unknown = crashed || running.poisoned();
         match &done {
             Ok(_) => {
-                tell(|| format!("disk {disk} is restored in place to LSN {to}"));
+                trace(|| format!("disk {disk} is restored in place to LSN {to}"));
                 self.totals.live_rewinds += 1;
                 self.oracle.restored(disk, to, &then, Some(true));
             }
@@ -610,7 +610,7 @@ impl History {
         if let Err(error) = Self::order(running, KeeperTask::Remove(state)) {
             return self.excuse(running, "removing a disk", &error);
         }
-        tell(|| format!("disk {disk} has left the log in use, history kept: {keeps_history}"));
+        trace(|| format!("disk {disk} has left the log in use, history kept: {keeps_history}"));
         self.totals.removed += 1;
         running.disks.remove(which);
         running.places.remove(which);
@@ -653,7 +653,7 @@ impl History {
         if let Err(error) = Self::order(running, task) {
             return self.excuse(running, "adding a disk", &error);
         }
-        tell(|| format!("disk {disk} has come to the log in use"));
+        trace(|| format!("disk {disk} has come to the log in use"));
         (before..running.appended()).for_each(|_| self.oracle.came(disk));
         self.totals.added += 1;
         if std::mem::take(&mut self.fixture.left[disk]) {

@@ -331,7 +331,7 @@ impl World {
     }
 
     /// Reports failed write-backs of its file to a descriptor, once.
-    fn tell(&mut self, descriptor: usize) -> io::Result<()> {
+    fn report_error(&mut self, descriptor: usize) -> io::Result<()> {
         let OpenDescriptor { file, known } = &mut self.descriptors[descriptor];
         let file = &mut self.files[*file];
         if *known == file.errors {
@@ -650,7 +650,7 @@ impl World {
     pub(super) fn write_back(&mut self, descriptor: usize, range: Range<usize>) -> io::Result<()> {
         self.tick()?;
         self.write_back_range(self.file_of(descriptor), &range);
-        self.tell(descriptor)
+        self.report_error(descriptor)
     }
 
     /// Lets the kernel write a part of the page cache back, or take a page from it that could not be written, by chance.
@@ -729,7 +729,7 @@ impl World {
         self.note();
         let len = self.files[file].current.len();
         self.write_back_range(file, &range.clone().unwrap_or(0..len));
-        self.tell(descriptor)?;
+        self.report_error(descriptor)?;
         let counts = !self.fail_control || self.files[file].name.as_ref() == "control";
         if counts && due(&mut self.fail_sync) {
             let readable = self

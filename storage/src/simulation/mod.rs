@@ -79,7 +79,7 @@ fn seeds(count: &str, usual: u64) -> Range<u64> {
 }
 
 /// Prints what happens in a history, if the environment has `WALVISOR_TELL`, for whoever replays a seed.
-fn tell(what: impl FnOnce() -> String) {
+fn trace(what: impl FnOnce() -> String) {
     static TELLS: LazyLock<bool> = LazyLock::new(|| std::env::var_os("WALVISOR_TELL").is_some());
     if *TELLS {
         println!("{}", what());

@@ -12,7 +12,7 @@ use super::history::{History, SECTORS};
 use super::live::values;
 use super::medium::LOG;
 use super::oracle::{Violation, value_of};
-use super::tell;
+use super::trace;
 use crate::catalog::control::open_control;
 use crate::catalog::options::DiskOptions;
 use crate::catalog::retention::Retention;
@@ -139,7 +139,7 @@ impl History {
             CommandOutcome::Refused => "refused",
             CommandOutcome::Cut => "cut",
         };
-        tell(|| format!("{what}: {ended}, power lost: {crashed}"));
+        trace(|| format!("{what}: {ended}, power lost: {crashed}"));
         self.totals.commands_cut += u64::from(matches!(ran, CommandOutcome::Cut));
         self.totals.commands_refused += u64::from(matches!(ran, CommandOutcome::Refused));
         match kept {
@@ -262,7 +262,9 @@ impl History {
                         "disk {disk} was refused to leave the log, and has left"
                     ));
                 }
-                CommandOutcome::Cut if known && self.knows_paths(&control) && self.acts.one_in(2) => {
+                CommandOutcome::Cut
+                    if known && self.knows_paths(&control) && self.acts.one_in(2) =>
+                {
                     cuts += 1;
                     continue;
                 }
@@ -477,7 +479,7 @@ impl History {
         };
         world.replace_image(file, &next.bytes, next.mark);
         drop(world);
-        tell(|| format!("disk {disk} has another image"));
+        trace(|| format!("disk {disk} has another image"));
         if self.acts.one_in(2) {
             self.backups.push(now);
         }

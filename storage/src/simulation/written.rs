@@ -45,7 +45,7 @@ fn end_batch(running: &RunningStore, (io, group): (Io, Group)) {
 
 /// Whether a port learns that its record is written. The record came while the leader wrote a batch without a sync,
 /// for a port that has been closed since.
-fn is_told() -> bool {
+fn notifies_written() -> bool {
     let (_fixture, running) = open(CommitWait::NONE);
     let log = running.disks[0].log.clone();
     let [mut first, mut flushing, mut last] =
@@ -83,9 +83,9 @@ fn is_told() -> bool {
 
 #[test]
 fn a_waiter_behind_the_leaders_batch_is_notified() {
-    assert!(is_told());
+    assert!(notifies_written());
     PLANTED.set(Some(Mutant::WrittenForgotten));
-    let told = is_told();
+    let told = notifies_written();
     PLANTED.set(None);
     assert!(!told, "the planted fault was not noticed");
 }

@@ -84,7 +84,7 @@ impl OpenBase {
         match mark {
             Some(ImageMark {
                 open: true, disk, ..
-            }) => Err(wrong(format!(
+            }) => Err(wrong_log_error(format!(
                 "{}: disk {} was not closed, and its log is not at {}; name the log with log=DIR, or discard what \
                  it holds with: {}",
                 self.options.path.display(),
@@ -275,7 +275,7 @@ fn look_up(bases: &[OpenBase], control: &ControlFile) -> Result<Vec<Option<usize
 
 /// The error for a second image of an open disk.
 fn a_copy(path: &Path, open: &Path) -> Error {
-    wrong(format!(
+    wrong_log_error(format!(
         "{}: a copy of the disk {}, which is open already; make the copy a disk of its own with 'walvisor disk import'",
         path.display(),
         open.display(),
@@ -294,7 +294,7 @@ fn accept(
     match unapplied.get(&entry.id.get()) {
         Some(records) => {
             if let Some(why) = base.why_not(entry, home)? {
-                return Err(wrong(format!(
+                return Err(wrong_log_error(format!(
                     "{}: {why}; the log in {} holds {} of its disk; put the image that they belong to back, or \
                      discard them with: {}",
                     path.display(),
@@ -307,7 +307,7 @@ fn accept(
         None if base.is_of(entry, home) => {}
         None => match base.identity.mark {
             Some(mark) if mark.open && mark.disk == entry.disk => {
-                return Err(wrong(format!(
+                return Err(wrong_log_error(format!(
                     "{}: a copy of the image of an open disk whose newest bytes are no longer in the log in {}; put \
                      the newest image back, or use this one as it is with: {}",
                     path.display(),
@@ -327,7 +327,7 @@ fn accept(
     } else {
         "make it a disk of its own with 'walvisor disk import'".to_owned()
     };
-    Err(wrong(format!(
+    Err(wrong_log_error(format!(
         "{path}: the image has {size} bytes, but its log in {} expects {want}; put the right image back, or {remedy}",
         log_dir.display(),
     )))
@@ -343,7 +343,7 @@ pub(crate) fn refuse_other_copy(
     let marked = |entry: &&DiskEntry| mark.is_some_and(|mark| mark.disk == entry.disk);
     match control.control.disks.iter().find(marked) {
         None => Ok(()),
-        Some(entry) => Err(wrong(format!(
+        Some(entry) => Err(wrong_log_error(format!(
             "{}: a copy, older or changed separately, of the disk that the log in {} has at {}; move it there \
              to use it instead, or make it a disk of its own with 'walvisor disk import'",
             base.options.path.display(),
@@ -364,7 +364,7 @@ fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
         .iter()
         .map(|path| path.display().to_string())
         .collect();
-    wrong(format!(
+    wrong_log_error(format!(
         "{path}: the log in {} belongs to {}, not to this disk; name the right one with log=DIR",
         log_dir.display(),
         if others.is_empty() {
@@ -653,7 +653,7 @@ fn open_absent(
     }
 }
 
-fn wrong(message: String) -> Error {
+fn wrong_log_error(message: String) -> Error {
     Error::new(ErrorKind::WrongLog, message)
 }
 

@@ -83,7 +83,7 @@ pub fn disk_changes(
     }
     // What a restore in place undid has changed too: to what the records that still count left there, or to the base
     // image.
-    let as_of_to = if saved.is_none() && control.leads(disk_id, from_lsn, to_lsn) {
+    let as_of_to = if saved.is_none() && control.is_continuous(disk_id, from_lsn, to_lsn) {
         None
     } else {
         log.read_until(to_lsn)?;

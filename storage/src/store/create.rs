@@ -24,7 +24,7 @@ use crate::medium::lock::Access;
 use crate::medium::mark::ImageMark;
 use crate::recovery::replay::read_log_until;
 use crate::store::attach::discard_command;
-use crate::store::log_size::advised;
+use crate::store::log_size::advise_log_size;
 use crate::store::part_file::{PartFile, exists};
 
 /// Points where a crash can cut the creation of a disk.
@@ -86,7 +86,7 @@ impl<'a> NewDisk<'a> {
     fn refuse(&self, log: Option<&ControlFile>) -> Result<()> {
         let Self { path, log_dir, .. } = self;
         if exists(path)? {
-            return Err(occupied(path, log_dir, log));
+            return Err(occupied_error(path, log_dir, log));
         }
         match log {
             Some(log) => refuse_unapplied(path, log_dir, log),
@@ -105,7 +105,7 @@ impl<'a> NewDisk<'a> {
         let (path, log_dir) = (self.path, self.log_dir);
         let mut marked = true;
         let mut adopt = |control: &mut ControlFile| {
-            marked = enrol(control, path, part.file(), part.path(), size)?;
+            marked = register_disk(control, path, part.file(), part.path(), size)?;
             let retain = options
                 .retain
                 .map(|retain| retain.set(&mut control.control));
@@ -142,7 +142,7 @@ impl<'a> NewDisk<'a> {
         let header = &control.control.header;
         let segment = header.segment_size.get();
         let bytes = u64::from(header.max_segments.get()) * segment;
-        if let Some(advised) = advised(bytes, segment, size) {
+        if let Some(advised) = advise_log_size(bytes, segment, size) {
             let log = log_dir.display();
             tracing::warn!(
                 "{}: its log of {bytes} bytes is small for a disk of {size}; scattered writes are faster with a larger \
@@ -164,7 +164,7 @@ impl<'a> NewDisk<'a> {
 
 /// Registers the disk at `path` in memory, and marks its complete image, `file` at `image`, as its own and closed.
 /// Returns whether the image's file system has extended attributes.
-pub(crate) fn enrol(
+pub(crate) fn register_disk(
     control: &mut ControlFile,
     path: &Path,
     file: &dyn DataFile,
@@ -210,7 +210,7 @@ pub(crate) fn first_segment(control: &ControlFile, log_dir: &Path) -> Result<()>
 }
 
 /// The error that says what is at the new disk's path.
-fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
+fn occupied_error(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
     let real = real_path(path).unwrap_or_else(|_| path.to_owned());
     let what = match log {
         Some(log) if log.image_paths().contains(&real) => format!(

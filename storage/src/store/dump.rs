@@ -145,7 +145,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
             sector: descriptor.sector.get(),
             sectors: descriptor.sectors.get(),
             payload_bytes: descriptor.payload_len(),
-            payload_crc: checksum::whole(found.checksums, descriptor.payload_len()),
+            payload_crc: checksum::combine(found.checksums, descriptor.payload_len()),
             segment: &found.segment.path,
             offset: found.offset,
             in_base: found.in_base,

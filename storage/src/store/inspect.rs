@@ -188,8 +188,8 @@ pub fn inspect_with_progress(
         records.extents.count_in(&index);
     }
     let newer = |lsn| scan.live.iter().filter(move |live| live.last.lsn > lsn);
-    let staying = Snapshot::staying(&control.control);
-    let held = staying.first().map(|snapshot| snapshot.lsn);
+    let inside_rewinds = Snapshot::inside_rewinds(&control.control);
+    let held = inside_rewinds.first().map(|snapshot| snapshot.lsn);
     let bytes = |segments: usize| segments as u64 * header.segment_size.get();
     let (snapshots, saved_bytes) = snapshots(&*files(), log_dir, &control.control);
     let history = LogHistory {

@@ -29,7 +29,7 @@ const SHARE: u64 = 32;
 const MOST_ADVISED: u64 = 64 << 30;
 
 /// The advised size in bytes for an image of `image` bytes, if a log of `bytes` is small for it.
-pub(crate) fn advised(bytes: u64, segment_size: u64, image: u64) -> Option<u64> {
+pub(crate) fn advise_log_size(bytes: u64, segment_size: u64, image: u64) -> Option<u64> {
     let advised = (image / SHARE).min(MOST_ADVISED);
     (bytes < advised).then(|| advised.next_multiple_of(segment_size))
 }
@@ -153,7 +153,7 @@ mod tests {
             (2 * GIB, u64::MAX, Some(64 * GIB)),
             (64 * GIB, u64::MAX, None),
         ] {
-            assert_eq!(advised(log, 64 << 20, image), better, "{image}");
+            assert_eq!(advise_log_size(log, 64 << 20, image), better, "{image}");
         }
     }
 }

@@ -264,7 +264,7 @@ fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<PastPoint> {
     let from = control.applied_lsn(disk_id);
     let known = |lsn| {
         let there = from <= lsn || control.has_saved(lsn, disk_id);
-        there && control.leads(disk_id, lsn, last_lsn)
+        there && control.is_continuous(disk_id, lsn, last_lsn)
     };
     let all = Snapshot::all(control).into_iter();
     all.filter(|snapshot| snapshot.has(disk_id) && known(snapshot.lsn))

@@ -26,7 +26,7 @@ use crate::log::state::Log;
 use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::store::attach::{OpenBase, adopt, is_known, refuse_other_copy};
-use crate::store::create::{enrol, first_segment, refuse_unapplied};
+use crate::store::create::{first_segment, refuse_unapplied, register_disk};
 use crate::store::open::{Store, copy_closed};
 use crate::store::view::View;
 use crate::sync::{Arc, mpsc};
@@ -174,7 +174,7 @@ fn move_log(
         if !is_known(&base, control) {
             refuse_other_copy(&base, control, to)?;
         }
-        enrol(control, path, base.file.as_ref(), path, base.size)?;
+        register_disk(control, path, base.file.as_ref(), path, base.size)?;
         reached(LeaveStep::Marked);
         Ok(())
     };
@@ -297,7 +297,7 @@ mod tests {
     }
 
     /// Two disks on a log that was closed without copying, each with a record of its own byte.
-    fn unclosed(top: &Path) -> [PathBuf; 3] {
+    fn logged_disks(top: &Path) -> [PathBuf; 3] {
         let [a, b, log] = ["a", "b", "log"].map(|name| top.join("live").join(name));
         std::fs::create_dir_all(top.join("live")).unwrap();
         for disk in [&a, &b] {
@@ -317,7 +317,7 @@ mod tests {
     fn a_disk_that_left_is_a_raw_image_and_the_others_are_unchanged() {
         for cut in [None, Some(LeaveStep::Copied), Some(LeaveStep::Marked)] {
             let dir = tempfile::tempdir().unwrap();
-            let [a, b, log] = unclosed(dir.path());
+            let [a, b, log] = logged_disks(dir.path());
             let again = dir.path().join("again");
             let others = leave(&a, &log, &mut |step| {
                 if Some(step) == cut {
@@ -348,7 +348,7 @@ mod tests {
         for shared in [false, true] {
             for cut in steps {
                 let dir = tempfile::tempdir().unwrap();
-                let [a, b, log] = unclosed(dir.path());
+                let [a, b, log] = logged_disks(dir.path());
                 let new = a.with_file_name("new");
                 if shared {
                     create_disk(&a.with_file_name("c"), MIB, &new, &options()).unwrap();
@@ -404,7 +404,7 @@ mod tests {
     #[test]
     fn a_disk_leaves_a_log_that_is_open_for_reading_only() {
         let dir = tempfile::tempdir().unwrap();
-        let [a, b, log] = unclosed(dir.path());
+        let [a, b, log] = logged_disks(dir.path());
         let before = std::fs::read(&a).unwrap();
         let disks = [&a, &b].map(DiskOptions::new);
         let mut store = Store::open_read_only(&log, &disks, &options()).unwrap();

@@ -396,12 +396,12 @@ fn new_log(
         control.newest_time(scan.last.lsn, scan.last.unix_us),
         scan.passed,
     );
-    let clock = LogClock::open(log_dir, newest, control.born());
+    let clock = LogClock::open(log_dir, newest, control.created_us());
     let mut state = LogState::new(pipeline, ring, commit_delay, clock);
     state.horizon = scan.horizon;
     state.keeper.retain = Retention::of(&control.control.history);
     state.keeper.snapshots = Snapshot::all(&control.control);
-    state.keeper.staying = Snapshot::staying(&control.control);
+    state.keeper.inside_rewinds = Snapshot::inside_rewinds(&control.control);
     state.keeper.reached = checkpoint_lsn;
     state.keeper.pauses = options.on_full == FullLogPolicy::Pause;
     Log {

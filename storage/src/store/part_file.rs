@@ -24,13 +24,13 @@ pub(crate) fn exists(path: &Path) -> Result<bool> {
 /// Refuses a path that exists.
 pub(crate) fn refuse_existing(path: &Path, remedy: &str) -> Result<()> {
     if exists(path)? {
-        Err(already(path, remedy))
+        Err(part_exists_error(path, remedy))
     } else {
         Ok(())
     }
 }
 
-fn already(path: &Path, remedy: &str) -> Error {
+fn part_exists_error(path: &Path, remedy: &str) -> Error {
     Error::new(
         ErrorKind::AlreadyExists,
         format!("{}: exists already; {remedy}", path.display()),
@@ -65,7 +65,7 @@ impl PartFile {
         let mut part = Self::open(target, mode)?;
         part.origin = origin;
         let same_size = part.file.len().is_ok_and(|len| len == size);
-        let noted = part.noted();
+        let noted = part.noted_offset();
         let Some(begun) = noted.filter(|begun| same_size && *begun <= size) else {
             part.clear(size)?;
             return Ok(part);
@@ -112,7 +112,7 @@ impl PartFile {
     }
 
     /// The offset noted for a copy of the same source.
-    fn noted(&self) -> Option<u64> {
+    fn noted_offset(&self) -> Option<u64> {
         let mut text = [0; 256];
         let len = rustix::fs::fgetxattr(self.file.host()?, NOTE, &mut text[..]).ok()?;
         let (noted, offset) = std::str::from_utf8(&text[..len]).ok()?.rsplit_once(' ')?;
@@ -169,7 +169,7 @@ impl PartFile {
     }
 
     /// Gives the file the mode of the one it will replace, and its owner if this process is allowed to.
-    pub(crate) fn resemble(&self, replaced: &File) -> Result<()> {
+    pub(crate) fn copy_mode_and_owner(&self, replaced: &File) -> Result<()> {
         let Some(file) = self.file.host() else {
             return Ok(());
         };
@@ -233,7 +233,9 @@ impl PartFile {
             files().rename_new(&self.path, &self.target)
         };
         renamed.map_err(|error| match error.kind() {
-            std::io::ErrorKind::AlreadyExists => already(&self.target, "name another file"),
+            std::io::ErrorKind::AlreadyExists => {
+                part_exists_error(&self.target, "name another file")
+            }
             _ => Error::io("write", &self.target, error),
         })?;
         self.published = true;

@@ -176,7 +176,7 @@ pub(crate) fn rewind(
         control.newest_time(scan.last.lsn, scan.last.unix_us),
         scan.passed,
     );
-    let mut clock = LogClock::open_at(log_dir, newest_time, control.born(), now);
+    let mut clock = LogClock::open_at(log_dir, newest_time, control.created_us(), now);
     let unix_us = clock.next_at(now).unix_us;
     let mut next = known.clone();
     let lsn = next.rewind(disk_id, done.to_lsn, newest, unix_us);

@@ -27,14 +27,14 @@ use crate::sync::{Arc, Mutex, MutexGuard};
 pub fn scratch_file() -> Result<File> {
     let directory = std::env::var_os("TMPDIR").filter(|named| !named.is_empty());
     let directory = PathBuf::from(directory.unwrap_or_else(|| "/var/tmp".into()));
-    unnamed(&directory).map_err(|error| {
+    create_unnamed_file(&directory).map_err(|error| {
         let doing = "make a scratch file there; TMPDIR can name another directory";
         Error::io(doing, &directory, error)
     })
 }
 
 /// Makes an unnamed file in a directory.
-fn unnamed(directory: &Path) -> io::Result<File> {
+fn create_unnamed_file(directory: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600);
     let flags = OFlags::TMPFILE.bits() as i32;
@@ -178,10 +178,10 @@ mod tests {
     #[test]
     fn a_scratch_file_has_no_name() {
         let dir = tempfile::tempdir().unwrap();
-        let file = unnamed(dir.path()).unwrap();
+        let file = create_unnamed_file(dir.path()).unwrap();
         DataFile::write_all_at(&file, &[1], 0).unwrap();
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-        assert!(unnamed(&dir.path().join("missing")).is_err());
+        assert!(create_unnamed_file(&dir.path().join("missing")).is_err());
     }
 
     /// The map and a list of sectors agree, whatever is set.

@@ -69,7 +69,7 @@ pub fn import_disk_as(
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     if exists(path)? && !exists(raw)? {
-        return Err(swapped(path, raw, log_dir));
+        return Err(swapped_paths_error(path, raw, log_dir));
     }
     // Open the log, and so lock it, before the long copy.
     let new = NewDisk::begin(path, log_dir, options)?;
@@ -103,7 +103,7 @@ pub fn import_disk_as(
 }
 
 /// The error if the new disk exists and the source does not: cp(1) takes them in the other order.
-fn swapped(path: &Path, raw: &Path, log_dir: &Path) -> Error {
+fn swapped_paths_error(path: &Path, raw: &Path, log_dir: &Path) -> Error {
     let (disk, source) = (path.display(), raw.display());
     // Only if it is not the default log of the disk.
     let log_dir = if default_log_dir(path) == log_dir {
@@ -320,7 +320,7 @@ fn begin_raw(
     };
     let part = PartFile::resume(raw, size, mode, origin)?;
     if let Some(replaced) = replaced.as_ref().and_then(|file| file.host()) {
-        part.resemble(replaced)?;
+        part.copy_mode_and_owner(replaced)?;
     }
     Ok((part, replaced))
 }

@@ -30,7 +30,10 @@ fn ring() -> (SegmentRing, Arc<Segment>) {
         batched = lsn;
         ring.check(batched);
     }
-    assert_eq!((ring.unneeded(5), ring.unneeded(9)), ((1, 2), (2, 3)));
+    assert_eq!(
+        (ring.find_freeable(5), ring.find_freeable(9)),
+        ((1, 2), (2, 3))
+    );
     let reader = ring.live[0].segment.clone();
     ring.retire(1);
     assert!(!ring.reclaim() && ring.has_readers());

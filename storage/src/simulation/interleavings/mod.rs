@@ -66,14 +66,14 @@ impl Total for Totals {
 
 type SharedJudge = Arc<std::sync::Mutex<Judge>>;
 
-fn told<T>(judge: &SharedJudge, tell: impl FnOnce(&mut Judge) -> T) -> T {
-    tell(&mut judge.lock().expect("no switch happens under this lock"))
+fn with_judge<T>(judge: &SharedJudge, call: impl FnOnce(&mut Judge) -> T) -> T {
+    call(&mut judge.lock().expect("no switch happens under this lock"))
 }
 
 /// Starts what was submitted. `alone`: the thread runs quick syncs itself.
 fn start(port: &mut Port, judge: &SharedJudge, alone: bool) {
     let led = port.start(alone);
-    told(judge, |judge| judge.led_alone += u64::from(led));
+    with_judge(judge, |judge| judge.led_alone += u64::from(led));
 }
 
 /// Takes the requests that have ended; returns whether nothing is left to wait for.
@@ -91,7 +91,7 @@ fn serve(
         start(port, judge, alone);
         port.completions(&mut done);
         done.retain(|end| {
-            let asks = end.result.is_ok() && told(judge, |judge| judge.asks(end.token));
+            let asks = end.result.is_ok() && with_judge(judge, |judge| judge.asks(end.token));
             let waits = asks && !port.notify_written(end.token);
             asked |= waits;
             !waits
@@ -104,7 +104,7 @@ fn serve(
         };
         mine.retain(|&token| token != completion.token);
         let failed = log.poisoned.load(Ordering::Relaxed);
-        if told(judge, |judge| judge.end(completion, good, failed)) {
+        if with_judge(judge, |judge| judge.end(completion, good, failed)) {
             fixture.medium.lock().cut_power();
         }
     }
@@ -138,7 +138,7 @@ fn work(
     log: &Log,
     others: &ActiveClients,
 ) {
-    let plan = told(judge, |judge| judge.plan.clients[which].clone());
+    let plan = with_judge(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
     let wait = |port: &mut Port, mine: &mut Vec<u64>| {
         while !serve(port, judge, fixture, log, mine, plan.alone) {
@@ -146,7 +146,7 @@ fn work(
         }
     };
     for &step in &plan.steps {
-        match told(judge, |judge| judge.submit(which, step)) {
+        match with_judge(judge, |judge| judge.submit(which, step)) {
             Some((token, operation)) => {
                 mine.push(token);
                 port.submit(token, operation);
@@ -215,7 +215,7 @@ fn run(seed: u64) -> Result<Totals, Violation> {
             .for_each(|client| client.join().expect("a client"));
     };
     let closed = if plan.closes_early {
-        told(&judge, |judge| judge.closing = true);
+        with_judge(&judge, |judge| judge.closing = true);
         let closed = store.close();
         join(clients);
         closed
@@ -234,10 +234,10 @@ fn run(seed: u64) -> Result<Totals, Violation> {
         return Err(format!("closing a good log failed: {error}"));
     }
     if closed.is_ok() {
-        told(&judge, |judge| judge.judge(&fixture.bases(), true))?;
+        with_judge(&judge, |judge| judge.judge(&fixture.bases(), true))?;
     }
     // A failed sync may drop the bytes it should have written from the cache.
-    let killed = told(&judge, |judge| {
+    let killed = with_judge(&judge, |judge| {
         judge.killed &= !failed;
         judge.killed
     });
@@ -252,11 +252,11 @@ fn run(seed: u64) -> Result<Totals, Violation> {
     let found = running
         .read()
         .map_err(|failure| format!("reading: {failure}"))?;
-    told(&judge, |judge| match judge.broken.take() {
+    with_judge(&judge, |judge| match judge.broken.take() {
         Some(broken) => Err(broken),
         None => judge.judge(&found, false),
     })?;
-    Ok(told(&judge, |judge| Totals {
+    Ok(with_judge(&judge, |judge| Totals {
         runs: 1,
         requests: judge.next_token,
         flushes: judge.flushes,
