@@ -1,4 +1,4 @@
-//! The disk behind a device, and the interface of a queue to it.
+//! The disk behind a device, and the interface of its queues.
 
 use std::any::Any;
 use std::fs::File;
@@ -16,7 +16,7 @@ use crate::{
 #[cfg(doc)]
 use crate::{Failure, SECTOR_SIZE};
 
-/// The operations that a backend really implements (promise 6: a feature bit is offered only if they include it).
+/// What a backend really implements (promise 6: a device offers only features that its backend has).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
     /// WRITE, DISCARD and WRITE_ZEROES fail with [`Failure::ReadOnly`].
@@ -35,23 +35,24 @@ pub struct Capabilities {
     pub secure_erase: bool,
 }
 
-/// When a change (a write, discard or write of zeroes) that is not yet durable is answered, if clients outlive this
+/// When to answer a change (a write, discard or write of zeroes) that is not durable yet, for clients that outlive this
 /// process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Answer {
-    /// Once it outlives this process: a client that reconnects after a kill finds it, and the client's FLUSH covers it.
+    /// Once it survives this process: a client that reconnects after a kill finds it, and the client's next FLUSH
+    /// covers it.
     #[default]
     Written,
-    /// At once. It may be only in this process's memory, which a kill loses.
+    /// At once. It may be only in this process's memory, and a kill loses it.
     Memory,
 }
 
-/// A disk that any number of queues can be opened on. As [`Any`] it gives its own type back, to those who know it.
+/// A disk on which any number of queues can be opened. It is [`Any`], so that its owner can downcast it.
 pub trait Backend: Any + Send + Sync {
     /// Capacity in sectors of 512 bytes.
     fn sectors(&self) -> u64;
 
-    /// The operations that the disk really implements.
+    /// What the disk really implements.
     fn capabilities(&self) -> Capabilities;
 
     /// Whether writes complete before they are durable (writeback). `false` is writethrough.
@@ -67,8 +68,8 @@ pub trait Backend: Any + Send + Sync {
     /// If the system refuses a descriptor, a ring or a thread.
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>>;
 
-    /// Whether a queue's [`submit`](BackendQueue::submit) reads in its caller's thread, so that other users of the
-    /// thread wait for the medium too.
+    /// Whether a queue's [`submit`](BackendQueue::submit) reads in its caller's thread, so that the thread's other
+    /// users wait for the medium too.
     fn blocks(&self) -> bool {
         false
     }
@@ -78,9 +79,9 @@ pub trait Backend: Any + Send + Sync {
         MAX_REQUEST_BYTES
     }
 
-    /// Which parts of the disk from `sector` on hold data: consecutive extents, at least one and at most `most` (at
-    /// least 1), of `sectors` sectors in all or fewer. The range lies on the disk and is not empty. A backend that
-    /// does not know reports all of it as data.
+    /// Which parts of the disk from `sector` on hold data: between 1 and `most` consecutive extents, `sectors` sectors
+    /// in all or fewer. The range must be on the disk and not empty. A backend that does not know reports everything as
+    /// data.
     ///
     /// # Errors
     /// If the medium cannot be queried.
@@ -93,17 +94,17 @@ pub trait Backend: Any + Send + Sync {
         }])
     }
 
-    /// The points of the past since which the disk knows what has changed; by default none.
+    /// The points in the past since which the disk knows what has changed. Default: none.
     fn past_points(&self) -> Vec<PastPoint> {
         Vec::new()
     }
 
-    /// Which parts of the disk from `sector` on have changed since the [point](Self::past_points) with this number, whether or
-    /// not their bytes differ: consecutive ranges, as [`extents`](Self::extents) returns them. What changes meanwhile may be
-    /// told either way.
+    /// Which parts of the disk from `sector` on were written since the [point](Self::past_points) with this number,
+    /// even if with the same bytes: consecutive ranges, as from [`extents`](Self::extents). What is written during the
+    /// call may be reported either way.
     ///
     /// # Errors
-    /// [`NotFound`](io::ErrorKind::NotFound) if there is no such point, or not any more; or if the medium can't be read.
+    /// [`NotFound`](io::ErrorKind::NotFound) if there is no such point (any more); or if the medium can't be read.
     fn changes(
         &self,
         since: u64,
@@ -121,7 +122,7 @@ pub trait Backend: Any + Send + Sync {
     /// Grows the disk to `bytes` while it is in use; requests submitted after the call may use all of it.
     ///
     /// # Errors
-    /// If the disk cannot have this size, or it would shrink; `Unsupported` from a backend whose size is fixed.
+    /// If the disk can't have this size, or would shrink; `Unsupported` if the backend's size is fixed.
     fn grow(&self, bytes: u64) -> io::Result<()> {
         let _ = bytes;
         Err(io::Error::new(
@@ -138,13 +139,13 @@ pub trait Backend: Any + Send + Sync {
         Ok(())
     }
 
-    /// Copies the disk as it is at one moment to `target`, an empty file open for writing, while it is in use: all changes
-    /// completed before the call are in the copy. `progress` gets the number of bytes passed so far and the disk's size;
-    /// `false` ends the export.
+    /// Copies the disk, as of one moment, to `target`, an empty file open for writing, while the disk is in use. All
+    /// changes completed before the call are in the copy. `progress` gets the number of bytes passed so far and the
+    /// disk's size, and returns `false` to end the export.
     ///
     /// # Errors
-    /// If the disk can't be read or the file can't be written, or `progress` has ended the export; `Unsupported` from a
-    /// backend that can't hold a moment. The file is not complete then.
+    /// If the disk can't be read, the file can't be written, or `progress` has ended the export; `Unsupported` if the
+    /// backend can't freeze a moment. The file is then incomplete.
     fn export(
         &self,
         target: File,
@@ -168,16 +169,16 @@ pub trait Backend: Any + Send + Sync {
         None
     }
 
-    /// How the disk is now.
+    /// The disk's condition.
     fn condition(&self) -> Condition {
         Condition::Ok
     }
 
-    /// Lets requests fail, from now on, that wait for something that may never come, such as space in a file system. For an
-    /// owner that is about to end, and waits for the requests in flight.
+    /// From now on, fails requests that would wait for something that may never come, such as space in a file system.
+    /// For an owner that is shutting down and waits for requests in flight.
     fn end_pauses(&self) {}
 
-    /// Whether FLUSH does nothing, and writes may never become durable, because the disk's owner wants that.
+    /// Whether, at the owner's request, FLUSH does nothing and writes may never become durable.
     fn is_unsafe(&self) -> bool {
         false
     }
@@ -185,31 +186,31 @@ pub trait Backend: Any + Send + Sync {
 
 /// One queue of a disk. Owned and called by one thread.
 ///
-/// A FLUSH, and a write in writethrough mode, completes later without blocking other requests.
+/// A FLUSH, or a write in writethrough mode, completes later, without blocking other requests.
 pub trait BackendQueue: Send {
-    /// Sets how many clients share the queue, each of which waits for its FLUSH before it goes on; 1 unless set.
+    /// Sets how many clients share the queue, where each waits for its FLUSH before it goes on; 1 unless set.
     fn set_clients(&mut self, clients: usize) {
         let _ = clients;
     }
 
-    /// Submits one request. Its completion carries `token`. Never blocks on the medium's sync.
+    /// Submits one request. Its completion carries `token`. Never blocks on a sync.
     fn submit(&mut self, token: u64, operation: Operation);
 
-    /// Requests a completion once the writes that this queue has completed so far outlive this process, though not yet
-    /// a power cut. The completion carries `token`, and the failure if they never will. `true`: they do already, and
-    /// there is no completion. [`kick`](BackendQueue::kick) starts the work that this needs.
+    /// Requests a completion, with `token`, for when the writes that this queue has completed so far survive this
+    /// process, though not yet a power cut; it carries a failure if they never will. `true`: they already do, and there
+    /// is no completion. [`kick`](BackendQueue::kick) starts any work that this needs.
     ///
-    /// A queue whose completed writes always outlive the process, such as a file's, has nothing to do.
-    fn when_written(&mut self, token: u64) -> bool {
+    /// The default is for a queue whose completed writes always survive the process, such as a file's.
+    fn notify_written(&mut self, token: u64) -> bool {
         let _ = token;
         true
     }
 
-    /// Ends a batch: starts everything submitted since the last call.
+    /// Starts everything submitted since the last call.
     fn kick(&mut self);
 
-    /// As [`kick`](Self::kick), from a thread that has nothing to do until one of this queue's requests ends: so the
-    /// queue may carry out a quick operation in the calling thread, which saves two changes of thread.
+    /// As [`kick`](Self::kick), from a thread with nothing to do until one of this queue's requests ends. The queue may
+    /// then carry out a quick operation in the calling thread, which saves two thread switches.
     fn kick_alone(&mut self) {
         self.kick();
     }
@@ -218,13 +219,13 @@ pub trait BackendQueue: Send {
     /// [`OwnedFd`](std::os::fd::OwnedFd) is borrowed with `as_fd`, an `EventFd` with [`descriptor`](crate::descriptor).
     fn event(&self) -> BorrowedFd<'_>;
 
-    /// Appends the requests that have ended to `done`, in the order in which they ended, and clears the event. Call it
-    /// after [`kick`](Self::kick) too: a request may end at once, without the event.
+    /// Appends ended requests to `done`, in the order in which they ended, and clears the event. Call it after
+    /// [`kick`](Self::kick) too: a request may end at once, without the event.
     fn completions(&mut self, done: &mut Vec<Completion>);
 }
 
-/// Makes durable everything that was written to `backend` before, for a caller that has no queue of it. Opens a queue for it and waits for the medium. For a
-/// backend without FLUSH it does nothing.
+/// Flushes `backend`, for a caller without a queue: opens one, and blocks until everything written so far is durable.
+/// Does nothing for a backend without FLUSH.
 ///
 /// # Errors
 /// If the system refuses a queue, or the flush fails.

@@ -1,5 +1,5 @@
-//! Memory for payloads: page-aligned, as O_DIRECT requires, and recycled instead of freed, so that a running store
-//! asks the system for none.
+//! Memory for payloads: page-aligned, as O_DIRECT requires, and recycled instead of freed, so that a running store does
+//! not allocate.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::mem::ManuallyDrop;
@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 /// Alignment of every [`Buffer`] in bytes: the page size, which satisfies every O_DIRECT rule of Linux.
 pub const BUFFER_ALIGN: usize = 4096;
 
-/// Most bytes that the pool keeps for reuse, in the whole process: as many as a queue may have in flight.
+/// Most bytes that the pool keeps for reuse, in the whole process: what one queue may have in flight.
 const POOL_BYTES: usize = 32 << 20;
 /// Sizes that are recycled: `BUFFER_ALIGN << class`, so up to 4 MiB. Longer ones are rare and go to the system.
 const CLASSES: usize = 11;
@@ -20,19 +20,18 @@ const CLASSES: usize = 11;
 /// A request's payload lives in exactly one `Buffer` from the copy out of guest memory until the
 /// request completes; the checksum is taken from it, never from memory that a guest can change.
 ///
-/// Its memory comes from a pool of memory of earlier buffers, and goes back there: the process keeps up to 32 MiB in
-/// all.
+/// Memory comes from a pool and goes back there; the process keeps up to 32 MiB.
 pub struct Buffer(SharedBuffer);
 
 /// A read-only [`Buffer`]. Clones share the memory.
 #[derive(Clone)]
 pub struct SharedBuffer {
-    /// The last user does not drop the block but gives it back to the pool.
+    /// The last user returns the block to the pool instead of dropping it.
     block: ManuallyDrop<Arc<Block>>,
     len: usize,
 }
 
-/// Memory that is recycled together with its count of users (the `Arc`). All its bytes have been initialised.
+/// Memory, recycled together with its reference count (the `Arc`). All its bytes are initialised.
 struct Block {
     pointer: NonNull<u8>,
     layout: Layout,
@@ -76,11 +75,11 @@ static POOL: Mutex<Pool> = Mutex::new(Pool {
 
 impl Pool {
     fn lock() -> MutexGuard<'static, Self> {
-        // The pool is consistent between any two steps, so also after a panic.
+        // The pool is consistent at every step, so a panic does no harm.
         POOL.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The class of memory of `size` bytes; `None`: it is not recycled, but goes back to the system.
+    /// The class of memory of `size` bytes; `None`: not recycled, but returned to the system.
     fn class(size: usize) -> Option<usize> {
         let pages = size.div_ceil(BUFFER_ALIGN).max(1);
         let class = pages.checked_next_power_of_two()?.trailing_zeros() as usize;
@@ -91,7 +90,7 @@ impl Pool {
         self.bytes += block.layout.size();
         self.classes[class].push(block);
         while self.bytes > POOL_BYTES {
-            // The block is of the class that holds most, so that sizes needed once do not keep out sizes needed now.
+            // Evict from the class that holds most, so that sizes no longer needed make room for those needed now.
             let most = self.classes.iter_mut().enumerate();
             let most = most.max_by_key(|(class, blocks)| blocks.len() << class);
             let freed = most.and_then(|(_, blocks)| blocks.pop());
@@ -119,7 +118,7 @@ impl Buffer {
         buffer
     }
 
-    /// `len` arbitrary bytes, such as those of an earlier request. For a caller that overwrites every byte before
+    /// `len` bytes with arbitrary contents, such as an earlier request's. The caller must overwrite every byte before
     /// other code sees the buffer.
     ///
     /// # Panics
@@ -133,7 +132,7 @@ impl Buffer {
         self.0
     }
 
-    /// A buffer, and whether it may hold something other than zeroes.
+    /// A buffer, and whether it may contain anything but zeroes.
     fn take(len: usize) -> (Self, bool) {
         let class = Pool::class(len);
         let found = class.and_then(|class| Pool::lock().take(class));
@@ -186,8 +185,8 @@ impl Drop for SharedBuffer {
     fn drop(&mut self) {
         // SAFETY: dropped once, and `self` is not used afterwards.
         let mut block = unsafe { ManuallyDrop::take(&mut self.block) };
-        // The last user gives the block back. If two users end at the same moment, each may see the other: then the
-        // block is freed.
+        // The last user gives the block back. If two users drop it at the same moment, each may see the other; then it
+        // is freed instead.
         if let Some(class) = Pool::class(block.layout.size())
             && Arc::get_mut(&mut block).is_some()
         {

@@ -1,24 +1,24 @@
-//! How a disk is, for its owner.
+//! The condition of a disk, for its owner.
 
 use std::time::SystemTime;
 
-/// Whether a disk carries out its requests now.
+/// Whether a disk can carry out requests.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum Condition {
-    /// It does.
+    /// It can.
     #[default]
     Ok,
-    /// It does, but writes wait, because its log is full and the copy to the base images has not made room yet.
+    /// It can, but writes wait, because the log is full and the copy to the base images has not made room yet.
     CopyingBehind,
-    /// A file system has no space for the log or for the base images. The disk's log tries again each second.
+    /// A file system has no space for the log or the base images. The log retries every second.
     NoSpace(Trouble),
-    /// The log can't be copied to the base images, or can't grow, for another reason. It tries again each second.
+    /// The log can't be copied to the base images, or can't grow, for another reason. It retries every second.
     CopyFailing(Trouble),
-    /// A write or sync failed for good: the disk can only be read until it is opened again.
+    /// A write or sync failed for good: the disk is read-only until it is opened again.
     ReadOnly(Trouble),
 }
 
-/// What keeps a disk from its work.
+/// What is wrong with a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Trouble {
     /// When it began, by the wall clock.
@@ -27,12 +27,12 @@ pub struct Trouble {
     pub error: String,
     /// Writes fail.
     pub refuses_writes: bool,
-    /// Writes wait until the trouble is over. If they neither fail nor wait, the log still has room for them.
+    /// Writes wait until the trouble is over. If writes neither fail nor wait, the log still has room.
     pub pauses_writes: bool,
 }
 
 impl Trouble {
-    /// One that begins now.
+    /// A trouble that begins now.
     pub fn now(error: impl ToString, refuses_writes: bool) -> Self {
         Self {
             since: SystemTime::now(),
@@ -68,7 +68,7 @@ impl Condition {
         Self::NAMES[place]
     }
 
-    /// The same trouble, if it is one, with these answers to whether writes fail, or wait.
+    /// The same, with these flags if it is a trouble.
     pub fn with_writes(mut self, refuses: bool, pauses: bool) -> Self {
         if let Self::NoSpace(trouble) | Self::CopyFailing(trouble) = &mut self {
             (trouble.refuses_writes, trouble.pauses_writes) = (refuses, pauses);
@@ -76,7 +76,7 @@ impl Condition {
         self
     }
 
-    /// What the trouble is, if there is any.
+    /// The trouble, if there is any.
     pub fn trouble(&self) -> Option<&Trouble> {
         match self {
             Self::Ok | Self::CopyingBehind => None,

@@ -1,12 +1,12 @@
-//! What frontends and disks share: requests, the buffers that carry their bytes, and the interface of a disk.
+//! What front-ends and disks share: requests, the buffers that carry their bytes, and the interface of a disk.
 //!
 //! ```text
-//!   frontend (virtio-blk, SCSI, NBD) ──submit──▶ BackendQueue ──▶ the disk (write-ahead log, raw image, RAM)
-//!          ▲                                          │
-//!          └────────────── completions ◀──── event ───┘      one queue, one thread, one event descriptor
+//!   front-end (virtio-blk, SCSI, NBD) ──submit──▶ BackendQueue ──▶ the disk (write-ahead log, raw image, RAM)
+//!          ▲                                           │
+//!          └─────────────── completions ◀──── event ───┘      one queue, one thread, one event descriptor
 //! ```
-//! A disk implements [`Backend`] and [`BackendQueue`]. This crate knows neither a frontend nor a disk, but for the
-//! one in memory ([`ram`]).
+//! A disk implements [`Backend`] and [`BackendQueue`]. This crate has no front-end and no disk, except the one in
+//! memory ([`ram`]). `docs/glossary.md` explains the terms.
 //!
 //! ```
 //! use walvisor_block::ram::RamDisk;
@@ -43,7 +43,7 @@ pub use request::{
     Allocation, Change, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters,
     MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE, Transfer,
 };
-pub use schedule::short_slice;
+pub use schedule::request_short_slices;
 
-/// Its `EventFd` is what most disks have as a queue's event: see [`descriptor`].
+/// For its `EventFd`, which most disks use as a queue's event, see [`descriptor`].
 pub use vmm_sys_util;

@@ -47,12 +47,12 @@ const SECTOR_LEN: usize = SECTOR_SIZE as usize;
 
 /// A RAM disk. Clones are the same disk.
 ///
-/// Each 64 KiB take a few bytes for a table even while they hold nothing. So a disk much larger than the machine's
-/// memory cannot be made: the constructor panics, or the process runs out of memory.
+/// Even empty, each 64 KiB take a few bytes in a table. So a disk much larger than the machine's memory can't be made:
+/// the constructor panics, or the process runs out of memory.
 ///
-/// Memory is its medium, and a request is applied when it is submitted, so FLUSH has nothing to do. With
-/// [`with_power_loss`](Self::with_power_loss) the disk has a volatile write cache too, and
-/// [`power_loss`](Self::power_loss) undoes every write that neither a FLUSH nor writethrough mode has made durable.
+/// Its medium is memory, and requests are applied on submission, so FLUSH has nothing to do.
+/// [`with_power_loss`](Self::with_power_loss) adds a volatile write cache: then [`power_loss`](Self::power_loss) undoes
+/// every write that was not made durable by a FLUSH or by writethrough mode.
 #[derive(Clone)]
 pub struct RamDisk {
     shared: Arc<Shared>,
@@ -64,7 +64,7 @@ struct Shared {
     toggle: bool,
     write_cache: AtomicBool,
     chunks: Vec<RwLock<Option<Buffer>>>,
-    /// By sector, the contents of the medium where the cache differs from it. `None`: the disk cannot lose power.
+    /// By sector, the medium's contents where the cache differs. `None`: the disk can't lose power.
     durable: Option<Mutex<BTreeMap<u64, [u8; SECTOR_LEN]>>>,
 }
 
@@ -74,8 +74,8 @@ impl RamDisk {
         Self::build(sectors, Vec::new(), false, true, false)
     }
 
-    /// An empty disk with a volatile write cache, which [`power_loss`](Self::power_loss) empties. `toggle`: the cache
-    /// can be switched off.
+    /// An empty disk with a volatile write cache that [`power_loss`](Self::power_loss) loses. `toggle`: the cache can
+    /// be switched off.
     pub fn with_power_loss(sectors: u64, toggle: bool) -> Self {
         Self::build(sectors, Vec::new(), false, toggle, true)
     }
@@ -120,7 +120,7 @@ impl RamDisk {
         }
     }
 
-    /// Loses power: every sector gets its last durable contents back. Does nothing to a disk without a volatile cache.
+    /// Loses power: every sector goes back to its last durable contents. No effect without a volatile cache.
     pub fn power_loss(&self) {
         let Some(durable) = &self.shared.durable else {
             return;
@@ -133,8 +133,8 @@ impl RamDisk {
 }
 
 impl Shared {
-    /// Calls `each` for every piece of `[offset, offset + len)` that lies in one chunk, with the chunk, the
-    /// offset in it and the range of the request.
+    /// Splits `[offset, offset + len)` at chunk boundaries and calls `each` with the chunk, the offset in it and the
+    /// range of the request.
     fn pieces(
         &self,
         offset: u64,
@@ -175,7 +175,7 @@ impl Shared {
         });
     }
 
-    /// Writes zeroes. With `release` whole chunks are freed; without, their memory is overwritten.
+    /// Writes zeroes. With `release`, whole chunks are freed; without, they are overwritten.
     fn zero(&self, offset: u64, len: u64, release: bool) {
         self.pieces(offset, len, |chunk, at, range| {
             let mut chunk = chunk.write().unwrap_or_else(PoisonError::into_inner);
@@ -187,13 +187,12 @@ impl Shared {
         });
     }
 
-    /// Applies a change to `[sector, sector + sectors)`. Before it saves the durable contents, if the disk can lose
-    /// power.
+    /// Applies a change to `[sector, sector + sectors)`, after saving the durable contents if the disk can lose power.
     fn change(&self, sector: u64, sectors: u64, apply: impl FnOnce()) {
         let Some(durable) = &self.durable else {
             return apply();
         };
-        // The lock keeps two changes of one sector, and a change and a FLUSH, apart.
+        // The lock serializes changes of the same sector, and changes with FLUSH.
         let mut durable = durable.lock().unwrap_or_else(PoisonError::into_inner);
         if self.write_cache.load(Ordering::SeqCst) {
             for sector in sector..sector + sectors {
@@ -280,8 +279,7 @@ impl Backend for RamDisk {
             write_cache_toggle: self.shared.toggle,
             discard: true,
             write_zeroes: true,
-            // The volatile cache keeps a copy of the old contents until a FLUSH, which frees the copy without erasing
-            // it.
+            // The volatile cache keeps a copy of the old contents until a FLUSH, which frees it without erasing it.
             secure_erase: self.shared.durable.is_none(),
         }
     }
@@ -303,7 +301,7 @@ impl Backend for RamDisk {
     }
 }
 
-/// A queue of a RAM disk: every request ends when it is submitted.
+/// A queue of a RAM disk. Every request ends on submission.
 struct RamQueue {
     shared: Arc<Shared>,
     /// Never readable: no request ends later.

@@ -1,12 +1,12 @@
-//! The requests of a frontend to a disk, their completions, and reports on a disk and its log.
+//! A front-end's requests to a disk, their completions, and reports on a disk and its log.
 
 use crate::Buffer;
 
 /// Bytes in a sector, the unit of every address here, as in virtio-blk (virtio 1.2, 5.2.4).
 pub const SECTOR_SIZE: u64 = 512;
 
-/// The longest request in bytes. A longer one fails with [`Failure::TooLarge`]: a request is one log
-/// record, and a record never spans segments.
+/// The longest request in bytes; longer ones fail with [`Failure::TooLarge`]. A request is one log record, and a record
+/// never spans segments.
 pub const MAX_REQUEST_BYTES: usize = 16 << 20;
 
 /// One request to a disk. Every range is in sectors of [`SECTOR_SIZE`] bytes.
@@ -26,7 +26,7 @@ pub enum Operation {
         /// The payload, copied out of the client's memory already.
         data: Buffer,
     },
-    /// The client no longer needs these sectors: they read as zeroes from now on.
+    /// The client no longer needs these sectors; they read as zeroes from now on.
     Discard {
         /// First sector.
         sector: u64,
@@ -39,27 +39,27 @@ pub enum Operation {
         sector: u64,
         /// Number of sectors, at least 1.
         sectors: u32,
-        /// Whether the space behind them may be given back.
+        /// Whether their space may be freed.
         unmap: bool,
     },
-    /// Make every request completed before this one was submitted survive power loss.
+    /// Make all requests that completed before this one was submitted survive power loss.
     Flush,
 }
 
-/// Why a request failed. The data is as if the request had not been made.
+/// Why a request failed. The data is as if it had never been made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
     /// The range is empty, or ends beyond the disk.
     #[error("the range is empty or ends beyond the disk")]
     OutOfRange,
     /// Longer than [`MAX_REQUEST_BYTES`], or no multiple of the sector size.
-    #[error("the request is too large or no multiple of 512 bytes")]
+    #[error("the request is too large or not a multiple of 512 bytes")]
     TooLarge,
     /// The disk is read-only.
     #[error("the disk is read-only")]
     ReadOnly,
-    /// The medium failed, or the log had failed before (promise 5: an error is final). Or the log is full and can't
-    /// be emptied, for instance because the base image has no space: requests succeed again once it has.
+    /// The medium failed, or the log had failed before (promise 5: an error is final). Or the log is full and can't be
+    /// emptied, for instance for lack of space for the base image; once there is space, requests succeed again.
     #[error("I/O error")]
     Io,
 }
@@ -73,7 +73,7 @@ pub struct Completion {
     pub result: Result<Option<Buffer>, Failure>,
 }
 
-/// How a range of a disk is stored. A hint: it may have changed since.
+/// How a range of a disk is stored. A hint, possibly outdated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Allocation {
     /// The range may hold any bytes.
@@ -93,7 +93,7 @@ pub struct Extent {
     pub allocation: Allocation,
 }
 
-/// A point of a disk's past.
+/// A point in a disk's past.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PastPoint {
     /// Its name: ASCII letters, digits, '.', '_' and '-'.
@@ -102,7 +102,7 @@ pub struct PastPoint {
     pub number: u64,
 }
 
-/// A range of a disk that has changed since a point of the past, or has not.
+/// A range of a disk, and whether it has changed since a point in the past.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Change {
     /// The length of the range in sectors, at least 1.
@@ -111,15 +111,15 @@ pub struct Change {
     pub changed: bool,
 }
 
-/// The result of copying a disk: of an import or export.
+/// The result of copying a disk by an import or export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Transfer {
     /// Bytes of the disk.
     pub size: u64,
-    /// Bytes that were copied; the others were in holes, or are shared.
+    /// Bytes copied; the others were holes or are shared.
     pub copied: u64,
-    /// Whether the new file shares the base image's blocks, as some file systems can (a reflink): a write to one of the two
-    /// leaves the other alone.
+    /// Whether the new file shares the base image's blocks (a reflink, where the file system has them). A write to
+    /// either file does not affect the other.
     pub shared: bool,
 }
 
@@ -131,7 +131,7 @@ pub const GROUP_SIZE_CLASSES: usize = 10;
 pub struct LogCounters {
     /// FLUSH requests received, and writes in writethrough mode.
     pub flushes: u64,
-    /// Those of `flushes` that waited for a commit group; the others found nothing new and cost no sync.
+    /// Those of `flushes` that waited for a commit group. The others had nothing to make durable.
     pub flushes_grouped: u64,
     /// Commit groups made durable.
     pub groups: u64,
@@ -145,10 +145,10 @@ pub struct LogCounters {
     pub checkpoints: u64,
     /// Bytes that checkpoints wrote to base images; zeroed ranges do not count.
     pub base_bytes: u64,
-    /// Operations of checkpoints on base images, zeroing included: fewer than records, since adjacent records are
+    /// Operations of checkpoints on base images, zeroing included. Fewer than records, because adjacent records are
     /// copied together.
     pub base_writes: u64,
-    /// Bytes of memory that the log's index takes now.
+    /// Bytes of memory taken by the log's index now.
     pub index_bytes: u64,
     /// Commit groups by how many waiters they served: element 0 counts those that served 1, element 1 those that
     /// served 2, then 3 to 4, 5 to 8 and so on by powers of two; the last element counts all above 256. Groups

@@ -1,13 +1,13 @@
-//! Scheduler settings for threads that wait for a device and for other threads.
+//! Scheduler settings for threads that wait for devices and other threads.
 
-/// Asks for short slices of processor time for the calling thread: 0.1 ms, the least that Linux gives (6.12 and
-/// later; earlier kernels change nothing). A thread with short slices runs soon after it is woken, even where other
-/// threads compute. With the default slice it may wait for a tick of the scheduler, 1 to 10 ms, before each step of
-/// its work: on two processors with a guest computing on each, that makes a FLUSH cost 3 ms instead of 0.2.
+/// Requests short time slices for the calling thread: 0.1 ms, the minimum of Linux (6.12 and later; no effect on
+/// earlier kernels). A thread with short slices runs soon after it is woken, even next to threads that compute. With
+/// the default slice, it may wait for a scheduler tick, 1 to 10 ms, before each step of its work: on two processors
+/// with a guest computing on each, a FLUSH then takes 3 ms instead of 0.2.
 ///
-/// The thread's share of the processors stays the same. For threads that block often, such as a disk's queue worker.
-/// If the system refuses, the thread keeps its slices as they were.
-pub fn short_slice() {
+/// The thread's share of processor time stays the same. For threads that block often, such as a disk's queue worker. If
+/// the system refuses, nothing changes.
+pub fn request_short_slices() {
     let fair = [libc::SCHED_OTHER, libc::SCHED_BATCH].map(|policy| policy as u32);
     let Some(mut attributes) = attributes().filter(|now| fair.contains(&now.sched_policy)) else {
         return;
@@ -21,7 +21,7 @@ pub fn short_slice() {
     }
 }
 
-/// The length of a slice, in nanoseconds.
+/// Slice length in nanoseconds.
 const SLICE: u64 = 100_000;
 
 /// The scheduling attributes of the calling thread, if the system reports them.
@@ -42,7 +42,7 @@ mod tests {
     #[test]
     fn a_thread_gets_short_slices_and_keeps_its_priority() {
         let before = attributes().unwrap();
-        short_slice();
+        request_short_slices();
         let after = attributes().unwrap();
         if before.sched_runtime == 0 {
             println!("skipped: this kernel has no slices of a thread's own (Linux 6.12)");

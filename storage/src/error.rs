@@ -4,13 +4,13 @@ use std::fmt;
 use std::io;
 use std::path::Path;
 
-/// The kind of an error; stable, for programs.
+/// The kind of an error. Stable, for programs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ErrorKind {
     /// A required file or directory is missing.
     NotFound,
-    /// A file or directory that was to be created exists already.
+    /// A file or directory to be created already exists.
     AlreadyExists,
     /// Another process, or another disk of this process, has the file open.
     Locked,
@@ -18,7 +18,7 @@ pub enum ErrorKind {
     WrongLog,
     /// Bytes below the durable LSN are damaged (promise 4): acknowledged data may be lost.
     Damaged,
-    /// The file has a version of the format that this program does not know.
+    /// The file has a format version unknown to this program.
     UnsupportedVersion,
     /// A size, count or option out of its range.
     InvalidInput,
@@ -78,7 +78,7 @@ impl Error {
         }
     }
 
-    /// An error because something is full that is no file system.
+    /// An error because something is full, other than a file system.
     pub(crate) fn full(message: String) -> Self {
         Self {
             source: Some(io::ErrorKind::StorageFull.into()),
@@ -86,7 +86,7 @@ impl Error {
         }
     }
 
-    /// The same error, with what to do if a file or directory is missing.
+    /// The same error, with advice for the case that a file or directory is missing.
     pub(crate) fn if_missing(self, advice: impl FnOnce() -> String) -> Self {
         match self.kind {
             ErrorKind::NotFound => Self {
@@ -97,7 +97,7 @@ impl Error {
         }
     }
 
-    /// Whether a file system had no space left, or no more for this user.
+    /// Whether a file system, or this user's quota, was full.
     pub(crate) fn is_no_space(&self) -> bool {
         let kind = self.source.as_ref().map(io::Error::kind);
         matches!(
@@ -106,7 +106,7 @@ impl Error {
         )
     }
 
-    /// The process that has the file open, if the system told ([`ErrorKind::Locked`]).
+    /// For [`ErrorKind::Locked`]: the process that has the file open, if known.
     pub fn owner(&self) -> Option<u32> {
         self.owner
     }

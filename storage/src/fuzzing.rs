@@ -1,9 +1,9 @@
 //! Recovery of a log with arbitrary bytes: the entry point of the fuzz target in `fuzz/`.
 //!
-//! An *input* encodes a log: a byte with the numbers of segments and of saved files and whether checksums are to be corrected,
+//! An *input* encodes a log: a byte with the numbers of segments and of saved files and whether to correct checksums,
 //! then pieces of the files (`file: u8, place in units of 64 bytes: u16, length: u16, bytes`; file 0 is the control
-//! file, segments follow, and then saved files), all little-endian; every other byte is zero. With corrected checksums a changed field gets past the
-//! checks, as deep as the code goes.
+//! file, segments follow, and then saved files), all little-endian; every other byte is zero. With corrected checksums
+//! a changed field gets past the checks, as deep as the code goes.
 
 use std::collections::HashMap;
 use std::ffi::OsString;
@@ -17,17 +17,17 @@ use crate::catalog::control::read_control;
 use crate::catalog::options::DiskOptions;
 use crate::error::Result;
 use crate::format::{
-    self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, CRC_AT, Descriptor, Kind, SEGMENT_MAGIC,
-    SegmentHeader, SummaryFooter,
+    self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, CRC_AT, Descriptor, DescriptorKind,
+    SEGMENT_MAGIC, SegmentHeader, SummaryFooter,
 };
 use crate::index::{Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::checksum;
 use crate::medium::directory::Medium;
 use crate::medium::file::{CachedFile, DataFile, Engine, ReadFile, Segment};
-use crate::medium::filesystem::{FileSystem, Open, PathKind};
-use crate::medium::mark::{Inode, Mark};
-use crate::recovery::contents::Verify;
+use crate::medium::filesystem::{FileSystem, OpenMode, PathKind};
+use crate::medium::mark::{ImageMark, Inode};
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::{read_for_recovery, read_log, recover};
 use crate::recovery::saved::read_saved;
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -38,7 +38,7 @@ use crate::{Failure, SECTOR_SIZE};
 const SEGMENT: usize = 64 << 10;
 /// Maximum number of segment files.
 const SEGMENTS: usize = 4;
-/// Maximum number of saved files, which are parts of those of one snapshot.
+/// Maximum number of saved files, all of one snapshot.
 const SAVED: usize = 2;
 /// Most I/O calls that one input may cause: far more than recovery needs for so few files.
 const MOST_CALLS: u64 = 100_000;
@@ -102,7 +102,7 @@ fn seal_control(slot: &mut [u8]) {
     }
 }
 
-/// Corrects all checksums of a segment, as far as its batches follow each other.
+/// Corrects all checksums of a segment, as far as its batches chain.
 fn seal_segment(file: &mut [u8]) {
     if !file.starts_with(&SEGMENT_MAGIC) {
         return;
@@ -124,7 +124,7 @@ fn seal_segment(file: &mut [u8]) {
                 let field = &file[at + descriptor + offset..][..4];
                 u32::from_le_bytes(field.try_into().expect("four bytes"))
             };
-            if field(offset_of!(Descriptor, kind)) != Kind::Write as u32 {
+            if field(offset_of!(Descriptor, kind)) != DescriptorKind::Write as u32 {
                 continue;
             }
             let end = payload + u64::from(field(offset_of!(Descriptor, sectors))) * SECTOR_SIZE;
@@ -149,7 +149,7 @@ fn seal_segment(file: &mut [u8]) {
     seal_summary(file);
 }
 
-/// Corrects all checksums of a segment's summary, as far as its batch headers follow each other.
+/// Corrects all checksums of a segment's summary, as far as its batch headers chain.
 fn seal_summary(file: &mut [u8]) {
     let Some((footer, _)) = SummaryFooter::peek(file, file.len() as u64) else {
         return;
@@ -245,11 +245,11 @@ impl DataFile for MemoryFile {
         Ok(Inode::default())
     }
 
-    fn read_mark(&self) -> io::Result<Option<Mark>> {
+    fn read_mark(&self) -> io::Result<Option<ImageMark>> {
         Ok(None)
     }
 
-    fn write_mark(&self, _mark: Option<&Mark>) -> io::Result<bool> {
+    fn write_mark(&self, _mark: Option<&ImageMark>) -> io::Result<bool> {
         Ok(false)
     }
 
@@ -294,7 +294,7 @@ impl Medium for Files {
 
 /// The saved files: whatever the LSN of the snapshot, the same parts.
 impl FileSystem for Files {
-    fn open(&self, path: &Path, _how: Open) -> io::Result<Box<dyn DataFile>> {
+    fn open(&self, path: &Path, _how: OpenMode) -> io::Result<Box<dyn DataFile>> {
         let name = path.to_string_lossy();
         let part = name.rsplit('-').next().and_then(|part| part.parse().ok());
         let index = 1 + self.segments + part.unwrap_or(SAVED);
@@ -355,7 +355,7 @@ pub fn recover_input(input: &[u8]) {
         return;
     };
     let again = match recover_once(&files) {
-        // Each recovery raises the numbers; an input may start where counting alone never gets.
+        // Each recovery raises the counters, and an input may start at the limit.
         Err(error) if error.to_string().contains("at its maximum") => return,
         again => again.expect("what was recovered can be recovered again"),
     };
@@ -365,12 +365,12 @@ pub fn recover_input(input: &[u8]) {
 fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     let path = Path::new("log");
     let mut control = read_control(Box::new(files.file(0)), path.into(), PathBuf::new())?;
-    // Reads the log first, as the commands that only inspect it do: with all payloads, and without.
+    // First read the log as read-only commands do, with and without all payloads.
     let look = |verify| {
         let (scan, _) = read_log(files, path, &control.control, verify, &mut |_, _| {})?;
         Result::Ok((scan.last.lsn, scan.records, scan.batches, scan.max_lsn))
     };
-    let (checked, looked) = (look(Verify::All), look(Verify::Tail));
+    let (checked, looked) = (look(VerifyScope::All), look(VerifyScope::Tail));
     let read = read_for_recovery(files, path, &mut control, &mut |_, _| {})?;
     let disks = control.control.disks.iter();
     let states: Vec<Arc<DiskState>> = disks
@@ -411,7 +411,7 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     ))
 }
 
-/// An extent of a disk, whose bytes can be read.
+/// An extent of a disk; asserts that its bytes can be read.
 fn extent(disk: &DiskState, piece: &Piece) -> (u32, u64, u64, String) {
     let end = piece.sector + piece.sectors;
     assert!(end <= disk.sectors(), "an extent beyond the disk");

@@ -17,13 +17,14 @@
 //! 4. *Never old data for new*: damage below the durable LSN is reported, never skipped.
 //! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
 //!
-//! A [`Disk`] is a [`Backend`], and a [`Port`] a [`BackendQueue`] of `walvisor-block`, whose types are part of this API.
-//! A [`RawDisk`] is a backend too: a raw image, without a log. So is a [`Look`]: a disk as it was at a point of its history.
+//! A [`Disk`] is a [`Backend`] and a [`Port`] is a [`BackendQueue`] of `walvisor-block`, whose types are part of this
+//! API. [`RawDisk`], a raw image without a log, and [`Look`], a disk as it was at a point in its history, are backends
+//! too.
 //!
-//! The folders are layers. Each imports only from itself and from those behind it in this list: `raw` (raw images),
+//! The folders are layers. Each imports only from itself and from those after it in this list: `raw` (raw images),
 //! `store` (opening, closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`,
 //! `log`, `catalog` (the control file, options, which image is which disk), `index`, `medium` (files, segments,
-//! engines), and the modules outside the folders.
+//! engines), and the modules outside the folders. `docs/glossary.md` explains the terms.
 //!
 //! A disk, one write, and a FLUSH, after which the write survives a power loss (`examples/` has larger programs):
 //!
@@ -82,10 +83,10 @@ pub use {
     catalog::control::{has_log, log_images},
     catalog::mark_text::MarkText,
     catalog::options::{
-        CacheMode, CommitWait, DiskOptions, ImageFormat, OnFull, Resize, StoreOptions,
+        CacheMode, CommitWait, DiskOptions, FullLogPolicy, ImageFormat, Resize, StoreOptions,
         default_log_dir,
     },
-    catalog::retain::Retain,
+    catalog::retention::Retention,
     catalog::snapshot::{Snapshot, SnapshotName},
     disk::handle::Disk,
     disk::port::Port,
@@ -95,14 +96,14 @@ pub use {
     medium::pace::Pace,
     parallel::Progress,
     raw::{RawCache, RawDisk},
-    store::changes::{Changed, Changes, disk_changes},
+    store::changes::{ChangedRange, Changes, disk_changes},
     store::create::create_disk,
-    store::discard::{Discarded, discard_log},
+    store::discard::{DiscardReport, discard_log},
     store::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
     store::image::Image,
     store::inspect::{
         DamagedHeader, DamagedSectors, DiskReport, LogReport, SnapshotFault, inspect,
-        inspect_telling,
+        inspect_with_progress,
     },
     store::log_size::resize_log,
     store::look::Look,
@@ -110,7 +111,7 @@ pub use {
     store::open::Store,
     store::point::Point,
     store::resize::resize_disk,
-    store::rewind::{Rewound, rewind_disk},
+    store::rewind::{RewindReport, rewind_disk},
     store::scratch::scratch_file,
     store::transfer::{
         clone_disk, export_disk, import_disk, import_disk_as, receive_image, restore_disk,

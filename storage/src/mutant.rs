@@ -2,8 +2,8 @@
 //!
 //! [`planted`] is constant `false` outside this crate's own tests, so the compiler removes the code that it guards.
 
-/// The faults. A fault that the medium can make is planted in the simulated medium (the second half). The others are
-/// planted in the store's own code, because the medium cannot express them; each says why.
+/// The faults. What a medium can do wrong is planted in the simulated medium (the second half). The others are planted
+/// in the store's own code, because the medium can't express them; each one says why.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mutant {
     /// A checkpoint frees log segments whose copies in the base image were not synced. The medium cannot tell the
@@ -27,7 +27,7 @@ pub(crate) enum Mutant {
     /// Only one slot of the control file says how far the log was durable when the segments that prove it are wiped. The medium does
     /// not know what the file means.
     ProofInOneSlot,
-    /// LSNs of a torn tail are given out again. Recovery chooses the next LSN in memory.
+    /// LSNs of a torn tail are reused. Recovery chooses the next LSN in memory.
     LsnRestart,
     /// The payload changes after its checksum was computed. That is before the medium gets either.
     ChecksumBeforeCopy,
@@ -41,19 +41,20 @@ pub(crate) enum Mutant {
     MarkAnsweredEarly,
     /// Recovery omits the last batch. The medium does not know where a batch ends.
     RecoveryStopsEarly,
-    /// Recovery takes recycled segments for part of the log. The check is of bytes that were read correctly.
+    /// Recovery takes recycled segments for part of the log. The bytes are read correctly; it is the check that is
+    /// missing.
     RecoveryAcceptsStale,
-    /// Recovery does not check payload checksums. The check is of bytes that were read already.
+    /// Recovery does not check payload checksums. The bytes are read; it is the check that is missing.
     RecoverySkipsChecksum,
     /// Recovery trusts the summary of a segment although its batches may not be durable. The medium does not know of
     /// summaries.
     SummaryTrustedUnsynced,
-    /// Recovery trusts any summary with a right checksum, also one of an earlier use of its segment. The check is of
-    /// bytes that were read correctly.
+    /// Recovery trusts any summary with a right checksum, even from an earlier use of its segment. The bytes are read
+    /// correctly; it is the check that is missing.
     SummaryTrustedStale,
     /// Recovery omits the last batch of a summary. The medium does not know where a batch ends.
     SummaryStopsEarly,
-    /// The disks as of a record have the next one too. The index is in memory.
+    /// The disks as of a record include the next one too. The index is in memory.
     PointReadsNewer,
     /// A fold passes a pin. Pins are in memory.
     FoldPassesPin,
@@ -75,17 +76,17 @@ pub(crate) enum Mutant {
     FoldForgetsNewer,
     /// A fold takes a newer record out of the index because it is in the same segment. The index is in memory.
     FoldForgetsSegment,
-    /// What has changed since a snapshot is told without DISCARDs. The index is in memory.
+    /// The changes since a snapshot leave out DISCARDs. The index is in memory.
     ChangesMissDiscard,
     /// A segment's batches leave no room for its summary. The ring of segments is in memory.
     SummaryUnreserved,
-    /// Readers of the log and checkpoints do not check payload checksums. The check is of bytes that were read
-    /// already.
+    /// Readers of the log and checkpoints do not check payload checksums. The bytes are read; it is the check that is
+    /// missing.
     ReadSkipsChecksum,
     /// Every control write goes to the same slot. Moving the bytes within the medium would not change the slot that
     /// the store takes for the newest.
     ControlInPlace,
-    /// A control slot is used even if its checksum is wrong. The check is of bytes that were read already.
+    /// A control slot is used even if its checksum is wrong. The bytes are read; it is the check that is missing.
     ControlChecksumIgnored,
     /// Recovery uses a control slot that may be in the cache only. The medium cannot tell the write that confirms a
     /// slot from the others.
@@ -107,13 +108,13 @@ pub(crate) enum Mutant {
     /// A base image is marked as closed before everything is copied to it. The medium does not know what is still to
     /// be copied.
     ClosedEarly,
-    /// A close that cuts a checkpoint carries on as if everything were copied. The medium does not know what is still
-    /// to be copied.
+    /// A close that cuts a checkpoint short carries on as if everything were copied. The medium does not know what is
+    /// still to be copied.
     CutTakenForWhole,
-    /// A close that cuts a checkpoint marks the base images as closed. The medium does not know what is still to be
-    /// copied.
+    /// A close that cuts a checkpoint short marks the base images as closed. The medium does not know what is still to
+    /// be copied.
     CutMarkedClosed,
-    /// A close that cuts a checkpoint leaves records that are not durable. The medium does not know of records.
+    /// A close that cuts a checkpoint short leaves records that are not durable. The medium does not know of records.
     CutUndrained,
     /// A base image's length changes before the log knows of it. The medium cannot tell the control write that
     /// announces a length from the others.
@@ -124,9 +125,9 @@ pub(crate) enum Mutant {
     /// A log is opened without making the names in its directory durable. The medium cannot tell this sync of a
     /// directory from the one that follows a new name.
     OpenTrustsNames,
-    /// A control file gets its name before anything is written to it. The medium cannot write what it has not got yet.
+    /// A control file gets its name before anything is written to it. The medium can't write what it does not have yet.
     ControlNamedUnwritten,
-    /// Giving up a disk's records keeps the newest. The medium does not know of records.
+    /// Discarding a disk's records keeps the newest. The medium does not know of records.
     DiscardKeepsRecord,
     /// A log that shrinks removes segment files that hold a part of it. The medium does not know what segments hold.
     ShrinkDropsLive,
@@ -136,7 +137,7 @@ pub(crate) enum Mutant {
     RemoveUncopied,
     /// A disk in use is restored in place in memory only. The medium does not know of restores.
     RewindUnwritten,
-    /// A snapshot that is deleted takes along what older ones need of its files. The medium does not know of snapshots.
+    /// Deleting a snapshot also deletes saved files that older ones need. The medium does not know of snapshots.
     DeletedForOlder,
     // The faults below are those of the medium: they are planted in the simulated medium.
     /// The names of a new log, of its directory and its control file, never become durable.
@@ -154,7 +155,7 @@ pub(crate) enum Mutant {
     /// A base image's new length is not made durable.
     #[cfg(test)]
     LengthUnsynced,
-    /// A write that is to be durable is not made durable.
+    /// A durable write is not durable.
     #[cfg(test)]
     AckBeforeSync,
     /// Recovery does not sync what it found in the cache.
@@ -178,16 +179,16 @@ pub(crate) enum Mutant {
     /// An operation that writes and syncs its segments begins with the sync.
     #[cfg(test)]
     SyncTooEarly,
-    /// The page cache is written back through the descriptor that syncs, so the sync is not told of what failed.
+    /// Write-back goes through the descriptor that syncs, so the sync is not told about failures.
     #[cfg(test)]
     WriteBackTakesError,
     /// A reused segment keeps its old salt.
     #[cfg(test)]
     ReuseSalt,
-    /// Of the segments that are to be synced, only the newest is.
+    /// Of the segments to sync, only the newest is synced.
     #[cfg(test)]
     SyncLastSegmentOnly,
-    /// Of the segments that are to be synced, only the bytes written last are.
+    /// Of the segments to sync, only the bytes written last are.
     #[cfg(test)]
     SyncOwnWrite,
     /// A failed sync is taken for a successful one, as a second fsync would report.
@@ -207,7 +208,7 @@ pub(crate) fn planted(mutant: Mutant) -> bool {
     }
 }
 
-/// Whether any fault is planted in this thread: the tests' oracle is to notice it then, not an assertion.
+/// Whether any fault is planted in this thread. Then the tests' oracle should notice it, not an assertion.
 #[inline]
 pub(crate) fn any_planted() -> bool {
     #[cfg(test)]
@@ -222,7 +223,7 @@ thread_local! {
     pub(crate) static PLANTED: std::cell::Cell<Option<Mutant>> = const { std::cell::Cell::new(None) };
 }
 
-/// Returns the payload, changed if the fault is planted, as a guest could change it if it were not copied first.
+/// Returns the payload; if the fault is planted, changed, as a guest could change it if it were not copied first.
 pub(crate) fn changed_after_checksum(mut data: crate::Buffer) -> crate::Buffer {
     if planted(Mutant::ChecksumBeforeCopy) {
         data[0] ^= 0xff;
@@ -230,7 +231,7 @@ pub(crate) fn changed_after_checksum(mut data: crate::Buffer) -> crate::Buffer {
     data
 }
 
-/// Returns the records that a batch's header describes: all, or if the fault is planted all but the last.
+/// The records to describe in a batch's header: all, or, if the fault is planted, all but the last.
 pub(crate) fn described<T>(records: &[T]) -> &[T] {
     match records.split_last() {
         Some((_, others)) if !others.is_empty() && planted(Mutant::DropLastDescriptor) => others,
@@ -238,12 +239,13 @@ pub(crate) fn described<T>(records: &[T]) -> &[T] {
     }
 }
 
-/// Whether a waiter that is to fail is left without its completion, because of a planted fault. `failed`: the whole
-/// log has failed. The keeper's own waiter, with token 0, is spared: it would wait for ever.
+/// Whether, because of a planted fault, a failing waiter is left without its completion. `failed`: the whole log has
+/// failed. The keeper's own waiter, token 0, is spared, or the keeper would wait for ever.
 pub(crate) fn is_forgotten(token: u64, failed: bool) -> bool {
-    let fault = match failed {
-        true => Mutant::WaiterLostOnError,
-        false => Mutant::StuckWaitersForgotten,
+    let fault = if failed {
+        Mutant::WaiterLostOnError
+    } else {
+        Mutant::StuckWaitersForgotten
     };
     token > 0 && planted(fault)
 }

@@ -1,24 +1,23 @@
-//! Long work cut into parts that several threads do, with results as if one thread did them in order.
+//! Long work split into parts for several threads, with results as if one thread did them in order.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
-// Not `crate::sync`: the threads of a running store do not use this module, and a simulated medium is read on one thread.
+// Not `crate::sync`: a running store's threads do not use this module, and a simulated medium is read on one thread.
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
-/// Parts per thread that may be begun ahead of the results taken.
+/// Parts per thread that may be started ahead of the results taken.
 const AHEAD: usize = 2;
 
-/// The number of threads that is given, or else the number of processors.
+/// The given number of threads, or the number of processors.
 pub(crate) fn thread_count(threads: Option<NonZeroUsize>) -> usize {
     let threads = threads.map_or_else(thread::available_parallelism, Ok);
     threads.map_or(1, usize::from)
 }
 
-/// Does `work` for each of `parts` on up to `threads` threads, and hands the results to `take` in the order of the
-/// parts, in the calling thread: whatever the number of threads, `take` sees the same. When `take` returns
-/// `Ok(false)` or an error, all work ends; some later parts may have been begun for nothing, but none with one
-/// thread.
+/// Runs `work` on each of `parts` with up to `threads` threads, and hands the results to `take`, in order and in the
+/// calling thread, so that `take` sees the same whatever the number of threads. When `take` returns `Ok(false)` or an
+/// error, all work ends. Some later parts may then have been started for nothing; with one thread, none.
 ///
 /// # Errors
 /// Those of `take`.
@@ -39,8 +38,8 @@ pub(crate) fn in_order<T: Send, R: Send, E>(
         }
         return Ok(());
     }
-    let shared = Shared {
-        state: Mutex::new(State {
+    let shared = SharedWork {
+        state: Mutex::new(WorkState {
             parts: &mut parts,
             begun: 0,
             taken: 0,
@@ -51,7 +50,7 @@ pub(crate) fn in_order<T: Send, R: Send, E>(
         most: threads * AHEAD,
     };
     thread::scope(|scope| {
-        let _ending = Ending(&shared);
+        let _ending = StopGuard(&shared);
         let help = |_: &usize| {
             let worker = thread::Builder::new().name("walvisor-part".to_owned());
             worker
@@ -70,31 +69,31 @@ pub(crate) fn in_order<T: Send, R: Send, E>(
 }
 
 /// The data that the threads share.
-struct Shared<'a, T, R> {
-    state: Mutex<State<'a, T, R>>,
+struct SharedWork<'a, T, R> {
+    state: Mutex<WorkState<'a, T, R>>,
     changed: Condvar,
-    /// Most parts that may be begun and not taken.
+    /// Most parts that may be started but not taken.
     most: usize,
 }
 
-struct State<'a, T, R> {
+struct WorkState<'a, T, R> {
     parts: &'a mut (dyn Iterator<Item = T> + Send),
     begun: usize,
     taken: usize,
-    /// The results that are not taken yet, by the number of the part.
+    /// Results not taken yet, by part number.
     done: BTreeMap<usize, R>,
-    /// No further part is begun.
+    /// No more parts are started.
     ended: bool,
 }
 
-impl<'a, T, R> Shared<'a, T, R> {
-    fn lock(&self) -> MutexGuard<'_, State<'a, T, R>> {
-        // A thread that panics in here ends the others; the scope hands its panic on.
+impl<'a, T, R> SharedWork<'a, T, R> {
+    fn lock(&self) -> MutexGuard<'_, WorkState<'a, T, R>> {
+        // A thread that panics here ends the others, and the scope propagates its panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Begins the next part.
-    fn begin(&self, state: &mut State<'a, T, R>) -> Option<(usize, T)> {
+    fn begin(&self, state: &mut WorkState<'a, T, R>) -> Option<(usize, T)> {
         let part = state.parts.next();
         match part {
             Some(part) => {
@@ -111,10 +110,10 @@ impl<'a, T, R> Shared<'a, T, R> {
 
     /// The loop of a helping thread.
     fn help(&self, work: impl Fn(T) -> R) {
-        // A panic leaves a part without a result, for which `next` would wait for ever: so all work ends.
-        let ending = Ending(self);
+        // A panic leaves a part without a result, for which `next` would wait for ever; so end all work.
+        let ending = StopGuard(self);
         loop {
-            let busy = |state: &mut State<'a, T, R>| {
+            let busy = |state: &mut WorkState<'a, T, R>| {
                 !state.ended && state.begun >= state.taken + self.most
             };
             let waited = self.changed.wait_while(self.lock(), busy);
@@ -133,8 +132,8 @@ impl<'a, T, R> Shared<'a, T, R> {
         std::mem::forget(ending);
     }
 
-    /// The result of the next part, in order; `None` after the last. `alone`: the work, if there is no helping thread
-    /// to do it.
+    /// The next part's result, in order; `None` after the last. `alone`: the work to do here, if there are no helping
+    /// threads.
     fn next(&self, alone: Option<impl Fn(T) -> R>) -> Option<R> {
         let mut state = self.lock();
         loop {
@@ -144,7 +143,7 @@ impl<'a, T, R> Shared<'a, T, R> {
                 self.changed.notify_all();
                 return Some(result);
             }
-            // A panic is looked for before any wait, since it may have come while this thread did not wait.
+            // Check for a panic before any wait: it may have happened while this thread was not waiting.
             assert!(state.begun != usize::MAX, "a thread that helped panicked");
             if state.ended && state.begun == state.taken {
                 return None;
@@ -161,9 +160,9 @@ impl<'a, T, R> Shared<'a, T, R> {
 }
 
 /// Ends the work of all threads when it is dropped.
-struct Ending<'a, 'b, T, R>(&'b Shared<'a, T, R>);
+struct StopGuard<'a, 'b, T, R>(&'b SharedWork<'a, T, R>);
 
-impl<T, R> Drop for Ending<'_, '_, T, R> {
+impl<T, R> Drop for StopGuard<'_, '_, T, R> {
     fn drop(&mut self) {
         let mut state = self.0.lock();
         state.ended = true;
@@ -175,8 +174,8 @@ impl<T, R> Drop for Ending<'_, '_, T, R> {
     }
 }
 
-/// A callback of long work: it gets the number of bytes done so far, and of all bytes. These are bytes of the disk in
-/// a transfer (holes included), and of the log's segments in a recovery.
+/// A progress callback: bytes done so far, and in total. In a transfer, bytes of the disk, holes included; in a
+/// recovery, bytes of the log's segments.
 pub type Progress<'a> = &'a mut dyn FnMut(u64, u64);
 
 #[cfg(test)]
@@ -194,7 +193,7 @@ mod tests {
             let work = |part: usize| {
                 let now = open.fetch_add(1, Ordering::Relaxed) + 1;
                 most.fetch_max(now, Ordering::Relaxed);
-                // The first part takes until another thread has begun one, however late that is.
+                // The first part lasts until another thread has started one, however late.
                 let began = Instant::now();
                 while threads > 1
                     && part == 0
@@ -218,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_error_in_order_ends_all_and_few_parts_are_begun_for_nothing() {
+    fn the_first_error_in_order_ends_all_and_few_parts_are_started_for_nothing() {
         for threads in [1, 2, 8] {
             let begun = AtomicUsize::new(0);
             let work = |part: usize| {
@@ -253,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_of_one_ends_all() {
+    fn a_panic_in_one_thread_ends_all() {
         for threads in [1, 4] {
             let ran = std::panic::catch_unwind(|| {
                 let work = |part: usize| assert!(part != 5, "planted");

@@ -18,31 +18,31 @@ use rustix::event::{PollFd, PollFlags, Timespec};
 pub(crate) use scheduled::{now, sleep, wait_timeout_while};
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-/// A thread sleeps on this until another thread calls it. A call is kept until it is cleared, so none is lost. The
-/// thread wakes sooner than one that waits for a descriptor.
+/// A flag that a thread sleeps on until another thread sets it. It stays set until it is cleared, so no wake-up is
+/// lost. Waking is faster than with a descriptor.
 #[derive(Debug, Default)]
-pub(crate) struct Call {
+pub(crate) struct WakeFlag {
     called: Mutex<bool>,
     changed: Condvar,
 }
 
-impl Call {
+impl WakeFlag {
     /// Wakes the thread that sleeps on this, now or next.
-    pub(crate) fn make(&self) {
-        if !std::mem::replace(&mut *self.called.lock().expect("call"), true) {
+    pub(crate) fn set(&self) {
+        if !std::mem::replace(&mut *self.called.lock().expect("wake flag lock"), true) {
             self.changed.notify_all();
         }
     }
 
-    /// Clears the call.
+    /// Clears the flag.
     pub(crate) fn clear(&self) {
-        *self.called.lock().expect("call") = false;
+        *self.called.lock().expect("wake flag lock") = false;
     }
 
-    /// Sleeps until called or until the time `over`, or shorter.
+    /// Sleeps until the flag is set, or until the time `over`; may return early.
     pub(crate) fn sleep_until(&self, over: Option<Instant>) {
         let left = over.map(|over| over.saturating_duration_since(now()));
-        let called = self.called.lock().expect("call");
+        let called = self.called.lock().expect("wake flag lock");
         match left {
             Some(left) if left.is_zero() => {}
             Some(left) => drop(wait_timeout_while(
@@ -57,14 +57,13 @@ impl Call {
     }
 }
 
-/// A thread sleeps on this, among other descriptors, until another thread signals it. A signal is kept until it is
-/// cleared, so none is lost.
+/// The same as a descriptor, which a thread can poll among others. A signal stays until it is cleared, so none is lost.
 #[derive(Debug)]
 pub(crate) struct Event {
     fd: EventFd,
-    /// `shuttle` could not schedule a thread that reads a descriptor.
+    /// `shuttle` could not schedule a thread that waits for a descriptor.
     #[cfg(all(test, feature = "shuttle"))]
-    call: Arc<Call>,
+    call: Arc<WakeFlag>,
 }
 
 impl Event {
@@ -100,7 +99,7 @@ impl Event {
 impl Event {
     /// Wakes the thread that sleeps on this, now or next.
     pub(crate) fn signal(&self) {
-        // Fails only if the counter is at its limit: then the event is signalled already.
+        // Fails only if the counter is at its limit, and then the event is signalled already.
         drop(self.fd.write(1));
     }
 
@@ -109,12 +108,12 @@ impl Event {
         drop(self.fd.read());
     }
 
-    /// Sleeps until signalled or until the time `over`, or shorter.
+    /// Sleeps until signalled, or until the time `over`; may return early.
     pub(crate) fn sleep_until(&self, over: Option<Instant>) {
         let left = over.map(|over| over.saturating_duration_since(now()));
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         let mut fds = [PollFd::from_borrowed_fd(self.fd(), PollFlags::IN)];
-        // An interrupted wait is a wake-up like any other: the caller looks and sleeps again.
+        // An interrupted wait is a spurious wake-up: the caller checks, and sleeps again.
         let _ = rustix::event::poll(&mut fds, left.as_ref());
     }
 }
@@ -122,7 +121,7 @@ impl Event {
 #[cfg(all(test, feature = "shuttle"))]
 impl Event {
     pub(crate) fn signal(&self) {
-        self.call.make();
+        self.call.set();
     }
 
     pub(crate) fn clear(&self) {
@@ -166,7 +165,7 @@ mod scheduled {
 
     use super::{Condvar, Mutex, MutexGuard, thread};
 
-    /// The clock goes on by this much whenever a thread reads it, so that one seed gives one run.
+    /// The clock advances by this much whenever it is read, so that one seed gives one run.
     const TICK: Duration = Duration::from_micros(100);
 
     std::thread_local! {
@@ -180,7 +179,7 @@ mod scheduled {
         now
     }
 
-    /// No thread sleeps by the clock: every wait may be over as soon as other threads had a chance to run.
+    /// No real sleeping: any wait may end as soon as other threads had a chance to run.
     pub(crate) fn sleep(_time: Duration) {
         thread::yield_now();
     }

@@ -4,8 +4,8 @@ mod support;
 
 use support::{Place, fill, flush, run};
 use walvisor_storage::{
-    Backend, Disk, DiskOptions, Look, Operation, Point, Retain, SnapshotName, Store, StoreOptions,
-    create_disk,
+    Backend, Disk, DiskOptions, Look, Operation, Point, Retention, SnapshotName, Store,
+    StoreOptions, create_disk,
 };
 
 const SIZE: u64 = 4 << 20;
@@ -16,7 +16,7 @@ fn options() -> StoreOptions {
     StoreOptions {
         segment_size: 256 << 10,
         max_segments: 32,
-        retain: Some(Retain::Nothing),
+        retain: Some(Retention::Nothing),
         ..StoreOptions::default()
     }
 }
@@ -41,7 +41,7 @@ fn told(disk: &dyn Backend, since: u64) -> Vec<bool> {
 }
 
 /// A snapshot, and the sectors that have changed since.
-struct Since {
+struct ChangesSince {
     name: SnapshotName,
     lsn: u64,
     changed: Vec<bool>,
@@ -49,7 +49,7 @@ struct Since {
 
 struct Model {
     random: u64,
-    since: Vec<Since>,
+    since: Vec<ChangesSince>,
 }
 
 impl Model {
@@ -100,7 +100,7 @@ impl Model {
 
     fn snapshot(&mut self, disk: &Disk, name: &str) {
         let made = disk.snapshot(name.parse().unwrap()).unwrap();
-        self.since.push(Since {
+        self.since.push(ChangesSince {
             name: made.name,
             lsn: made.lsn,
             changed: vec![false; SECTORS],

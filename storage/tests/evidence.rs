@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use support::{copy_image, flush, mark, read, wait, write};
 use walvisor_storage::{
-    BackendQueue, Commit, DiskOptions, ErrorKind, MarkText, Point, Result, Retain, Store,
+    BackendQueue, Commit, DiskOptions, ErrorKind, MarkText, Point, Result, Retention, Store,
     StoreOptions, clone_disk, create_disk, discard_log, dump_records, export_disk, import_disk,
     inspect, leave_log, move_to_log, resize_disk, resize_log, restore_disk, rewind_disk,
 };
@@ -64,7 +64,7 @@ impl Bench {
         self.open_keeping(None)
     }
 
-    fn open_keeping(&self, retain: Option<Retain>) -> Result<Store> {
+    fn open_keeping(&self, retain: Option<Retention>) -> Result<Store> {
         let disks = [self.a(), self.b()].map(DiskOptions::new);
         let options = StoreOptions {
             retain,
@@ -118,7 +118,7 @@ impl Bench {
         // These reach the medium and are not synced: no header says that they were durable.
         for _ in 0..3 {
             write(&mut b, 32, 9, 32);
-            if !b.when_written(7) {
+            if !b.notify_written(7) {
                 b.kick();
                 assert!(wait(&mut b, 1)[0].result.is_ok());
             }
@@ -202,39 +202,38 @@ fn copy_dir(from: &Path, to: &Path) {
             continue;
         }
         let to = to.join(entry.file_name());
-        match entry.file_type().unwrap().is_dir() {
-            true => {
-                std::fs::create_dir(&to).unwrap();
-                copy_dir(&entry.path(), &to);
-            }
-            false => copy_image(&entry.path(), &to),
+        if entry.file_type().unwrap().is_dir() {
+            std::fs::create_dir(&to).unwrap();
+            copy_dir(&entry.path(), &to);
+        } else {
+            copy_image(&entry.path(), &to);
         }
     }
 }
 
 type Command = fn(&mut Bench) -> Result<()>;
 
-/// Whether a command does what it is to do, or refuses.
+/// What a command is expected to do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Then {
+enum Expectation {
     Done,
     /// With an error that names the damage.
     Refused,
 }
 
 /// Every command that removes, reuses or rewrites a segment or a slot of the control file.
-const COMMANDS: &[(&str, Then, Command)] = &[
-    ("open and be killed", Then::Done, |bench| {
+const COMMANDS: &[(&str, Expectation, Command)] = &[
+    ("open and be killed", Expectation::Done, |bench| {
         bench.killed_after(|_| Ok(()))
     }),
-    ("open and close", Then::Refused, |bench| {
+    ("open and close", Expectation::Refused, |bench| {
         bench.open()?.close()
     }),
-    ("open twice", Then::Done, |bench| {
+    ("open twice", Expectation::Done, |bench| {
         bench.killed_after(|_| Ok(()))?;
         bench.killed_after(|_| Ok(()))
     }),
-    ("write all over the log", Then::Done, |bench| {
+    ("write all over the log", Expectation::Done, |bench| {
         bench.killed_after(|store| {
             let mut port = store.disks()[1].open_port()?;
             for byte in 0..20 {
@@ -244,27 +243,27 @@ const COMMANDS: &[(&str, Then, Command)] = &[
             Ok(())
         })
     }),
-    ("checkpoint", Then::Refused, |bench| {
+    ("checkpoint", Expectation::Refused, |bench| {
         bench.killed_after(|store| store.disks()[0].checkpoint().map(drop))
     }),
-    ("snapshot", Then::Done, |bench| {
+    ("snapshot", Expectation::Done, |bench| {
         bench.killed_after(|store| store.disks()[0].snapshot("s".parse().unwrap()).map(drop))
     }),
-    ("snapshot-delete", Then::Done, |bench| {
+    ("snapshot-delete", Expectation::Done, |bench| {
         bench.killed_after(|store| {
             store.disks()[0].snapshot("s".parse().unwrap())?;
             store.disks()[0].delete_snapshot("s".parse().unwrap())
         })
     }),
-    ("mark", Then::Done, |bench| {
+    ("mark", Expectation::Done, |bench| {
         let text: MarkText = "here".parse().unwrap();
         bench.killed_after(|store| store.mark(&text).map(|_: Commit| ()))
     }),
-    ("set-retain", Then::Done, |bench| {
-        bench.killed_after(|store| store.disks()[0].set_retain(Retain::Bytes(SEGMENT)))
+    ("set-retain", Expectation::Done, |bench| {
+        bench.killed_after(|store| store.disks()[0].set_retain(Retention::Bytes(SEGMENT)))
     }),
-    ("retain expires", Then::Done, |bench| {
-        let store = bench.open_keeping(Some(Retain::Bytes(SEGMENT)))?;
+    ("retain expires", Expectation::Done, |bench| {
+        let store = bench.open_keeping(Some(Retention::Bytes(SEGMENT)))?;
         let mut port = store.disks()[1].open_port()?;
         for byte in 0..20 {
             write(&mut port, 64, byte, 32);
@@ -276,15 +275,15 @@ const COMMANDS: &[(&str, Then, Command)] = &[
         *bench = killed;
         Ok(())
     }),
-    ("close a log with history", Then::Done, |bench| {
-        bench.open_keeping(Some(Retain::All))?.close()
+    ("close a log with history", Expectation::Done, |bench| {
+        bench.open_keeping(Some(Retention::All))?.close()
     }),
-    ("add a disk", Then::Done, |bench| {
+    ("add a disk", Expectation::Done, |bench| {
         std::fs::write(bench.at("c"), vec![0; SIZE as usize]).unwrap();
         let added = DiskOptions::new(bench.at("c"));
         bench.killed_after(|store| store.add_disk(&added).map(drop))
     }),
-    ("remove the other disk", Then::Done, |bench| {
+    ("remove the other disk", Expectation::Done, |bench| {
         let removed = bench.b();
         bench.killed_after(|store| {
             // Its own records are copied by this.
@@ -292,78 +291,80 @@ const COMMANDS: &[(&str, Then, Command)] = &[
             store.remove_disk(&removed)
         })
     }),
-    ("remove the disk", Then::Refused, |bench| {
+    ("remove the disk", Expectation::Refused, |bench| {
         let removed = bench.a();
         bench.killed_after(|store| store.remove_disk(&removed))
     }),
-    ("grow in use", Then::Done, |bench| {
+    ("grow in use", Expectation::Done, |bench| {
         bench.killed_after(|store| store.disks()[0].grow(2 * SIZE).map(drop))
     }),
-    ("log resize to less", Then::Refused, |bench| {
+    ("log resize to less", Expectation::Refused, |bench| {
         resize_log(&bench.log(), 4 * SEGMENT).map(drop)
     }),
-    ("log resize to more", Then::Done, |bench| {
+    ("log resize to more", Expectation::Done, |bench| {
         resize_log(&bench.log(), 64 * SEGMENT).map(drop)
     }),
-    ("grow", Then::Done, |bench| {
+    ("grow", Expectation::Done, |bench| {
         resize_disk(&bench.a(), 2 * SIZE, &bench.log(), false).map(drop)
     }),
-    ("shrink", Then::Refused, |bench| {
+    ("shrink", Expectation::Refused, |bench| {
         resize_disk(&bench.a(), 4096, &bench.log(), true).map(drop)
     }),
-    ("leave", Then::Refused, |bench| {
+    ("leave", Expectation::Refused, |bench| {
         leave_log(&bench.a(), &bench.log()).map(drop)
     }),
-    ("leave, the other disk", Then::Refused, |bench| {
+    ("leave, the other disk", Expectation::Refused, |bench| {
         leave_log(&bench.b(), &bench.log()).map(drop)
     }),
-    ("move-log", Then::Refused, |bench| {
+    ("move-log", Expectation::Refused, |bench| {
         move_to_log(&bench.a(), &bench.log(), &bench.at("new"), &options())
     }),
-    ("move-log, the other disk", Then::Refused, |bench| {
+    ("move-log, the other disk", Expectation::Refused, |bench| {
         move_to_log(&bench.b(), &bench.log(), &bench.at("new"), &options())
     }),
-    ("move-log to it", Then::Done, |bench| {
+    ("move-log to it", Expectation::Done, |bench| {
         create_disk(&bench.at("c"), SIZE, &bench.at("c.wal"), &options())?;
         move_to_log(&bench.at("c"), &bench.at("c.wal"), &bench.log(), &options())
     }),
-    ("create", Then::Done, |bench| {
+    ("create", Expectation::Done, |bench| {
         create_disk(&bench.at("c"), SIZE, &bench.log(), &options())
     }),
-    ("import", Then::Done, |bench| {
+    ("import", Expectation::Done, |bench| {
         std::fs::write(bench.at("raw"), vec![5; SIZE as usize]).unwrap();
         let (new, raw) = (bench.at("c"), bench.at("raw"));
         let none = &mut |_, _| {};
         import_disk(&new, &raw, &bench.log(), &options(), none).map(drop)
     }),
-    ("clone", Then::Refused, |bench| {
+    ("clone", Expectation::Refused, |bench| {
         let (new, log) = (bench.at("c"), bench.at("c.wal"));
         let none = &mut |_, _| {};
         clone_disk(&bench.a(), &bench.log(), None, &new, &log, &options(), none).map(drop)
     }),
-    ("clone the other disk", Then::Done, |bench| {
+    ("clone the other disk", Expectation::Done, |bench| {
         let (new, log) = (bench.at("c"), bench.at("c.wal"));
         let none = &mut |_, _| {};
         clone_disk(&bench.b(), &bench.log(), None, &new, &log, &options(), none).map(drop)
     }),
-    ("export", Then::Refused, |bench| {
+    ("export", Expectation::Refused, |bench| {
         bench.export(&bench.a()).map(drop)
     }),
-    ("restore the point", Then::Refused, |bench| {
+    ("restore the point", Expectation::Refused, |bench| {
         let (at, raw) = (Point::Lsn(DAMAGED), bench.at("restored"));
         let none = &mut |_, _| {};
         restore_disk(&bench.a(), &bench.log(), at, &raw, None, none).map(drop)
     }),
-    ("restore in place, the other disk", Then::Done, |bench| {
-        rewind_disk(&bench.b(), &bench.log(), Point::Lsn(1)).map(drop)
-    }),
-    ("restore in place and undo", Then::Done, |bench| {
+    (
+        "restore in place, the other disk",
+        Expectation::Done,
+        |bench| rewind_disk(&bench.b(), &bench.log(), Point::Lsn(1)).map(drop),
+    ),
+    ("restore in place and undo", Expectation::Done, |bench| {
         let done = rewind_disk(&bench.a(), &bench.log(), Point::Lsn(1))?;
         rewind_disk(&bench.a(), &bench.log(), Point::Lsn(done.from_lsn)).map(drop)
     }),
     (
         "check --discard-log of the other disk",
-        Then::Done,
+        Expectation::Done,
         |bench| discard_log(&bench.b(), &bench.log()).map(drop),
     ),
 ];
@@ -374,17 +375,17 @@ fn no_command_takes_the_proof_of_damage_away() {
     for proof in [Proof::Void, Proof::Suspect] {
         let damaged = Bench::damaged(proof);
         assert_eq!(damaged.named(), [DAMAGED], "{proof:?}");
-        for (name, then, command) in COMMANDS {
+        for (name, expected, command) in COMMANDS {
             let mut bench = damaged.copy();
             let done = command(&mut bench);
             let did = match &done {
-                Ok(()) => Then::Done,
-                Err(error) if error.kind() == ErrorKind::Damaged => Then::Refused,
+                Ok(()) => Expectation::Done,
+                Err(error) if error.kind() == ErrorKind::Damaged => Expectation::Refused,
                 Err(error) => panic!("{name}, proof in {proof:?}: {error}"),
             };
             let exported = bench.export(&bench.a()).map_err(|error| error.kind());
             let kept = bench.named() == [DAMAGED] && exported == Err(ErrorKind::Damaged);
-            if did != *then || !kept {
+            if did != *expected || !kept {
                 wrong.push(format!(
                     "{name}, proof in {proof:?}: kept: {kept}, {done:?}"
                 ));

@@ -7,12 +7,13 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use support::{
-    Random, Small, check_look, copy_image, copy_log, fill, flush, modify, read, run, small,
+    Random, SmallFileSystem, check_look, copy_image, copy_log, fill, flush, modify, read, run,
+    small,
 };
 use walvisor_storage::{
-    Allocation, Backend, Changed, DiskOptions, EngineKind, ErrorKind, Failure, Look, Operation,
-    Point, Result, Store, StoreOptions, clone_disk, create_disk, disk_changes, dump_records,
-    restore_disk, scratch_file,
+    Allocation, Backend, ChangedRange, DiskOptions, EngineKind, ErrorKind, Failure, Look,
+    Operation, Point, Result, Store, StoreOptions, clone_disk, create_disk, disk_changes,
+    dump_records, restore_disk, scratch_file,
 };
 
 const NAMES: [&str; 2] = ["a", "b"];
@@ -21,7 +22,7 @@ const SECTORS: u64 = 256;
 const REQUESTS: [usize; 2] = [60, 90];
 
 /// A log of two disks that was not closed, and what they were after each of its records.
-struct Killed {
+struct KilledLog {
     dir: tempfile::TempDir,
     /// Both disks after each record, by LSN.
     states: Vec<[Vec<u8>; 2]>,
@@ -49,7 +50,7 @@ fn touches(operation: &Operation) -> (Range<u64>, Allocation) {
     }
 }
 
-impl Killed {
+impl KilledLog {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let live = dir.path().join("live");
@@ -147,7 +148,7 @@ impl Killed {
 
 #[test]
 fn every_state_since_the_checkpoint_comes_back() {
-    let killed = Killed::new();
+    let killed = KilledLog::new();
     let new = killed.dir.path().join("new");
     let restored = |disk: usize, lsn: u64| {
         let point = Point::Lsn(lsn);
@@ -176,7 +177,7 @@ fn every_state_since_the_checkpoint_comes_back() {
 
 #[test]
 fn looks_at_all_points_are_open_at_once() {
-    let killed = Killed::new();
+    let killed = KilledLog::new();
     let mut random = Random(11);
     for engine in [EngineKind::Auto, EngineKind::Blocking] {
         let mut looks = Vec::new();
@@ -199,7 +200,7 @@ fn looks_at_all_points_are_open_at_once() {
 
 #[test]
 fn a_look_cannot_be_written() {
-    let killed = Killed::new();
+    let killed = KilledLog::new();
     let look = killed
         .look(0, REQUESTS[0] as u64, EngineKind::Auto)
         .unwrap();
@@ -230,7 +231,7 @@ fn a_look_cannot_be_written() {
 /// A byte of the log that the medium has changed is never data.
 #[test]
 fn damage_below_a_point_is_an_error_of_the_reads_that_need_it() {
-    let killed = Killed::new();
+    let killed = KilledLog::new();
     let mut records = Vec::new();
     dump_records(&killed.log(), &mut |record| {
         if record.payload_bytes > 0 && !record.in_base {
@@ -284,7 +285,7 @@ fn damage_below_a_point_is_an_error_of_the_reads_that_need_it() {
 /// Writes, discards and zeroes of two queues are read back, over the past, and nothing of them stays.
 #[test]
 fn what_is_written_to_a_look_is_thrown_away() {
-    let killed = Killed::new();
+    let killed = KilledLog::new();
     let before = killed.files();
     for (seed, engine) in [(21, EngineKind::Auto), (22, EngineKind::Blocking)] {
         let mut random = Random(seed);
@@ -321,10 +322,10 @@ fn what_is_written_to_a_look_is_thrown_away() {
 /// A write for which the scratch file has no space fails as a whole, and all other requests go on.
 #[test]
 fn a_write_that_finds_no_space_changes_nothing() {
-    let Some(place) = Small::mount(1) else {
+    let Some(place) = SmallFileSystem::mount(1) else {
         return;
     };
-    let killed = Killed::new();
+    let killed = KilledLog::new();
     let full = (1 << 20) - (64 << 10);
     std::fs::write(place.path().join("filler"), vec![1; full]).unwrap();
     for engine in [EngineKind::Auto, EngineKind::Blocking] {
@@ -369,7 +370,7 @@ fn a_write_that_finds_no_space_changes_nothing() {
 /// A clone is a disk of its own: it has the state of the point, takes writes, and the other disk stays as it is.
 #[test]
 fn a_clone_of_any_point_is_a_disk_of_its_own() {
-    let killed = Killed::new();
+    let killed = KilledLog::new();
     let before = killed.files();
     let newest = killed.states.len() as u64 - 1;
     let options = small(EngineKind::Auto);
@@ -411,7 +412,7 @@ fn a_clone_of_any_point_is_a_disk_of_its_own() {
 /// What changed between any two points is what the records between them touched, sector by sector.
 #[test]
 fn changes_are_what_the_records_touched() {
-    let killed = Killed::new();
+    let killed = KilledLog::new();
     let newest = killed.states.len() as u64 - 1;
     let oldest = REQUESTS[0] as u64;
     let changes = |disk: usize, from: u64, to: Option<u64>| {
@@ -435,7 +436,7 @@ fn changes_are_what_the_records_touched() {
             for (_, sectors, now) in records.iter().filter(|record| record.0 == disk) {
                 model[sectors.start as usize..sectors.end as usize].fill(Some(*now));
             }
-            let mut last: Option<Changed> = None;
+            let mut last: Option<ChangedRange> = None;
             for range in found.ranges {
                 if let Some(last) = last {
                     let end = last.offset + last.len;

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use support::{Place, Small, copy_image, flush, mark, read, small, write};
+use support::{Place, SmallFileSystem, copy_image, flush, mark, read, small, write};
 use walvisor_storage::{
     DiskOptions, EngineKind, Error, ErrorKind, Image, Store, create_disk, discard_log, import_disk,
     inspect,
@@ -23,7 +23,7 @@ struct Site {
     top: PathBuf,
     attributes: bool,
     // Dropped before `_dir`: the file system is unmounted before its directory is removed.
-    _small: Option<Small>,
+    _small: Option<SmallFileSystem>,
     _dir: tempfile::TempDir,
 }
 
@@ -40,7 +40,7 @@ fn each_file_system(test: impl Fn(&Site)) {
         ),
     }
     // ramfs has no user attributes, no birth times, and no O_DIRECT.
-    if let Some(small) = Small::mount_as("ramfs", "mode=0700") {
+    if let Some(small) = SmallFileSystem::mount_as("ramfs", "mode=0700") {
         let dir = tempfile::tempdir().unwrap();
         let site = Site::new(small.path().to_owned(), dir, Some(small));
         assert!(!site.attributes);
@@ -78,7 +78,7 @@ fn bytes(store: &Store) -> Vec<(u8, u8)> {
 }
 
 impl Site {
-    fn new(top: PathBuf, dir: tempfile::TempDir, small: Option<Small>) -> Self {
+    fn new(top: PathBuf, dir: tempfile::TempDir, small: Option<SmallFileSystem>) -> Self {
         let probe = top.join("probe");
         std::fs::write(&probe, "").unwrap();
         let flags = rustix::fs::XattrFlags::empty();

@@ -4,7 +4,7 @@ mod support;
 
 use support::{Place, flush, read, small, write};
 use walvisor_storage::{
-    DiskOptions, EngineKind, ErrorKind, Retain, Store, StoreOptions, default_log_dir, resize_log,
+    DiskOptions, EngineKind, ErrorKind, Retention, Store, StoreOptions, default_log_dir, resize_log,
 };
 
 const MIB: u64 = 1 << 20;
@@ -135,7 +135,7 @@ fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
         store.unwrap().close().unwrap();
         place.report().max_segments
     };
-    assert_eq!(open(Some(Retain::Bytes(8 * MIB))), 12);
+    assert_eq!(open(Some(Retention::Bytes(8 * MIB))), 12);
     for size in [4, 8, 11] {
         let error = resize_log(&place.log(), size * MIB).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidInput, "{size}");
@@ -151,7 +151,7 @@ fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
         );
         assert_eq!(open(None), size as u32);
     }
-    assert_eq!(open(Some(Retain::Nothing)), 15);
+    assert_eq!(open(Some(Retention::Nothing)), 15);
     resize_log(&place.log(), 4 * MIB).unwrap();
     assert_eq!(open(None), 4);
 }
@@ -162,7 +162,9 @@ fn a_log_that_keeps_bytes_is_not_made_smaller_than_these() {
 fn rot_of_a_control_slot_disowns_no_segment() {
     let place = Place::new();
     let store = place.open();
-    store.disks()[0].set_retain(Retain::Bytes(8 * MIB)).unwrap();
+    store.disks()[0]
+        .set_retain(Retention::Bytes(8 * MIB))
+        .unwrap();
     let mut port = store.disks()[0].open_port().unwrap();
     for number in 0..96_u8 {
         write(&mut port, u64::from(number) * 128, number, 128);

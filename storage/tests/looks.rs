@@ -8,13 +8,13 @@ use std::time::{Duration, Instant};
 
 use support::{Place, Random, check_look, fill, flush, modify, read, run};
 use walvisor_storage::{
-    Backend, DiskOptions, ErrorKind, Look, Operation, Point, Port, Retain, Store, StoreOptions,
+    Backend, DiskOptions, ErrorKind, Look, Operation, Point, Port, Retention, Store, StoreOptions,
     create_disk, scratch_file,
 };
 
 const SIZE: u64 = 128 << 10;
 
-fn options(retain: Retain, max_segments: u32) -> StoreOptions {
+fn options(retain: Retention, max_segments: u32) -> StoreOptions {
     StoreOptions {
         segment_size: 256 << 10,
         max_segments,
@@ -100,7 +100,7 @@ fn fill_up(port: &mut Port) -> u64 {
 
 #[test]
 fn ten_looks_at_once_show_their_points_beside_a_writer() {
-    for retain in [Retain::All, Retain::Nothing] {
+    for retain in [Retention::All, Retention::Nothing] {
         let place = Place::empty();
         let store = open(&place, &options(retain, 64));
         let disk = &store.disks()[0];
@@ -160,7 +160,7 @@ fn record(lsn: u64) -> (u8, u64) {
 #[test]
 fn a_look_at_the_newest_point_is_one_state() {
     let place = Place::empty();
-    let store = open(&place, &options(Retain::All, 64));
+    let store = open(&place, &options(Retention::All, 64));
     let disk = &store.disks()[0];
     let (made, end) = (AtomicU64::new(0), AtomicU64::new(0));
     std::thread::scope(|scope| {
@@ -214,7 +214,7 @@ fn a_look_at_the_newest_point_is_one_state() {
 /// A log that is full of what a look needs refuses writes, and takes them again once the look is dropped.
 #[test]
 fn writes_fail_while_a_look_needs_the_whole_log() {
-    for retain in [Retain::All, Retain::Nothing] {
+    for retain in [Retention::All, Retention::Nothing] {
         let place = Place::empty();
         let store = open(&place, &options(retain, 8));
         let disk = &store.disks()[0];
@@ -252,7 +252,7 @@ fn names(log: &Path) -> Vec<std::ffi::OsString> {
 #[test]
 fn looks_end_with_their_process_and_their_store() {
     let place = Place::empty();
-    let options = options(Retain::Nothing, 64);
+    let options = options(Retention::Nothing, 64);
     let store = open(&place, &options);
     let disk = store.disks()[0].clone();
     let mut port = disk.open_port().unwrap();
@@ -288,7 +288,7 @@ fn looks_end_with_their_process_and_their_store() {
 #[test]
 fn an_export_takes_no_history() {
     let place = Place::empty();
-    let store = open(&place, &options(Retain::All, 64));
+    let store = open(&place, &options(Retention::All, 64));
     let disk = &store.disks()[0];
     let mut port = disk.open_port().unwrap();
     let mut oracle = Oracle::new();
@@ -327,7 +327,7 @@ fn an_export_takes_no_history() {
 #[test]
 fn a_look_with_a_scratch_file_takes_writes() {
     let place = Place::empty();
-    let store = open(&place, &options(Retain::All, 64));
+    let store = open(&place, &options(Retention::All, 64));
     let disk = &store.disks()[0];
     let mut port = disk.open_port().unwrap();
     let mut oracle = Oracle::new();
@@ -356,7 +356,7 @@ fn a_look_with_a_scratch_file_takes_writes() {
 #[test]
 fn points_are_found_and_refused_as_for_a_disk_that_is_not_in_use() {
     let place = Place::empty();
-    let mut store = open(&place, &options(Retain::All, 64));
+    let mut store = open(&place, &options(Retention::All, 64));
     let disk = store.disks()[0].clone();
     let empty = disk.look(Point::Newest, None).unwrap();
     let mut oracle = Oracle::new();

@@ -8,16 +8,16 @@ use std::time::{Duration, Instant};
 
 use support::{Place, SIZE, flush, read, run, small, write};
 use walvisor_storage::{
-    Backend, Commit, DiskOptions, EngineKind, ErrorKind, LogMark, MarkText, OnFull, Operation,
-    Point, RecordKind, Retain, Store, StoreOptions, create_disk, disk_changes, dump_groups,
-    dump_records, inspect, restore_disk,
+    Backend, Commit, DiskOptions, EngineKind, ErrorKind, FullLogPolicy, LogMark, MarkText,
+    Operation, Point, RecordKind, Retention, Store, StoreOptions, create_disk, disk_changes,
+    dump_groups, dump_records, inspect, restore_disk,
 };
 
 fn text(text: &str) -> MarkText {
     text.parse().unwrap()
 }
 
-fn keeping(retain: Retain) -> StoreOptions {
+fn keeping(retain: Retention) -> StoreOptions {
     StoreOptions {
         retain: Some(retain),
         max_segments: 16,
@@ -33,9 +33,9 @@ fn open(place: &Place, options: &StoreOptions) -> Store {
 }
 
 /// A mark as a dump shows it: its place and its text, and where the text is stored.
-type Shown = (Commit, Option<MarkText>, PathBuf, u64);
+type DumpedMark = (Commit, Option<MarkText>, PathBuf, u64);
 
-fn marks(place: &Place) -> Vec<Shown> {
+fn marks(place: &Place) -> Vec<DumpedMark> {
     let mut marks = Vec::new();
     dump_records(&place.log(), &mut |record| {
         if record.kind != RecordKind::Mark {
@@ -64,7 +64,7 @@ fn texts(place: &Place) -> Vec<String> {
 /// Writes 1, a mark, writes 2 to the same place, a mark, and is killed.
 fn two_marks() -> (Place, [Commit; 2]) {
     let live = Place::empty();
-    let store = open(&live, &keeping(Retain::All));
+    let store = open(&live, &keeping(Retention::All));
     let mut port = store.disks()[0].open_port().unwrap();
     write(&mut port, 8, 1, 8);
     let index = store.disks()[0].history().index_bytes;
@@ -107,7 +107,7 @@ fn a_mark_is_durable_when_it_is_made_and_its_lsn_is_a_point() {
         assert!(restored[8192..].iter().all(|&found| found == 0));
     }
     // The log goes on, and keeps what it has.
-    let store = open(&place, &keeping(Retain::All));
+    let store = open(&place, &keeping(Retention::All));
     let mut port = store.disks()[0].open_port().unwrap();
     assert!(read(&mut port, 8, 8).iter().all(|&found| found == 2));
     assert!(read(&mut port, 0, 8).iter().all(|&found| found == 0));
@@ -118,7 +118,7 @@ fn a_mark_is_durable_when_it_is_made_and_its_lsn_is_a_point() {
     let error = Store::open_read_only(
         &place.log(),
         &[DiskOptions::new(&place.disk)],
-        &keeping(Retain::All),
+        &keeping(Retention::All),
     );
     let error = error.unwrap().mark(&text("never")).unwrap_err();
     assert!(
@@ -133,7 +133,7 @@ fn marks_go_with_the_history_around_them() {
     let place = Place::empty();
     let options = StoreOptions {
         max_segments: 4,
-        ..keeping(Retain::Bytes(1 << 20))
+        ..keeping(Retention::Bytes(1 << 20))
     };
     let store = open(&place, &options);
     let mut port = store.disks()[0].open_port().unwrap();
@@ -170,7 +170,7 @@ fn damage_of_a_text_costs_that_text_alone() {
     assert_eq!(found[1].1, Some(text("txn 17 \"acked\" — ok")));
     let report = inspect(&place.disk, &place.log()).unwrap().log.unwrap();
     assert!(report.damaged.is_empty(), "{:?}", report.damaged);
-    let store = open(&place, &keeping(Retain::All));
+    let store = open(&place, &keeping(Retention::All));
     let mut port = store.disks()[0].open_port().unwrap();
     assert!(read(&mut port, 8, 8).iter().all(|&found| found == 2));
     drop(port);
@@ -181,16 +181,16 @@ fn damage_of_a_text_costs_that_text_alone() {
 
 #[test]
 fn a_log_that_takes_no_writes_takes_no_marks() {
-    for on_full in [OnFull::Fail, OnFull::Pause] {
+    for on_full in [FullLogPolicy::Fail, FullLogPolicy::Pause] {
         let place = Place::empty();
         let options = StoreOptions {
             on_full,
-            ..keeping(Retain::Nothing)
+            ..keeping(Retention::Nothing)
         };
         let store = open(&place, &options);
         let disk = &store.disks()[0];
         let look = disk.look(Point::Newest, None).unwrap();
-        if on_full == OnFull::Fail {
+        if on_full == FullLogPolicy::Fail {
             let mut port = disk.open_port().unwrap();
             let full = (0..1000u64).any(|number| {
                 let (sector, data) = (number % 8 * 64, support::fill(7, 512));
@@ -248,7 +248,7 @@ fn a_batch_of_a_later_version_is_refused() {
     let opened = Store::open(
         &place.log(),
         &[DiskOptions::new(&place.disk)],
-        &keeping(Retain::All),
+        &keeping(Retention::All),
     );
     let error = opened.err().unwrap();
     assert_eq!(error.kind(), ErrorKind::UnsupportedVersion);

@@ -7,10 +7,10 @@ use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use support::{Place, Small, flush, run, write};
+use support::{Place, SmallFileSystem, flush, run, write};
 use walvisor_storage::{
     DiskOptions, DiskReport, EngineKind, ErrorKind, Operation, Result, Store, StoreOptions,
-    export_disk, import_disk, inspect_telling,
+    export_disk, import_disk, inspect_with_progress,
 };
 
 const THREADS: [usize; 4] = [1, 2, 3, 8];
@@ -28,19 +28,17 @@ fn options(threads: usize) -> StoreOptions {
     }
 }
 
-/// The progress calls: bytes passed and total.
-type Told = Vec<(u64, u64)>;
-
-fn telling<T>(work: impl FnOnce(&mut dyn FnMut(u64, u64)) -> T) -> (T, Told) {
+/// Returns the progress calls too: bytes passed and total.
+fn with_calls<T>(work: impl FnOnce(&mut dyn FnMut(u64, u64)) -> T) -> (T, Vec<(u64, u64)>) {
     let mut told = Vec::new();
     let done = work(&mut |passed, total| told.push((passed, total)));
     assert!(told.is_sorted(), "{told:?}");
     (done, told)
 }
 
-fn check(place: &Place, threads: usize) -> (Result<DiskReport>, Told) {
+fn check(place: &Place, threads: usize) -> (Result<DiskReport>, Vec<(u64, u64)>) {
     let threads = NonZeroUsize::new(threads);
-    telling(|progress| inspect_telling(&place.disk, &place.log(), threads, progress))
+    with_calls(|progress| inspect_with_progress(&place.disk, &place.log(), threads, progress))
 }
 
 /// The next pseudo-random number, for contents that differ everywhere.
@@ -102,7 +100,8 @@ fn imports_are_the_same_on_any_number_of_threads() {
     for threads in THREADS {
         let disk = place.disk.with_file_name(format!("disk-{threads}"));
         let log = disk.with_extension("wal");
-        let done = telling(|progress| import_disk(&disk, &raw, &log, &options(threads), progress));
+        let done =
+            with_calls(|progress| import_disk(&disk, &raw, &log, &options(threads), progress));
         let done = (done.0.unwrap(), done.1);
         assert!(std::fs::read(&disk).unwrap() == wanted, "{threads}");
         assert_eq!(done.1.last(), Some(&(DISK, DISK)));
@@ -125,15 +124,15 @@ fn exports_checks_and_recoveries_are_the_same_on_any_number_of_threads() {
 
         let raw = place.disk.with_file_name(format!("out-{threads}"));
         let count = NonZeroUsize::new(threads);
-        let (done, told) = telling(|progress| {
+        let (done, told) = with_calls(|progress| {
             export_disk(&place.disk, &place.log(), &raw, false, count, progress)
         });
         exports.push((done.unwrap(), told, std::fs::read(&raw).unwrap()));
 
         let copy = place.crash();
         let disks = [DiskOptions::new(&copy.disk)];
-        let (store, told) = telling(|progress| {
-            Store::open_telling(&copy.log(), &disks, &options(threads), progress)
+        let (store, told) = with_calls(|progress| {
+            Store::open_with_progress(&copy.log(), &disks, &options(threads), progress)
         });
         store.unwrap().close().unwrap();
         recoveries.push((told, std::fs::read(&copy.disk).unwrap()));
@@ -202,14 +201,14 @@ fn damage_is_reported_alike_by_any_number_of_threads() {
 /// All threads run out of space at once: one error is reported, and no partial file is left.
 #[test]
 fn a_full_file_system_is_reported_once() {
-    let Some(small) = Small::mount(12) else {
+    let Some(small) = SmallFileSystem::mount(12) else {
         return;
     };
     let place = unclosed();
     for threads in THREADS {
         let raw = small.path().join("raw");
         let threads = NonZeroUsize::new(threads);
-        let (done, told) = telling(|progress| {
+        let (done, told) = with_calls(|progress| {
             export_disk(&place.disk, &place.log(), &raw, false, threads, progress)
         });
         let error = done.unwrap_err();

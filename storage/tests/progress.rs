@@ -24,7 +24,7 @@ fn recovery_tells_of_every_segment_and_of_none_after_a_close() {
     let open = |place: &Place| {
         let mut told = Vec::new();
         let options = [DiskOptions::new(&place.disk)];
-        let store = Store::open_telling(
+        let store = Store::open_with_progress(
             &place.log(),
             &options,
             &small(EngineKind::Auto),

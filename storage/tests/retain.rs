@@ -7,8 +7,8 @@ use std::path::Path;
 
 use support::{Place, fill, flush, read, run, write};
 use walvisor_storage::{
-    Allocation, Backend, Disk, DiskOptions, ErrorKind, LogHistory, Operation, Point, Retain, Store,
-    StoreOptions, create_disk, disk_changes, export_disk, inspect, leave_log, resize_disk,
+    Allocation, Backend, Disk, DiskOptions, ErrorKind, LogHistory, Operation, Point, Retention,
+    Store, StoreOptions, create_disk, disk_changes, export_disk, inspect, leave_log, resize_disk,
     restore_disk,
 };
 
@@ -16,7 +16,7 @@ const SIZE: u64 = 2 << 20;
 const BLOCKS: u64 = SIZE / 4096;
 const SEGMENT: u64 = 256 << 10;
 
-fn options(retain: Retain) -> StoreOptions {
+fn options(retain: Retention) -> StoreOptions {
     StoreOptions {
         segment_size: SEGMENT,
         max_segments: 8,
@@ -25,14 +25,14 @@ fn options(retain: Retain) -> StoreOptions {
     }
 }
 
-fn create(place: &Place, retain: Retain) {
+fn create(place: &Place, retain: Retention) {
     create_disk(&place.disk, SIZE, &place.log(), &options(retain)).unwrap();
 }
 
-fn open(place: &Place, retain: Option<Retain>) -> Store {
+fn open(place: &Place, retain: Option<Retention>) -> Store {
     let options = StoreOptions {
         retain,
-        ..options(Retain::Nothing)
+        ..options(Retention::Nothing)
     };
     Store::open(&place.log(), &[DiskOptions::new(&place.disk)], &options).unwrap()
 }
@@ -136,7 +136,7 @@ fn export(place: &Place) -> Vec<u8> {
 fn a_log_keeps_the_bytes_that_it_is_to_keep() {
     let place = Place::empty();
     let kept = 1 << 20;
-    create(&place, Retain::Bytes(kept));
+    create(&place, Retention::Bytes(kept));
     let mut newest = 0;
     // The log goes round several times, and what it keeps is set once.
     for life in 0..4 {
@@ -152,7 +152,7 @@ fn a_log_keeps_the_bytes_that_it_is_to_keep() {
         assert_eq!(export(&place), state(newest));
     }
     // The whole log goes to the image when nothing is to be kept any more.
-    open(&place, Some(Retain::Nothing)).close().unwrap();
+    open(&place, Some(Retention::Nothing)).close().unwrap();
     assert_eq!(std::fs::read(&place.disk).unwrap(), state(newest));
     assert_eq!(horizon(&place, newest), newest);
 }
@@ -160,7 +160,7 @@ fn a_log_keeps_the_bytes_that_it_is_to_keep() {
 #[test]
 fn a_full_log_gives_up_the_oldest_history_and_writes_go_on() {
     let place = Place::empty();
-    create(&place, Retain::All);
+    create(&place, Retention::All);
     let store = open(&place, None);
     make(&store.disks()[0], 1..=3000);
     let counters = store.log_counters();
@@ -182,7 +182,7 @@ fn a_full_log_gives_up_the_oldest_history_and_writes_go_on() {
 #[test]
 fn a_checkpoint_gives_up_the_history() {
     let place = Place::empty();
-    create(&place, Retain::All);
+    create(&place, Retention::All);
     let store = open(&place, None);
     make(&store.disks()[0], 1..=50);
     store.disks()[0].checkpoint().unwrap();
@@ -196,7 +196,7 @@ fn a_checkpoint_gives_up_the_history() {
 #[test]
 fn damage_in_the_history_costs_the_history_alone() {
     let place = Place::empty();
-    create(&place, Retain::All);
+    create(&place, Retention::All);
     let store = open(&place, None);
     let mut port = store.disks()[0].open_port().unwrap();
     // The first record is overwritten at once.
@@ -232,7 +232,7 @@ fn damage_in_the_history_costs_the_history_alone() {
 #[test]
 fn the_log_tells_which_history_it_has() {
     let place = Place::empty();
-    create(&place, Retain::Bytes(1 << 20));
+    create(&place, Retention::Bytes(1 << 20));
     let tell = |lsns, snapshot: Option<&str>| {
         let store = open(&place, None);
         let disk = store.disks()[0].clone();
@@ -247,7 +247,7 @@ fn the_log_tells_which_history_it_has() {
     assert_eq!(told.horizon.lsn, 0);
     assert_eq!(
         (told.retain, told.pinned_bytes),
-        (Retain::Bytes(1 << 20), 0)
+        (Retention::Bytes(1 << 20), 0)
     );
     let told = tell(21..=1000, Some("held"));
     let oldest = told.horizon.lsn;
@@ -276,7 +276,7 @@ fn the_log_tells_which_history_it_has() {
 #[test]
 fn the_log_gets_room_for_the_bytes_that_it_keeps() {
     let place = Place::empty();
-    create(&place, Retain::Nothing);
+    create(&place, Retention::Nothing);
     let most = |place: &Path| {
         inspect(place, &place.with_extension("img.wal"))
             .unwrap()
@@ -287,14 +287,14 @@ fn the_log_gets_room_for_the_bytes_that_it_keeps() {
     let disk = place.disk.as_path();
     assert_eq!(most(disk), 8);
     for (retain, wanted) in [(10, 18), (10, 18), (4, 18), (12, 26)] {
-        open(&place, Some(Retain::Bytes(retain * SEGMENT)))
+        open(&place, Some(Retention::Bytes(retain * SEGMENT)))
             .close()
             .unwrap();
         assert_eq!(most(disk), wanted, "{retain}");
     }
     let options = StoreOptions {
-        retain: Some(Retain::Bytes(1 << 40)),
-        ..options(Retain::Nothing)
+        retain: Some(Retention::Bytes(1 << 40)),
+        ..options(Retention::Nothing)
     };
     let opened = Store::open(&place.log(), &[DiskOptions::new(disk)], &options);
     let error = opened.err().expect("too much");
@@ -305,7 +305,7 @@ fn the_log_gets_room_for_the_bytes_that_it_keeps() {
 #[test]
 fn a_snapshot_stays_until_it_is_deleted() {
     let place = Place::empty();
-    create(&place, Retain::Nothing);
+    create(&place, Retention::Nothing);
     let store = open(&place, None);
     let disk = &store.disks()[0];
     make(disk, 1..=40);
@@ -376,7 +376,7 @@ fn saved_files(place: &Place) -> usize {
 #[test]
 fn a_log_goes_round_under_its_snapshots() {
     let place = Place::empty();
-    create(&place, Retain::Nothing);
+    create(&place, Retention::Nothing);
     let mut store = open(&place, None);
     let names = ["a", "b", "c", "d"].map(|name| name.parse().unwrap());
     let mut lsn = 0;
@@ -457,10 +457,16 @@ fn a_log_goes_round_under_its_snapshots() {
 #[test]
 fn a_snapshot_of_one_disk_keeps_nothing_of_another() {
     let (place, other) = (Place::empty(), Place::empty());
-    create(&place, Retain::Nothing);
-    create_disk(&other.disk, SIZE, &place.log(), &options(Retain::Nothing)).unwrap();
+    create(&place, Retention::Nothing);
+    create_disk(
+        &other.disk,
+        SIZE,
+        &place.log(),
+        &options(Retention::Nothing),
+    )
+    .unwrap();
     let both = [&place.disk, &other.disk].map(DiskOptions::new);
-    let store = Store::open(&place.log(), &both, &options(Retain::Nothing)).unwrap();
+    let store = Store::open(&place.log(), &both, &options(Retention::Nothing)).unwrap();
     let [quiet, busy] = [0, 1].map(|at| store.disks()[at].clone());
     make(&quiet, 1..=50);
     let alone = "alone".parse().unwrap();
@@ -469,13 +475,13 @@ fn a_snapshot_of_one_disk_keeps_nothing_of_another() {
     drop((quiet, busy));
     store.close().unwrap();
     let saved = |store: &Store| store.disks()[0].history().snapshots[0].saved_bytes;
-    let store = Store::open(&place.log(), &both, &options(Retain::Nothing)).unwrap();
+    let store = Store::open(&place.log(), &both, &options(Retention::Nothing)).unwrap();
     store.disks()[0].checkpoint().unwrap();
     let idle = saved(&store);
     assert!(idle <= 3 * 4096, "{idle}");
     let refused = store.disks()[1].look(Point::Snapshot(alone), None);
     let error = refused.err().expect("it is of the other").to_string();
-    assert!(error.contains("another disk alone"), "{error}");
+    assert!(error.contains("another disk only"), "{error}");
     // These overwrite the blocks of the first ten, of which two were discarded.
     make(&store.disks()[0], 513..=522);
     store.disks()[0].checkpoint().unwrap();
@@ -500,7 +506,7 @@ fn a_snapshot_of_one_disk_keeps_nothing_of_another() {
 #[test]
 fn writes_fail_while_a_look_needs_the_whole_log() {
     let place = Place::empty();
-    create(&place, Retain::Nothing);
+    create(&place, Retention::Nothing);
     let store = open(&place, None);
     let disk = &store.disks()[0];
     make(disk, 1..=10);
@@ -536,16 +542,16 @@ fn writes_fail_while_a_look_needs_the_whole_log() {
 #[test]
 fn how_much_is_kept_changes_while_the_log_is_in_use() {
     let place = Place::empty();
-    create(&place, Retain::Nothing);
+    create(&place, Retention::Nothing);
     let store = open(&place, None);
     let disk = &store.disks()[0];
-    disk.set_retain(Retain::Bytes(1 << 20)).unwrap();
+    disk.set_retain(Retention::Bytes(1 << 20)).unwrap();
     make(disk, 1..=1000);
     store.close().unwrap();
     assert!(horizon(&place, 1000) <= 1000 - (1 << 20) / 8192);
     let store = open(&place, None);
-    assert_eq!(store.disks()[0].retain(), Retain::Bytes(1 << 20));
-    store.disks()[0].set_retain(Retain::Nothing).unwrap();
+    assert_eq!(store.disks()[0].retain(), Retention::Bytes(1 << 20));
+    store.disks()[0].set_retain(Retention::Nothing).unwrap();
     store.close().unwrap();
     assert_eq!(std::fs::read(&place.disk).unwrap(), state(1000));
 }
@@ -554,7 +560,7 @@ fn how_much_is_kept_changes_while_the_log_is_in_use() {
 #[test]
 fn a_disk_with_history_is_not_shrunk_and_does_not_leave_its_log() {
     let place = Place::empty();
-    create(&place, Retain::All);
+    create(&place, Retention::All);
     let store = open(&place, None);
     make(&store.disks()[0], 1..=50);
     store.close().unwrap();
@@ -581,11 +587,11 @@ fn a_disk_with_history_is_not_shrunk_and_does_not_leave_its_log() {
 #[test]
 fn a_disk_with_history_leaves_and_comes_back() {
     let place = Place::empty();
-    create(&place, Retain::All);
+    create(&place, Retention::All);
     let other = place.disk.with_extension("other");
-    create_disk(&other, SIZE, &place.log(), &options(Retain::All)).unwrap();
+    create_disk(&other, SIZE, &place.log(), &options(Retention::All)).unwrap();
     let disks = [&place.disk, &other].map(DiskOptions::new);
-    let mut store = Store::open(&place.log(), &disks, &options(Retain::All)).unwrap();
+    let mut store = Store::open(&place.log(), &disks, &options(Retention::All)).unwrap();
     make(&store.disks()[0], 1..=30);
     let mut left = store.disks()[0].open_port().unwrap();
     store.remove_disk(&place.disk).unwrap();

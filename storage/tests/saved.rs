@@ -5,9 +5,9 @@ mod support;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use support::{Small, copy_image, flush, write};
+use support::{SmallFileSystem, copy_image, flush, write};
 use walvisor_storage::{
-    Backend, BackendQueue, Disk, DiskOptions, Error, ErrorKind, Look, Operation, Point, Retain,
+    Backend, BackendQueue, Disk, DiskOptions, Error, ErrorKind, Look, Operation, Point, Retention,
     SnapshotFault, Store, StoreOptions, clone_disk, create_disk, discard_log, disk_changes,
     inspect, resize_disk, restore_disk,
 };
@@ -19,7 +19,7 @@ fn options() -> StoreOptions {
     StoreOptions {
         segment_size: 256 << 10,
         max_segments: 8,
-        retain: Some(Retain::Nothing),
+        retain: Some(Retention::Nothing),
         ..StoreOptions::default()
     }
 }
@@ -32,7 +32,7 @@ fn open(disk: &Path, log: &Path) -> Result<Store, Error> {
 struct Site {
     top: PathBuf,
     // Dropped before `_dir`: the file system is unmounted before its directory is removed.
-    _small: Option<Small>,
+    _small: Option<SmallFileSystem>,
     _dir: tempfile::TempDir,
 }
 
@@ -58,7 +58,7 @@ fn each_file_system(test: impl Fn(&Site)) {
         _small: None,
         _dir: dir,
     });
-    if let Some(small) = Small::mount_as("ramfs", "mode=0700") {
+    if let Some(small) = SmallFileSystem::mount_as("ramfs", "mode=0700") {
         test(&Site {
             top: small.path().to_owned(),
             _small: Some(small),
@@ -326,7 +326,7 @@ fn a_check_tells_of_damage_in_saved_files() {
 /// A look only reads: what can't be saved for want of space, and so not be copied to the image, stays in the log, where looks read it.
 #[test]
 fn a_look_is_opened_on_a_full_file_system() {
-    let Some(small) = Small::mount(24) else {
+    let Some(small) = SmallFileSystem::mount(24) else {
         return;
     };
     let site = Site {
@@ -628,7 +628,7 @@ fn a_snapshot_stays_when_its_disk_grows() {
 fn a_write_behind_the_back_of_a_log_that_keeps_history_ends_the_history() {
     let site = on_this_file_system();
     let options = StoreOptions {
-        retain: Some(Retain::All),
+        retain: Some(Retention::All),
         ..options()
     };
     create_disk(&site.disk(), SIZE, &site.log(), &options).unwrap();

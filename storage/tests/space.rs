@@ -5,10 +5,10 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use support::{Small, fill, flush, read, run};
+use support::{SmallFileSystem, fill, flush, read, run};
 use walvisor_storage::{
-    Backend, BackendQueue, Condition, DiskOptions, EngineKind, Failure, OnFull, Operation, Port,
-    Store, StoreOptions, create_disk,
+    Backend, BackendQueue, Condition, DiskOptions, EngineKind, Failure, FullLogPolicy, Operation,
+    Port, Store, StoreOptions, create_disk,
 };
 
 const MIB: u64 = 1 << 20;
@@ -47,7 +47,9 @@ fn wait_for(store: &Store, is_so: impl Fn(&Condition) -> bool) {
 #[test]
 fn a_full_file_system_of_the_base_image_is_survived() {
     for engine in [EngineKind::Auto, EngineKind::Blocking] {
-        let Some(small) = Small::mount(4) else { return };
+        let Some(small) = SmallFileSystem::mount(4) else {
+            return;
+        };
         let dir = tempfile::tempdir().unwrap();
         let disk = small.path().join("disk.img");
         let store = open(&disk, &dir.path().join("log"), 64 * MIB, engine);
@@ -103,13 +105,13 @@ fn a_full_file_system_of_the_base_image_is_survived() {
 
 /// A disk whose image's file system has space for less than what is written, and whose log lets writes wait for space; with
 /// a port, the writes that have ended, and the number of those that wait.
-fn paused(small: &Small, log: &Path) -> (Store, Port, usize) {
+fn paused(small: &SmallFileSystem, log: &Path) -> (Store, Port, usize) {
     const WRITES: usize = 300;
     let disk = small.path().join("disk.img");
     let options = StoreOptions {
         segment_size: MIB,
         max_segments: 6,
-        on_full: OnFull::Pause,
+        on_full: FullLogPolicy::Pause,
         ..StoreOptions::default()
     };
     create_disk(&disk, 64 * MIB, log, &options).unwrap();
@@ -144,7 +146,9 @@ fn paused(small: &Small, log: &Path) -> (Store, Port, usize) {
 /// Writes and FLUSHes wait for space, reads go on, and what waited is carried out as soon as there is space.
 #[test]
 fn requests_wait_for_space() {
-    let Some(small) = Small::mount(4) else { return };
+    let Some(small) = SmallFileSystem::mount(4) else {
+        return;
+    };
     let dir = tempfile::tempdir().unwrap();
     let (store, mut port, waiting) = paused(&small, &dir.path().join("log"));
     let mut reader = store.disks()[0].open_port().unwrap();
@@ -166,7 +170,9 @@ fn requests_wait_for_space() {
 /// Requests that wait for space do not hold up the end: they fail, and closing tells why.
 #[test]
 fn requests_that_wait_for_space_end_with_their_owner() {
-    let Some(small) = Small::mount(4) else { return };
+    let Some(small) = SmallFileSystem::mount(4) else {
+        return;
+    };
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("log");
     let (store, mut port, waiting) = paused(&small, &log);
@@ -186,7 +192,9 @@ fn requests_that_wait_for_space_end_with_their_owner() {
 /// If only some of the ring's segments can be created, they make up the ring; no partial segment file is left.
 #[test]
 fn a_full_file_system_of_the_log_makes_the_ring_smaller() {
-    let Some(small) = Small::mount(4) else { return };
+    let Some(small) = SmallFileSystem::mount(4) else {
+        return;
+    };
     let dir = tempfile::tempdir().unwrap();
     let disk: PathBuf = dir.path().join("disk.img");
     let log = small.path().join("log");

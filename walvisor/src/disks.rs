@@ -13,7 +13,7 @@ use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
 use walvisor_storage::{
-    CommitWait, Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, Retain, Store,
+    CommitWait, Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, Retention, Store,
     StoreOptions, has_log, scratch_file,
 };
 
@@ -111,7 +111,8 @@ impl OpenLogs {
             return Ok(Removed::Complete);
         };
         let store = &mut self.logs[place].store;
-        let keeps = |disk: &Disk| disk.retain() != Retain::Nothing || !disk.snapshots().is_empty();
+        let keeps =
+            |disk: &Disk| disk.retain() != Retention::Nothing || !disk.snapshots().is_empty();
         let keeps_history = store.disks().iter().any(keeps);
         store.remove_disk(path)?;
         if store.disks().is_empty() {
@@ -143,10 +144,15 @@ impl OpenLogs {
                 true if !has_log(&log) => continue,
                 true => Store::open_read_only(&log, &options, &store_options)?,
                 false => with_bar("recovering", |progress| {
-                    Store::open_telling(&log, &options, &store_options, &mut |passed, total| {
-                        read = total;
-                        progress(passed, total);
-                    })
+                    Store::open_with_progress(
+                        &log,
+                        &options,
+                        &store_options,
+                        &mut |passed, total| {
+                            read = total;
+                            progress(passed, total);
+                        },
+                    )
                 })?,
             };
             if read > 0 {

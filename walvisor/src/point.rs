@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Span, SpanRelativeTo, Timestamp};
 use serde_json::{Value, json};
-use walvisor_storage::{Commit, LogHistory, MarkText, Point, Retain, Rewound, Snapshot};
+use walvisor_storage::{Commit, LogHistory, MarkText, Point, Retention, RewindReport, Snapshot};
 
 use crate::size::parse_size;
 
@@ -30,27 +30,27 @@ pub const RETAIN: &str = "off, all, a time such as 24h or 15m, or a size such as
 ///
 /// # Errors
 /// A message that says what is possible.
-pub fn parse_retain(text: &str) -> Result<Retain, String> {
+pub fn parse_retain(text: &str) -> Result<Retention, String> {
     let time = || duration(text).and_then(|time| Duration::try_from(time).ok());
     match (text, time(), parse_size(text)) {
-        ("off", ..) => Ok(Retain::Nothing),
-        ("all", ..) => Ok(Retain::All),
-        (_, Some(time), _) if !time.is_zero() => Ok(Retain::Time(time)),
-        (_, None, Ok(bytes)) if bytes > 0 => Ok(Retain::Bytes(bytes)),
+        ("off", ..) => Ok(Retention::Nothing),
+        ("all", ..) => Ok(Retention::All),
+        (_, Some(time), _) if !time.is_zero() => Ok(Retention::Time(time)),
+        (_, None, Ok(bytes)) if bytes > 0 => Ok(Retention::Bytes(bytes)),
         _ => Err(format!("'{text}' is no amount of history: give {RETAIN}")),
     }
 }
 
 /// The reverse of [`parse_retain`].
-pub fn show_retain(retain: Retain) -> String {
+pub fn show_retain(retain: Retention) -> String {
     match retain {
-        Retain::Nothing => "off".to_owned(),
-        Retain::All => "all".to_owned(),
-        Retain::Time(time) => format!(
+        Retention::Nothing => "off".to_owned(),
+        Retention::All => "all".to_owned(),
+        Retention::Time(time) => format!(
             "{:#}",
             SignedDuration::try_from(time).unwrap_or(SignedDuration::MAX)
         ),
-        Retain::Bytes(bytes) => bytes.to_string(),
+        Retention::Bytes(bytes) => bytes.to_string(),
     }
 }
 
@@ -111,7 +111,7 @@ pub fn mark_json(text: &MarkText, made: &Commit) -> Value {
 }
 
 /// A restore in place, as JSON.
-pub fn rewound_json(done: &Rewound) -> Value {
+pub fn rewound_json(done: &RewindReport) -> Value {
     json!({
         "to_lsn": done.to_lsn,
         "from_lsn": done.from_lsn,
@@ -236,13 +236,13 @@ mod tests {
     #[test]
     fn amounts_of_history() {
         for (text, retain) in [
-            ("off", Retain::Nothing),
-            ("all", Retain::All),
-            ("24h", Retain::Time(Duration::from_secs(86_400))),
-            ("15m", Retain::Time(Duration::from_secs(900))),
-            ("2d", Retain::Time(Duration::from_secs(172_800))),
-            ("50G", Retain::Bytes(50 << 30)),
-            ("15M", Retain::Bytes(15 << 20)),
+            ("off", Retention::Nothing),
+            ("all", Retention::All),
+            ("24h", Retention::Time(Duration::from_secs(86_400))),
+            ("15m", Retention::Time(Duration::from_secs(900))),
+            ("2d", Retention::Time(Duration::from_secs(172_800))),
+            ("50G", Retention::Bytes(50 << 30)),
+            ("15M", Retention::Bytes(15 << 20)),
         ] {
             assert_eq!(parse_retain(text), Ok(retain), "{text}");
             assert_eq!(parse_retain(&show_retain(retain)), Ok(retain), "{text}");

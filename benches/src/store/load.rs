@@ -12,7 +12,7 @@ use serde::Serialize;
 use walvisor::commands::CommandError;
 use walvisor::commands::threads::Threads;
 use walvisor::size::parse_size;
-use walvisor_storage::{Buffer, StoreOptions, export_disk, import_disk, inspect_telling};
+use walvisor_storage::{Buffer, StoreOptions, export_disk, import_disk, inspect_with_progress};
 
 use super::client::{damage_error, is_stamped};
 use super::figures::{BLOCK, tenths, thousandths};
@@ -178,7 +178,8 @@ fn export(disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
 fn check(site: &StoreSite, threads: NonZeroUsize) -> Result<f64, CommandError> {
     let began = Instant::now();
     let (disk, log) = (site.image(0), log(site.path()));
-    inspect_telling(&disk, &log, Some(threads), &mut |_, _| {}).map_err(CommandError::failed)?;
+    inspect_with_progress(&disk, &log, Some(threads), &mut |_, _| {})
+        .map_err(CommandError::failed)?;
     Ok(began.elapsed().as_secs_f64())
 }
 

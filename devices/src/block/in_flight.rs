@@ -60,7 +60,7 @@ impl RequestTable {
         request.is_some_and(|request| std::mem::take(&mut request.pending.flush_after))
     }
 
-    /// Whether the caller still has to call `when_written` for the request; returns `true` only once.
+    /// Whether the caller still has to call `notify_written` for the request; returns `true` only once.
     pub(super) fn take_await_written(&mut self, token: u64) -> bool {
         let request = self.requests.get_mut(token as usize);
         request.is_some_and(|request| std::mem::take(&mut request.await_written))

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread;
 
 use rustix::thread::{CpuSet, sched_setaffinity};
-use walvisor_block::short_slice;
+use walvisor_block::request_short_slices;
 
 use super::queue_slot::{PooledQueue, QueueControl, QueueSlot, ThreadInbox, WorkerConfig};
 use super::virtqueue::Virtqueue;
@@ -119,7 +119,7 @@ fn start(slot: QueueSlot, name: &str, cpu: Option<u16>) -> io::Result<Arc<Thread
     drop(inbox.add_queue(slot));
     let own = Arc::clone(&inbox);
     thread::Builder::new().name(name.into()).spawn(move || {
-        short_slice();
+        request_short_slices();
         if let Some(cpu) = cpu {
             pin(cpu);
         }

@@ -490,7 +490,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 if !self.control.is_broken()
                     && result.is_ok()
                     && self.in_flight.take_await_written(token)
-                    && !self.disk.when_written(token)
+                    && !self.disk.notify_written(token)
                 {
                     more = true;
                     continue;

@@ -82,7 +82,7 @@ impl DiskSession {
         let pending = self.in_flight.get_mut(token);
         let await_written = pending.is_some_and(|(_, pending, _)| pending.take_await_written())
             && self.export.answer == Answer::Written;
-        let waits = await_written && !self.queue.when_written(token as u64);
+        let waits = await_written && !self.queue.notify_written(token as u64);
         self.submitted |= waits;
         waits
     }

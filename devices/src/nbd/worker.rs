@@ -11,7 +11,7 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use slab::Slab;
-use walvisor_block::short_slice;
+use walvisor_block::request_short_slices;
 
 use super::connection::{Connection, max_step_bytes};
 use super::connection_end::{ConnectionEnd, report};
@@ -165,7 +165,7 @@ struct Worker {
 
 impl Worker {
     fn run(mut self) {
-        short_slice();
+        request_short_slices();
         while !(self.closed && self.clients.is_empty()) {
             if let Err(error) = self.turn() {
                 tracing::error!(

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use slab::Slab;
-use walvisor_block::short_slice;
+use walvisor_block::request_short_slices;
 
 use super::device::WriteCacheHook;
 use super::{Command, CommandData, CommandRing, Device, Entry, Response, RingError, Ticket};
@@ -204,7 +204,7 @@ struct DeviceServer {
 
 impl DeviceServer {
     fn run(mut self) {
-        short_slice();
+        request_short_slices();
         let outcome = self.serve_until_stopped();
         if let Err(failure) = &outcome {
             let name = &self.name;

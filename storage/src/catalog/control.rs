@@ -9,16 +9,17 @@ use crate::catalog::control;
 use crate::catalog::options::{StoreOptions, check_options};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{
-    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, Decoded, DiskEntry, HistoryHeader, VERSION,
+    CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DecodeResult, DiskEntry, HistoryHeader,
+    VERSION,
 };
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{OWNER, Open, files};
+use crate::medium::filesystem::{OWNER, OpenMode, files};
 use crate::medium::host;
-use crate::medium::lock::{Holder, Use};
+use crate::medium::lock::{Access, Holder};
 use crate::medium::{filesystem, lock};
 use crate::mutant::{Mutant, planted};
 
-/// The path with links resolved. The file need not exist; its directory must.
+/// The path with links resolved. The directory must exist, the file need not.
 pub(crate) fn real_path(path: &Path) -> Result<PathBuf> {
     let found = match files().real_path(path) {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
@@ -31,7 +32,7 @@ pub(crate) fn real_path(path: &Path) -> Result<PathBuf> {
 }
 
 /// The directory that contains the log directory.
-fn home(log_dir: &Path) -> Result<PathBuf> {
+fn log_parent(log_dir: &Path) -> Result<PathBuf> {
     let real = real_path(log_dir)?;
     Ok(filesystem::parent(&real).to_owned())
 }
@@ -43,17 +44,17 @@ pub(crate) struct ControlFile {
     pub path: PathBuf,
     pub file: Box<dyn DataFile>,
     pub control: Control,
-    /// The contents as they were read, until they are confirmed: they may be in the page cache only.
+    /// The contents as read, until they are confirmed: they may be in the page cache only.
     pub unconfirmed: Option<Control>,
 }
 
 impl ControlFile {
-    /// When the log was made, in microseconds since 1970 by the wall clock; 0 if its file system does not tell.
-    pub(crate) fn born(&self) -> u64 {
+    /// When the log was made, in microseconds since 1970 by the wall clock; 0 if the file system does not say.
+    pub(crate) fn created_us(&self) -> u64 {
         self.file.inode().map_or(0, |inode| inode.born / 1000)
     }
 
-    /// The time of the newest record, which has this LSN and this time, or of a rewind that follows it.
+    /// The time of the newest record, given its LSN and time, or of a rewind that follows it.
     pub(crate) fn newest_time(&self, lsn: u64, unix_us: u64) -> u64 {
         let rewind = self.control.rewinds.last();
         let follows = rewind.filter(|rewind| rewind.at.get() > lsn);
@@ -72,15 +73,15 @@ impl ControlFile {
         self.update(|_| {})
     }
 
-    /// Changes anything in both slots: if one of them rots, the other knows it too.
+    /// Changes anything, in both slots: if one rots, the other has the change too.
     pub(crate) fn change_both(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
         self.change(change)?;
         self.write()
     }
 
-    /// Writes the contents that were read once more, to the slot that they came from, and syncs it. They must be on
-    /// the medium before segments that they free are reused, and before the other slot, the valid one until then,
-    /// is overwritten. A sync alone is not enough: after a failed sync the cache may hold pages that no later sync
+    /// Rewrites the contents that were read, to the slot they came from, and syncs it. They must be on the medium
+    /// before segments that they free are reused, and before the other slot, possibly the only valid one on the medium,
+    /// is overwritten. A sync alone is not enough: after a failed sync, the cache may hold pages that no later sync
     /// writes.
     pub(crate) fn confirm(&mut self) -> Result<()> {
         if let Some(read) = &self.unconfirmed
@@ -93,9 +94,10 @@ impl ControlFile {
     }
 
     fn put(&self, control: &Control) -> Result<()> {
-        let slot = match planted(Mutant::ControlInPlace) {
-            true => 0,
-            false => control.header.generation.get() % 2,
+        let slot = if planted(Mutant::ControlInPlace) {
+            0
+        } else {
+            control.header.generation.get() % 2
         };
         let offset = slot * CONTROL_SLOT as u64;
         let written = self.file.write_all_at(&control.encode(), offset);
@@ -104,8 +106,8 @@ impl ControlFile {
             .map_err(|e| Error::io("write the log's control file", &self.path, e))
     }
 
-    /// Changes the header and writes it. If the write fails, the header in memory stays unchanged too. So a later
-    /// check whether a value still has to be written sees what the medium has.
+    /// Changes the header and writes it. If the write fails, the header in memory stays unchanged too, so that a later
+    /// check of what still has to be written sees what the medium has.
     pub(crate) fn update(&mut self, change: impl FnOnce(&mut ControlHeader)) -> Result<()> {
         self.change(|control| change(&mut control.header))
     }
@@ -113,7 +115,7 @@ impl ControlFile {
     /// Changes anything and writes it, as [`update`](Self::update) does.
     pub(crate) fn change(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
         self.confirm()?;
-        // A failed attempt is repeated on the same slot: the other one is the good one.
+        // Repeat a failed attempt on the same slot; the other one is the good one.
         let generation = self.control.header.generation.get() + 1;
         let mut next = self.control.clone();
         change(&mut next);
@@ -143,20 +145,21 @@ pub fn has_log(log_dir: &Path) -> bool {
 }
 
 /// Opens, locks and reads the control file, if there is one.
-pub(crate) fn find_control(log_dir: &Path, using: Use) -> Result<Option<ControlFile>> {
-    match has_log(log_dir) {
-        true => open_control(log_dir, using).map(Some),
-        false => Ok(None),
+pub(crate) fn find_control(log_dir: &Path, access: Access) -> Result<Option<ControlFile>> {
+    if has_log(log_dir) {
+        open_control(log_dir, access).map(Some)
+    } else {
+        Ok(None)
     }
 }
 
-/// As [`find_control`], for a log that must be there.
-pub(crate) fn existing_log(log_dir: &Path, using: Use) -> Result<ControlFile> {
-    find_control(log_dir, using)?.ok_or_else(|| {
+/// As [`find_control`], for a log that must exist.
+pub(crate) fn existing_log(log_dir: &Path, access: Access) -> Result<ControlFile> {
+    find_control(log_dir, access)?.ok_or_else(|| {
         Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: this is no log (it has no control file); name a log directory, such as disk.img.wal",
+                "{}: this is not a log (it has no control file); name a log directory, such as disk.img.wal",
                 log_dir.display()
             ),
         )
@@ -172,16 +175,17 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
     // Another process may have made a log here since the caller looked for one.
     let is_log = names.iter().any(|name| name == CONTROL);
     // A crash in `create_log` leaves a control file with the unfinished name.
-    match !is_log && names.iter().any(|name| name != UNFINISHED_CONTROL) {
-        false => Ok(()),
-        true => Err(Error::new(
+    if !is_log && names.iter().any(|name| name != UNFINISHED_CONTROL) {
+        Err(Error::new(
             ErrorKind::Damaged,
             format!(
-                "{}: the directory is not empty, and is no log (it has no control file); restore the log, or name \
+                "{}: the directory is neither empty nor a log (it has no control file); restore the log, or name \
                  another directory",
                 log_dir.display()
             ),
-        )),
+        ))
+    } else {
+        Ok(())
     }
 }
 
@@ -189,9 +193,9 @@ pub(crate) fn refuse_occupied(log_dir: &Path) -> Result<()> {
 const CONTROL: &str = "control";
 const UNFINISHED_CONTROL: &str = "control.new";
 
-/// Creates the directory and a control file with the disks that `fill` adds. The file gets its name when it is
-/// complete: a crash before that leaves nothing that is taken for a log. `None`: another process has created the
-/// log meanwhile.
+/// Creates the directory and a control file with the disks that `fill` adds. The file gets its name once it is
+/// complete, so a crash before that leaves nothing that looks like a log. `None`: another process has created the log
+/// in the meantime.
 pub(crate) fn create_log(
     log_dir: &Path,
     options: &StoreOptions,
@@ -206,9 +210,9 @@ pub(crate) fn create_log(
     let (path, unfinished) = (log_dir.join(CONTROL), log_dir.join(UNFINISHED_CONTROL));
     const DOING: &str = "create the log's control file";
     let create = |error| Error::io(DOING, &path, error);
-    // If several processes create the log at once, the one that locks this file does it, and the others look again.
-    let how = Open::Kept { mode: OWNER };
-    let file = lock::open_store_file(&unfinished, DOING, how, Use::Log, |_| Holder::User)?;
+    // If several processes create the log at once, the one that locks this file does it; the others then look again.
+    let how = OpenMode::Kept { mode: OWNER };
+    let file = lock::open_store_file(&unfinished, DOING, how, Access::Log, |_| Holder::User)?;
     if has_log(log_dir) {
         files().remove(&unfinished).map_err(create)?;
         return Ok(None);
@@ -239,7 +243,7 @@ pub(crate) fn create_log(
         images: Vec::new(),
     };
     let mut control = ControlFile {
-        home: home(log_dir)?,
+        home: log_parent(log_dir)?,
         path,
         file,
         control,
@@ -249,7 +253,7 @@ pub(crate) fn create_log(
         retain.set(&mut control.control)?;
     }
     fill(&mut control)?;
-    // Writes both copies, so that their space is allocated now and not when the file system is full.
+    // Write both slots, so that their space is allocated now and not when the file system is full.
     if !planted(Mutant::ControlNamedUnwritten) {
         control.change_both(|_| {})?;
     }
@@ -273,7 +277,7 @@ pub(crate) fn open_or_create_log(
 ) -> Result<(ControlFile, bool)> {
     loop {
         if has_log(log_dir) {
-            return Ok((open_control(log_dir, Use::Log)?, false));
+            return Ok((open_control(log_dir, Access::Log)?, false));
         }
         if let Some(control) = create_log(log_dir, options, fill)? {
             return Ok((control, true));
@@ -281,30 +285,30 @@ pub(crate) fn open_or_create_log(
     }
 }
 
-/// The paths of the base images of all disks on a log when they were last open, without opening the log. The caller
-/// learns which files opening the log may open. Empty if the log can't be read; opening it reports the error.
+/// The paths of the base images of all disks on a log, as of their last open, without opening the log: the files that
+/// opening the log may open. Empty if the log can't be read; opening it reports the error.
 pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
     let path = log_dir.join(CONTROL);
     let read = || {
-        let file = files().open(&path, Open::Read).ok()?;
-        let control = read_control(file, path.clone(), home(log_dir).ok()?).ok()?;
+        let file = files().open(&path, OpenMode::Read).ok()?;
+        let control = read_control(file, path.clone(), log_parent(log_dir).ok()?).ok()?;
         Some(control.image_paths())
     };
     read().unwrap_or_default()
 }
 
-/// Opens, locks and reads the control file, to use the log ([`Use::Log`]) or only to look at it ([`Use::LogRead`]).
-pub(crate) fn open_control(log_dir: &Path, using: Use) -> Result<ControlFile> {
+/// Opens, locks and reads the control file, to use the log ([`Access::Log`]) or only to look at it ([`Access::LogRead`]).
+pub(crate) fn open_control(log_dir: &Path, access: Access) -> Result<ControlFile> {
     let path = log_dir.join(CONTROL);
     let holder = |_: &dyn DataFile| Holder::User;
-    let how = using.how(Open::Existing);
-    let file = lock::open_store_file(&path, "open the log", how, using, holder)?;
-    if using == Use::Log {
-        // The names too may be in memory only.
+    let how = access.open_mode(OpenMode::Existing);
+    let file = lock::open_store_file(&path, "open the log", how, access, holder)?;
+    if access == Access::Log {
+        // The name too may be in memory only.
         filesystem::settle_name(&path)?;
         filesystem::settle_name(&real_path(log_dir)?)?;
     }
-    read_control(file, path, home(log_dir)?)
+    read_control(file, path, log_parent(log_dir)?)
 }
 
 /// Reads an open control file: the newest valid slot counts.
@@ -319,13 +323,13 @@ pub(crate) fn read_control(
         match file.read_exact_at(&mut bytes, slot * CONTROL_SLOT as u64) {
             Ok(()) => {}
             Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => continue,
-            // This slot may be the newer one: the other must not be used in its place.
+            // This slot may be the newer one, so the other must not be used in its place.
             Err(error) => return Err(Error::io("read the log's control file", &path, error)),
         }
         match Control::decode(&bytes) {
-            Decoded::Version(version) => return Err(control::unknown_version(&path, version)),
-            Decoded::Invalid => {}
-            Decoded::Valid(control) => {
+            DecodeResult::Version(version) => return Err(control::unknown_version(&path, version)),
+            DecodeResult::Invalid => {}
+            DecodeResult::Valid(control) => {
                 let newer = |old: &Control| control.header.generation > old.header.generation;
                 if newest.as_ref().is_none_or(newer) {
                     newest = Some(control);
@@ -360,8 +364,8 @@ pub(crate) fn read_control(
     }
 }
 
-/// Adds a disk to the log's table in memory, and returns its place there. The entry takes the path of the disk that had it. The disk
-/// has no past before the LSN `newest`, as of which the log's disks are.
+/// Adds a disk to the log's table in memory, and returns its place there. It takes over its path from any other entry.
+/// The disk has no past before the LSN `newest`, that of the disks' present state.
 pub(crate) fn register(
     control: &mut ControlFile,
     path: &Path,
@@ -369,7 +373,7 @@ pub(crate) fn register(
     newest: u64,
 ) -> Result<usize> {
     let path = real_path(path)?;
-    // The number of a disk that has left the log may come again.
+    // The number of a disk that has left the log may be given out again.
     control.control.forget_images();
     let disks = &mut control.control.disks;
     let mut entry = DiskEntry::new_zeroed();
@@ -383,7 +387,7 @@ pub(crate) fn register(
     if let Some(old) = disks.get_mut(place)
         && old.void_lsn.get() > applied
     {
-        // The log still holds void records of that disk, which only its entry tells from records of no disk.
+        // The log still holds void records of that disk; without the entry, they would be records of no disk.
         old.path_len = U16::new(0);
         place = disks.len();
     }

@@ -7,18 +7,18 @@
 //!   control file ── entry: UUID, generation, next generation, inode, samples ──────┘ says
 //! ```
 //! The *generation* rises whenever a disk is opened and with each checkpoint that writes to its image, so an image
-//! that is older or newer than the log expects has another one. The entry gets the next generation first, then the
-//! mark gets it, then the entry drops the old one: wherever a crash cuts that, the image is recognized. When a disk
-//! is opened, the generation rises by a random step, so that two copies of one disk that were both used never have
-//! the same.
+//! older or newer than the log expects has a different one. The entry gets the next generation first, then the mark
+//! gets it, then the entry drops the old one; wherever a crash cuts this, the image is recognized. When a disk is
+//! opened, the generation rises by a random step, so that two copies of a disk that were both used never have the same
+//! one.
 //!
 //! A disk with records in the log accepts only its own image. A disk without records accepts any image of its size
 //! at its path, since other programs may write to a closed image, or replace it.
 //!
-//! The past of a disk is made of its image too: snapshots read what is not in their saved files from it. So an image that is not the
-//! disk's own, or that others have written to since the log did, ends the past: [`Control::end_past`]. Samples and the time of the last
-//! write tell of such a write. One that leaves the time as it was, between two samples, is not noticed; nor is one into a copy with the
-//! image's mark, since a copy may have any time.
+//! A disk's past depends on its image too: snapshots read from it whatever is not in their saved files. So an image
+//! that is not the disk's own, or that others have written to, ends the past, see [`Control::end_past`]. Samples and
+//! the time of the last write reveal such a write. Not noticed are a write that misses the samples and restores the
+//! time, and a write into a copy with the image's mark, because a copy may have any time.
 
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
@@ -31,13 +31,13 @@ use crate::error::invalid;
 use crate::format::{BLOCK, Control, DiskEntry, ImageEntry, SAMPLES, Sample};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::medium::file::DataFile;
-use crate::medium::mark::{Inode, Mark};
+use crate::medium::mark::{ImageMark, Inode};
 use crate::{Buffer, Error, Result, SECTOR_SIZE};
 
 /// What identifies an image: its mark and its inode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Identity {
-    pub mark: Option<Mark>,
+    pub mark: Option<ImageMark>,
     pub inode: Inode,
 }
 
@@ -54,8 +54,8 @@ impl Identity {
 }
 
 impl DiskEntry {
-    /// Whether the image with this identity is the disk's own, at the generation that the log expects. `at_path`:
-    /// the image is at the path that the entry has.
+    /// Whether the image with this identity is the disk's own, at the generation that the log expects. `at_path`: the
+    /// image is at the path in the entry.
     pub(crate) fn is_image(&self, image: &Identity, at_path: bool) -> bool {
         match &image.mark {
             Some(mark) => {
@@ -66,35 +66,35 @@ impl DiskEntry {
         }
     }
 
-    /// Whether this is the file that the disk had as its image. `at_path`: the file is at the path that the entry has.
+    /// Whether this is the file that was the disk's image. `at_path`: the file is at the path in the entry.
     pub(crate) fn is_file(&self, inode: &Inode, at_path: bool) -> bool {
-        // The device number may change when the machine starts, so a match of the path counts as well.
+        // The device number may change at boot, so a matching path counts as well.
         self.inode.get() != 0
             && (self.inode.get(), self.born.get()) == (inode.number, inode.born)
             && (self.device.get() == inode.device || at_path)
     }
 
-    /// Stores which file the image is.
+    /// Records which file the image is.
     pub(crate) fn set_inode(&mut self, inode: &Inode) {
         self.device = U64::new(inode.device);
         self.inode = U64::new(inode.number);
         self.born = U64::new(inode.born);
     }
 
-    /// Announces another generation, `step` above the highest so far. The mark may have the old or the new one
-    /// until [`settle`](Self::settle).
+    /// Announces a new generation, `step` above the highest so far. Until [`settle`](Self::settle), the mark may have
+    /// the old or the new one.
     pub(crate) fn announce(&mut self, step: u64) {
         let newest = self.generation.get().max(self.next_generation.get());
         self.next_generation = U64::new(newest + step);
     }
 
-    /// The mark now has the generation that was announced.
+    /// The mark now has the announced generation.
     pub(crate) fn settle(&mut self) {
         self.generation = self.next_generation;
     }
 
-    /// Takes samples of the image as it is now: its first and its last block, and two parts that were just written
-    /// (byte offset and length). A part that can't be read gets no sample.
+    /// Samples the image as it is now: its first and last block, and two parts that were just written (byte offset and
+    /// length). A part that can't be read gets no sample.
     pub(crate) fn take_samples(&mut self, base: &dyn DataFile, written: [Option<(u64, u64)>; 2]) {
         let (size, block) = (self.size.get(), BLOCK as u64);
         let last = size.saturating_sub(block);
@@ -113,7 +113,7 @@ impl DiskEntry {
         }
     }
 
-    /// Takes the same samples again, of an image that other programs may have changed since.
+    /// Takes the same samples again, from an image that other programs may have changed.
     pub(crate) fn renew_samples(&mut self, base: &dyn DataFile) {
         let old = self.samples;
         let part = |i: usize| {
@@ -138,7 +138,7 @@ impl DiskEntry {
         }
     }
 
-    /// Drops the samples that reach behind `size`.
+    /// Drops samples that reach beyond `size`.
     pub(crate) fn cut_samples(&mut self, size: u64) {
         for sample in &mut self.samples {
             let end = sample.offset.get().checked_add(sample.len.get().into());
@@ -148,7 +148,7 @@ impl DiskEntry {
         }
     }
 
-    /// Whether the image still has the bytes of all samples.
+    /// Whether all samples still match the image.
     pub(crate) fn samples_fit(&self, base: &dyn DataFile, path: &Path) -> Result<bool> {
         for sample in &self.samples {
             let (offset, len) = (sample.offset.get(), sample.len.get() as usize);
@@ -199,7 +199,7 @@ impl Control {
             .find(|image| image.disk_id.get() == disk_id)
     }
 
-    /// The entry of the disk's image, made if need be; `None`: there is no room for it.
+    /// The disk's image entry, created if necessary; `None`: there is no room for it.
     fn image_mut(&mut self, disk_id: u32) -> Option<&mut ImageEntry> {
         let is_of = |image: &ImageEntry| image.disk_id.get() == disk_id;
         let known = self.images.iter().position(is_of);
@@ -221,25 +221,26 @@ impl Control {
         self.image(disk_id).map_or(0, |image| image.since_lsn.get())
     }
 
-    /// Notes when the log wrote to the image of a disk. Without room for it the time is unknown, as in the slot of an older program.
+    /// Records when the log last wrote to a disk's image. If there is no room, the time is unknown, as in the slot of
+    /// an older program.
     pub(crate) fn set_written(&mut self, disk_id: u32, written: u64) {
         if let Some(image) = self.image_mut(disk_id) {
             image.written = U64::new(written);
         }
     }
 
-    /// Whether an image that was last written to at this time may still be what the log made it.
+    /// Whether an image last written to at this time may still be as the log left it.
     pub(crate) fn written_fits(&self, disk_id: u32, found: u64) -> bool {
         let noted = self.image(disk_id).map_or(0, |image| image.written.get());
-        // Some file systems keep seconds alone, once the file is not in memory any more.
+        // Some file systems only keep seconds once the file is no longer in memory.
         let seconds = noted - noted % 1_000_000_000;
         noted == 0 || found == 0 || [noted, seconds].contains(&found)
     }
 
-    /// A disk comes to the log as of LSN `newest`.
+    /// A disk joins the log at LSN `newest`.
     ///
     /// # Errors
-    /// If there is no room to note it.
+    /// If there is no room for the entry.
     pub(crate) fn begin_past(&mut self, disk_id: u32, newest: u64) -> Result<()> {
         match newest {
             0 => Ok(()),
@@ -247,11 +248,11 @@ impl Control {
         }
     }
 
-    /// The disk has an image from now on that is not the one of its past up to LSN `newest`. Returns the snapshots that it is lost for.
-    /// What comes next needs an LSN of its own, so that a snapshot of it is not taken for one of the past.
+    /// The disk's image is no longer the one of its past up to LSN `newest`. Returns the snapshots that are lost for
+    /// this disk. The new state needs an LSN of its own, so that a snapshot of it is not taken for one of the past.
     ///
     /// # Errors
-    /// If there is no room to note it.
+    /// If there is no room for the entry.
     pub(crate) fn end_past(&mut self, disk_id: u32, newest: u64) -> Result<Vec<SnapshotName>> {
         let since = self.since(disk_id);
         let mut lost = Snapshot::all(self);
@@ -264,22 +265,22 @@ impl Control {
         let snapshots = self.snapshots.len();
         let image = self.image_mut(disk_id).ok_or_else(|| {
             invalid(format!(
-                "the log has {snapshots} snapshots, and no room to note since when a disk has its image; delete one with \
-                 'snapshot-delete NAME'"
+                "the log has {snapshots} snapshots, and no room to record that a disk has another image; delete one \
+                 with 'snapshot-delete NAME'"
             ))
         })?;
         image.since_lsn = U64::new(since);
         Ok(())
     }
 
-    /// Forgets the images of disks that the log does not have.
+    /// Forgets the images of disks that are not on the log.
     pub(crate) fn forget_images(&mut self) {
         let ids: Vec<_> = self.disks.iter().map(|disk| disk.id).collect();
         self.images.retain(|image| ids.contains(&image.disk_id));
     }
 }
 
-/// When an image was last written to; 0 if that can't be found out.
+/// When an image was last written to; 0 if unknown.
 pub(crate) fn written(base: &dyn DataFile) -> u64 {
     base.inode().map_or(0, |inode| inode.written)
 }
@@ -290,8 +291,8 @@ fn crc_at(base: &dyn DataFile, offset: u64, len: usize) -> std::io::Result<u32> 
     Ok(crc32c::crc32c(&buffer[..len]))
 }
 
-/// Two parts of a layer, by byte offset and length, to take samples of. Written bytes are preferred to zeroes,
-/// which the image may have had before.
+/// Two parts of a layer to sample, by byte offset and length. Prefers written bytes to zeroes, which the image may have
+/// had before.
 pub(crate) fn written_parts(layer: &ExtentMap) -> [Option<(u64, u64)>; 2] {
     let part = |piece: Piece| (piece.sector * SECTOR_SIZE, piece.sectors * SECTOR_SIZE);
     let bytes = |piece: &Piece| !matches!(piece.place, Some(Place::Zero { .. }));

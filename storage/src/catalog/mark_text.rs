@@ -19,14 +19,14 @@ impl MarkText {
         &self.0
     }
 
-    /// The text as the log stores it: a sector, filled up with zeroes.
-    pub(crate) fn stored(&self) -> Buffer {
+    /// The text as stored in the log: a sector, padded with zeroes.
+    pub(crate) fn to_sector(&self) -> Buffer {
         let mut sector = Buffer::zeroed(SECTOR_SIZE as usize);
         sector[..self.0.len()].copy_from_slice(self.0.as_bytes());
         sector
     }
 
-    /// The text that a sector of the log has; `None`: it has none.
+    /// The text in a sector of the log; `None`: not a valid one.
     pub(crate) fn read(sector: &[u8]) -> Option<Self> {
         let len = sector.iter().rposition(|&byte| byte != 0)? + 1;
         std::str::from_utf8(&sector[..len]).ok()?.parse().ok()
@@ -37,13 +37,13 @@ impl FromStr for MarkText {
     type Err = Error;
 
     /// # Errors
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if a mark can't have this text.
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if this is not a valid text for a mark.
     fn from_str(text: &str) -> Result<Self> {
-        // The two separators end a line as well.
+        // These two separators end a line too.
         let refused = |c: char| c.is_control() || ['\u{2028}', '\u{2029}'].contains(&c);
         if !(1..=Self::MOST_BYTES).contains(&text.len()) || text.contains(refused) {
             return Err(invalid(format!(
-                "{text:?} is no text for a mark: give one line of 1 to {} bytes, without control characters",
+                "{text:?} is not a valid text for a mark: give one line of 1 to {} bytes, without control characters",
                 Self::MOST_BYTES
             )));
         }
@@ -67,7 +67,7 @@ mod tests {
         for text in ["a", "txn 17 acked", " ", "日本 \"x\" \\", &longest] {
             let mark: MarkText = text.parse().unwrap();
             assert_eq!(mark.as_str(), text);
-            assert_eq!(MarkText::read(&mark.stored()), Some(mark));
+            assert_eq!(MarkText::read(&mark.to_sector()), Some(mark));
         }
         let longer = longest + "x";
         for text in [

@@ -4,6 +4,6 @@ pub(crate) mod control;
 pub(crate) mod identity;
 pub(crate) mod mark_text;
 pub(crate) mod options;
-pub(crate) mod retain;
+pub(crate) mod retention;
 pub(crate) mod rewind;
 pub(crate) mod snapshot;

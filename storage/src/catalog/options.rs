@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use crate::SECTOR_SIZE;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::error::{Result, invalid};
 use crate::format::BLOCK;
 use crate::medium::engine::EngineKind;
@@ -13,47 +13,47 @@ use crate::medium::engine::EngineKind;
 /// How a log is created and run.
 #[derive(Clone, Copy, Debug)]
 pub struct StoreOptions {
-    /// Bytes of a segment file of a new log: a multiple of 4096, 64 KiB to 1 GiB. Default 64 MiB. Requests longer
+    /// Segment size of a new log in bytes: a multiple of 4096, from 64 KiB to 1 GiB. Default 64 MiB. Requests longer
     /// than a quarter of it are refused.
     pub segment_size: u64,
     /// Most segment files of a new log: 4 to 65536. Default 32.
     pub max_segments: u32,
     /// The I/O engine.
     pub engine: EngineKind,
-    /// Whether one sync serves every FLUSH that waits for it. If off, each FLUSH costs a sync of its own, as
-    /// without group commit: for comparison only. Default on.
+    /// Whether one sync serves every waiting FLUSH. If off, each FLUSH costs a sync of its own, for comparison only.
+    /// Default on.
     pub group_commit: bool,
     /// How long a commit group may wait for more to join it. Default: adaptive.
     pub commit_wait: CommitWait,
-    /// Whether each record gets a write of its own, in the order of the LSNs, before the sync that the whole group
-    /// shares. For comparison only: it shows the gain of one write for the whole group. With one record for each
-    /// waiting client, that is one write for each client. The resulting log is the same. Default off.
+    /// Whether each record gets a write of its own, in LSN order, before the sync that the group shares. For comparison
+    /// only: it shows what one write for the whole group gains. With one record per waiting client, that is one write
+    /// per client. The resulting log is the same. Default off.
     pub write_per_waiter: bool,
     /// Added to the time of each sync of the log, to measure the effect of a slower medium. Default zero.
     pub sync_latency: Duration,
-    /// Most operations a second on the log's segments, as small cloud volumes limit them. A sync is one operation,
-    /// a write is one for each 256 KiB begun, and a write that syncs too is both. Checkpoints and reads are free.
-    /// With this or `operation_latency` one thread does all writes of the log, so that no other thread has to wait.
-    /// Default: no limit.
+    /// Most operations per second on the log's segments, like the limit of a small cloud volume. A sync is one
+    /// operation, a write is one per started 256 KiB, and a write that also syncs is both. Checkpoints and reads are
+    /// free. With this or `operation_latency`, one thread does all writes of the log, so that no other thread is
+    /// delayed. Default: no limit.
     pub operations_per_second: Option<NonZeroU32>,
     /// Added to the time of each write to the log's segments and of each sync of them. Default zero.
     pub operation_latency: Duration,
-    /// How long closing may copy the log to the base images. What is not copied by then stays in the log, and the
-    /// next open goes on with it; zero: nothing is copied. Default: closing copies everything, however long it takes.
+    /// How long closing may copy the log to the base images. What is not copied by then stays in the log, and the next
+    /// open goes on copying. Zero: nothing is copied. Default: everything, however long it takes.
     pub close_time: Option<Duration>,
-    /// Most bytes of memory that the index of a log takes, at least 1: it knows where the log has the newest bytes of each
-    /// sector, and takes about 17 bytes for each written range until a checkpoint has copied that to the base image.
-    /// From half of this on, the log is copied; at all of it, writes wait for that. (The checksums of what the log
-    /// holds take 4 bytes more for each 4 KiB, and 8 for each batch.) Looks, and what is kept in memory for snapshots, may take as much
-    /// again, or 1 MiB if that is more; what would take more is refused. Default 64 MiB.
+    /// Memory limit in bytes, at least 1, for a log's index, which says where the log has the newest bytes of each
+    /// sector. It takes about 17 bytes for each written range until a checkpoint has copied that to the base image. At
+    /// half of the limit the log is copied; at the limit, writes wait for that. (Checksums take another 4 bytes for
+    /// each 4 KiB in the log, and 8 for each batch.) Looks, and what is kept in memory for snapshots, may take as much
+    /// again, or 1 MiB if that is more; beyond that they are refused. Default 64 MiB.
     pub index_memory: u64,
-    /// How much of its history the log keeps. Default: as before; nothing for a new log. To keep a number of bytes, the log
-    /// may get as many more segment files.
-    pub retain: Option<Retain>,
-    /// What happens to requests that need room in a full log that can't be emptied for want of space. Default: they fail.
-    pub on_full: OnFull,
-    /// Threads that read a log while it is opened, and copy an image while it is imported. Default: one for each
-    /// processor.
+    /// How much history the log retains. Default: unchanged; nothing for a new log. To retain a number of bytes, the
+    /// log may get that many more bytes of segment files.
+    pub retain: Option<Retention>,
+    /// What happens to requests that need room while the log is full and can't be emptied for lack of space. Default:
+    /// they fail.
+    pub on_full: FullLogPolicy,
+    /// Threads that read a log when it is opened, and copy an image when it is imported. Default: one per processor.
     pub threads: Option<NonZeroUsize>,
 }
 
@@ -72,7 +72,7 @@ impl Default for StoreOptions {
             close_time: None,
             index_memory: 64 << 20,
             retain: None,
-            on_full: OnFull::Fail,
+            on_full: FullLogPolicy::Fail,
             threads: None,
         }
     }
@@ -86,10 +86,10 @@ impl StoreOptions {
     }
 }
 
-/// What happens to requests that need room when a log is full and a file system has no space to empty it. The log tries
-/// again each second either way.
+/// What happens to requests that need room while a log is full and can't be emptied, because a file system has no
+/// space. The log retries every second either way.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum OnFull {
+pub enum FullLogPolicy {
     /// They fail.
     #[default]
     Fail,
@@ -97,8 +97,8 @@ pub enum OnFull {
     Pause,
 }
 
-/// How long a commit group may wait for more FLUSHes, and writes in writethrough mode, to join it. The default is
-/// adaptive: at most half the time of a sync, and only while that makes groups larger.
+/// How long a commit group may wait for more FLUSHes, and writes in writethrough mode, to join. The default is
+/// adaptive: at most half as long as a sync, and only while that makes groups larger.
 ///
 /// No group waits once every client has a FLUSH in it: each open [`Port`](crate::Port) is one, unless it
 /// [says otherwise](crate::BackendQueue::set_clients).
@@ -106,8 +106,8 @@ pub enum OnFull {
 pub struct CommitWait {
     /// The longest wait; zero for none. `None`: adaptive, or 100 ms if a `count` is given.
     pub longest: Option<Duration>,
-    /// A group starts as soon as this many FLUSHes wait. `None`: as many as the last group served or came
-    /// meanwhile.
+    /// A group starts as soon as this many FLUSHes are waiting. `None`: as many as the last group served, plus those
+    /// that came in the meantime.
     pub count: Option<u32>,
 }
 
@@ -126,7 +126,7 @@ pub struct DiskOptions {
     pub path: PathBuf,
     /// Whether writes are refused.
     pub read_only: bool,
-    /// The meaning of FLUSH and of a completed WRITE.
+    /// What FLUSH and a completed WRITE promise.
     pub cache: CacheMode,
     /// Whether the image is known to be raw.
     pub format: ImageFormat,
@@ -144,25 +144,25 @@ impl DiskOptions {
     }
 }
 
-/// What is known of an image's format.
+/// What is known about an image's format.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum ImageFormat {
-    /// Nothing. An image that has never been a disk of a log is refused if it begins as a qcow2, VMDK, VDI, VHD, VHDX, QED
-    /// or LUKS image does.
+    /// Nothing. An image that was never a disk on a log is refused if it starts like a qcow2, VMDK, VDI, VHD, VHDX, QED
+    /// or LUKS image.
     #[default]
     Unknown,
     /// It is raw, whatever its first bytes are.
     Raw,
 }
 
-/// The log directory of a disk for which none is given: `disk.img` has `disk.img.wal`.
+/// The default log directory of a disk: `disk.img.wal` for `disk.img`.
 pub fn default_log_dir(disk: &Path) -> PathBuf {
     let mut name = disk.as_os_str().to_owned();
     name.push(".wal");
     name.into()
 }
 
-/// The meaning of FLUSH and of a completed WRITE.
+/// What FLUSH and a completed WRITE promise.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum CacheMode {
     /// A completed WRITE may be in memory; FLUSH makes it durable.
@@ -204,11 +204,12 @@ pub struct Resize {
 
 /// Refuses a size that no disk can have.
 pub(crate) fn check_size(path: &Path, size: u64) -> Result<()> {
-    match size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
-        false => Ok(()),
-        true => Err(invalid(format!(
+    if size == 0 || !size.is_multiple_of(SECTOR_SIZE) || size > i64::MAX as u64 {
+        Err(invalid(format!(
             "{}: a disk size of {size} bytes is not valid; use a positive multiple of 512 below 2^63",
             path.display()
-        ))),
+        )))
+    } else {
+        Ok(())
     }
 }

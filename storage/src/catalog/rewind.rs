@@ -1,17 +1,17 @@
-//! Disks that were restored in place, and which records count since.
+//! Disks that were restored in place, and which records count since then.
 //!
 //! ```text
 //!   LSN   1 .. 5 ......... 9  10  11 ...... 15        rewind: to 5, at 10
 //!         └────┤ └─ void ──┘   │  └─ newer records
 //!              └───────────────┘ the disk as of 10 is the disk as of 5
 //! ```
-//! A rewind moves no byte and writes no record: an entry in the control file says that the disk, as of the LSN *at*, is what it
-//! was as of the LSN *to*. The state as of a point is so that of the newest rewind up to the point, and the records behind
-//! that. States between *to* and *at* can still be seen, and a rewind to one of them undoes the first.
+//! A rewind moves no bytes and writes no record: an entry in the control file says that the disk at LSN *at* is what it
+//! was at LSN *to*. So the state at a point is that of the newest rewind up to it, plus the records after that. States
+//! between *to* and *at* can still be seen, and a rewind to one of them undoes this one.
 //!
-//! The base images are never as of an LSN between *to* and *at* of any disk: [`Control::splits_rewind`]. So the records that make
-//! up the base images are always a prefix of those that make up the present state, and whoever copies records to the images
-//! need only know which of them count now. Once the base images are as of *at*, the entry is dropped.
+//! The base images never stop between the *to* and the *at* of any disk, see [`Control::splits_rewind`]. So the records
+//! in the base images are always a prefix of those in the present state, and a copy only needs to know which records
+//! count now. Once the base images are at *at*, the entry is dropped.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -22,15 +22,15 @@ use crate::error::{Result, invalid};
 use crate::format::{Control, RewindEntry};
 use crate::mutant::{Mutant, planted};
 
-/// The records that a state of a disk is made of, over its base image.
+/// The timeline of a disk: the records that make up a state of it, over its base image.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Line {
-    /// The LSNs of the records, newest first.
+pub(crate) struct Timeline {
+    /// LSN ranges of those records, newest first.
     ranges: Vec<RangeInclusive<u64>>,
 }
 
-impl Line {
-    /// The line of a disk up to LSN `until`, whose records up to `applied` are in the base image or given up.
+impl Timeline {
+    /// The timeline of a disk up to LSN `until`. Its records up to `applied` are in the base image or were discarded.
     pub(crate) fn new<'a>(
         rewinds: impl DoubleEndedIterator<Item = &'a RewindEntry>,
         applied: u64,
@@ -48,12 +48,12 @@ impl Line {
         Self { ranges }
     }
 
-    /// Whether the record with this LSN is one of them.
+    /// Whether the record with this LSN counts.
     pub(crate) fn has(&self, lsn: u64) -> bool {
         self.ranges.iter().any(|range| range.contains(&lsn))
     }
 
-    /// Whether the later state is this one and records behind `lsn`, this one's point.
+    /// Whether the later state is this one, which ends at `lsn`, plus records after `lsn`.
     pub(crate) fn leads_to(&self, later: &Self, lsn: u64) -> bool {
         let until = |range: &RangeInclusive<u64>| *range.start()..=*range.end().min(&lsn);
         let older = later.ranges.iter().map(until);
@@ -63,16 +63,16 @@ impl Line {
     }
 }
 
-/// The lines of all disks of a log up to one LSN.
-pub(crate) struct Lines {
-    /// The lines of disks with an entry of their own, by number, and that of all others.
-    disks: HashMap<u32, Line>,
-    others: Line,
+/// The timelines of all disks of a log up to one LSN.
+pub(crate) struct Timelines {
+    /// The timelines of disks with an entry, by number; and one for all others.
+    disks: HashMap<u32, Timeline>,
+    others: Timeline,
 }
 
-impl Lines {
-    /// The line of a disk.
-    pub(crate) fn of(&self, disk_id: u32) -> &Line {
+impl Timelines {
+    /// The timeline of a disk.
+    pub(crate) fn of(&self, disk_id: u32) -> &Timeline {
         self.disks.get(&disk_id).unwrap_or(&self.others)
     }
 }
@@ -84,40 +84,42 @@ impl Control {
         rewinds.filter(move |rewind| rewind.disk_id.get() == disk_id)
     }
 
-    /// The LSN of the newest rewind of a disk, if it has one that the base images have not passed.
+    /// The LSN of a disk's newest rewind that the base images have not passed.
     pub(crate) fn rewound(&self, disk_id: u32) -> Option<u64> {
         let newest = self.rewinds_of(disk_id).next_back();
         newest.map(|rewind| rewind.at.get())
     }
 
-    /// The records that a disk as of LSN `until` is made of.
-    pub(crate) fn line(&self, disk_id: u32, until: u64) -> Line {
-        Line::new(self.rewinds_of(disk_id), self.applied_lsn(disk_id), until)
+    /// A disk's timeline up to LSN `until`.
+    pub(crate) fn timeline(&self, disk_id: u32, until: u64) -> Timeline {
+        Timeline::new(self.rewinds_of(disk_id), self.applied_lsn(disk_id), until)
     }
 
-    /// The records that each disk as of LSN `until` is made of.
-    pub(crate) fn lines(&self, until: u64) -> Lines {
+    /// All disks' timelines up to LSN `until`.
+    pub(crate) fn timelines(&self, until: u64) -> Timelines {
         let ids = self.disks.iter().map(|disk| disk.id.get());
         let applied = self.header.checkpoint_lsn.get();
-        Lines {
-            disks: ids.map(|id| (id, self.line(id, until))).collect(),
-            others: Line::new([].iter(), applied, until),
+        Timelines {
+            disks: ids.map(|id| (id, self.timeline(id, until))).collect(),
+            others: Timeline::new([].iter(), applied, until),
         }
     }
 
-    /// Whether a disk as of LSN `to` is what it was as of LSN `from`, and the records between.
-    pub(crate) fn leads(&self, disk_id: u32, from: u64, to: u64) -> bool {
-        let line = |until| self.line(disk_id, until);
-        self.since(disk_id) <= from && from <= to && line(from).leads_to(&line(to), from)
+    /// True if no rewind leads from `to` to before `from`: the disk at `to` is the disk at `from` plus the records
+    /// between.
+    pub(crate) fn is_continuous(&self, disk_id: u32, from: u64, to: u64) -> bool {
+        let timeline = |until| self.timeline(disk_id, until);
+        self.since(disk_id) <= from && from <= to && timeline(from).leads_to(&timeline(to), from)
     }
 
-    /// The LSN of the last of the rewinds that follow the record with this LSN, with no record between; else the LSN itself. The
-    /// record is the last one up to the checkpoint LSN, or a newer one: what the base images have passed counts too.
+    /// The LSN of the last rewind that directly follows the record with this LSN, or the LSN itself if none does. The
+    /// record is the last one up to the checkpoint LSN, or a newer one: rewinds that the base images have passed count
+    /// too.
     pub(crate) fn with_rewinds(&self, lsn: u64) -> u64 {
         self.with_rewinds_until(lsn.max(self.header.checkpoint_lsn.get()), u64::MAX)
     }
 
-    /// As [`with_rewinds`](Self::with_rewinds), of the rewinds up to a time, in microseconds since 1970.
+    /// As [`with_rewinds`](Self::with_rewinds), for rewinds up to a time, in microseconds since 1970.
     pub(crate) fn with_rewinds_until(&self, lsn: u64, unix_us: u64) -> u64 {
         let next = |lsn: u64, rewind: &RewindEntry| match rewind.at.get() == lsn + 1 {
             true if rewind.unix_us.get() <= unix_us => lsn + 1,
@@ -126,34 +128,32 @@ impl Control {
         self.rewinds.iter().fold(lsn, next)
     }
 
-    /// The newest LSN up to this one that is not that of a rewind.
+    /// The newest LSN up to this one that is not a rewind's.
     pub(crate) fn without_rewinds(&self, lsn: u64) -> u64 {
-        let before = |lsn: u64, rewind: &RewindEntry| match rewind.at.get() == lsn {
-            true => lsn - 1,
-            false => lsn,
-        };
+        let before =
+            |lsn: u64, rewind: &RewindEntry| if rewind.at.get() == lsn { lsn - 1 } else { lsn };
         self.rewinds.iter().rev().fold(lsn, before)
     }
 
-    /// Whether this LSN is that of a rewind.
+    /// Whether this LSN is a rewind's.
     pub(crate) fn is_rewind(&self, lsn: u64) -> bool {
         self.rewinds.iter().any(|rewind| rewind.at.get() == lsn)
     }
 
-    /// Whether this LSN is between the two points of a rewind: the base images must not be as of it.
+    /// Whether this LSN is between the two points of a rewind. The base images must not stop there.
     pub(crate) fn splits_rewind(&self, lsn: u64) -> bool {
         let between = |rewind: &RewindEntry| rewind.to.get() < lsn && lsn < rewind.at.get();
         self.rewinds.iter().any(between) && !planted(Mutant::FoldSplitsRewind)
     }
 
-    /// The base images are as of this LSN from now on.
+    /// The base images are now at this LSN.
     pub(crate) fn set_checkpoint(&mut self, lsn: u64) {
         self.header.checkpoint_lsn = U64::new(lsn);
         self.rewinds.retain(|rewind| rewind.at.get() > lsn);
     }
 
-    /// Takes an LSN for something that happened to a disk behind the LSN `last`, the newest of a record or a rewind, and is no record: a
-    /// rewind to what the disk is. Returns the LSN.
+    /// Takes an LSN for an event of a disk that is not a record, by a rewind to the disk's present state. `last`: the
+    /// newest LSN of a record or rewind. Returns the LSN.
     ///
     /// # Errors
     /// If there is no room for another.
@@ -162,7 +162,7 @@ impl Control {
         self.rewind(disk_id, last, last, unix_us.max(before))
     }
 
-    /// Adds a rewind of a disk, to an LSN, behind the LSN `last`, the newest of a record or a rewind. Returns its own LSN.
+    /// Adds a rewind of a disk to LSN `to`. `last`: the newest LSN of a record or rewind. Returns the rewind's own LSN.
     ///
     /// # Errors
     /// If there is no room for another.
@@ -220,13 +220,13 @@ mod tests {
     }
 
     fn records(control: &Control, disk_id: u32, until: u64) -> Vec<u64> {
-        let line = control.line(disk_id, until);
-        (0..40).filter(|&lsn| line.has(lsn)).collect()
+        let timeline = control.timeline(disk_id, until);
+        (0..40).filter(|&lsn| timeline.has(lsn)).collect()
     }
 
     #[test]
-    fn a_state_is_made_of_the_records_on_its_line() {
-        // To 5, then back to before that, then to the middle of what followed the first.
+    fn a_state_is_made_of_the_records_on_its_timeline() {
+        // To 5; then back to before that; then into what followed the first rewind.
         let control = control(2, &[(5, 10), (9, 13), (12, 20)]);
         for (until, wanted) in [
             (2, vec![]),
@@ -249,17 +249,17 @@ mod tests {
     #[test]
     fn a_state_leads_to_another_if_no_rewind_is_between() {
         let control = control(2, &[(5, 10), (9, 13)]);
-        let leads = |from, to| control.leads(1, from, to);
+        let leads = |from, to| control.is_continuous(1, from, to);
         assert!(leads(2, 4) && leads(2, 12) && leads(5, 12) && leads(10, 12));
         assert!(!leads(6, 12) && !leads(4, 3) && leads(6, 9));
-        // What the undo brought back is there as it was.
+        // The undo brought it back as it was.
         assert!(leads(6, 14) && leads(9, 14) && !leads(12, 14));
-        assert!(control.leads(2, 6, 12));
+        assert!(control.is_continuous(2, 6, 12));
     }
 
-    /// As given up by `discard_log`, or copied when the disk left the log in use.
+    /// Discarded by `discard_log`, or copied when the disk left the log in use.
     #[test]
-    fn what_was_given_up_does_not_come_back() {
+    fn discarded_records_do_not_come_back() {
         let mut control = control(2, &[(5, 10)]);
         control.disks[0].void_lsn = U64::new(12);
         assert!(records(&control, 1, 12).is_empty());
@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_room_for_so_many_rewinds() {
+    fn rewinds_beyond_the_limit_are_refused() {
         let mut control = control(0, &[]);
         let mut last = 1;
         let error = loop {

@@ -33,7 +33,8 @@ impl FromStr for SnapshotName {
         let allowed = |byte: u8| byte.is_ascii_alphanumeric() || b"._-".contains(&byte);
         if !(1..=64).contains(&text.len()) || !text.bytes().all(allowed) {
             return Err(invalid(format!(
-                "'{text}' is no name for a snapshot: give 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'"
+                "'{text}' is not a valid name for a snapshot: give 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' \
+                 and '-'"
             )));
         }
         let mut name = [0; 64];
@@ -54,20 +55,21 @@ impl fmt::Debug for SnapshotName {
     }
 }
 
-/// A named state of all disks of a log, or of one. The log keeps what it takes to see it.
+/// A named state of all disks of a log, or of one. The log keeps whatever it takes to see it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Snapshot {
-    /// Its name, which no other snapshot of the log has.
+    /// Its name, unique in the log.
     pub name: SnapshotName,
-    /// The last record that it has.
+    /// The last record it includes.
     pub lsn: u64,
     /// The newest commit group when it was made.
     pub cid: u64,
     /// When it was made, in microseconds since 1970.
     pub unix_us: u64,
-    /// The number of its only disk, as `log dump` shows it; `None`: it is of all disks of the log.
+    /// The number of its only disk, as in `log dump`; `None`: all disks of the log.
     pub disk_id: Option<u32>,
-    /// Bytes of the files that hold what the base images had as of the snapshot and have no more. 0: they have not gone past it.
+    /// Bytes of its saved files, which hold what the base images had at the snapshot and no longer have. 0: they have
+    /// not moved past it.
     pub saved_bytes: u64,
 }
 
@@ -96,20 +98,20 @@ impl Snapshot {
         snapshots.collect()
     }
 
-    /// The snapshots between the two points of a restore in place, oldest first. The base images can't be as of them, so what they
-    /// need stays in the log.
-    pub(crate) fn staying(control: &Control) -> Vec<Self> {
+    /// The snapshots between the two points of a restore in place, oldest first. The base images can't stop at them, so
+    /// what they need stays in the log.
+    pub(crate) fn inside_rewinds(control: &Control) -> Vec<Self> {
         let mut all = Self::all(control);
         all.retain(|snapshot| control.splits_rewind(snapshot.lsn));
         all
     }
 
-    /// Whether it is of this disk.
+    /// Whether it includes this disk.
     pub(crate) fn has(&self, disk_id: u32) -> bool {
         self.disk_id.is_none_or(|id| id == disk_id)
     }
 
-    /// Adds the snapshot to those of a log.
+    /// Adds the snapshot to a log.
     ///
     /// # Errors
     /// [`ErrorKind::AlreadyExists`] if there is one of this name; [`ErrorKind::InvalidInput`] if there is no room for
@@ -130,7 +132,7 @@ impl Snapshot {
         entry.cid = U64::new(self.cid);
         entry.unix_us = U64::new(self.unix_us);
         entry.disk_id = U32::new(self.disk_id.unwrap_or(0));
-        // Another snapshot of the same moment may have saved files already.
+        // Another snapshot at the same LSN may have saved files already.
         entry.saved = U32::new(control.saved(self.lsn));
         control.snapshots.push(entry);
         if !control.fits() {
@@ -143,7 +145,7 @@ impl Snapshot {
         Ok(())
     }
 
-    /// Removes the snapshot of this name from those of a log.
+    /// Removes the snapshot of this name from a log.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if there is none.
@@ -168,25 +170,26 @@ impl Snapshot {
     /// The snapshot of this name.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if there is none; the error names those that there are.
+    /// [`ErrorKind::NotFound`] if there is none; the error names the existing ones.
     pub(crate) fn find(name: SnapshotName, control: &Control) -> Result<Self> {
         let mut all = Self::all(control).into_iter();
         all.find(|snapshot| snapshot.name == name)
             .ok_or_else(|| Self::unknown(name, control))
     }
 
-    /// Refuses a change that the snapshots of the log would not survive; `what` it would do to the disk at `path`.
+    /// Refuses a change that the log's snapshots would not survive. `what`: what it would do to the disk at `path`.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] if there are snapshots.
     pub(crate) fn refuse_loss(control: &Control, path: &Path, what: &str) -> Result<()> {
         let names = Self::names(control);
-        match names.is_empty() {
-            true => Ok(()),
-            false => Err(invalid(format!(
+        if names.is_empty() {
+            Ok(())
+        } else {
+            Err(invalid(format!(
                 "{}: {what}, and snapshots of its log need it: {names}; delete them with 'walvisor disk snapshot-delete'",
                 path.display()
-            ))),
+            )))
         }
     }
 
@@ -199,9 +202,10 @@ impl Snapshot {
 
     fn unknown(name: SnapshotName, control: &Control) -> Error {
         let names = Self::names(control);
-        let others = match names.is_empty() {
-            true => "the log has none".to_owned(),
-            false => format!("the log has {names}"),
+        let others = if names.is_empty() {
+            "the log has none".to_owned()
+        } else {
+            format!("the log has {names}")
         };
         Error::new(
             ErrorKind::NotFound,
@@ -211,14 +215,14 @@ impl Snapshot {
 }
 
 impl Control {
-    /// How many records the saved files of the snapshots as of this LSN have.
+    /// How many records are in the saved files of the snapshots at this LSN.
     pub(crate) fn saved(&self, lsn: u64) -> u32 {
         let mut snapshots = self.snapshots.iter();
         let snapshot = snapshots.find(|snapshot| snapshot.lsn == lsn);
         snapshot.map_or(0, |snapshot| snapshot.saved.get())
     }
 
-    /// Whether saved files have a disk as of this LSN. Those of a snapshot of another disk alone do not.
+    /// Whether there are saved files of a disk at this LSN. A snapshot of another disk only has none.
     pub(crate) fn has_saved(&self, lsn: u64, disk_id: u32) -> bool {
         let mut snapshots = self.snapshots.iter();
         snapshots.any(|entry| entry.lsn == lsn && entry.saved > 0 && entry.has(disk_id))
@@ -258,7 +262,7 @@ impl SavedFiles {
         &self.counts
     }
 
-    /// Whether there are files of the snapshots as of this LSN.
+    /// Whether there are saved files for this LSN.
     pub(crate) fn has(&self, lsn: u64) -> bool {
         self.counts.iter().any(|(of, _)| *of == lsn)
     }

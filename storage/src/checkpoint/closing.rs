@@ -1,4 +1,4 @@
-//! Closing a log: everything becomes durable, and as much as its time allows is copied to the base images.
+//! Closing a log: everything becomes durable, and as much as the time limit allows is copied to the base images.
 
 use std::time::{Duration, UNIX_EPOCH};
 
@@ -10,23 +10,23 @@ use crate::index::{ExtentMap, Place};
 use crate::mutant::{Mutant, planted};
 use crate::sync;
 
-/// The longest tick of a kernel's clock, and more.
+/// More than the longest tick of a kernel's clock.
 const TICK: Duration = Duration::from_millis(20);
 
 impl Keeper {
-    /// Makes everything durable and copies it to the base images, as long as that may take. No port may use the log
-    /// any more. Returns whether the base images have everything; otherwise the log keeps it.
+    /// Makes everything durable and copies it to the base images, within the time limit. No port may use the log any
+    /// more. Returns whether the base images have everything; otherwise the log keeps it.
     ///
     /// # Errors
     /// If the log had failed or the copy fails.
     pub(crate) fn close(&mut self) -> Result<bool> {
         self.reclaim();
         self.refuse_failed()?;
-        // Everything goes to the log first, where it is safe even if the checkpoint fails.
+        // Into the log first, where it is safe even if the checkpoint fails.
         let newest = self.log.lock().pipeline.appended();
         if !planted(Mutant::CutUndrained) && self.drain(newest).is_err() {
             self.refuse_failed()?;
-            // The log was full of history that a look or a snapshot needed until now.
+            // The log was full of history that a look or snapshot needed until now.
             self.fold_for_room()?;
             self.await_readers();
             self.drain(newest)?;
@@ -42,24 +42,24 @@ impl Keeper {
         };
         let whole = !keeps && self.checkpoint(true, true)?;
         if !whole {
-            // The control file notes that the log is durable.
+            // Records in the control file that the log is durable.
             self.control.write()?;
-            self.tell_left(keeps);
+            self.report_remainder(keeps);
         }
-        self.outlast_written();
+        self.await_new_mtime();
         if !whole && !planted(Mutant::CutMarkedClosed) {
             return Ok(false);
         }
-        // The images are marked as closed only after the control file says that the log has no records of them.
+        // Only after the control file says that the log has no records for them.
         self.disks
             .iter()
             .try_for_each(|disk| disk.mark(false).map(drop))?;
         Ok(whole)
     }
 
-    /// Waits until what another program writes to an image gets another time than what the log wrote, if snapshots depend on that. Times
-    /// of files are those of the kernel's last tick.
-    fn outlast_written(&self) {
+    /// If there are snapshots, waits until a write by another program would get a later mtime than the log's last
+    /// write. File times have the resolution of the kernel's tick.
+    fn await_new_mtime(&self) {
         if self.control.control.snapshots.is_empty() {
             return;
         }
@@ -68,18 +68,18 @@ impl Keeper {
                 0 => continue,
                 nanoseconds => UNIX_EPOCH + Duration::from_nanos(nanoseconds),
             };
-            // A clock that was set back is not waited for.
+            // Don't wait for a clock that was set back.
             let passed = written.elapsed().unwrap_or(TICK);
             sync::sleep(TICK.saturating_sub(passed));
         }
     }
 
-    /// Reports what a close leaves in the log. `keeps`: on purpose.
-    fn tell_left(&self, keeps: bool) {
+    /// Logs what closing left in the log. `keeps`: on purpose.
+    fn report_remainder(&self, keeps: bool) {
         let dir = self.log.dir.display();
         if keeps {
             tracing::info!(
-                "log {dir}: closed; it keeps the history of its disks, and their newest bytes"
+                "log {dir}: closed; it keeps its disks' history, and so their newest bytes"
             );
             return;
         }
@@ -93,13 +93,13 @@ impl Keeper {
         });
         let bytes: u64 = left.sum();
         tracing::warn!(
-            "log {dir}: closed with {bytes} bytes that the base images do not have yet: the log keeps them, and the next open goes \
-             on copying them ('walvisor disk checkpoint' copies all)"
+            "log {dir}: closed with {bytes} bytes that are not in the base images yet; they stay in the log, and the \
+             next open goes on copying them ('walvisor disk checkpoint' copies everything)"
         );
     }
 }
 
-/// Bytes of the extents that are to be written to a base image.
+/// Bytes of data in a layer, zeroes excluded.
 fn bytes(layer: &ExtentMap) -> u64 {
     let data = layer
         .iter()

@@ -4,26 +4,26 @@
 //!   frozen layers ──▶ runs and stripes ──▶ reads ──▶ one write a run ──▶ base images ──▶ sync
 //!   (by sector)       (`runs.rs`)          (of the log; many runs in flight, see `pace.rs`)
 //! ```
-//! A layer's extents are disjoint, and so are runs. They are in flight together and end in any order, as MariaDB's
-//! replicas apply the transactions of one commit group in parallel. The order of the records is already settled in
-//! the layer, which has only the newest extent of each sector.
+//! A layer's extents are disjoint, and so are runs. Many are in flight and end in any order, as MariaDB's replicas
+//! apply the transactions of one commit group in parallel. The order of the records is already settled: a layer has
+//! only the newest extent of each sector.
 //!
-//! If many small parts of a segment are wanted, they are read through the page cache, see [`Ahead`].
+//! If many small parts of a segment are needed, they are read through the page cache, see [`Readahead`].
 
 use std::collections::{HashMap, VecDeque};
 use std::iter::Peekable;
 use std::ops::Range;
 use std::time::Duration;
 
-use crate::checkpoint::ahead::Ahead;
 use crate::checkpoint::pace::{CopyPace, IN_FLIGHT_RUNS};
+use crate::checkpoint::readahead::Readahead;
 use crate::checkpoint::runs::{Run, Stripes};
 use crate::error::{Error, Result};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::cost::MediumCost;
-use crate::medium::file::{Chunk, Done, Engine, Io, MAX_CHUNKS, Source};
+use crate::medium::file::{Chunk, Engine, Io, IoCompletion, MAX_CHUNKS, ReadSource};
 use crate::medium::holes::DataRanges;
 use crate::medium::segment::LogRead;
 use crate::mutant::{Mutant, planted};
@@ -33,42 +33,42 @@ use crate::{BUFFER_ALIGN, Buffer, SECTOR_SIZE};
 
 /// Most bytes of buffers in flight, unless one run needs more.
 const IN_FLIGHT_BYTES: usize = 8 << 20;
-/// Longest pause between two calls of `tend`.
+/// Longest pause between two calls of `urgent_work`.
 const TEND: Duration = Duration::from_millis(20);
-/// How often a copy that is ahead of schedule checks whether it still is.
+/// How often a copy ahead of schedule checks whether it still is.
 pub(super) const SHORT: Duration = Duration::from_millis(1);
 
 /// A run in flight.
-struct Flight<'a> {
+struct InFlightRun<'a> {
     disk: &'a Arc<DiskState>,
     sector: u64,
     bytes: usize,
-    /// Bytes of memory that its buffers take.
+    /// Bytes of its buffers.
     memory: usize,
-    /// What it costs the medium.
+    /// Its cost to the medium.
     cost: u64,
-    /// The pieces of the run, and for each the state of its read, in order.
+    /// The run's pieces, and for each, in order, the state of its read.
     pieces: Vec<Piece>,
-    chunks: Vec<Part>,
+    chunks: Vec<RunPart>,
     /// Whether the base image fills gaps between the pieces.
     stripe: bool,
-    /// What the base image has in the place of a stripe, once it was read.
+    /// The base image's bytes under a stripe, once read.
     fill: Option<Buffer>,
-    /// Reads under way; when none is left, the run is written.
+    /// Reads in flight. The run is written when none is left.
     reads: usize,
-    /// Whether a part can't be read: the run is not written.
+    /// A part can't be read, so the run is not written.
     damaged: bool,
     writing: bool,
 }
 
 /// A part of a run.
-enum Part {
+enum RunPart {
     Reading(LogRead),
     Read(Chunk),
 }
 
-impl Part {
-    /// Takes the buffer that was read, if its checksums match those that were logged.
+impl RunPart {
+    /// Takes the buffer that was read, if its checksums are right.
     fn verified(&mut self, buffer: Buffer) -> Result<()> {
         if let Self::Reading(read) = self {
             *self = Self::Read(chunk(read.verified(buffer)?));
@@ -84,97 +84,97 @@ impl Part {
     }
 }
 
-/// The extents of a disk that could not be copied because the medium has damaged them, and the first error.
-pub(crate) struct Rest {
+/// A disk's extents that could not be copied because they are damaged in the log, and the first error.
+pub(crate) struct DamagedExtents {
     pub disk: Arc<DiskState>,
     pub layer: ExtentMap,
     pub error: Error,
 }
 
-impl Rest {
-    /// The error that reports them.
-    pub(crate) fn told(&self) -> Error {
+impl DamagedExtents {
+    /// The error to report for them.
+    pub(crate) fn to_error(&self) -> Error {
         let (path, error) = (self.disk.path.display(), &self.error);
         Error::new(
             error.kind(),
             format!(
-                "{path}: {error}; reads of it fail, nothing else is affected, and the log keeps it until it is \
-                 overwritten; once the disk is closed, 'walvisor disk check {path}' names sectors and LSNs"
+                "{path}: {error}; damaged blocks stay in the log until they are overwritten, and reading them fails; \
+                 other data is unaffected; once the disk is closed, 'walvisor disk check {path}' lists sectors and \
+                 LSNs"
             ),
         )
     }
 }
 
-/// The runs to come and in flight, and the results of those that ended.
+/// The state of one copy: runs to come and in flight, and results so far.
 struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     log: &'a Log,
     pace: CopyPace,
     medium: MediumCost,
     runs: Peekable<R>,
     known: KnownData,
-    /// Runs of stripes that can't be written as such.
+    /// Runs from stripes that had to be split.
     again: VecDeque<(&'a Arc<DiskState>, Run)>,
-    /// The cost of what has begun.
+    /// The cost of everything started so far.
     done: u64,
-    /// An engine of its own, held as long as the copy runs: the keeper's other one may lead commit groups.
+    /// An engine of the copy's own, for as long as it runs.
     engine: Box<dyn Engine>,
     /// Signalled when an operation of the engine ends.
     event: Event,
     /// By number; operation ids are `number * MAX_CHUNKS + part`.
-    flights: HashMap<u64, Flight<'a>>,
+    flights: HashMap<u64, InFlightRun<'a>>,
     next: u64,
     memory: usize,
-    /// What the runs in flight cost the medium.
+    /// The cost of the runs in flight.
     cost: u64,
     failed: Option<Error>,
-    /// The time for the copy is over.
+    /// The time limit has run out.
     cut: bool,
     /// The damaged extents, by disk.
-    rests: Vec<Rest>,
+    damaged: Vec<DamagedExtents>,
 }
 
 /// A disk and its frozen index layer, which is not empty.
-pub(crate) type Layer = (Arc<DiskState>, Arc<ExtentMap>);
+pub(crate) type FrozenLayer = (Arc<DiskState>, Arc<ExtentMap>);
 
 /// How a copy ended.
-pub(crate) enum Copied {
-    /// Everything is copied and durable, except the extents that the medium has damaged: they stay in the log only.
-    Whole(Vec<Rest>),
-    /// The time was over. Part of the layers may be copied, nothing is in flight any more, and the images are
-    /// neither marked nor synced. The damaged extents are those found so far.
-    Cut(Vec<Rest>),
+pub(crate) enum CopyOutcome {
+    /// Everything is copied and durable, except damaged extents, which stay in the log.
+    Complete(Vec<DamagedExtents>),
+    /// The time limit ran out. Parts of the layers may be copied, nothing is in flight, and the images are neither
+    /// marked nor synced. The damaged extents are those found so far.
+    TimeUp(Vec<DamagedExtents>),
 }
 
-/// Copies frozen layers to their base images, then marks and syncs the images. `tend` is called repeatedly, with a
-/// function that it may call to let the copy go on meanwhile; `over` before each run: once it returns `true`, no more is
-/// copied.
+/// Copies frozen layers to their base images, then marks and syncs the images. `urgent_work` is called regularly, with
+/// a function that it may call to let the copy make progress. `over` is called before each run; once it returns
+/// `true`, nothing more is copied.
 ///
 /// # Errors
-/// If anything but the checksum of an extent fails. Part of the layers may be copied then, and nothing is in flight
-/// any more.
+/// If anything but an extent's checksum fails. Parts of the layers may then be copied, and nothing is in flight.
 pub(crate) fn copy(
     log: &Log,
-    layers: &[Layer],
+    layers: &[FrozenLayer],
     mut pace: CopyPace,
     medium: MediumCost,
-    mut tend: impl FnMut(&mut dyn FnMut()),
+    mut urgent_work: impl FnMut(&mut dyn FnMut()),
     mut over: impl FnMut() -> bool,
-) -> Result<Copied> {
+) -> Result<CopyOutcome> {
     if layers.is_empty() {
-        return Ok(Copied::Whole(Vec::new()));
+        return Ok(CopyOutcome::Complete(Vec::new()));
     }
     let opened = Event::new().and_then(|event| Ok((log.medium.engine(&event)?, event)));
     let (engine, event) =
         opened.map_err(|error| Error::io("start a checkpoint of the log", &log.dir, error))?;
     let pieces = layers.iter().flat_map(|(_, layer)| layer.iter());
-    let ahead = Ahead::of(log, pieces);
-    pace.plan(ahead.bytes() + cost(layers, medium));
+    let readahead = Readahead::of(log, pieces);
+    pace.plan(readahead.bytes() + cost(layers, medium));
     let mut cut = false;
-    ahead.read(medium.largest, |read| {
+    readahead.read(medium.largest, |read| {
         loop {
-            tend(&mut || {});
+            urgent_work(&mut || {});
             cut = over();
-            match pace.runs(log, read) {
+            match pace.max_runs(log, read) {
                 _ if cut => return None,
                 0 => sync::sleep(SHORT),
                 runs => return Some(runs < IN_FLIGHT_RUNS),
@@ -183,7 +183,7 @@ pub(crate) fn copy(
     });
     let mut copier = Copier {
         log,
-        done: ahead.bytes(),
+        done: readahead.bytes(),
         pace,
         medium,
         runs: runs(layers, medium).peekable(),
@@ -197,13 +197,13 @@ pub(crate) fn copy(
         cost: 0,
         failed: None,
         cut,
-        rests: Vec::new(),
+        damaged: Vec::new(),
     };
     while !copier.has_ended() {
         if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {
             let _ = sync_bases(layers);
         }
-        tend(&mut || {
+        urgent_work(&mut || {
             copier.advance(&mut over);
         });
         if !copier.advance(&mut over) {
@@ -212,30 +212,33 @@ pub(crate) fn copy(
     }
     match copier.failed {
         Some(error) => return Err(error),
-        None if copier.cut => return Ok(Copied::Cut(copier.rests)),
+        None if copier.cut => return Ok(CopyOutcome::TimeUp(copier.damaged)),
         None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
         None => sync_bases(layers)?,
     }
-    Ok(Copied::Whole(copier.rests))
+    Ok(CopyOutcome::Complete(copier.damaged))
 }
 
 /// What the copy of these layers writes.
-fn runs(layers: &[Layer], medium: MediumCost) -> impl Iterator<Item = (&Arc<DiskState>, Run)> {
+fn runs(
+    layers: &[FrozenLayer],
+    medium: MediumCost,
+) -> impl Iterator<Item = (&Arc<DiskState>, Run)> {
     layers.iter().flat_map(move |(disk, layer)| {
         Stripes::new(layer.iter(), medium).map(move |run| (disk, run))
     })
 }
 
 /// What that costs the medium.
-pub(super) fn cost(layers: &[Layer], medium: MediumCost) -> u64 {
+pub(super) fn cost(layers: &[FrozenLayer], medium: MediumCost) -> u64 {
     runs(layers, medium)
         .map(|(_, run)| run.cost(medium.operation))
         .sum()
 }
 
-fn sync_bases(layers: &[Layer]) -> Result<()> {
+fn sync_bases(layers: &[FrozenLayer]) -> Result<()> {
     layers.iter().try_for_each(|(disk, _)| {
-        // The mark gets the image's new generation; the sync makes it durable together with the bytes.
+        // The mark gets the image's new generation, and the sync makes it durable together with the data.
         disk.mark(true).map(drop)
     })
 }
@@ -248,16 +251,16 @@ fn chunk(buffer: Buffer) -> Chunk {
 }
 
 impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
-    /// Whether nothing is in flight, and nothing more is to be.
+    /// Whether nothing is in flight and nothing more will be.
     fn has_ended(&mut self) -> bool {
         let last = self.again.is_empty() && self.runs.peek().is_none();
         self.flights.is_empty() && (last || self.cut || self.failed.is_some())
     }
 
-    /// Begins as many runs as the pace allows, and takes note of the operations that have ended. Returns whether there
-    /// was anything to do. Does not wait for those in flight.
+    /// Starts as many runs as the pace allows, and handles operations that have ended. Returns whether there was
+    /// anything to do. Does not wait.
     fn advance(&mut self, over: &mut impl FnMut() -> bool) -> bool {
-        let most = self.pace.runs(self.log, self.done);
+        let most = self.pace.max_runs(self.log, self.done);
         let mut begun = false;
         while self.failed.is_none()
             && !self.cut
@@ -266,7 +269,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             && self.cost < self.pace.queue()
         {
             let again = self.again.pop_front();
-            // As work, a run that was part of a stripe is counted already.
+            // The work of a run from a split stripe was counted with the stripe.
             let counted = again.is_some();
             let Some((disk, run)) = again.or_else(|| self.runs.next()) else {
                 break;
@@ -292,13 +295,14 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
 
     /// Sleeps until an operation may have ended, or the pace may allow another.
     fn sleep(&self) {
-        match self.flights.is_empty() {
-            true => sync::sleep(SHORT),
-            false => self.event.sleep_until(Some(sync::now() + TEND)),
+        if self.flights.is_empty() {
+            sync::sleep(SHORT)
+        } else {
+            self.event.sleep_until(Some(sync::now() + TEND))
         }
     }
 
-    /// Starts a run that costs the medium so much.
+    /// Starts a run of this cost.
     fn start(&mut self, disk: &'a Arc<DiskState>, run: Run, cost: u64) {
         let (stripe, span) = (run.has_gaps(), (run.sectors() * SECTOR_SIZE) as usize);
         let (sector, parts) = match run {
@@ -340,7 +344,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
         let number = self.next;
         self.next += 1;
-        let mut flight = Flight {
+        let mut flight = InFlightRun {
             disk,
             sector,
             bytes: span,
@@ -363,15 +367,15 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                     flight.reads += 1;
                     let read = LogRead::new(segment.clone(), *offset, len);
                     let io = Io::Read {
-                        source: Source::Segment(segment.clone()),
+                        source: ReadSource::Segment(segment.clone()),
                         offset: read.offset(),
                         buffer: Buffer::for_overwrite(read.bytes()),
                     };
                     self.engine.submit(id(part), io);
-                    Part::Reading(read)
+                    RunPart::Reading(read)
                 }
                 Some(Place::Memory { payload, offset }) => {
-                    Part::Read(chunk(Buffer::from(&payload[*offset..*offset + len])))
+                    RunPart::Read(chunk(Buffer::from(&payload[*offset..*offset + len])))
                 }
                 Some(Place::Zero { .. }) | None => {
                     unreachable!("a run of data has data, and a layer's extents have places")
@@ -384,7 +388,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             flight.reads += 1;
             flight.memory += span.next_multiple_of(BUFFER_ALIGN);
             let io = Io::Read {
-                source: Source::File(disk.base.clone()),
+                source: ReadSource::File(disk.base.clone()),
                 offset: sector * SECTOR_SIZE,
                 buffer: Buffer::for_overwrite(span),
             };
@@ -399,11 +403,11 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         self.flights.insert(number, flight);
     }
 
-    /// Writes the run to the base image: all of it is in memory.
-    fn write(&mut self, number: u64, flight: &mut Flight<'_>) {
+    /// Writes a run, all of which is now in memory, to the base image.
+    fn write(&mut self, number: u64, flight: &mut InFlightRun<'_>) {
         self.count_write();
         flight.writing = true;
-        let mut chunks: Vec<_> = flight.chunks.drain(..).filter_map(Part::read).collect();
+        let mut chunks: Vec<_> = flight.chunks.drain(..).filter_map(RunPart::read).collect();
         if let Some(mut stripe) = flight.fill.take() {
             for (piece, part) in flight.pieces.iter().zip(chunks) {
                 let at = ((piece.sector - flight.sector) * SECTOR_SIZE) as usize;
@@ -424,12 +428,11 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         counters.base_writes.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Copies the parts of a stripe of so many bytes as stripes of the usual size if it was longer, and else as runs of
-    /// their own.
+    /// Queues a stripe of `bytes` bytes again: as stripes of the usual size if it was longer, else as separate runs.
     fn split(&mut self, disk: &'a Arc<DiskState>, parts: Vec<Piece>, bytes: usize) {
         let usual = MediumCost::USUAL.largest;
         let medium = MediumCost {
-            // Where an operation costs nothing, no stripe is cheaper than its runs.
+            // If operations cost nothing, no stripe is cheaper than its runs.
             operation: if bytes as u64 > usual {
                 self.medium.operation
             } else {
@@ -442,10 +445,14 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         self.again.extend(runs.map(|run| (disk, run)));
     }
 
-    /// Notes that a part of a disk's log is damaged.
+    /// Records damage in a disk's part of the log.
     fn note_damage(&mut self, disk: &Arc<DiskState>, error: Error) {
-        if self.rests.iter().all(|rest| rest.disk.id != disk.id) {
-            self.rests.push(Rest {
+        if self
+            .damaged
+            .iter()
+            .all(|extents| extents.disk.id != disk.id)
+        {
+            self.damaged.push(DamagedExtents {
                 disk: disk.clone(),
                 layer: ExtentMap::default(),
                 error,
@@ -453,22 +460,25 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
     }
 
-    /// Leaves a damaged run in the log. Of a stripe only the damaged parts are left.
-    fn leave(&mut self, flight: &mut Flight<'a>) {
+    /// Leaves a damaged run in the log; of a stripe, only the damaged parts.
+    fn leave(&mut self, flight: &mut InFlightRun<'a>) {
         if flight.stripe {
             let parts = std::mem::take(&mut flight.pieces);
             return self.split(flight.disk, parts, flight.bytes);
         }
         let disk = flight.disk.id;
-        let rest = self.rests.iter_mut().find(|rest| rest.disk.id == disk);
-        let rest = rest.expect("damage is noted before");
+        let extents = self
+            .damaged
+            .iter_mut()
+            .find(|extents| extents.disk.id == disk);
+        let extents = extents.expect("damage is noted before");
         for piece in flight.pieces.drain(..) {
             let place = piece.place.expect("a layer's extents have places");
-            rest.layer.insert(piece.sector, piece.sectors, 0, place);
+            extents.layer.insert(piece.sector, piece.sectors, 0, place);
         }
     }
 
-    fn end(&mut self, end: Done) {
+    fn end(&mut self, end: IoCompletion) {
         let number = end.id / MAX_CHUNKS as u64;
         let part = (end.id % MAX_CHUNKS as u64) as usize;
         let mut flight = self.flights.remove(&number).expect("a run in flight");
@@ -480,7 +490,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 counters.base_bytes.fetch_add(bytes, Ordering::Relaxed);
             }
             Ok(buffer) if part == flight.pieces.len() => flight.fill = buffer,
-            // What lies between the parts can't be read. The parts don't need it.
+            // The gaps of the stripe can't be read, and its parts don't need them.
             Err(_) if !was_written && part == flight.pieces.len() => flight.damaged = true,
             Ok(buffer) => {
                 let buffer = buffer.expect("a read gives bytes");
@@ -490,41 +500,44 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 }
             }
             Err(error) => {
-                self.failed.get_or_insert_with(|| match was_written {
-                    true => Error::io("write the base image", &flight.disk.path, error),
-                    false => Error::io("read the log", &self.log.dir, error),
+                self.failed.get_or_insert_with(|| {
+                    if was_written {
+                        Error::io("write the base image", &flight.disk.path, error)
+                    } else {
+                        Error::io("read the log", &self.log.dir, error)
+                    }
                 });
             }
         }
         if !was_written {
             flight.reads -= 1;
-            // After an error no more run is begun.
+            // After an error, no further run is written.
             match flight.reads == 0 && self.failed.is_none() {
                 true if flight.damaged => self.leave(&mut flight),
                 true => self.write(number, &mut flight),
                 false => {}
             }
         }
-        match flight.reads > 0 || (flight.writing && !was_written) {
-            true => drop(self.flights.insert(number, flight)),
-            false => {
-                self.memory -= flight.memory;
-                self.cost -= flight.cost;
-            }
+        if flight.reads > 0 || (flight.writing && !was_written) {
+            drop(self.flights.insert(number, flight))
+        } else {
+            self.memory -= flight.memory;
+            self.cost -= flight.cost;
         }
     }
 }
 
 /// See [`DiskState::save`].
 fn save(disk: &DiskState, range: Range<u64>) -> u64 {
-    match planted(Mutant::ExportUnsaved) {
-        true => range.end,
-        false => disk.save(range),
+    if planted(Mutant::ExportUnsaved) {
+        range.end
+    } else {
+        disk.save(range)
     }
 }
 
-/// The last range without holes that a base image was found to have. A file system may look at each block, or each extent,
-/// up to the next hole, and a copy asks for each stripe.
+/// The last range of a base image found to have no holes. A copy asks for each stripe, and some file systems search
+/// block by block, or extent by extent, up to the next hole.
 #[derive(Default)]
 struct KnownData {
     disk_id: u32,
@@ -555,7 +568,8 @@ mod tests {
     use super::*;
     use crate::{DiskOptions, Store, StoreOptions, create_disk};
 
-    /// A stripe of 1 MiB with a hole in one quarter: the other quarters are stripes, and the hole gets what was written alone.
+    /// A stripe of 1 MiB with a hole in one quarter: the other quarters stay stripes, and in the hole only the written
+    /// blocks are allocated.
     #[test]
     fn a_stripe_with_a_hole_is_split_where_the_hole_is() {
         const MIB: usize = 1 << 20;
@@ -592,7 +606,7 @@ mod tests {
         };
         let layers = [(disk.clone(), Arc::new(layer))];
         let copied = copy(log, &layers, pace, medium, |_| {}, || false).unwrap();
-        assert!(matches!(copied, Copied::Whole(rests) if rests.is_empty()));
+        assert!(matches!(copied, CopyOutcome::Complete(damaged) if damaged.is_empty()));
         // One of 1 MiB, three of 256 KiB, and sixteen blocks.
         let writes = log.counters.base_writes.load(Ordering::Relaxed);
         assert_eq!(writes, 1 + 3 + 16);
@@ -600,7 +614,7 @@ mod tests {
         store.close().unwrap();
     }
 
-    /// In a large image each search may take milliseconds, so there is not one for each stripe.
+    /// A search may take milliseconds in a large image, so there must not be one per stripe.
     #[test]
     fn a_copy_searches_a_range_without_holes_once() {
         const LEN: u64 = 1 << 20;
@@ -613,7 +627,7 @@ mod tests {
         let disk = &store.disks()[0].state;
         let mut known = KnownData::default();
         assert!(!known.has_hole(disk, 0..LEN / 4));
-        // Nothing but the copy makes holes, so it need not see this one.
+        // Only the copy itself makes holes, so it need not see this one.
         disk.base.zero_range(LEN / 2, LEN / 4, true).unwrap();
         assert!(!known.has_hole(disk, LEN / 2..LEN));
         assert!(KnownData::default().has_hole(disk, LEN / 2..LEN));

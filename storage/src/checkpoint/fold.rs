@@ -4,33 +4,33 @@
 //!   base images ─ horizon ──▶ oldest segments │ segments that are kept ......... │ tail
 //!                             └── folded ─────┘    any state in here can be seen
 //! ```
-//! The index knows the newest bytes of each sector, wherever they are in the log. The base images have to become what the
-//! disks were at the end of the folded segments, so these are read once more: their summaries say what they hold. The index
-//! then drops what it had in them, and reads go to the base images.
+//! The index only knows the newest bytes of each sector. The base images have to become what the disks were at the end
+//! of the folded segments, so those segments' summaries are read again to find out what they hold. Then the index drops
+//! its extents in them, and reads go to the base images.
 
 use std::collections::BTreeMap;
 
 use crate::catalog::snapshot::Snapshot;
-use crate::checkpoint::copy::{Copied, Layer};
+use crate::checkpoint::copy::{CopyOutcome, FrozenLayer};
 use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
-use crate::index::{Builder, Piece, Place};
+use crate::index::{IndexBuilder, Piece, Place};
 use crate::log::history::Commit;
-use crate::log::state::State;
+use crate::log::state::LogState;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::live::read_live;
 use crate::recovery::replay::place;
-use crate::recovery::scan::Found;
+use crate::recovery::scan::FoundRecord;
 use crate::sync::Arc;
 
-/// How much of the log's room, or of its index's memory, history that must stay takes when the log warns, in percent.
+/// The log warns once history that must stay takes this many percent of its room or of its index memory.
 const WARN_PERCENT: u128 = 80;
 
-/// Who needs what comes behind this LSN, and what to do about it.
-fn who_needs(staying: &[Snapshot], lsn: u64) -> String {
-    match staying.iter().find(|snapshot| snapshot.lsn == lsn) {
+/// Who needs the records after this LSN, and what to do about it.
+fn who_needs(inside_rewinds: &[Snapshot], lsn: u64) -> String {
+    match inside_rewinds.iter().find(|snapshot| snapshot.lsn == lsn) {
         Some(Snapshot { name, .. }) => {
             format!("snapshot '{name}' needs the log; delete it with 'snapshot-delete {name}'")
         }
@@ -38,22 +38,22 @@ fn who_needs(staying: &[Snapshot], lsn: u64) -> String {
     }
 }
 
-/// Pieces that the index forgets at a time: requests wait for that.
+/// Pieces that the index forgets at a time, while requests wait.
 const FORGOTTEN: usize = 512;
 
-/// Segments that are to be folded: all up to this record.
-struct Oldest {
+/// Segments to fold: everything up to `last`.
+struct FoldRange {
     segments: Vec<(Arc<Segment>, Commit)>,
     last: Commit,
 }
 
 impl Keeper {
-    /// Folds segments until the log has room and keeps no more than it is to keep.
+    /// Folds segments until the log has room and keeps no more than its retention.
     ///
     /// # Errors
-    /// If copying fails, or if snapshots keep what has to go.
+    /// If copying fails, or if snapshots need what has to go.
     pub(super) fn fold(&mut self) -> Result<()> {
-        // An attempt at a whole checkpoint that failed comes first: the index has a layer for it.
+        // An unfinished full checkpoint comes first, because its layer is still in the index.
         if self.frozen_at.is_some() {
             return self.checkpoint(false, false).map(drop);
         }
@@ -61,42 +61,42 @@ impl Keeper {
         loop {
             let mut state = log.lock();
             if state.ring.waits_for_readers() {
-                // They hold the room only for the time of one read.
+                // They hold the room for one read only.
                 state.keeper.checkpoint = true;
                 return Ok(());
             }
             let (retain, pinned) = (state.keeper.retain, state.keeper.held());
             let index = log.counters.index.bytes();
-            self.tell_crowded(&state, index);
+            self.warn_if_crowded(&state, index);
             let heavy = index >= log.index_limit / 2;
             let starved = state.ring.is_starved();
             let pressed = heavy || starved || state.ring.is_running_out(retain);
-            let Some(oldest) = self.oldest(&mut state, pressed) else {
+            let Some(range) = self.next_range(&mut state, pressed) else {
                 drop(state);
                 return match pinned {
                     Some(lsn) if starved || index >= log.index_limit => {
-                        Err(self.pinned("no segment of the log can be freed", lsn))
+                        Err(self.pinned_error("no segment of the log can be freed", lsn))
                     }
-                    // All of it is in the last segment.
+                    // Everything is in the last segment.
                     None if heavy => self.checkpoint(false, false).map(drop),
                     _ => Ok(()),
                 };
             };
             let pace = CopyPace::new(&log, &mut state, false);
             drop(state);
-            if !self.fold_oldest(oldest, pace)? {
+            if !self.fold_range(range, pace)? {
                 return Ok(());
             }
             let mut state = log.lock();
             if !state.keeper.orders.is_empty() {
-                // Orders come between two folds.
+                // Serve orders between two folds.
                 state.keeper.checkpoint = true;
                 return Ok(());
             }
         }
     }
 
-    /// Folds segments if none is free and none is to come: a checkpoint of everything needs one for the pending records.
+    /// Folds segments if none is free and none can be made: a full checkpoint needs one for the pending records.
     ///
     /// # Errors
     /// As [`fold`](Self::fold).
@@ -107,33 +107,34 @@ impl Keeper {
             if !state.ring.is_used_up() || state.ring.waits_for_readers() {
                 break;
             }
-            let Some(oldest) = self.oldest(&mut state, true) else {
+            let Some(range) = self.next_range(&mut state, true) else {
                 break;
             };
             let pace = CopyPace::new(&log, &mut state, true);
             drop(state);
-            if !self.fold_oldest(oldest, pace)? {
+            if !self.fold_range(range, pace)? {
                 break;
             }
         }
         Ok(())
     }
 
-    /// The segments that are to be folded now, if any. Reports once that history goes earlier than it was to.
-    fn oldest(&mut self, state: &mut State, pressed: bool) -> Option<Oldest> {
+    /// The segments to fold now, if any. Reports once if history is dropped earlier than its retention says.
+    fn next_range(&mut self, state: &mut LogState, pressed: bool) -> Option<FoldRange> {
         let retain = state.keeper.retain;
-        let pinned = match planted(Mutant::FoldPassesPin) {
-            true => u64::MAX,
-            false => state.keeper.held().unwrap_or(u64::MAX),
+        let pinned = if planted(Mutant::FoldPassesPin) {
+            u64::MAX
+        } else {
+            state.keeper.held().unwrap_or(u64::MAX)
         };
-        let now = state.stamps.now().passed;
+        let now = state.clock.now().passed;
         let (wanted, early) = state.ring.expired(retain, now, pressed, pinned);
-        let (count, more) = self.unsplit(state, wanted, pressed, pinned);
+        let (count, more) = self.without_split_rewinds(state, wanted, pressed, pinned);
         let early = early + more;
-        let shortened = early > 0 && retain != crate::Retain::All;
+        let shortened = early > 0 && retain != crate::Retention::All;
         if shortened && !self.shortened {
             tracing::warn!(
-                "log {}: it has no room for all the history that it is to keep: the oldest goes; make it larger with \
+                "log {}: it has no room for all the history it should keep, so the oldest goes; make it larger with \
                  'walvisor log resize'",
                 self.log.dir.display()
             );
@@ -142,34 +143,34 @@ impl Keeper {
         let segments = state.ring.oldest(count);
         let last = segments.last()?.1;
         let stop = self.stop_before(self.control.control.with_rewinds(last.lsn));
-        stop.map_or(Some(Oldest { segments, last }), |stop| {
-            Some(self.up_to(stop, state))
+        stop.map_or(Some(FoldRange { segments, last }), |stop| {
+            Some(self.range_up_to(stop, state))
         })
     }
 
-    /// Whether there is something that must stay in the log, for the simulation.
+    /// Whether something must stay in the log, for the simulation.
     #[cfg(test)]
     pub(crate) fn must_keep(&self) -> bool {
         self.log.lock().keeper.held().is_some()
     }
 
-    /// The oldest snapshot between what the base images are as of and this LSN. They are to be as of it before they go on: from then
-    /// on what it needs is saved before it is overwritten.
+    /// The oldest snapshot between the base images' state and this LSN. The base images must stop at it before they
+    /// move on; from then on, what it needs is saved before it is overwritten.
     fn stop_before(&self, lsn: u64) -> Option<Snapshot> {
         let control = &self.control.control;
         let between = control.header.checkpoint_lsn.get() + 1..lsn;
         Snapshot::all(control)
             .into_iter()
             .filter(|snapshot| between.contains(&snapshot.lsn))
-            // These stay in the log.
+            // Those stay in the log.
             .filter(|snapshot| !control.splits_rewind(snapshot.lsn))
             .min_by_key(|snapshot| snapshot.lsn)
             .filter(|_| !planted(Mutant::FoldPassesPin))
     }
 
-    /// What the base images are as of once the records up to this LSN are copied: the rewinds that follow count too, but only up to the
-    /// first snapshot. Otherwise there would be two snapshots in the past of the images, and files saved for the newer one alone: the
-    /// older one would be lost.
+    /// The LSN of the base images once the records up to this one are copied. Rewinds that follow count too, but only
+    /// up to the first snapshot. Otherwise the images would move past two snapshots at once, with files saved only for
+    /// the newer one, and the older would be lost.
     pub(super) fn reach(&self, lsn: u64) -> u64 {
         let reached = self.control.control.with_rewinds(lsn);
         let stop = self.stop_before(reached).map(|snapshot| snapshot.lsn);
@@ -177,14 +178,14 @@ impl Keeper {
     }
 
     /// The segments with the records up to a snapshot.
-    fn up_to(&self, snapshot: Snapshot, state: &State) -> Oldest {
+    fn range_up_to(&self, snapshot: Snapshot, state: &LogState) -> FoldRange {
         let lsn = self.control.control.without_rewinds(snapshot.lsn);
-        // Rewinds that the base images have passed are not known any more.
+        // Rewinds that the base images have passed are forgotten.
         let lsn = lsn.min(state.pipeline.appended());
         let mut segments = state.ring.oldest(usize::MAX);
         let end = segments.iter().position(|(_, last)| last.lsn >= lsn);
         segments.truncate(end.map_or(segments.len(), |end| end + 1));
-        Oldest {
+        FoldRange {
             segments,
             last: Commit {
                 lsn,
@@ -194,8 +195,8 @@ impl Keeper {
         }
     }
 
-    /// Brings the base images from one snapshot to the next, as far as there are any and nothing else keeps them from it. Returns `false`
-    /// if the time that closing may take is over.
+    /// Moves the base images from one snapshot to the next, as far as possible. Returns `false` if the time limit for
+    /// closing ran out.
     pub(super) fn fold_to_snapshots(&mut self) -> Result<bool> {
         while self.frozen_at.is_none() {
             let log = self.log.clone();
@@ -206,19 +207,25 @@ impl Keeper {
             let Some(stop) = stop else {
                 break;
             };
-            let oldest = self.up_to(stop, &state);
+            let range = self.range_up_to(stop, &state);
             let pace = CopyPace::new(&log, &mut state, true);
             drop(state);
-            if !self.fold_oldest(oldest, pace)? {
+            if !self.fold_range(range, pace)? {
                 return Ok(self.frozen_at.is_none() && !self.log.lock().keeper.is_over());
             }
         }
         Ok(true)
     }
 
-    /// How many of the oldest segments are folded if so many are to be: no rewind is split. If the log is pressed for room and
-    /// fewer would be none, more. With the number of those that are more.
-    fn unsplit(&self, state: &State, wanted: usize, pressed: bool, pinned: u64) -> (usize, usize) {
+    /// How many of the oldest segments to fold if `wanted` should be, without splitting a rewind: fewer; or, if that
+    /// would be none and the log is pressed for room, more. Also returns how many more.
+    fn without_split_rewinds(
+        &self,
+        state: &LogState,
+        wanted: usize,
+        pressed: bool,
+        pinned: u64,
+    ) -> (usize, usize) {
         let control = &self.control.control;
         if control.rewinds.is_empty() {
             return (wanted, 0);
@@ -241,9 +248,9 @@ impl Keeper {
         }
     }
 
-    /// Warns once when what must stay of the history has almost filled the log, or the memory of its index; again if that was
-    /// over meanwhile.
-    fn tell_crowded(&mut self, state: &State, index: u64) {
+    /// Warns once when history that must stay has almost filled the log or its index memory, and again after it was
+    /// better in between.
+    fn warn_if_crowded(&mut self, state: &LogState, index: u64) {
         let (log, most, held) = (&self.log, state.ring.most(), state.keeper.held());
         let used = state.held_segments();
         let parts = [
@@ -258,49 +265,53 @@ impl Keeper {
             tracing::warn!(
                 "log {}: history that must stay takes {percent} % of its {what}, and writes fail at 100 %: {}",
                 log.dir.display(),
-                who_needs(&state.keeper.staying, lsn)
+                who_needs(&state.keeper.inside_rewinds, lsn)
             );
         }
         self.crowded = pinned.is_some();
     }
 
-    /// The error that says that something can't be done because of what comes behind this LSN.
-    pub(super) fn pinned(&self, what: &str, lsn: u64) -> Error {
-        let who = who_needs(&self.log.lock().keeper.staying, lsn);
+    /// The error for something that can't be done because the records after this LSN must stay.
+    pub(super) fn pinned_error(&self, what: &str, lsn: u64) -> Error {
+        let who = who_needs(&self.log.lock().keeper.inside_rewinds, lsn);
         Error::full(format!("{}: {what}: {who}", self.log.dir.display()))
     }
 
-    /// Returns whether the segments are folded. Otherwise the log is being closed, or everything was copied in their place.
-    fn fold_oldest(&mut self, oldest: Oldest, pace: CopyPace) -> Result<bool> {
-        let copied = self.copy_oldest(&oldest, pace);
+    /// Returns whether the segments were folded. Otherwise the log is closing, or everything was copied instead.
+    fn fold_range(&mut self, range: FoldRange, pace: CopyPace) -> Result<bool> {
+        let copied = self.copy_range(&range, pace);
         self.end_pace();
         let layers = match copied {
-            Ok((layers, Copied::Whole(rests))) => match rests.first() {
-                Some(rest) => return self.give_up(&rest.told()),
+            Ok((layers, CopyOutcome::Complete(damaged))) => match damaged.first() {
+                Some(extents) => return self.give_up(&extents.to_error()),
                 None => layers,
             },
-            // The log is being closed.
-            Ok((_, Copied::Cut(_))) => return Ok(false),
+            // The log is closing.
+            Ok((_, CopyOutcome::TimeUp(_))) => return Ok(false),
             Err(error) if error.kind() == ErrorKind::Damaged => return self.give_up(&error),
             Err(error) => return Err(error),
         };
-        self.end_checkpoint(oldest.last, |keeper| keeper.forget(&layers, &oldest))?;
+        self.end_checkpoint(range.last, |keeper| keeper.forget(&layers, &range))?;
         Ok(true)
     }
 
-    /// Copies what the segments left of each disk.
-    fn copy_oldest(&mut self, oldest: &Oldest, pace: CopyPace) -> Result<(Vec<Layer>, Copied)> {
-        let lsn = oldest.last.lsn;
+    /// Copies the combined effect of the segments on each disk.
+    fn copy_range(
+        &mut self,
+        range: &FoldRange,
+        pace: CopyPace,
+    ) -> Result<(Vec<FrozenLayer>, CopyOutcome)> {
+        let lsn = range.last.lsn;
         if self.log.lock().pipeline.durable() < lsn {
             self.drain(lsn)?;
         }
-        let layers = self.layers_of(oldest)?;
+        let layers = self.layers_of(range)?;
         let copied = self.copy_layers(lsn, &layers, pace)?;
         Ok((layers, copied))
     }
 
-    /// Takes what was copied out of the indexes.
-    fn forget(&self, layers: &[Layer], oldest: &Oldest) {
+    /// Removes what was copied from the indexes.
+    fn forget(&self, layers: &[FrozenLayer], range: &FoldRange) {
         for (disk, layer) in layers {
             let mut pieces = layer.iter();
             loop {
@@ -309,47 +320,46 @@ impl Keeper {
                     break;
                 }
                 disk.index_mut().active.forget(&some);
-                // Who waits for the index has the log's lock. This thread would take the index again before that thread wakes up.
+                // A thread waiting for the index holds the log's lock. Without this, the present thread would retake
+                // the index before the other one wakes up.
                 drop(self.log.lock());
             }
         }
-        let whole = oldest.segments.iter();
-        let whole = whole.filter(|(_, last)| last.lsn <= oldest.last.lsn);
+        let whole = range.segments.iter();
+        let whole = whole.filter(|(_, last)| last.lsn <= range.last.lsn);
         let segments: Vec<_> = whole.map(|(segment, _)| segment.clone()).collect();
         for disk in &self.disks {
             disk.index_mut().active.release(&segments);
         }
     }
 
-    /// Copies everything: a part of the history can't be read, and what the disks were between it and the record that
-    /// replaced it will never be known.
+    /// Gives up the history by copying everything: a part of it can't be read, and the disks' state between there and
+    /// the record that overwrote it is lost.
     ///
     /// # Errors
-    /// If snapshots need the history, or if it was not replaced.
+    /// If snapshots need the history, or if the damaged part was not overwritten.
     fn give_up(&mut self, error: &Error) -> Result<bool> {
         let dir = self.log.dir.display();
-        // What snapshots need of the base images is saved, if these have come that far.
+        // Snapshots that the base images have moved past have what they need in saved files.
         if self.log.lock().keeper.pinned().is_some() {
             return Err(Error::new(
                 ErrorKind::Damaged,
-                format!(
-                    "{error}; the log in {dir} can't be folded without its snapshots and looks being lost"
-                ),
+                format!("{error}; folding the log in {dir} would lose its snapshots and looks"),
             ));
         }
-        tracing::error!("{error}; so the log in {dir} gives up the history that it keeps");
+        tracing::error!("{error}; so the log in {dir} drops its history");
         self.checkpoint_once(false, false).and(Ok(false))
     }
 
-    /// What the records of these segments, which are in the log only, leave of each disk.
+    /// The combined effect of these segments' records on each disk.
     ///
     /// # Errors
     /// [`ErrorKind::Damaged`] if a record can't be read.
-    fn layers_of(&self, oldest: &Oldest) -> Result<Vec<Layer>> {
+    fn layers_of(&self, range: &FoldRange) -> Result<Vec<FrozenLayer>> {
         let control = &self.control.control;
-        let mut builders: BTreeMap<u32, Builder> = BTreeMap::new();
-        let visit = &mut |found: Found<'_>| {
-            // What counts now is also what counted as of the end of these segments: no rewind is split.
+        let mut builders: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
+        let visit = &mut |found: FoundRecord<'_>| {
+            // What counts now also counted at the end of these segments, because no rewind is split.
             if !found.counts || found.is_mark() {
                 return;
             }
@@ -362,13 +372,13 @@ impl Keeper {
             let builder = builders.entry(descriptor.disk_id.get()).or_default();
             builder.add(sector, sectors, place);
         };
-        // Their records up to the last one are durable. The keeper's thread does nothing else meanwhile.
-        let segments = oldest.segments.iter();
+        // Their records up to the last one are durable, and the keeper's thread does nothing else meanwhile.
+        let segments = range.segments.iter();
         let segments: Vec<_> = segments
             .map(|(segment, last)| (segment.clone(), last.lsn))
             .collect();
         let until = match segments.last() {
-            Some((_, last_lsn)) if *last_lsn > oldest.last.lsn => oldest.last.lsn,
+            Some((_, last_lsn)) if *last_lsn > range.last.lsn => range.last.lsn,
             _ => u64::MAX,
         };
         read_live(&segments, until, control, 1, visit)?;

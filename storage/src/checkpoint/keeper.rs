@@ -6,10 +6,10 @@
 //! 3. write the control file: checkpoint LSN *C*, first sequence still needed; sync it;
 //! 4. drop the frozen indexes and recycle the segments that no reader holds any more.
 //!
-//! A close that may take only so long cuts the copy of step 2. That leaves what a kill would leave there, except that
-//! the whole log is durable: nothing is recycled, the images stay marked as open, and the next open goes on.
+//! A close with a time limit may cut step 2 short. That leaves what a kill would leave, except that the whole log is
+//! durable: nothing is recycled, the images stay marked as open, and the next open goes on.
 //!
-//! A log that keeps history does this only for what its oldest segments hold, see [`fold`](crate::checkpoint::fold).
+//! A log with history does this only for its oldest segments, see [`fold`](crate::checkpoint::fold).
 //!
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
@@ -20,9 +20,9 @@ use zerocopy::little_endian::U64;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
-use crate::checkpoint::copy::{Copied, Layer, Rest, copy};
+use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer, copy};
 use crate::checkpoint::pace::CopyPace;
-use crate::checkpoint::saved_file::Saving;
+use crate::checkpoint::saved_file::SavedFileWriter;
 use crate::checkpoint::troubles::Troubles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
@@ -30,26 +30,26 @@ use crate::index::ExtentMap;
 use crate::log::committer::{Committer, Leader};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
-use crate::log::state::{Log, State};
+use crate::log::state::{Log, LogState};
 use crate::medium::cost::MediumCost;
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 
-/// A checkpoint of more extents than this measures the medium first, which takes 200 reads.
+/// A checkpoint of more extents than this measures the medium first, with 200 reads.
 const MUCH_WORK: usize = if cfg!(test) { 0 } else { 1000 };
-/// How many rests of a millisecond closing waits for those who hold its room.
+/// How many pauses of a millisecond closing waits for readers that hold room it needs.
 const AWAITED_RESTS: u32 = 1000;
 /// Pause before a failed checkpoint is tried again.
 const RETRY: Duration = Duration::from_secs(1);
 
-/// A disk whose image gets another generation, and two parts that the checkpoint writes to it, by byte offset and
+/// A disk whose image is getting a new generation, and two parts that the checkpoint writes to it, by byte offset and
 /// length.
-type Announced = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
+type NewGeneration = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
 
-/// Notes in the control file that the announced images have their new generation.
-pub(super) fn settle(control: &mut Control, announced: &[Announced]) {
-    for (disk, parts) in announced {
+/// Notes in the control file that the images now have their announced generation.
+pub(super) fn settle(control: &mut Control, new_generations: &[NewGeneration]) {
+    for (disk, parts) in new_generations {
         if let Some(entry) = control.disk_mut(disk.id) {
             entry.settle();
             entry.take_samples(disk.base.as_ref(), *parts);
@@ -65,28 +65,28 @@ pub(crate) struct Keeper {
     pub(crate) control: ControlFile,
     committer: Committer,
     leader: Leader,
-    /// The LSN of frozen indexes that recovery or a failed checkpoint left behind.
+    /// The LSN of frozen indexes left by recovery or by a failed checkpoint.
     pub(super) frozen_at: Option<u64>,
-    /// What operations cost the medium, once it was measured.
+    /// What operations cost the medium, once measured.
     cost: Option<MediumCost>,
     /// The `copying_lsn` in both slots of the control file, if this keeper wrote it.
     pub(super) copying: Option<u64>,
-    /// The disks whose images get another generation with the checkpoint under way, and parts that it writes.
-    pub(super) announced: Vec<Announced>,
-    /// A copy is under way: no other may begin.
+    /// The disks whose images get a new generation in this checkpoint, and parts that it writes.
+    pub(super) new_generations: Vec<NewGeneration>,
+    /// A copy is running; no other may begin.
     pub(super) copies: bool,
-    /// The saved files that snapshots need, once a copy has added to them.
-    pub(super) saving: Option<Saving>,
-    /// The LSN of the snapshot of which this keeper has made records durable in saved files, and how many there are.
+    /// The saved files that this keeper's copies add to.
+    pub(super) saving: Option<SavedFileWriter>,
+    /// The LSN of the snapshot whose saved records this keeper has made durable, and how many there are.
     pub(super) saved: (u64, u32),
-    /// It was reported that the log has no room for all the history that it is to keep.
+    /// It was reported that the log has no room for all the history it should keep.
     pub(super) shortened: bool,
-    /// It was reported that the log is almost full of history that it must keep.
+    /// It was reported that history which must stay has almost filled the log.
     pub(super) crowded: bool,
 }
 
 impl Keeper {
-    /// `frozen_at`: the last LSN in the frozen indexes that recovery left, if it left any.
+    /// `frozen_at`: the last LSN in frozen indexes left by recovery, if there are any.
     pub(crate) fn new(
         log: Arc<Log>,
         disks: Vec<Arc<DiskState>>,
@@ -104,7 +104,7 @@ impl Keeper {
             frozen_at,
             cost: None,
             copying: None,
-            announced: Vec::new(),
+            new_generations: Vec::new(),
             copies: false,
             saving: None,
             saved: (0, 0),
@@ -121,37 +121,38 @@ impl Keeper {
         loop {
             if self.wait(&mut paused) {
                 let closed = self.close();
-                // The keeper is going away: it can make no more room for a port that is still open.
+                // The keeper is going away and can make no more room for a port that is still open.
                 self.log.refuse(self.log.lock());
                 return closed.map(drop);
             }
             self.serve_orders();
-            // A failed checkpoint waits for its retry; a segment file that is needed is made meanwhile.
-            let done = match paused {
-                true => self.log.provide(false, || {}),
-                false => self.step(false),
+            // A failed checkpoint waits for its retry. A segment file that is needed is made all the same.
+            let done = if paused {
+                self.log.preallocate_segment(false, || {})
+            } else {
+                self.step(false)
             };
             if let Some(line) = troubles.report(&self.log, &done, paused) {
                 tracing::error!("{line}");
             }
             paused |= done.is_err();
             if self.log.lock().ring.has_readers() {
-                // A reader holds a segment only for the time of one read, so the keeper looks again soon.
-                self.rest();
+                // A reader holds a segment only for one read, so look again soon.
+                self.pause_and_reclaim();
             }
         }
     }
 
-    /// Gives readers time to end, and takes back the segments that they held.
-    pub(crate) fn rest(&self) {
+    /// Gives readers time to end, then reclaims the segments that they held.
+    pub(crate) fn pause_and_reclaim(&self) {
         sync::sleep(Duration::from_millis(1));
         self.reclaim();
     }
 
-    /// Sleeps until there is work; returns whether the keeper is to stop. `paused`: an attempt has just failed;
-    /// cleared once the next attempt may be made.
+    /// Sleeps until there is work. Returns whether the keeper should stop. `paused`: an attempt has just failed;
+    /// cleared once the next one may be made.
     fn wait(&self, paused: &mut bool) -> bool {
-        let urgent = |state: &State| {
+        let urgent = |state: &LogState| {
             let keeper = &state.keeper;
             keeper.stop || !keeper.orders.is_empty() || state.ring.is_short()
         };
@@ -169,26 +170,26 @@ impl Keeper {
         state.keeper.stop
     }
 
-    /// Does the work that is due. If `forced`, a checkpoint is done even if it is not due.
+    /// Does the work that is due. `forced`: checkpoints even if no checkpoint is due.
     ///
     /// # Errors
     /// If a segment can't be made or a checkpoint fails. Nothing is lost; the work stays due.
     pub(crate) fn step(&mut self, forced: bool) -> Result<()> {
         self.reclaim();
-        let provided = self.log.provide(false, || {});
-        // The request is cleared before the checkpoint starts: a request that comes while it runs asks for another
-        // one.
+        let preallocated = self.log.preallocate_segment(false, || {});
+        // Cleared before the checkpoint starts: a request that comes while it runs asks for another one.
         let mut state = self.log.lock();
         let due = std::mem::take(&mut state.keeper.checkpoint) || forced;
         let folds = state.keeps_history() && !forced;
-        // During a checkpoint it is unknown whether the ring is stuck: requests that need room wait for its result.
+        // During a checkpoint nobody knows whether the ring is stuck, so requests that need room wait for the result.
         state.keeper.failed &= !due;
         drop(state);
         if due {
-            // A checkpoint that was cut is left to the close.
-            let done = match folds {
-                true => self.fold(),
-                false => self.checkpoint(false, forced).map(drop),
+            // A checkpoint that ran out of time is left to the close.
+            let done = if folds {
+                self.fold()
+            } else {
+                self.checkpoint(false, forced).map(drop)
             };
             let mut state = self.log.lock();
             state.keeper.failed = state.keeper.refuses_after(&done);
@@ -199,24 +200,25 @@ impl Keeper {
             }
             done?;
         }
-        provided
+        preallocated
     }
 
     /// Refuses an order once the log has failed.
     pub(super) fn refuse_failed(&self) -> Result<()> {
-        match self.log.poisoned.load(Ordering::Acquire) {
-            false => Ok(()),
-            true => Err(Error::new(
+        if self.log.poisoned.load(Ordering::Acquire) {
+            Err(Error::new(
                 ErrorKind::Io,
                 format!(
                     "{}: the log had failed; reopen it to recover what was acknowledged",
                     self.log.dir.display()
                 ),
-            )),
+            ))
+        } else {
+            Ok(())
         }
     }
 
-    /// Gives segments back to the ring once no reader holds them.
+    /// Frees retired segments that no reader holds any more.
     pub(super) fn reclaim(&self) {
         let mut state = self.log.lock();
         if state.ring.has_readers() {
@@ -228,11 +230,11 @@ impl Keeper {
         state.check(&self.log);
         drop(state);
         if more {
-            self.log.segments_freed();
+            self.log.wake_for_segments();
         }
     }
 
-    /// Gives the oldest `count` segments back to the ring.
+    /// Retires the oldest `count` segments, and frees those that no reader holds.
     fn recycle(&self, count: usize) {
         let oldest = self.log.lock().ring.oldest(count);
         oldest.iter().for_each(|(segment, _)| segment.free_pages());
@@ -241,12 +243,11 @@ impl Keeper {
         self.reclaim();
     }
 
-    /// Copies the log to the base images. `closing`: no port writes any more, so all segments become free. `hurry`:
-    /// a caller waits for the checkpoint. Returns `false` if the time that closing may take is over: the checkpoint
-    /// has not ended then.
+    /// Copies the log to the base images. `closing`: no port writes any more, so all segments become free. `hurry`: a
+    /// caller is waiting. Returns `false` if the time limit for closing ran out; the checkpoint is then unfinished.
     pub(super) fn checkpoint(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         self.fold_for_room()?;
-        // The layers that an earlier attempt left frozen come first; when closing, newer records follow.
+        // Layers left frozen by an earlier attempt come first; when closing, newer records follow.
         if self.frozen_at.is_some() && closing {
             self.await_readers();
             if !self.checkpoint_once(false, hurry)? {
@@ -265,14 +266,14 @@ impl Keeper {
         self.checkpoint_once(closing, hurry)
     }
 
-    /// Waits until nobody holds the room that closing needs: the log's writer while it writes a segment's summary, or a read that
-    /// is under way. The medium may never answer it: so the wait is bounded.
+    /// Waits until nobody holds room that closing needs: the log's writer while it writes a summary, or a read in
+    /// flight. The medium may never answer, so the wait is bounded.
     pub(super) fn await_readers(&self) {
         for _ in 0..AWAITED_RESTS {
             if !self.log.lock().ring.waits_for_readers() {
                 return;
             }
-            self.rest();
+            self.pause_and_reclaim();
         }
     }
 
@@ -284,31 +285,31 @@ impl Keeper {
         )
     }
 
-    /// Makes everything up to `lsn` durable in the log, if necessary with the ring's last segment. The next change of the control
-    /// file notes how far the log is durable.
+    /// Makes everything up to `lsn` durable in the log, if necessary in the ring's last segment. The next write of the
+    /// control file records how far the log is durable.
     pub(super) fn drain(&mut self, lsn: u64) -> Result<()> {
         let needed = self.log.lock().ring.has_none_free();
-        let provided = if needed {
-            self.log.provide(false, || {})
+        let preallocated = if needed {
+            self.log.preallocate_segment(false, || {})
         } else {
             Ok(())
         };
         let mut state = self.log.lock();
         state.keeper.draining = Some(lsn);
         let had_failed = state.keeper.failed;
-        // Writers that may use the last segment can have room now.
+        // Writers that may use the last segment can find room now.
         state.ring.end_starving();
         drop(state);
         let flushed = self.committer.flush(lsn, &mut self.leader);
         let mut state = self.log.lock();
         state.keeper.draining = None;
         if flushed.is_ok() {
-            // There was no room for a moment only.
+            // The lack of room was only temporary.
             state.keeper.failed = had_failed;
             self.control.control.durable_lsn = U64::new(state.pipeline.durable());
         }
         drop(state);
-        match (flushed, provided) {
+        match (flushed, preallocated) {
             (Ok(()), _) => Ok(()),
             (Err(_), Err(error)) => Err(error),
             (Err(_), Ok(())) => Err(Error::new(
@@ -318,22 +319,22 @@ impl Keeper {
         }
     }
 
-    /// Runs after everything else was copied. Keeps damaged extents in the frozen layers, except those that durable
-    /// records have replaced since. The next attempt has nothing else to copy.
+    /// After everything else was copied: keeps the damaged extents in the frozen layers, except those that durable
+    /// records have since overwritten. The next attempt has nothing else to copy.
     ///
     /// # Errors
-    /// [`ErrorKind::Damaged`] if damaged extents are left. The checkpoint has not ended then.
-    fn keep(&self, rests: Vec<Rest>) -> Result<()> {
-        if rests.is_empty() {
+    /// [`ErrorKind::Damaged`] if damaged extents are left. The checkpoint is then unfinished.
+    fn keep_damaged(&self, damaged: Vec<DamagedExtents>) -> Result<()> {
+        if damaged.is_empty() {
             return Ok(());
         }
         let mut failed = Ok(());
-        // Under the log's lock no record comes between the index and `last_lsn`.
+        // Under the log's lock, no record can come between the index and `last_lsn`.
         let state = self.log.lock();
         for disk in &self.disks {
             let mut index = disk.index_mut();
             index.frozen = None;
-            let Some(rest) = rests.iter().find(|rest| rest.disk.id == disk.id) else {
+            let Some(extents) = damaged.iter().find(|extents| extents.disk.id == disk.id) else {
                 continue;
             };
             let newest_is_durable =
@@ -344,10 +345,10 @@ impl Keeper {
             } else {
                 &nothing
             };
-            let left = rest.layer.without(newer);
+            let left = extents.layer.without(newer);
             if !left.is_empty() {
                 index.frozen = Some(Arc::new(left));
-                failed = failed.and(Err(rest.told()));
+                failed = failed.and(Err(extents.to_error()));
             }
         }
         drop(state);
@@ -355,24 +356,22 @@ impl Keeper {
     }
 
     /// The frozen layers that are not empty, with their disks.
-    fn layers(&self) -> Vec<Layer> {
+    fn layers(&self) -> Vec<FrozenLayer> {
         let disks = self.disks.iter();
         let layers = disks.filter_map(|disk| Some((disk.clone(), disk.index().frozen.clone()?)));
         layers.filter(|(_, layer)| !layer.is_empty()).collect()
     }
 
-    /// Writes to the control file that the base images may from now on hold records up to `lsn`, and that the
-    /// images which the frozen layers are copied to are about to get another generation.
-    fn announce(&mut self, lsn: u64, layers: &[Layer]) -> Result<()> {
+    /// Notes in the control file that from now on the base images may hold records up to `lsn`, and that the images
+    /// about to be written are getting a new generation.
+    fn announce(&mut self, lsn: u64, layers: &[FrozenLayer]) -> Result<()> {
         if self.copying == Some(lsn) {
             return Ok(());
         }
         let reach = self.reach(lsn);
-        // Written to both slots: if one rots, the other still says that the base images may be ahead of a damaged
-        // log.
+        // In both slots: if one rots, the other still says that the base images may be ahead of a damaged log.
         self.control.change_both(|control| {
-            // What is copied is as of the rewinds that follow. An earlier checkpoint, which did not end, may have copied
-            // more.
+            // The copy includes the rewinds that follow. An earlier, unfinished checkpoint may have copied more.
             let copying = control.header.copying_lsn.get().max(reach);
             control.header.copying_lsn = U64::new(copying);
             for (disk, layer) in layers {
@@ -389,15 +388,15 @@ impl Keeper {
         })?;
         let parts = layers.iter().map(|(_, layer)| written_parts(layer));
         let disks = layers.iter().map(|(disk, _)| disk.clone());
-        self.announced = disks.zip(parts).collect();
+        self.new_generations = disks.zip(parts).collect();
         self.copying = Some(lsn);
         self.log.lock().pass_horizon(self.control.control.horizon());
         Ok(())
     }
 
-    /// What operations cost the medium. It is measured once, when it first decides about much work, and not in the time that closing
-    /// may take.
-    fn medium_cost(&mut self, layers: &[Layer]) -> MediumCost {
+    /// What operations cost the medium. Measured once, the first time it matters for much work, and never while
+    /// closing.
+    fn medium_cost(&mut self, layers: &[FrozenLayer]) -> MediumCost {
         let state = self.log.lock();
         let (closing, segment) = (state.keeper.stop, state.ring.live().next().cloned());
         drop(state);
@@ -410,15 +409,15 @@ impl Keeper {
         }
     }
 
-    /// Makes the records up to `lsn`, the newest of the frozen layers, durable, and copies the layers.
-    pub(super) fn copy_frozen(&mut self, lsn: u64, hurry: bool) -> Result<Copied> {
+    /// Makes the records up to `lsn`, the newest one in the frozen layers, durable, and copies the layers.
+    pub(super) fn copy_frozen(&mut self, lsn: u64, hurry: bool) -> Result<CopyOutcome> {
         let pace = CopyPace::new(&self.log, &mut self.log.lock(), hurry);
         let copied = self.copy_at(lsn, pace);
         self.end_pace();
         copied
     }
 
-    fn copy_at(&mut self, lsn: u64, pace: CopyPace) -> Result<Copied> {
+    fn copy_at(&mut self, lsn: u64, pace: CopyPace) -> Result<CopyOutcome> {
         if !planted(Mutant::CopyBeforeDurable) {
             self.drain(lsn)?;
         }
@@ -426,16 +425,16 @@ impl Keeper {
         self.copy_layers(lsn, &layers, pace)
     }
 
-    /// Copies layers of durable records, of which `lsn` is the newest.
+    /// Copies layers of durable records up to `lsn`.
     ///
     /// # Panics
-    /// In debug builds, if it is called while a copy is under way.
+    /// In debug builds, if a copy is already running.
     pub(super) fn copy_layers(
         &mut self,
         lsn: u64,
-        layers: &[Layer],
+        layers: &[FrozenLayer],
         pace: CopyPace,
-    ) -> Result<Copied> {
+    ) -> Result<CopyOutcome> {
         debug_assert!(!self.copies, "no copy begins while another is under way");
         self.copies = true;
         let copied = self.save_and_copy(lsn, layers, pace);
@@ -443,48 +442,54 @@ impl Keeper {
         copied
     }
 
-    fn save_and_copy(&mut self, lsn: u64, layers: &[Layer], mut pace: CopyPace) -> Result<Copied> {
+    fn save_and_copy(
+        &mut self,
+        lsn: u64,
+        layers: &[FrozenLayer],
+        mut pace: CopyPace,
+    ) -> Result<CopyOutcome> {
         let medium = self.medium_cost(layers);
-        pace.know_rate(medium.rate);
+        pace.set_rate(medium.rate);
         if !self.save_for_snapshots(lsn, layers, &mut pace, medium)? {
-            return Ok(Copied::Cut(Vec::new()));
+            return Ok(CopyOutcome::TimeUp(Vec::new()));
         }
         self.announce(lsn, layers)?;
         let log = self.log.clone();
-        let tend = |meanwhile: &mut dyn FnMut()| self.tend(meanwhile);
+        let urgent_work = |meanwhile: &mut dyn FnMut()| self.do_urgent_work(meanwhile);
         let over = || log.lock().keeper.is_over();
-        copy(&log, layers, pace, medium, tend, over)
+        copy(&log, layers, pace, medium, urgent_work, over)
     }
 
-    /// Does what can't wait until a copy has ended. `meanwhile` is called between its steps.
-    pub(super) fn tend(&mut self, meanwhile: &mut dyn FnMut()) {
-        // A growing ring needs its next segment. A failure here is retried, and reported, after the copy.
-        if !self.log.lock().ring.is_cramped() {
-            let _ = self.log.provide(true, meanwhile);
+    /// Does what can't wait for the end of a copy. `meanwhile` is called between the steps.
+    pub(super) fn do_urgent_work(&mut self, meanwhile: &mut dyn FnMut()) {
+        // A growing ring needs its next segment. A failure is retried, and reported, after the copy.
+        if !self.log.lock().ring.cannot_grow() {
+            let _ = self.log.preallocate_segment(true, meanwhile);
         }
         self.serve_quick_orders();
     }
 
-    /// However a copy ended, it holds up no writer any more.
+    /// However the copy ended, it no longer holds up writers.
     pub(super) fn end_pace(&self) {
         if self.log.lock().ring.allow(None) {
             self.log.wake_ports();
         }
     }
 
-    /// As [`checkpoint`](Self::checkpoint), up to one LSN.
+    /// One checkpoint up to one LSN, see [`checkpoint`](Self::checkpoint).
     pub(super) fn checkpoint_once(&mut self, closing: bool, hurry: bool) -> Result<bool> {
         let mut state = self.log.lock();
         if state.pipeline.unapplied() > 0 && state.keeper.is_over() {
             return Ok(false);
         }
         if state.ring.waits_for_readers() {
-            // Readers hold the room that this checkpoint may need, each for the time of one read, so it is tried
-            // again soon. (Waiting here would never end, since only this thread takes the segments back.)
+            // Readers hold room that this checkpoint may need, each for one read, so try again soon. (Waiting here
+            // would never end, because only this thread reclaims segments.)
             state.keeper.checkpoint = true;
-            return match closing {
-                false => Ok(true),
-                true => Err(self.being_read()),
+            return if closing {
+                Err(self.being_read())
+            } else {
+                Ok(true)
             };
         }
         let newest = state.pipeline.appended();
@@ -493,7 +498,7 @@ impl Keeper {
             && lsn < self.control.control.with_rewinds(until)
         {
             drop(state);
-            return Err(self.pinned("everything can't be copied to the base images", lsn));
+            return Err(self.pinned_error("the log can't be copied to the base images", lsn));
         }
         let lsn = *self.frozen_at.get_or_insert_with(|| {
             for disk in &self.disks {
@@ -502,13 +507,13 @@ impl Keeper {
             }
             newest
         });
-        let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.stamps.now().unix_us);
+        let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.clock.now().unix_us);
         drop(state);
         match self.copy_frozen(lsn, hurry)? {
-            Copied::Whole(rests) => self.keep(rests)?,
-            Copied::Cut(rests) => {
-                if let Some(rest) = rests.first() {
-                    return Err(rest.told());
+            CopyOutcome::Complete(damaged) => self.keep_damaged(damaged)?,
+            CopyOutcome::TimeUp(damaged) => {
+                if let Some(extents) = damaged.first() {
+                    return Err(extents.to_error());
                 }
                 if !planted(Mutant::CutTakenForWhole) {
                     return Ok(false);
@@ -527,8 +532,8 @@ impl Keeper {
         Ok(true)
     }
 
-    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and are as of the rewinds that follow it, see
-    /// [`reach`](Self::reach). `drop_copied` drops from the indexes what was copied.
+    /// Ends a checkpoint: the base images durably hold everything up to `horizon`, and the rewinds that follow it, see
+    /// [`reach`](Self::reach). `drop_copied` drops what was copied from the indexes.
     pub(super) fn end_checkpoint(
         &mut self,
         horizon: Commit,
@@ -537,7 +542,7 @@ impl Keeper {
         let lsn = horizon.lsn;
         let reached = self.reach(lsn);
         let state = self.log.lock();
-        let (freed, first_sequence) = state.ring.unneeded(lsn);
+        let (freed, first_sequence) = state.ring.find_freeable(lsn);
         let (next_lsn, next_cid) = (state.pipeline.next_lsn(), state.pipeline.next_cid());
         drop(state);
         if planted(Mutant::RecycleEarly) {
@@ -549,17 +554,16 @@ impl Keeper {
             header.next_lsn = U64::new(next_lsn);
             header.next_cid = U64::new(next_cid);
             control.set_checkpoint(reached);
-            settle(control, &self.announced);
+            settle(control, &self.new_generations);
         });
         if noted.is_err() {
-            // The medium may have it nevertheless, so the next attempt announces anew what it writes to the images.
+            // The write may have reached the medium all the same, so the next attempt announces its writes again.
             self.copying = None;
         }
         noted?;
-        self.announced.clear();
-        // Segments may be reused, and layers dropped, only now that the control file no longer needs them. (A new
-        // segment names the one before it, which must stay in `live` until the control file no longer refers to
-        // it.)
+        self.new_generations.clear();
+        // Only now that the control file no longer needs them may segments be reused and layers dropped. (A new segment
+        // names its predecessor, which must stay in `live` until the control file no longer refers to it.)
         drop_copied(self);
         let mut state = self.log.lock();
         state.pipeline.set_applied(lsn);
@@ -585,7 +589,7 @@ impl Drop for Keeper {
     fn drop(&mut self) {
         let mut state = self.log.lock();
         state.keeper.gone = true;
-        // Dropping an order closes its channel, which notifies the client that waits for the answer.
+        // Dropping an order closes its channel, which tells the waiting caller.
         state.keeper.orders.clear();
     }
 }

@@ -1,35 +1,39 @@
 //! Disks join and leave a log in use.
 //!
-//! A disk that leaves is copied as by a checkpoint, alone, and its entry in the control file says that its records are void.
-//! Other disks of the log are not copied. If the log keeps history, nothing is copied: the disk is set aside, with its
-//! records in the log, as a disk is that was not asked for when the log was opened.
+//! A disk that leaves gets a checkpoint of its own, after which its entry in the control file says that its records are
+//! void. Other disks are not copied. If the log keeps history, nothing is copied: the disk is detached and its records
+//! stay in the log, as with a disk that was not asked for when the log was opened.
 
 use zerocopy::little_endian::U64;
 
 use crate::catalog::control::real_path;
 use crate::catalog::options::DiskOptions;
-use crate::checkpoint::copy::Copied;
+use crate::checkpoint::copy::CopyOutcome;
 use crate::checkpoint::keeper::{Keeper, settle};
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::disk_state::DiskState;
-use crate::log::orders::Adopt;
-use crate::log::pipeline::{Marked, Modification};
+use crate::log::orders::DiskAdoption;
+use crate::log::pipeline::{MarkCommit, Modification};
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
 impl Keeper {
-    /// Takes on a disk.
-    pub(super) fn add(&mut self, options: &DiskOptions, adopt: Adopt) -> Result<Arc<DiskState>> {
+    /// Adds a disk.
+    pub(super) fn add(
+        &mut self,
+        options: &DiskOptions,
+        adopt: DiskAdoption,
+    ) -> Result<Arc<DiskState>> {
         self.refuse_failed()?;
         let path = real_path(&options.path)?;
-        let aside = |disk: &Arc<DiskState>| {
-            disk.aside.load(Ordering::Relaxed)
+        let detached = |disk: &Arc<DiskState>| {
+            disk.detached.load(Ordering::Relaxed)
                 && real_path(&disk.path).is_ok_and(|other| other == path)
         };
-        if let Some(place) = self.disks.iter().position(aside) {
+        if let Some(place) = self.disks.iter().position(detached) {
             if self.log.lock().keeps_history() {
-                return self.take_back(place, options);
+                return self.reattach(place, options);
             }
             let disk = self.disks[place].clone();
             self.remove(&disk)?;
@@ -40,16 +44,17 @@ impl Keeper {
         disk.index_mut().count_in(&self.log.counters.index);
         self.disks.push(disk.clone());
         if disk.since_lsn > newest {
-            // What the disk is from now on has an LSN of its own. Only records have them in a log in use.
-            let mark = Modification::mark(&"a disk has another image".parse()?, Marked::default());
+            // The disk's new state needs an LSN of its own, and in a log in use only records have LSNs.
+            let mark =
+                Modification::mark(&"a disk has another image".parse()?, MarkCommit::default());
             let at = self.log.lock().pipeline.append(&disk, mark);
             disk.last_lsn.store(at, Ordering::Release);
         }
         Ok(disk)
     }
 
-    /// Opens a disk again that was set aside.
-    fn take_back(&mut self, place: usize, options: &DiskOptions) -> Result<Arc<DiskState>> {
+    /// Reopens a detached disk.
+    fn reattach(&mut self, place: usize, options: &DiskOptions) -> Result<Arc<DiskState>> {
         let disk = &mut self.disks[place];
         let Some(state) = Arc::get_mut(disk) else {
             return Err(Error::new(
@@ -61,21 +66,23 @@ impl Keeper {
         Ok(disk.clone())
     }
 
-    /// Brings the base image of a disk up to date, marks it as closed, and forgets the disk; or sets the disk aside, if the
-    /// log keeps history. If that fails, the disk stays as it was.
+    /// Brings a disk's base image up to date, marks it as closed and forgets the disk; or, if the log keeps history,
+    /// detaches it. On failure, the disk stays as it was.
     pub(crate) fn remove(&mut self, disk: &Arc<DiskState>) -> Result<()> {
         self.refuse_failed()?;
         let state = self.log.lock();
-        let was_aside = disk.aside.swap(true, Ordering::Relaxed);
+        let was_detached = disk.detached.swap(true, Ordering::Relaxed);
         let keeps_history = state.keeps_history();
         drop(state);
-        let removed = match keeps_history {
-            true => self.drain(disk.last_lsn.load(Ordering::Acquire)),
-            // The image is marked as closed only after the control file says that the log has no records of it.
-            false => self.empty(disk).and_then(|()| self.mark_closed(disk)),
+        let removed = if keeps_history {
+            self.drain(disk.last_lsn.load(Ordering::Acquire))
+        } else {
+            // Mark it as closed only after the control file says that the log has no records for it.
+            self.copy_records(disk)
+                .and_then(|()| self.mark_closed(disk))
         };
         if let Err(error) = removed {
-            disk.aside.store(was_aside, Ordering::Relaxed);
+            disk.detached.store(was_detached, Ordering::Relaxed);
             return Err(error);
         }
         if !keeps_history {
@@ -85,8 +92,9 @@ impl Keeper {
         Ok(())
     }
 
-    /// Marks the image of a disk that leaves the log as closed. If that fails, the image is marked as open again: records of the disk may
-    /// follow, and no log is opened that has records of a closed image. If that fails too, so has the log: no record follows.
+    /// Marks the image of a leaving disk as closed. If that fails, marks it as open again: more records may follow, and
+    /// a log with records for a closed image can't be opened. If that fails too, poisons the log, so that no record
+    /// follows.
     fn mark_closed(&self, disk: &DiskState) -> Result<()> {
         let closed = disk.mark(false).map(drop);
         if closed.is_err()
@@ -97,8 +105,8 @@ impl Keeper {
         closed
     }
 
-    /// Copies all records of a disk that is leaving the log.
-    fn empty(&mut self, disk: &Arc<DiskState>) -> Result<()> {
+    /// Copies all records of a leaving disk.
+    fn copy_records(&mut self, disk: &Arc<DiskState>) -> Result<()> {
         if planted(Mutant::RemoveUncopied) {
             return Ok(());
         }
@@ -109,8 +117,8 @@ impl Keeper {
             if index.active.is_empty() && index.frozen.is_none() && rewound.is_none() {
                 return Ok(());
             }
-            // This frees no segment. If few are unused, a checkpoint of the whole log is needed anyway, and must find the
-            // last segment unused.
+            // This frees no segment. If few are unused, a full checkpoint is needed anyway, and it must find the last
+            // segment unused.
             let few = state.ring.unused_bytes() <= 2 * self.log.segment_size;
             let waits = state.ring.waits_for_readers();
             drop((index, state));
@@ -119,18 +127,18 @@ impl Keeper {
             }
             self.step(true)?;
             self.refuse_over()?;
-            self.rest();
+            self.pause_and_reclaim();
         }
     }
 
-    /// Copies the records of one disk alone, and makes them void.
+    /// Copies the records of this disk only, and makes them void.
     fn copy_alone(&mut self, disk: &Arc<DiskState>) -> Result<()> {
         let lsn = disk.last_lsn.load(Ordering::Acquire);
         disk.index_mut().freeze();
         let copied = self.void_frozen(disk, lsn);
-        // What is copied next is announced anew, even if it ends with the same record.
+        // The next copy must be announced again, even if it ends with the same record.
         self.copying = None;
-        self.announced.clear();
+        self.new_generations.clear();
         let mut index = disk.index_mut();
         match copied {
             Ok(()) => index.frozen = None,
@@ -141,15 +149,17 @@ impl Keeper {
 
     fn void_frozen(&mut self, disk: &DiskState, lsn: u64) -> Result<()> {
         match self.copy_frozen(lsn, true)? {
-            Copied::Whole(rests) | Copied::Cut(rests) if !rests.is_empty() => {
-                return Err(rests[0].told());
+            CopyOutcome::Complete(damaged) | CopyOutcome::TimeUp(damaged)
+                if !damaged.is_empty() =>
+            {
+                return Err(damaged[0].to_error());
             }
-            Copied::Whole(_) => {}
-            Copied::Cut(_) => return Err(self.log.closed()),
+            CopyOutcome::Complete(_) => {}
+            CopyOutcome::TimeUp(_) => return Err(self.log.closed()),
         }
         self.control.change(|control| {
-            settle(control, &self.announced);
-            // What a rewind has undone does not come back.
+            settle(control, &self.new_generations);
+            // What a rewind has undone must not come back.
             let void_lsn = control.rewound(disk.id).map_or(lsn, |at| at.max(lsn));
             if let Some(entry) = control.disk_mut(disk.id) {
                 entry.void_lsn = U64::new(void_lsn);

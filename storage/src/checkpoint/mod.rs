@@ -1,6 +1,5 @@
 //! Checkpoints: copying the log to the base images, so that its segments become free.
 
-pub(crate) mod ahead;
 mod closing;
 pub(crate) mod copy;
 mod fold;
@@ -8,7 +7,8 @@ pub(crate) mod keeper;
 pub(crate) mod members;
 mod orders;
 pub(crate) mod pace;
-mod provide;
+mod preallocate;
+pub(crate) mod readahead;
 mod rewind;
 mod runs;
 pub(crate) mod saved_file;

@@ -1,19 +1,19 @@
-//! The keeper carries out orders.
+//! How the keeper carries out orders.
 
 use zerocopy::little_endian::U64;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::identity::written;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::checkpoint::keeper::Keeper;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::held::Held;
-use crate::log::orders::{KeeperTask, Order};
+use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::log::pin::Pin;
+use crate::log::pinned_log::PinnedLog;
 use crate::medium::file::set_size;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -25,7 +25,7 @@ impl Keeper {
         orders.into_iter().for_each(|order| self.serve(order));
     }
 
-    /// Carries out those that need not wait until a checkpoint has ended, while one is under way: none of them begins another.
+    /// Carries out the orders that need not wait for the running checkpoint to end. None of them begins another one.
     pub(super) fn serve_quick_orders(&mut self) {
         let mut state = self.log.lock();
         let orders = &mut state.keeper.orders;
@@ -36,13 +36,13 @@ impl Keeper {
         quick.into_iter().for_each(|order| self.serve(order));
     }
 
-    fn serve(&mut self, Order { task, answer }: Order) {
+    fn serve(&mut self, KeeperOrder { task, answer }: KeeperOrder) {
         let done = match task {
             KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn, false),
             KeeperTask::Export(lsn, disk, export) => self.begin_export(lsn, &disk, export),
             KeeperTask::Grow(disk, size) => self.grow(&disk, size),
             KeeperTask::Add(options, adopt, added) => self.add(&options, adopt).map(|disk| {
-                // A client that has gone away needs no disk.
+                // The caller may be gone.
                 let _ = added.send(disk);
             }),
             KeeperTask::Remove(disk) => self.remove(&disk),
@@ -50,27 +50,27 @@ impl Keeper {
             KeeperTask::DeleteSnapshot(name) => {
                 self.change_history(|control| Snapshot::remove(name, control))
             }
-            KeeperTask::Retain(retain) => self.change_history(|control| retain.set(control)),
+            KeeperTask::SetRetention(retain) => self.change_history(|control| retain.set(control)),
             KeeperTask::Look(disk, settled, held) => self.hold(&disk, settled).map(|looked| {
-                // A client that has gone away needs nothing.
+                // The caller may be gone.
                 let _ = held.send(looked);
             }),
-            KeeperTask::Rewind(disk, rewinding, rewound) => {
-                self.rewind(&disk, rewinding).map(|lsn| {
-                    // A client that has gone away needs no LSN.
+            KeeperTask::Rewind(disk, request, rewound) => {
+                self.rewind(&disk, request).map(|lsn| {
+                    // The caller may be gone.
                     let _ = rewound.send(lsn);
                 })
             }
         };
-        // A client that has gone away needs no answer.
+        // The caller may be gone.
         let _ = answer.send(done);
     }
 
-    /// Makes everything durable that was written, and names the state of the log's disks, or of one, after it.
+    /// Makes everything written so far durable, and names the resulting state of all disks, or of one.
     pub(crate) fn snapshot(&mut self, name: SnapshotName, disk_id: Option<u32>) -> Result<()> {
-        // A log that needs room gets it afterwards: a snapshot takes no longer than a sync.
+        // A log that needs room gets it afterwards, so that a snapshot takes no longer than a sync.
         let mut state = self.log.lock();
-        let (lsn, unix_us) = (state.pipeline.appended(), state.stamps.now().unix_us);
+        let (lsn, unix_us) = (state.pipeline.appended(), state.clock.now().unix_us);
         drop(state);
         self.drain(lsn)?;
         let cid = self.log.lock().pipeline.next_cid() - 1;
@@ -85,24 +85,25 @@ impl Keeper {
         self.change_history(|control| snapshot.add(control))
     }
 
-    /// Makes everything durable that was written, and holds what a look at the disk reads. The base images stay as they
-    /// are until that is dropped. What is to be copied now comes first, so that looks which follow each other do not keep it
-    /// from being copied for ever. If that fails, what it has copied is in the log too: so a look at the points that are left sees the
-    /// same. `settled`: it must not fail, since the index is going to be replaced, and an attempt that has not ended has a layer of it.
-    pub(crate) fn hold(&mut self, disk: &DiskState, settled: bool) -> Result<Held> {
+    /// Makes everything written so far durable, and pins what a look at the disk reads. The base images do not change
+    /// until the pin is dropped. A checkpoint that is due comes first, so that a series of looks can't keep it off for
+    /// ever. If it fails, whatever it copied is still in the log, so a look at the remaining points sees the same.
+    /// `settled`: it must not fail, because the index is about to be replaced and an unfinished checkpoint has a layer
+    /// of it.
+    pub(crate) fn hold(&mut self, disk: &DiskState, settled: bool) -> Result<PinnedLog> {
         self.refuse_failed()?;
         let state = self.log.lock();
         let due = state.keeper.checkpoint && state.keeper.looks.is_empty();
         drop(state);
         if due {
-            // The keeper tries again, and reports it, if this fails.
+            // If this fails, the keeper retries and reports it.
             let _ = self.step(false);
         }
         if let Some(lsn) = self.frozen_at.filter(|_| settled) {
             self.checkpoint_to(lsn, true)?;
         }
         let state = self.log.lock();
-        if disk.aside.load(Ordering::Relaxed) {
+        if disk.detached.load(Ordering::Relaxed) {
             let path = disk.path.display();
             let message =
                 format!("{path}: the disk has left its log; open it again, then look at it");
@@ -123,7 +124,7 @@ impl Keeper {
             .position(|&(_, last_lsn)| last_lsn >= newest);
         segments.truncate(last.map_or(segments.len(), |last| last + 1));
         segments.retain(|&(_, last_lsn)| last_lsn > applied);
-        Ok(Held {
+        Ok(PinnedLog {
             segments,
             newest: control.with_rewinds(newest),
             control,
@@ -151,7 +152,7 @@ impl Keeper {
         let control = &self.control.control;
         let mut state = self.log.lock();
         state.ring.enlarge(control.header.max_segments.get());
-        state.keeper.retain = Retain::of(&control.history);
+        state.keeper.retain = Retention::of(&control.history);
         // Segments may have become free, or a stuck log may have room.
         state.keeper.checkpoint = true;
         drop(state);
@@ -170,12 +171,12 @@ impl Keeper {
             }
             done?;
             self.refuse_over()?;
-            // An earlier attempt's checkpoint came first, or a reader holds room that this checkpoint needs.
-            self.rest();
+            // An unfinished checkpoint came first, or a reader holds room that this one needs.
+            self.pause_and_reclaim();
         }
     }
 
-    /// Refuses an order once the time in which closing may copy is over.
+    /// Refuses an order once the time limit for closing has run out.
     pub(super) fn refuse_over(&self) -> Result<()> {
         match self.log.lock().keeper.is_over() {
             false => Ok(()),
@@ -192,8 +193,8 @@ impl Keeper {
     ) -> Result<()> {
         if self.log.lock().keeps_history() {
             return Err(invalid(format!(
-                "{}: the log keeps history, which the checkpoint before an export would end; make a snapshot, and when the disk \
-                 is closed copy it with 'walvisor disk clone --at snapshot:NAME'",
+                "{}: the log keeps history, which the checkpoint before an export would end; make a snapshot, and once \
+                 the disk is closed copy that with 'walvisor disk clone --at snapshot:NAME'",
                 self.log.dir.display()
             )));
         }
@@ -203,15 +204,15 @@ impl Keeper {
         Ok(())
     }
 
-    /// Takes the steps of [`resize`](crate::store::resize), with the same outcome wherever they are cut. Requests
-    /// see the new size last: by then, recovery is certain to find what they write behind the old one.
+    /// Takes the steps of [`resize`](crate::store::resize), with the same outcome wherever a crash cuts them. Requests
+    /// see the new size last: by then, recovery is certain to find what they write beyond the old one.
     pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
         let mut set = |size: u64, resizing: u8| {
             self.control.change(|control| {
                 if let Some(entry) = control.disk_mut(disk.id) {
                     (entry.size, entry.resizing) = (U64::new(size), resizing);
                 }
-                // A new length is a write too.
+                // Changing the length counts as a write.
                 let written = match resizing {
                     0 => written(disk.base.as_ref()),
                     _ => 0,

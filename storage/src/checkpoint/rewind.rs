@@ -1,41 +1,41 @@
-//! The keeper restores a disk in place that is in use.
+//! Restoring a disk in place while it is in use.
 //!
 //! ```text
 //!   records ... │ mark of the disk │ records of other disks ... │ newer records of the disk
 //!                 └─ its LSN becomes that of the rewind, once it is durable
 //! ```
-//! The rewind of a disk that is not in use has an LSN which no record has. In a log in use the records have their LSNs without
-//! gaps, so a mark gets the LSN: it changes no disk.
+//! The rewind of a disk that is not in use takes an LSN that no record has. In a log in use, LSNs have no gaps, so a
+//! mark takes the LSN: a record that changes no disk.
 
 use crate::catalog::mark_text::MarkText;
 use crate::checkpoint::keeper::Keeper;
 use crate::error::{Error, ErrorKind, Result};
 use crate::log::disk_state::DiskState;
-use crate::log::pipeline::{Marked, Modification};
-use crate::log::rewinding::Rewinding;
+use crate::log::pipeline::{MarkCommit, Modification};
+use crate::log::rewind_request::RewindRequest;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
 impl Keeper {
-    /// Restores a disk in place, while the caller pins the base images. Returns the LSN of the restore. The disk's records wait
-    /// meanwhile.
+    /// Restores a disk in place; the caller has pinned the base images. Returns the LSN of the rewind. New records of
+    /// the disk wait until it is done.
     ///
     /// # Errors
-    /// If the disk was written to since `rewinding` was made, or the log can't be written. The disk is then as it was.
-    pub(crate) fn rewind(&mut self, disk: &Arc<DiskState>, rewinding: Rewinding) -> Result<u64> {
+    /// If the disk was written to since `request` was made, or the log can't be written. The disk is then as it was.
+    pub(crate) fn rewind(&mut self, disk: &Arc<DiskState>, request: RewindRequest) -> Result<u64> {
         self.refuse_failed()?;
         let mut next = self.control.control.clone();
-        let room = next.rewind(disk.id, rewinding.to, rewinding.newest, 0);
+        let room = next.rewind(disk.id, request.to, request.newest, 0);
         room.map_err(|error| error.of_file(&self.log.dir))?;
-        let text = format!("restored in place as of LSN {}", rewinding.to);
-        let (text, marked): (MarkText, _) = (text.parse()?, Marked::default());
+        let text = format!("restored in place as of LSN {}", request.to);
+        let (text, marked): (MarkText, _) = (text.parse()?, MarkCommit::default());
         let mut state = self.log.lock();
-        let written = disk.last_lsn.load(Ordering::Acquire) != rewinding.newest;
-        if written || disk.aside.load(Ordering::Relaxed) {
+        let written = disk.last_lsn.load(Ordering::Acquire) != request.newest;
+        if written || disk.detached.load(Ordering::Relaxed) {
             let path = disk.path.display();
             let message = format!(
-                "{path}: the disk was written to, or left its log, while it was to be restored; try again"
+                "{path}: the disk was written to, or left its log, before it could be restored; try again"
             );
             return Err(Error::new(ErrorKind::Locked, message));
         }
@@ -44,7 +44,7 @@ impl Keeper {
         disk.last_lsn.store(at, Ordering::Release);
         disk.rewinding.store(true, Ordering::Relaxed);
         drop(state);
-        let rewound = self.rewind_at(disk, rewinding, at, &marked);
+        let rewound = self.rewind_at(disk, request, at, &marked);
         let state = self.log.lock();
         disk.rewinding.store(false, Ordering::Relaxed);
         drop(state);
@@ -56,9 +56,9 @@ impl Keeper {
     fn rewind_at(
         &mut self,
         disk: &DiskState,
-        Rewinding { to, extents, .. }: Rewinding,
+        RewindRequest { to, extents, .. }: RewindRequest,
         at: u64,
-        marked: &Marked,
+        marked: &MarkCommit,
     ) -> Result<()> {
         self.drain(at)?;
         let unix_us = marked.get().map_or(0, |commit| commit.unix_us);
@@ -66,18 +66,18 @@ impl Keeper {
             if planted(Mutant::RewindUnwritten) {
                 return;
             }
-            // There was room for it.
+            // The room was checked before.
             let _ = control.rewind(disk.id, to, at - 1, unix_us);
         });
         if let Err(error) = changed {
-            // It may be on the medium. The disk must not go on until it is certain that it is not.
+            // It may have reached the medium. The disk must not go on until it certainly has not.
             if let Err(unknown) = self.control.write() {
                 self.log.poison(&std::io::Error::other(unknown));
             }
             return Err(error);
         }
-        // Also to the other slot: if the newer one rots, the other must not have the records that were undone. If this fails, the
-        // next change of the control file does it.
+        // In the other slot too: if the newer one rots, the other must not bring back what was undone. If this fails,
+        // the next write of the control file does it.
         let _ = self.control.write();
         let rewinds = self.control.control.rewinds_of(disk.id).copied();
         *disk.rewinds.lock().expect("rewinds lock") = rewinds.collect();

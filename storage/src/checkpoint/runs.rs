@@ -1,13 +1,13 @@
-//! What is written to a base image at once: runs of adjacent extents, and stripes.
+//! What is written to a base image in one operation: runs of adjacent extents, and stripes.
 //!
 //! ```text
 //!   extents   ██ █  ██ █   ███                      ░░ zeroes
 //!   runs      ── ─  ── ─   ───      one write each
 //!   stripe    ────────────────      one read of the image, which fills the gaps, and one write
 //! ```
-//! A medium takes some time for an operation, however few its bytes; many volumes of a cloud even count operations, up
-//! to 256 KiB each or more. So where runs lie close together, all that lies between them is read, and written back with them. That
-//! is safe: it keeps its content, whatever a crash tears.
+//! An operation takes a medium some time, however few its bytes; many cloud volumes even meter operations, of up to 256
+//! KiB or more each. So where runs lie close together, the bytes between them are read and written back along with
+//! them. That is safe: those bytes do not change, whatever a crash tears.
 
 use std::collections::VecDeque;
 use std::iter::Peekable;
@@ -20,7 +20,7 @@ use crate::sync::Arc;
 
 /// Adjacent extents that become one operation on the base image.
 pub(super) enum Run {
-    /// Extents in the order of their sectors. Only in a stripe are there gaps between them.
+    /// Extents in sector order. Only a stripe has gaps between them.
     Data { sector: u64, parts: Vec<Piece> },
     Zero {
         sector: u64,
@@ -41,7 +41,7 @@ impl Run {
         }
     }
 
-    /// Whether it is a stripe, with gaps that the base image fills.
+    /// Whether it is a stripe, whose gaps are filled from the base image.
     pub(super) fn has_gaps(&self) -> bool {
         match self {
             Self::Data { parts, .. } => {
@@ -51,8 +51,8 @@ impl Run {
         }
     }
 
-    /// The time that it takes the medium, as bytes that the medium moves in that time. `operation`: the same of an
-    /// operation without bytes.
+    /// The time it takes the medium, expressed as bytes that the medium moves in that time. `operation`: the same for
+    /// an operation without any bytes.
     pub(super) fn cost(&self, operation: u64) -> u64 {
         let bytes = self.sectors() * SECTOR_SIZE;
         match self {
@@ -64,10 +64,10 @@ impl Run {
     }
 }
 
-/// The runs of a layer's pieces; the pieces come in the order of their sectors.
+/// Turns a layer's pieces, in sector order, into runs.
 struct Runs<I: Iterator<Item = Piece>> {
     pieces: Peekable<I>,
-    /// The rest of a piece that was longer than a run.
+    /// What is left of a piece longer than a run.
     rest: Option<Piece>,
     /// Most sectors of a run of data.
     longest: u64,
@@ -83,7 +83,7 @@ impl<I: Iterator<Item = Piece>> Runs<I> {
         }
     }
 
-    /// The next piece if it begins at `sector`, cut to `most` sectors.
+    /// The next piece, if it begins at `sector`, cut to `most` sectors.
     fn next_at(&mut self, sector: u64, most: u64, fits: impl Fn(&Piece) -> bool) -> Option<Piece> {
         let wanted = |piece: &Piece| piece.sector == sector && fits(piece);
         let piece = match self.rest.take_if(|rest| wanted(rest)) {
@@ -146,7 +146,7 @@ impl<I: Iterator<Item = Piece>> Iterator for Runs<I> {
     }
 }
 
-/// Whether `next` directly follows `last` in the log too, so that one read gets both.
+/// Whether `next` also follows `last` in the log, so that one read gets both.
 fn follows(last: &Piece, next: &Piece) -> bool {
     match (&last.place, &next.place) {
         (
@@ -163,22 +163,21 @@ fn follows(last: &Piece, next: &Piece) -> bool {
     }
 }
 
-/// The same, with runs joined to stripes where that is cheaper.
+/// The same, with runs merged into stripes where that is cheaper.
 pub(super) struct Stripes<I: Iterator<Item = Piece>> {
     runs: Peekable<Runs<I>>,
     cost: MediumCost,
-    /// Runs that are cheaper as they are.
-    apart: VecDeque<Run>,
+    /// Runs that are cheaper separately.
+    separate: VecDeque<Run>,
 }
 
 impl<I: Iterator<Item = Piece>> Stripes<I> {
-    /// The runs of these pieces for a medium with these costs. A stripe begins and ends between two multiples of the
-    /// longest write.
+    /// For a medium with these costs. A stripe never crosses a multiple of the longest write.
     pub(super) fn new(pieces: I, cost: MediumCost) -> Self {
         Self {
             runs: Runs::new(pieces, cost.largest).peekable(),
             cost,
-            apart: VecDeque::new(),
+            separate: VecDeque::new(),
         }
     }
 }
@@ -187,7 +186,7 @@ impl<I: Iterator<Item = Piece>> Iterator for Stripes<I> {
     type Item = Run;
 
     fn next(&mut self) -> Option<Run> {
-        if let Some(run) = self.apart.pop_front() {
+        if let Some(run) = self.separate.pop_front() {
             return Some(run);
         }
         let run = self.runs.next()?;
@@ -201,19 +200,19 @@ impl<I: Iterator<Item = Piece>> Iterator for Stripes<I> {
         let mut fits = |run: &Run| match run {
             Run::Data { sector, parts } => {
                 count += parts.len();
-                // The read of the gaps is one more operation.
+                // Reading the gaps takes one more operation.
                 sector + run.sectors() <= end && count < MAX_CHUNKS
             }
             Run::Zero { .. } => false,
         };
         while let Some(run) = self.runs.next_if(&mut fits) {
-            self.apart.push_back(run);
+            self.separate.push_back(run);
         }
-        if self.apart.is_empty() {
+        if self.separate.is_empty() {
             return Some(run);
         }
-        self.apart.push_front(run);
-        let runs = || self.apart.iter();
+        self.separate.push_front(run);
+        let runs = || self.separate.iter();
         let parts = runs().flat_map(|run| match run {
             Run::Data { parts, .. } => &parts[..],
             Run::Zero { .. } => &[],
@@ -221,12 +220,12 @@ impl<I: Iterator<Item = Piece>> Iterator for Stripes<I> {
         let parts = parts.cloned().collect();
         let stripe = Run::Data { sector, parts };
         let operation = self.cost.operation;
-        let apart = runs().map(|run| run.cost(operation)).sum::<u64>();
-        if stripe.has_gaps() && stripe.cost(operation) < apart {
-            self.apart.clear();
+        let separate = runs().map(|run| run.cost(operation)).sum::<u64>();
+        if stripe.has_gaps() && stripe.cost(operation) < separate {
+            self.separate.clear();
             return Some(stripe);
         }
-        self.apart.pop_front()
+        self.separate.pop_front()
     }
 }
 
@@ -263,7 +262,7 @@ mod tests {
         }
     }
 
-    /// Otherwise a copy with one long discard would seem ahead of schedule, and wait until the log is full.
+    /// Otherwise a copy with one long discard would seem far ahead of schedule, and wait until the log is full.
     #[test]
     fn a_long_discard_is_little_work() {
         let cost = |piece| {
@@ -299,16 +298,16 @@ mod tests {
     #[test]
     fn runs_are_joined_to_a_stripe_where_that_is_cheaper() {
         let scattered: Vec<_> = (0..64).step_by(4).map(|block| data(block * 8, 8)).collect();
-        let apart: Vec<_> = (0..64)
+        let separate: Vec<_> = (0..64)
             .step_by(4)
             .map(|block| (block * 8, 8, false))
             .collect();
-        assert_eq!(stripes(&scattered, 0), apart);
-        assert_eq!(stripes(&scattered, 16 << 10), apart);
+        assert_eq!(stripes(&scattered, 0), separate);
+        assert_eq!(stripes(&scattered, 16 << 10), separate);
         // 16 operations and 64 KiB, or 2 operations and twice 244 KiB.
         assert_eq!(stripes(&scattered, 31 << 10), [(0, 61 * 8, true)]);
         // Two operations take the place of two.
-        assert_eq!(stripes(&scattered[..2], 1 << 30), apart[..2]);
+        assert_eq!(stripes(&scattered[..2], 1 << 30), separate[..2]);
         // No stripe covers zeroes, or crosses a multiple of 256 KiB.
         let mut zero = scattered.clone();
         zero.insert(8, zeroes(232, 8));

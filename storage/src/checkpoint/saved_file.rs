@@ -1,4 +1,4 @@
-//! Writing saved files, which have what snapshots need of the base images. See [`saved`](crate::recovery::saved).
+//! Writing saved files, which hold what snapshots need from the base images. See [`saved`](crate::recovery::saved).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -6,81 +6,82 @@ use std::ops::Range;
 use zerocopy::FromZeros;
 use zerocopy::little_endian::{U16, U32, U64};
 
-use crate::checkpoint::copy::{Layer, SHORT};
+use crate::checkpoint::copy::{FrozenLayer, SHORT};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, Result, invalid};
 use crate::format::{
-    self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, Kind, SEGMENT_MAGIC, SegmentHeader, Uuid,
-    VERSION,
+    self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, DescriptorKind, SEGMENT_MAGIC,
+    SegmentHeader, Uuid, VERSION,
 };
-use crate::index::{Builder, ExtentMap, Place};
+use crate::index::{ExtentMap, IndexBuilder, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::checksum;
 use crate::medium::file::Segment;
-use crate::medium::filesystem::{FileSystem, Open};
+use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::holes::DataRanges;
 use crate::mutant::{Mutant, planted};
-use crate::recovery::saved::{self, End};
+use crate::recovery::saved::{self, SavedTail};
 use crate::sync::Arc;
 use crate::{Buffer, SECTOR_SIZE, parallel, sync};
 
-/// Most bytes of a saved file, of which only a multiple of a batch is in use.
+/// Size limit of a saved file.
 const PART: u64 = if cfg!(test) { 64 << 10 } else { 1 << 30 };
-/// Most bytes of a record, and of the payloads of a batch.
+/// Most bytes of a record, and of a batch's payloads.
 const RECORD: u64 = if cfg!(test) { 4 << 10 } else { 256 << 10 };
 const BATCH: usize = if cfg!(test) { 16 << 10 } else { 4 << 20 };
-/// What is known of the saved files takes at most this share of the memory for extents beside the index.
+/// The map of what is saved may take one part in this many of the memory for extents beside the index.
 const KNOWN_SHARE: u64 = if cfg!(test) { 1 << 10 } else { 4 };
-/// Base images are read by so many threads.
+/// Threads that read base images.
 const READERS: usize = if cfg!(test) { 1 } else { 16 };
 
-/// The saved files that a copy adds to: those of the newest snapshot that the base images hold or have gone past.
-pub(crate) struct Saving {
+/// Writes the saved files that a copy adds to: those of the newest snapshot that the base images have reached.
+pub(crate) struct SavedFileWriter {
     log: Arc<Log>,
     files: Arc<dyn FileSystem>,
     /// The snapshot's LSN.
     pub(super) lsn: u64,
-    /// How many records there are, not counting those below.
+    /// Records written so far; those collected below don't count yet.
     pub(super) count: u32,
-    /// Where the next batch goes; `None`: there is no file yet.
-    end: Option<End>,
+    /// Where the next batch goes; `None`: no file yet.
+    end: Option<SavedTail>,
     parts: u64,
-    /// Where something is saved of each disk. `None`: that takes too much memory, and is read from the files each time.
+    /// The saved extents of each disk. `None`: that took too much memory, so the files are read each time.
     known: Option<BTreeMap<u32, ExtentMap>>,
     /// The next batch.
     records: Vec<(Descriptor, Option<Buffer>)>,
     payload: usize,
 }
 
-/// Ranges of bytes of disks that are to be saved.
-pub(super) struct Unsaved<'a>(Vec<(&'a DiskState, Range<u64>)>);
+/// Byte ranges of disks to be saved.
+pub(super) struct UnsavedRanges<'a>(Vec<(&'a DiskState, Range<u64>)>);
 
-impl Unsaved<'_> {
-    /// What saving them costs the medium, at most. `operation`: the price of an operation, in bytes.
+impl UnsavedRanges<'_> {
+    /// Upper limit of what saving them costs the medium. `operation`: the cost of an operation, in bytes.
     pub(super) fn cost(&self, operation: u64) -> u64 {
         self.0.iter().map(|(_, range)| cost(range, operation)).sum()
     }
 }
 
-/// What it costs to read a range and to append it to a file.
+/// The cost of reading a range and appending it to a file.
 fn cost(range: &Range<u64>, operation: u64) -> u64 {
     let bytes = range.end - range.start;
     operation * bytes.div_ceil(RECORD) + 2 * bytes
 }
 
-/// A range of a disk that is to be saved, in bytes, with what the base image has there; `None`: a hole.
-type Found = Result<(u32, Range<u64>, Option<Buffer>)>;
+/// A disk's byte range to be saved, with the base image's data there; `None`: a hole.
+type SavedRange = Result<(u32, Range<u64>, Option<Buffer>)>;
 
-impl Saving {
-    /// The saved files of the snapshots as of `lsn`, which have `count` records. `None` if the time that closing may take is over.
+impl SavedFileWriter {
+    /// Opens the saved files of the snapshots at `lsn`, which have `count` records. `None` if the time limit for
+    /// closing ran out.
     pub(super) fn open(log: &Arc<Log>, uuid: &Uuid, lsn: u64, count: u32) -> Result<Option<Self>> {
         let files = log.medium.files();
         let mut known = Some(BTreeMap::new());
         let visit = &mut |_: &Arc<Segment>, descriptor: &Descriptor, _: u64| {
             note(log, &mut known, descriptor);
         };
-        let (of, how, mut cut) = ((lsn, count), Open::Existing, false);
+        let (of, how, mut cut) = ((lsn, count), OpenMode::Existing, false);
         let end = saved::read(&*files, &log.dir, uuid, of, how, visit, &mut || {
             cut |= log.lock().keeper.is_over();
             cut
@@ -88,11 +89,11 @@ impl Saving {
         if cut {
             return Ok(None);
         }
-        if let Some(End {
+        if let Some(SavedTail {
             segment, offset, ..
         }) = &end
         {
-            // Batches that an earlier process wrote in vain must not be taken for the next ones.
+            // Batches that an earlier process wrote but did not commit must not be taken for the next ones.
             let cut = segment.file.set_len(*offset);
             cut.map_err(|error| Error::io("cut off the end of", &segment.path, error))?;
         }
@@ -109,9 +110,9 @@ impl Saving {
         }))
     }
 
-    /// Where something is saved under these layers.
-    fn saved_under(&self, layers: &[Layer]) -> Result<BTreeMap<u32, ExtentMap>> {
-        let mut found: BTreeMap<u32, Builder> = BTreeMap::new();
+    /// The saved extents under these layers.
+    fn find_saved(&self, layers: &[FrozenLayer]) -> Result<BTreeMap<u32, ExtentMap>> {
+        let mut found: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
         let visit = &mut |_: &Arc<Segment>, record: &Descriptor, _: u64| {
             let id = record.disk_id.get();
             let Some((_, layer)) = layers.iter().find(|(disk, _)| disk.id == id) else {
@@ -129,26 +130,32 @@ impl Saving {
             );
         };
         let (dir, uuid, of) = (&self.log.dir, &self.log.uuid, (self.lsn, self.count));
-        saved::read(&*self.files, dir, uuid, of, Open::Read, visit, &mut || {
-            false
-        })?;
+        saved::read(
+            &*self.files,
+            dir,
+            uuid,
+            of,
+            OpenMode::Read,
+            visit,
+            &mut || false,
+        )?;
         let found = found.into_iter();
         Ok(found.map(|(id, found)| (id, found.finish())).collect())
     }
 
-    /// What the base images have under these layers, of the disks that are needed, and is not saved.
+    /// The ranges under these layers that are not saved yet, for the needed disks.
     ///
     /// # Errors
-    /// If the saved files have to be read, and can't be.
-    pub(super) fn unsaved<'a>(
+    /// If the saved files have to be read and can't be.
+    pub(super) fn find_unsaved<'a>(
         &self,
-        layers: &'a [Layer],
+        layers: &'a [FrozenLayer],
         needed: impl Fn(&DiskState) -> bool,
-    ) -> Result<Unsaved<'a>> {
+    ) -> Result<UnsavedRanges<'a>> {
         let mut ranges: Vec<(&DiskState, Range<u64>)> = Vec::new();
         let read = match self.known {
             Some(_) => None,
-            None => Some(self.saved_under(layers)?),
+            None => Some(self.find_saved(layers)?),
         };
         let known = self.known.as_ref().or(read.as_ref());
         for (disk, layer) in layers.iter().filter(|(disk, _)| needed(disk)) {
@@ -170,24 +177,24 @@ impl Saving {
         if planted(Mutant::SnapshotUnsaved) {
             ranges.clear();
         }
-        Ok(Unsaved(ranges))
+        Ok(UnsavedRanges(ranges))
     }
 
-    /// Adds these ranges, as fast as `pace` allows, to which an operation costs as many bytes. `tend` is called between. Returns
-    /// `false` if the time for that is over.
+    /// Saves these ranges as fast as `pace` allows. `operation`: the cost of an operation, in bytes. `urgent_work` is
+    /// called between ranges. Returns `false` if the time limit ran out.
     pub(super) fn save(
         &mut self,
-        ranges: Unsaved<'_>,
+        ranges: UnsavedRanges<'_>,
         pace: &mut CopyPace,
         operation: u64,
-        tend: &mut dyn FnMut(),
+        urgent_work: &mut dyn FnMut(),
     ) -> Result<bool> {
         let log = self.log.clone();
         let parts = ranges.0.into_iter().flat_map(|(disk, range)| {
             let data = DataRanges::new(disk.base.host(), &disk.path, range.clone(), RECORD);
             with_holes(range, data).map(move |part| (disk, part))
         });
-        let read = |(disk, part): (&DiskState, Result<(Range<u64>, bool)>)| -> Found {
+        let read = |(disk, part): (&DiskState, Result<(Range<u64>, bool)>)| -> SavedRange {
             let (range, has_data) = part?;
             if !has_data {
                 return Ok((disk.id, range, None));
@@ -203,9 +210,9 @@ impl Saving {
             done += cost(&range, operation);
             self.push(disk_id, range, data)?;
             loop {
-                tend();
+                urgent_work();
                 whole = !log.lock().keeper.is_over();
-                if !whole || pace.runs(&log, done) > 0 {
+                if !whole || pace.max_runs(&log, done) > 0 {
                     return Ok::<_, Error>(whole);
                 }
                 sync::sleep(SHORT);
@@ -226,7 +233,9 @@ impl Saving {
         if full && !self.records.is_empty() {
             self.write()?;
         }
-        let kind = data.as_ref().map_or(Kind::Discard, |_| Kind::Write);
+        let kind = data
+            .as_ref()
+            .map_or(DescriptorKind::Discard, |_| DescriptorKind::Write);
         let descriptor = Descriptor {
             disk_id: U32::new(disk_id),
             kind: U32::new(kind as u32),
@@ -252,7 +261,7 @@ impl Saving {
         let head = format::header_len(records.len(), checksums.len()).next_multiple_of(BLOCK);
         let len = head + payload.next_multiple_of(BLOCK);
         let number = self.lsn + u64::from(self.count);
-        let end = self.room(len as u64, number)?;
+        let end = self.reserve_room(len as u64, number)?;
         let header = BatchHeader {
             magic: BATCH_MAGIC,
             version: U32::new(VERSION),
@@ -296,9 +305,10 @@ impl Saving {
         Ok(())
     }
 
-    /// Where a batch of `len` bytes goes, which follows the record `number`. A part that has no room is synced, and another begun.
-    fn room(&mut self, len: u64, number: u64) -> Result<&mut End> {
-        let full = |end: &End| end.offset + len > PART.max(BLOCK as u64 + len);
+    /// Where a batch of `len` bytes goes that follows record `number`. If the current part is full, syncs it and begins
+    /// another.
+    fn reserve_room(&mut self, len: u64, number: u64) -> Result<&mut SavedTail> {
+        let full = |end: &SavedTail| end.offset + len > PART.max(BLOCK as u64 + len);
         if self.end.as_ref().is_some_and(full) {
             self.sync()?;
             self.end = None;
@@ -310,7 +320,7 @@ impl Saving {
     }
 
     /// Makes the next part.
-    fn begin_part(&mut self, number: u64) -> Result<End> {
+    fn begin_part(&mut self, number: u64) -> Result<SavedTail> {
         self.log.medium.check_place()?;
         let dir = &self.log.dir;
         let path = saved::path(dir, self.lsn, self.parts);
@@ -327,7 +337,7 @@ impl Saving {
         let mut head = Buffer::zeroed(BLOCK);
         let crc = header.encode(&mut head);
         let make = || {
-            let file = self.files.open(&path, Open::Emptied)?;
+            let file = self.files.open(&path, OpenMode::Emptied)?;
             file.allocate(BLOCK as u64)?;
             file.write_all_at(&head, 0)?;
             // The name must be durable before the control file says that the file is there.
@@ -337,7 +347,7 @@ impl Saving {
         let file =
             make().map_err(|error| Error::io("save what a snapshot needs in", &path, error))?;
         self.parts += 1;
-        Ok(End {
+        Ok(SavedTail {
             segment: Arc::new(Segment::new(path, file)),
             header,
             offset: BLOCK as u64,
@@ -345,7 +355,7 @@ impl Saving {
         })
     }
 
-    /// Makes the file durable that is written to.
+    /// Syncs the file being written.
     pub(super) fn sync(&self) -> Result<()> {
         let Some(end) = self
             .end
@@ -359,13 +369,13 @@ impl Saving {
     }
 }
 
-/// Stands for the place of what is saved where only the sectors count.
+/// A placeholder, where only the sectors matter.
 const SAVED: Place = Place::Zero {
     unmap: false,
     lsn: 0,
 };
 
-/// Notes that a record is saved, as long as what is known takes no more than a part of the memory that there is for it.
+/// Adds a saved record to the map, unless the map would take too much memory.
 fn note(log: &Log, known: &mut Option<BTreeMap<u32, ExtentMap>>, record: &Descriptor) {
     let (sector, sectors) = (record.sector.get(), u64::from(record.sectors.get()));
     let Some(disks) = known.as_mut().filter(|_| sectors > 0) else {
@@ -383,7 +393,7 @@ fn note(log: &Log, known: &mut Option<BTreeMap<u32, ExtentMap>>, record: &Descri
     }
 }
 
-/// The parts of a range of bytes, and whether each has data; the others are holes.
+/// Splits a byte range into parts with data (`true`) and holes (`false`).
 fn with_holes(
     range: Range<u64>,
     data: impl Iterator<Item = Result<Range<u64>>>,
@@ -416,9 +426,9 @@ mod tests {
     use crate::Operation;
     use crate::store::resize::tests::{end, fill, new_disk};
 
-    /// The time that closing may take also ends the reading of what an earlier process has saved.
+    /// The time limit for closing also applies to reading what an earlier process saved.
     #[test]
-    fn the_files_are_not_read_once_the_time_for_closing_is_over() {
+    fn saved_files_are_not_read_after_the_time_limit_for_closing() {
         let (_dir, store) = new_disk();
         let disk = &store.disks()[0];
         let lsn = disk.snapshot("monday".parse().unwrap()).unwrap().lsn;
@@ -429,7 +439,7 @@ mod tests {
         let log = disk.log.clone();
         let open = || {
             let count = log.lock().keeper.saved.counts()[0].1;
-            Saving::open(&log, &log.uuid, lsn, count).unwrap()
+            SavedFileWriter::open(&log, &log.uuid, lsn, count).unwrap()
         };
         assert!(open().is_some());
         log.lock().keeper.copy_steps = Some(0);

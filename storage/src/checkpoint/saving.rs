@@ -1,89 +1,91 @@
-//! Saving what snapshots need of the base images, before a copy overwrites it. See [`saved`](crate::recovery::saved).
+//! Saving what snapshots need from the base images, before a copy overwrites it. See [`saved`](crate::recovery::saved).
 
 use zerocopy::little_endian::U32;
 
 use crate::catalog::snapshot::Snapshot;
-use crate::checkpoint::copy::{self, Layer};
+use crate::checkpoint::copy::{self, FrozenLayer};
 use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
-use crate::checkpoint::saved_file::Saving;
+use crate::checkpoint::saved_file::SavedFileWriter;
 use crate::error::Result;
 use crate::log::disk_state::DiskState;
 use crate::medium::cost::MediumCost;
 use crate::recovery::saved;
 
 /// How an attempt to save what snapshots need ended.
-enum Saved {
+enum SaveOutcome {
     /// Everything is saved, and durable.
-    Whole,
-    /// The time that closing may take is over.
-    Cut,
-    /// The snapshot was deleted meanwhile, with its files.
+    Complete,
+    /// The time limit for closing ran out.
+    TimeUp,
+    /// The snapshot and its files were deleted in the meantime.
     Deleted,
 }
 
 impl Keeper {
-    /// Saves what snapshots need of the base images, before these layers of the records up to `until` are copied. It is a part of the
-    /// copy's work for `pace`. Returns `false` if the time that closing may take is over: not all is saved then.
+    /// Saves what snapshots need from the base images before these layers, of records up to `until`, are copied. Counts
+    /// as part of the copy's work for `pace`. Returns `false` if the time limit for closing ran out before everything
+    /// was saved.
     ///
-    /// Quick orders are served between the parts that are saved, and nowhere else here: they make and delete snapshots, and begin no copy.
+    /// Quick orders, which make and delete snapshots and begin no copy, are served between saved parts and nowhere
+    /// else.
     ///
     /// # Errors
     /// If a base image can't be read, or a saved file or the control file can't be written.
     pub(super) fn save_for_snapshots(
         &mut self,
         until: u64,
-        layers: &[Layer],
+        layers: &[FrozenLayer],
         pace: &mut CopyPace,
         medium: MediumCost,
     ) -> Result<bool> {
         loop {
             match self.try_to_save(until, layers, pace, medium)? {
-                Saved::Whole => return Ok(true),
-                Saved::Cut => return Ok(false),
-                // Older ones may need the same in their own files.
-                Saved::Deleted => {}
+                SaveOutcome::Complete => return Ok(true),
+                SaveOutcome::TimeUp => return Ok(false),
+                // Older snapshots may need the same in files of their own.
+                SaveOutcome::Deleted => {}
             }
         }
     }
 
-    /// Saves for the newest of the snapshots that there are when this is called.
+    /// Saves for the newest snapshot that exists when this is called.
     fn try_to_save(
         &mut self,
         until: u64,
-        layers: &[Layer],
+        layers: &[FrozenLayer],
         pace: &mut CopyPace,
         medium: MediumCost,
-    ) -> Result<Saved> {
+    ) -> Result<SaveOutcome> {
         let control = &self.control.control;
         let reached = control.header.checkpoint_lsn.get();
         let snapshots = control.snapshots.iter().map(|entry| entry.lsn.get());
         let newest = snapshots.filter(|lsn| *lsn <= reached).max();
         let Some(lsn) = newest.filter(|lsn| *lsn < control.with_rewinds(until)) else {
             self.saving = None;
-            return Ok(Saved::Whole);
+            return Ok(SaveOutcome::Complete);
         };
         let known = self.saving.take().filter(|saving| saving.lsn == lsn);
         let mut saving = match known {
             Some(saving) => saving,
             None => {
-                // An attempt to write the control file may have failed, and be durable: what it names must stay.
+                // A failed write of the control file may be durable all the same: what it names must stay.
                 let tried = if self.saved.0 == lsn { self.saved.1 } else { 0 };
                 let count = control.saved(lsn).max(tried);
-                match Saving::open(&self.log, &control.header.log, lsn, count)? {
+                match SavedFileWriter::open(&self.log, &control.header.log, lsn, count)? {
                     Some(saving) => saving,
-                    None => return Ok(Saved::Cut),
+                    None => return Ok(SaveOutcome::TimeUp),
                 }
             }
         };
-        // All older snapshots read on in these files.
+        // Older snapshots continue in these files.
         let mut older = control.snapshots.clone();
         older.retain(|entry| entry.lsn.get() <= lsn);
         if saving.count == 0 {
             let disks = control.disks.iter();
-            // A disk whose records were given up is not what it was.
+            // Not a disk whose records were discarded since.
             let whole = disks.filter(|disk| disk.void_lsn.get() <= lsn);
-            // Nor is one that has another image now.
+            // Nor one that has another image now.
             let ids = whole.map(|disk| disk.id.get());
             let ids = ids.filter(|id| control.since(*id) <= lsn);
             let named = |id: &u32| {
@@ -98,24 +100,26 @@ impl Keeper {
             let mut older = older.iter();
             older.any(|entry| entry.has(disk.id) && disk.since_lsn <= entry.lsn.get())
         };
-        let ranges = saving.unsaved(layers, needed)?;
+        let ranges = saving.find_unsaved(layers, needed)?;
         let cost = ranges.cost(medium.operation);
         if cost > 0 {
             pace.plan(cost + copy::cost(layers, medium));
         }
         let operation = medium.operation;
-        let whole = saving.save(ranges, pace, operation, &mut || self.tend(&mut || {}))?;
+        let whole = saving.save(ranges, pace, operation, &mut || {
+            self.do_urgent_work(&mut || {})
+        })?;
         pace.end_saving(cost);
         let mut entries = self.control.control.snapshots.iter();
         if !entries.any(|entry| entry.lsn == lsn) {
-            return Ok(Saved::Deleted);
+            return Ok(SaveOutcome::Deleted);
         }
         saving.write()?;
         saving.sync()?;
         let count = saving.count;
         self.saved = (lsn, count);
         if count > self.control.control.saved(lsn) {
-            // In both slots: if one rots, the other must know of all that was saved.
+            // In both slots: if one rots, the other must know of everything saved.
             for _ in 0..2 {
                 self.control.change(|control| {
                     let entries = control.snapshots.iter_mut();
@@ -127,19 +131,20 @@ impl Keeper {
         }
         self.saving = Some(saving);
         self.note_saved();
-        match whole {
-            true => Ok(Saved::Whole),
-            false => Ok(Saved::Cut),
+        if whole {
+            Ok(SaveOutcome::Complete)
+        } else {
+            Ok(SaveOutcome::TimeUp)
         }
     }
 
-    /// Notes how much is saved for each snapshot, for those who ask.
+    /// Publishes how much is saved for each snapshot.
     pub(super) fn note_saved(&self) {
         let (dir, files) = (&self.log.dir, self.log.medium.files());
         let (snapshots, bytes) = saved::snapshots(&*files, dir, &self.control.control);
         let mut state = self.log.lock();
         state.keeper.saved = self.control.control.saved_files();
-        state.keeper.staying = Snapshot::staying(&self.control.control);
+        state.keeper.inside_rewinds = Snapshot::inside_rewinds(&self.control.control);
         (state.keeper.snapshots, state.keeper.saved_bytes) = (snapshots, bytes);
     }
 
@@ -151,13 +156,13 @@ impl Keeper {
         for name in files.names(dir).unwrap_or_default() {
             if saved::lsn_of(dir, &name).is_some_and(|lsn| !needed(lsn)) {
                 let path = dir.join(name);
-                // It is tried again when the log is opened, and nobody reads it.
+                // Retried when the log is next opened. Nobody reads the file.
                 if let Err(error) = files.remove(&path) {
                     tracing::warn!("{}: can't be removed: {error}", path.display());
                 }
             }
         }
-        let gone = |saving: &mut Saving| !needed(saving.lsn);
+        let gone = |saving: &mut SavedFileWriter| !needed(saving.lsn);
         self.saving.take_if(gone);
         self.note_saved();
     }

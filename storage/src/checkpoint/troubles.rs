@@ -1,10 +1,10 @@
-//! What the keeper reports of attempts that fail: each trouble once.
+//! What the keeper reports about failed attempts: each trouble once.
 
 use crate::Condition;
 use crate::error::{ErrorKind, Result};
 use crate::log::state::Log;
 
-/// What has been reported about failed attempts: each trouble is reported once.
+/// What has been reported about failed attempts. Each trouble is reported once.
 #[derive(Default)]
 pub(super) struct Troubles {
     failing: bool,
@@ -12,13 +12,16 @@ pub(super) struct Troubles {
 }
 
 impl Troubles {
-    /// Returns the message to log after an attempt, if any. `partly`: the attempt was not the whole of what failed
+    /// Returns the message to log after an attempt, if any. `partly`: the attempt did not cover everything that failed
     /// before.
     pub(super) fn report(&mut self, log: &Log, done: &Result<()>, partly: bool) -> Option<String> {
         let Err(error) = done else {
             if !partly && std::mem::take(self).failing {
                 log.lock().keeper.trouble = Condition::Ok;
-                tracing::warn!("{}: the log is emptied again", log.dir.display());
+                tracing::warn!(
+                    "{}: the log can be copied to the base images again",
+                    log.dir.display()
+                );
             }
             return None;
         };
@@ -32,16 +35,16 @@ impl Troubles {
             self.failing = true;
             let lost = if damaged { "else " } else { "" };
             return Some(format!(
-                "{error}; the log in {} is full: writes and flushes fail until that works again, which is tried each \
-                 second; nothing {lost}acknowledged is lost",
+                "{error}; the log in {} is full: writes and flushes fail until that works again (retried every \
+                 second); nothing {lost}acknowledged is lost",
                 log.dir.display()
             ));
         }
         if waiting && !std::mem::replace(&mut self.stuck, true) {
             self.failing = true;
             return Some(format!(
-                "{error}; the log in {} is full: writes and flushes wait until there is space, which is tried each second \
-                 (on-full=pause)",
+                "{error}; the log in {} is full: writes and flushes wait until there is space (on-full=pause; retried \
+                 every second)",
                 log.dir.display()
             ));
         }
@@ -49,8 +52,8 @@ impl Troubles {
         let remedy = if damaged { "" } else { "make space, " };
         new.then(|| {
             format!(
-                "{error}; the log in {} keeps everything and takes writes while it has room; {remedy}it is tried again \
-                 each second",
+                "{error}; the log in {} keeps everything and takes writes while it has room; {remedy}it retries every \
+                 second",
                 log.dir.display()
             )
         })

@@ -1,5 +1,4 @@
-//! How an open disk is stored: which ranges are data, zeroes or holes, in the log over the base
-//! image.
+//! How an open disk is stored, log over base image: which ranges are data, zeroes or holes.
 
 use std::fs::File;
 use std::path::Path;
@@ -10,7 +9,7 @@ use crate::medium::file::DataFile;
 use crate::medium::holes::DataRanges;
 use crate::{Allocation, Extent, SECTOR_SIZE};
 
-/// Sectors looked up at once: their pieces are kept in memory.
+/// Sectors looked up at once, which bounds the pieces kept in memory.
 const STEP: u64 = 1 << 18;
 /// Most sectors reported at once: 8 GiB.
 pub(crate) const LIMIT: u64 = 1 << 24;
@@ -39,7 +38,7 @@ pub(crate) fn disk_extents<T>(
     let end = sector.saturating_add(sectors.min(LIMIT)).min(capacity);
     let mut extents = Vec::new();
     let mut at = sector;
-    // One extent more than asked for is looked up, so that the last one is reported in full.
+    // Look up one extent more than asked for, so that the last one is reported in full.
     while at < end && extents.len() <= most {
         let step = STEP.min(end - at);
         append(at, step, &mut extents)?;
@@ -66,7 +65,7 @@ pub(crate) fn push_piece(
     Ok(())
 }
 
-/// Appends the extents of a file for `sectors` sectors from `sector` on. All of a file that is not the host's is data.
+/// Appends a file's extents for `sectors` sectors from `sector` on. A file that is not the host's is all data.
 pub(crate) fn file_extents(
     file: Option<&File>,
     path: &Path,
@@ -105,7 +104,7 @@ mod tests {
     };
 
     #[test]
-    fn the_log_and_the_base_image_are_told_as_one() {
+    fn the_log_and_the_base_image_are_reported_as_one() {
         let directory = tempfile::tempdir().unwrap();
         let (path, log) = (
             directory.path().join("disk.img"),

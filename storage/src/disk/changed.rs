@@ -5,7 +5,8 @@
 //!   base image │ segment   segment   segm|ent   segment
 //!              └── up to the LSN ────────┘└── behind it: changed
 //! ```
-//! So all that it takes is the border: where the records behind the LSN begin. The segment that has it is read once for that.
+//! So it is enough to know the position in the log where the records after the LSN begin. The segment that contains it
+//! is read once.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -14,44 +15,44 @@ use std::path::Path;
 use crate::catalog::snapshot::SavedFiles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::index::{ExtentMap, Piece, Place};
-use crate::log::history::{Border, Borders, SavedSince};
-use crate::log::ring::Live;
+use crate::log::history::{LogPosition, PositionCache, SavedExtentsCache};
+use crate::log::ring::LiveSegment;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::FileSystem;
 use crate::mutant::{Mutant, planted};
-use crate::recovery::contents::{Candidate, Contents, Verify};
+use crate::recovery::contents::{Candidate, SegmentContents, VerifyScope};
 use crate::recovery::saved::read_saved;
 use crate::sync::Arc;
 use crate::{Change, SECTOR_SIZE};
 
-/// Most borders that are remembered.
+/// Most positions to remember.
 const REMEMBERED: usize = 64;
-/// For so many snapshots it is remembered what was saved since: a client asks for a few of them in turn, part by part.
+/// For how many snapshots to remember what was saved since: a client asks about a few of them in turn, range by range.
 const REMEMBERED_SAVED: usize = 8;
 
-/// What is behind an LSN.
-pub(crate) struct Since {
+/// Tells what has changed since an LSN.
+pub(crate) struct ChangesSince {
     lsn: u64,
-    /// `None`: there are no records behind it.
-    border: Option<Border>,
+    /// `None`: there are no records after it.
+    position: Option<LogPosition>,
     /// The sequences of the segments in use.
     sequences: HashMap<*const Segment, u64>,
-    /// The base images have gone past the LSN: what was saved of the disk since.
-    saved: Option<Saved>,
+    /// Set if the base images have moved past the LSN: what was saved of the disk since.
+    saved: Option<SavedExtents>,
 }
 
 /// What was saved of a disk since a snapshot.
-pub(crate) struct Saved {
+pub(crate) struct SavedExtents {
     pub extents: Arc<ExtentMap>,
-    /// What is not in the base image has changed too: it is newer than the snapshot.
+    /// Whether everything in the log counts as changed too, because it is newer than the snapshot.
     pub and_log: bool,
 }
 
-/// Counts the memory of extents that are going to be remembered, or refuses it.
-pub(crate) type Admit<'a> = &'a dyn Fn(&mut ExtentMap) -> Result<()>;
+/// Accounts for the memory of extents to be remembered, or refuses it.
+pub(crate) type MemoryCheck<'a> = &'a dyn Fn(&mut ExtentMap) -> Result<()>;
 
-/// What was saved of a disk of so many bytes for the first of these LSNs, and not for those behind the last; `None` if no saved files are
-/// of the first. `known` has what was read last. `admit` counts the memory of more, or refuses it.
+/// What was saved of a disk (number and bytes) since the first of these LSNs, up to the last; `None` if there are no
+/// saved files for the first. `known` caches results. `admit` accounts for the memory of another one, or refuses it.
 ///
 /// # Errors
 /// As [`read_saved`]; or those of `admit`.
@@ -61,7 +62,7 @@ pub(crate) fn saved_since(
     files: &SavedFiles,
     disk: (u32, u64),
     lsns: Range<u64>,
-    (known, admit): (&SavedSince, Admit<'_>),
+    (known, admit): (&SavedExtentsCache, MemoryCheck<'_>),
 ) -> Result<Option<Arc<ExtentMap>>> {
     if !files.has(lsns.start) {
         return Ok(None);
@@ -79,7 +80,7 @@ pub(crate) fn saved_since(
         known.remove(0);
     }
     while let Err(error) = admit(&mut extents) {
-        // What is in use elsewhere takes memory until it is not.
+        // Entries in use elsewhere keep taking memory.
         if known.is_empty() {
             return Err(error);
         }
@@ -90,74 +91,80 @@ pub(crate) fn saved_since(
     Ok(Some(extents))
 }
 
-impl Since {
-    /// `live`: the segments in use, of `size` bytes, as they were after the pieces of the index were looked up.
+impl ChangesSince {
+    /// `live`: the segments in use, of `size` bytes each, listed after the pieces were looked up in the index.
     ///
     /// # Errors
-    /// If the segment that has the border can't be read.
-    pub(crate) fn new(lsn: u64, live: &[Live], size: u64, borders: &Borders) -> Result<Self> {
+    /// If the segment that contains the position can't be read.
+    pub(crate) fn new(
+        lsn: u64,
+        live: &[LiveSegment],
+        size: u64,
+        positions: &PositionCache,
+    ) -> Result<Self> {
         let place = live.iter().position(|live| live.last.lsn > lsn);
-        let border = place.map(|place| {
-            let known = || borders.lock().expect("borders lock");
-            if let Some(border) = known().get(&lsn) {
-                return Ok(*border);
+        let position = place.map(|place| {
+            let known = || positions.lock().expect("positions lock");
+            if let Some(position) = known().get(&lsn) {
+                return Ok(*position);
             }
             let limit = (place + 1 < live.len()).then_some(live[place].last.lsn);
             let offset = first_behind(&live[place].segment, lsn, size, limit)?;
-            let (border, mut known) = ((live[place].sequence, offset), known());
+            let (position, mut known) = ((live[place].sequence, offset), known());
             if known.len() == REMEMBERED {
                 known.clear();
             }
-            known.insert(lsn, border);
-            Ok(border)
+            known.insert(lsn, position);
+            Ok(position)
         });
         let live = live.iter();
         let sequences = live.map(|live| (Arc::as_ptr(&live.segment), live.sequence));
         Ok(Self {
             lsn,
-            border: border.transpose()?,
+            position: position.transpose()?,
             sequences: sequences.collect(),
             saved: None,
         })
     }
 
-    /// As of a snapshot that the base images have gone past.
-    pub(crate) fn saved(lsn: u64, saved: Saved) -> Self {
+    /// For a snapshot that the base images have moved past.
+    pub(crate) fn saved(lsn: u64, saved: SavedExtents) -> Self {
         Self {
             lsn,
-            border: None,
+            position: None,
             sequences: HashMap::new(),
             saved: Some(saved),
         }
     }
 
-    /// Appends what has changed in this piece of an index. What is behind the LSN is in the log, or was saved.
+    /// Appends what has changed in this piece of an index. Everything after the LSN is in the log or was saved.
     pub(crate) fn append(&self, piece: &Piece, changes: &mut Vec<Change>) {
-        if let Some(Saved { extents, and_log }) = &self.saved {
-            return match piece.place.is_some() && *and_log {
-                true => push_change(changes, piece.sectors, true),
-                false => extents.visit(piece.sector, piece.sectors, &mut |part| {
+        if let Some(SavedExtents { extents, and_log }) = &self.saved {
+            return if piece.place.is_some() && *and_log {
+                push_change(changes, piece.sectors, true)
+            } else {
+                extents.visit(piece.sector, piece.sectors, &mut |part| {
                     push_change(changes, part.sectors, part.place.is_some());
-                }),
+                })
             };
         }
-        // How many sectors at the begin of the piece have not changed.
-        let old = match (&piece.place, self.border) {
+        // How many sectors at the start of the piece have not changed.
+        let old = match (&piece.place, self.position) {
             (None, _) => piece.sectors,
             (Some(Place::Zero { lsn, .. }), _) if *lsn <= self.lsn => piece.sectors,
             (Some(Place::Zero { unmap: true, .. }), _) if planted(Mutant::ChangesMissDiscard) => {
                 piece.sectors
             }
-            // What is not in the log yet came after all that is durable, as a named point is.
+            // What is not in the log yet is newer than anything durable, and so than any snapshot.
             (Some(Place::Zero { .. } | Place::Memory { .. }), _) => 0,
-            (Some(Place::Log { segment, offset }), Some(border)) => {
+            (Some(Place::Log { segment, offset }), Some(position)) => {
                 match self.sequences.get(&Arc::as_ptr(segment)) {
-                    Some(sequence) if *sequence > border.0 => 0,
-                    Some(sequence) if *sequence == border.0 => {
-                        let before = border.1.saturating_sub(*offset) / SECTOR_SIZE;
+                    Some(sequence) if *sequence > position.0 => 0,
+                    Some(sequence) if *sequence == position.0 => {
+                        let before = position.1.saturating_sub(*offset) / SECTOR_SIZE;
                         before.min(piece.sectors)
                     }
-                    // A segment that is not in use any more has only older records.
+                    // A segment no longer in use has only older records.
                     _ => piece.sectors,
                 }
             }
@@ -179,15 +186,15 @@ pub(crate) fn push_change(changes: &mut Vec<Change>, sectors: u64, changed: bool
 
 /// The error for an LSN since which the changes are not known.
 pub(crate) fn unknown_point(lsn: u64) -> Error {
-    let message = format!("what has changed since LSN {lsn} is not known: no snapshot is there");
+    let message = format!("the changes since LSN {lsn} are unknown: there is no snapshot at it");
     Error::new(ErrorKind::NotFound, message)
 }
 
-/// The byte offset in a segment where the records behind an LSN begin. Others may write to the end of the segment meanwhile.
-/// `limit`: its last LSN, if another segment follows.
+/// The byte offset in a segment where the records after an LSN begin. The end of the segment may be written to at the
+/// same time. `limit`: its last LSN, if another segment follows.
 fn first_behind(segment: &Arc<Segment>, lsn: u64, size: u64, limit: Option<u64>) -> Result<u64> {
     let candidate = Candidate::of(segment)?;
-    let contents = Contents::read(&candidate, size, limit, Verify::Tail, true);
+    let contents = SegmentContents::read(&candidate, size, limit, VerifyScope::Tail, true);
     let mut end = 0;
     for batch in &contents.batches {
         let first = batch.header.first_lsn.get();
@@ -216,7 +223,7 @@ mod tests {
     use crate::store::resize::tests::{MIB, end, fill, new_disk};
     use crate::{Backend, Operation};
 
-    /// A client that asks for two bitmaps in turn does not let the saved files be read for each part of the disk.
+    /// A client that asks for two bitmaps in turn must not cause the saved files to be read for each range.
     #[test]
     fn what_was_saved_for_several_snapshots_is_remembered() {
         let (_dir, store) = new_disk();
@@ -232,7 +239,7 @@ mod tests {
         disk.checkpoint().unwrap();
         let asked = || lsns.map(|lsn| disk.changes(lsn, 0, MIB / SECTOR_SIZE, 8).unwrap());
         let first = asked();
-        // What is read from now on fails.
+        // Reading them would fail from now on.
         for entry in std::fs::read_dir(&disk.log.dir).unwrap() {
             let path = entry.unwrap().path();
             if path.to_str().unwrap().contains("saved-") {

@@ -1,4 +1,4 @@
-//! An open disk, which its ports share.
+//! An open disk, shared by its ports.
 
 use std::fs::File;
 use std::io;
@@ -6,17 +6,17 @@ use std::path::Path;
 
 use crate::catalog::mark_text::MarkText;
 use crate::catalog::options::{Resize, check_size};
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::allocation::{disk_extents, push_piece};
-use crate::disk::changed::{Saved, Since, saved_since, unknown_point};
+use crate::disk::changed::{ChangesSince, SavedExtents, saved_since, unknown_point};
 use crate::disk::port::Port;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::disk_state::DiskState;
 use crate::log::export::{Export, ended_early};
 use crate::log::history::{Commit, LogHistory};
 use crate::log::orders::KeeperTask;
-use crate::log::pipeline::Marked;
+use crate::log::pipeline::MarkCommit;
 use crate::log::state::Log;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -47,8 +47,8 @@ impl Disk {
             .map_err(|error| Error::io("open a queue on the disk", &self.state.path, error))
     }
 
-    /// Copies all that has been written so far to the base images of the disk's log, while requests go on. Returns
-    /// the LSN up to which the images now hold everything.
+    /// Copies everything written so far to the base images of the disk's log, while requests go on. Returns the LSN up
+    /// to which the images now hold everything.
     ///
     /// # Errors
     /// If the log had failed, is being closed, or the copy fails. Nothing is lost.
@@ -58,17 +58,18 @@ impl Disk {
         Ok(newest)
     }
 
-    /// Names the present state of all disks of the log, with all that was written so far, while requests go on. The log keeps
-    /// what it takes to see it until the snapshot is [deleted](Self::delete_snapshot).
+    /// Makes a snapshot of the present state of all disks of the log, including everything written so far, while
+    /// requests go on. The log keeps what the snapshot needs until it is [deleted](Self::delete_snapshot).
     ///
     /// # Errors
-    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if there is a snapshot of this name; or the log has no room for
-    /// another, had failed, is being closed, or can't be written. There is no new snapshot then.
+    /// [`ErrorKind::AlreadyExists`](crate::ErrorKind) if there is a snapshot of this name. Fails too if the log has no
+    /// room for another snapshot, had failed, is being closed, or can't be written. On failure there is no new
+    /// snapshot.
     pub fn snapshot(&self, name: SnapshotName) -> Result<Snapshot> {
         self.make_snapshot(name, None)
     }
 
-    /// As [`snapshot`](Self::snapshot), of this disk alone: the log then keeps nothing of its other disks for it.
+    /// As [`snapshot`](Self::snapshot), of this disk only: the log keeps nothing of its other disks for it.
     ///
     /// # Errors
     /// As [`snapshot`](Self::snapshot).
@@ -87,7 +88,7 @@ impl Disk {
         })
     }
 
-    /// Deletes a snapshot of the log. What only it needed is copied to the base images, or overwritten, in time.
+    /// Deletes a snapshot of the log. What only it needed is copied to the base images or overwritten in due course.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`](crate::ErrorKind) if there is none of this name; or the log is being closed or can't be
@@ -101,18 +102,18 @@ impl Disk {
         self.log.lock().keeper.snapshots.clone()
     }
 
-    /// Writes a mark into the log, at the present moment. It is durable when this returns, changes no disk, and goes with the
-    /// history around it. Returns its place: `lsn` is a point like any other.
+    /// Writes a mark into the log, now. It is durable when this returns, changes no disk, and is kept as long as the
+    /// history around it. Returns its position; its `lsn` is a point like any other.
     ///
     /// # Errors
     /// [`ErrorKind::Io`](crate::ErrorKind) if the log is open for reading only, had failed, is full, or is being closed.
     pub fn mark(&self, text: &MarkText) -> Result<Commit> {
         let state = self.log.lock();
         if state.keeper.gone {
-            return Err(self.log.gone(&state));
+            return Err(self.log.no_keeper_error(&state));
         }
         drop(state);
-        let (mut port, marked) = (self.open_port()?, Marked::default());
+        let (mut port, marked) = (self.open_port()?, MarkCommit::default());
         port.mark(1, text, marked.clone());
         port.kick_alone();
         let mut done = Vec::new();
@@ -130,7 +131,7 @@ impl Disk {
     fn unmarked(&self) -> Error {
         let condition = self.log.condition();
         let why = condition.trouble().map(|trouble| trouble.error.as_str());
-        let why = why.unwrap_or("it is full or being closed, or the disk leaves it");
+        let why = why.unwrap_or("it is full or being closed, or the disk is leaving it");
         let dir = self.log.dir.display();
         Error::new(
             ErrorKind::Io,
@@ -138,27 +139,27 @@ impl Disk {
         )
     }
 
-    /// What the log has of the history of its disks.
+    /// The history of the log's disks.
     pub fn history(&self) -> LogHistory {
         self.log.history()
     }
 
-    /// How much of its history the log keeps.
-    pub fn retain(&self) -> Retain {
+    /// How much history the log retains.
+    pub fn retain(&self) -> Retention {
         self.log.lock().keeper.retain
     }
 
-    /// Lets the log keep so much of its history from now on.
+    /// Sets the retention.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the log can't have as many segments; or the log is being closed
     /// or can't be written.
-    pub fn set_retain(&self, retain: Retain) -> Result<()> {
-        self.log.order(KeeperTask::Retain(retain))
+    pub fn set_retain(&self, retain: Retention) -> Result<()> {
+        self.log.order(KeeperTask::SetRetention(retain))
     }
 
-    /// Makes the disk longer while it is in use: `size` in bytes. The new part reads as zeroes. A crash leaves the
-    /// old or the new size. A live disk does not shrink: see [`resize_disk`](crate::resize_disk).
+    /// Grows the disk to `size` bytes while it is in use. New space reads as zeroes. A crash leaves the old or the new
+    /// size. A disk in use can't shrink, see [`resize_disk`](crate::resize_disk).
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind) if the size is no multiple of 512, below the present one or more
@@ -178,8 +179,8 @@ impl Disk {
         Ok(Resize { old_size, size })
     }
 
-    /// Copies the disk to `target` as [`export`](Self::export) does if the log keeps no history: from its base image, right
-    /// after a checkpoint.
+    /// The [`export`](Self::export) of a disk whose log keeps no history: copies the base image, right after a
+    /// checkpoint.
     pub(crate) fn export_base(
         &self,
         target: File,
@@ -188,7 +189,7 @@ impl Disk {
         let newest = self.log.lock().pipeline.appended();
         let state = &self.state;
         let export = Arc::new(Export::new(&state.base, &state.path, target)?);
-        let reader = Reader(state, export.clone());
+        let reader = ExportReader(state, export.clone());
         self.log
             .order(KeeperTask::Export(newest, state.clone(), export))?;
         loop {
@@ -210,10 +211,10 @@ impl Disk {
     }
 }
 
-/// The thread that copies the base image. Its export ends with it.
-struct Reader<'a>(&'a DiskState, Arc<Export>);
+/// Ends the export when the thread that copies the base image is done with it.
+struct ExportReader<'a>(&'a DiskState, Arc<Export>);
 
-impl Drop for Reader<'_> {
+impl Drop for ExportReader<'_> {
     fn drop(&mut self) {
         self.0.end_export(&self.1);
     }
@@ -290,7 +291,7 @@ impl Backend for Disk {
         let append = |sector, sectors, changes: &mut Vec<Change>| {
             let mut pieces = Vec::new();
             state.index().pieces(sector, sectors, &mut pieces);
-            // In this order: what has left the index meanwhile was saved before.
+            // In this order: what has left the index in the meantime was saved before that.
             let guard = log.lock();
             let (live, files) = (guard.ring.all_live(), guard.keeper.saved.clone());
             drop(guard);
@@ -305,20 +306,20 @@ impl Backend for Disk {
                 (&log.saved_since, &|extents| log.admit(extents)),
             )?;
             let since = match saved {
-                Some(extents) => Since::saved(
+                Some(extents) => ChangesSince::saved(
                     since,
-                    Saved {
+                    SavedExtents {
                         extents,
                         and_log: true,
                     },
                 ),
-                None => Since::new(since, &live, log.segment_size, &log.borders)?,
+                None => ChangesSince::new(since, &live, log.segment_size, &log.positions)?,
             };
             pieces.iter().for_each(|piece| since.append(piece, changes));
             Ok(())
         };
         let changes = disk_extents(sector, sectors, self.sectors(), most, append)?;
-        // Nothing behind a pinned LSN has left the log until now, and what a snapshot needs of the base image was saved.
+        // So far nothing after a pinned LSN has left the log, and what a snapshot needs from the base image was saved.
         let guard = log.lock();
         let pinned = guard.keeper.pinned().is_some_and(|lsn| lsn <= since);
         let named = guard
@@ -328,9 +329,10 @@ impl Backend for Disk {
             .any(|named| named.lsn == since);
         let known = pinned || named && guard.keeper.saved.has(since);
         drop(guard);
-        match known && state.comes_from(since) {
-            true => Ok(changes),
-            false => Err(unknown_point(since).into()),
+        if known && state.comes_from(since) {
+            Ok(changes)
+        } else {
+            Err(unknown_point(since).into())
         }
     }
 

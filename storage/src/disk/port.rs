@@ -1,16 +1,16 @@
-//! One thread's way to a disk: checks requests, answers reads from log and base, joins group commit.
+//! One thread's access to a disk: checks requests, answers reads from log and base image, joins group commit.
 
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::BorrowedFd;
 
 use crate::catalog::mark_text::MarkText;
-use crate::disk::reads::{Part, ReadQueue, SharedReads, check_range, check_read};
-use crate::format::Kind;
+use crate::disk::reads::{ReadPart, ReadQueue, SharedReads, check_range, check_read};
+use crate::format::DescriptorKind;
 use crate::index::Piece;
-use crate::log::committer::{Committer, Refused};
+use crate::log::committer::{AppendError, Committer};
 use crate::log::disk_state::DiskState;
-use crate::log::pipeline::{Marked, Modification};
+use crate::log::pipeline::{MarkCommit, Modification};
 use crate::log::state::Log;
 use crate::log::waiters::PortReads;
 use crate::medium::checksum::{self, Payload};
@@ -19,9 +19,9 @@ use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE};
 
-/// One thread's way to a disk. Dropping it waits for the reads in flight; completions not taken are lost.
+/// One thread's access to a disk. Dropping it waits for reads in flight; completions not taken are lost.
 ///
-/// A port that its owner does not poll holds up no other port: what it has taken of the log's work is done when a call of it
+/// A port that is not polled holds up no other port: any work on the log that it takes is finished before the call
 /// returns.
 pub struct Port {
     pub(crate) disk: Arc<DiskState>,
@@ -37,17 +37,17 @@ pub struct Port {
 }
 
 /// The state of a request after the port has taken it.
-enum Submitted {
+enum RequestState {
     /// The request has ended, with the data of a READ.
     Ended(Option<Buffer>),
     /// The completion comes later.
     InFlight,
-    /// The full log took no record of this modification.
+    /// The log was full and did not take this modification.
     HeldBack(Modification),
 }
 
 impl Port {
-    /// A port to the disk with this state, on this log.
+    /// Opens a port to a disk on a log.
     pub(crate) fn new(log: &Arc<Log>, disk: &Arc<DiskState>) -> io::Result<Self> {
         let committer = Committer::new(log.clone(), 1)?;
         let mailbox = committer.mailbox.clone();
@@ -57,7 +57,7 @@ impl Port {
             mailbox: mailbox.clone(),
         });
         let shared: Arc<dyn PortReads> = reads.clone();
-        // It is the first: the mailbox is new.
+        // Can't fail: the mailbox is new.
         let _ = mailbox.reads.set(Arc::downgrade(&shared));
         Ok(Self {
             disk: disk.clone(),
@@ -73,7 +73,8 @@ impl Port {
 
 impl Drop for Port {
     fn drop(&mut self) {
-        // Here, and not where another thread looks for reads to end: this waits for those in flight.
+        // Drop the queue here, where waiting for reads in flight is fine, and not in another thread that is ending
+        // reads.
         if let Ok(mut queue) = self.reads.queue.lock() {
             drop(queue.take());
         }
@@ -92,7 +93,7 @@ impl BackendQueue for Port {
             Operation::Read { sector, sectors } => self.read(token, sector, sectors),
             Operation::Write { sector, data } => self.write(token, sector, data),
             Operation::Discard { sector, sectors } => {
-                self.zero(token, Kind::Discard, sector, sectors)
+                self.zero(token, DescriptorKind::Discard, sector, sectors)
             }
             Operation::WriteZeroes {
                 sector,
@@ -100,9 +101,9 @@ impl BackendQueue for Port {
                 unmap,
             } => {
                 let kind = if unmap {
-                    Kind::Discard
+                    DescriptorKind::Discard
                 } else {
-                    Kind::WriteZeroes
+                    DescriptorKind::WriteZeroes
                 };
                 self.zero(token, kind, sector, sectors)
             }
@@ -111,7 +112,7 @@ impl BackendQueue for Port {
         self.settle(token, submitted);
     }
 
-    fn when_written(&mut self, token: u64) -> bool {
+    fn notify_written(&mut self, token: u64) -> bool {
         if self.disk.no_flush {
             return true;
         }
@@ -157,22 +158,22 @@ impl BackendQueue for Port {
 }
 
 impl Port {
-    /// Starts what was submitted. `alone`: the thread has nothing else to do, so it makes a lone, quick sync itself. Returns
-    /// whether it did.
+    /// Starts what was submitted. `alone`: the thread has nothing else to do, so it may run a lone, quick sync itself.
+    /// Returns whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
         self.reads.with(ReadQueue::start);
         self.committer.start(alone)
     }
 
-    /// Queues the completion of a request that has ended already, and parks one that the full log holds back.
-    fn settle(&mut self, token: u64, submitted: Result<Submitted, Failure>) {
+    /// Queues the completion of a request that has already ended, and parks one that the log held back.
+    fn settle(&mut self, token: u64, submitted: Result<RequestState, Failure>) {
         let result = match submitted {
-            Ok(Submitted::InFlight) => return,
-            Ok(Submitted::HeldBack(modification)) => {
+            Ok(RequestState::InFlight) => return,
+            Ok(RequestState::HeldBack(modification)) => {
                 self.parked.push_back((token, modification));
                 return;
             }
-            Ok(Submitted::Ended(data)) => Ok(data),
+            Ok(RequestState::Ended(data)) => Ok(data),
             Err(failure) => Err(failure),
         };
         self.done.push(Completion { token, result });
@@ -204,20 +205,22 @@ impl Port {
     }
 
     fn check_writable(&self) -> Result<(), Failure> {
-        match () {
-            () if self.disk.read_only => Err(Failure::ReadOnly),
-            () => self.check_healthy(),
+        if self.disk.read_only {
+            Err(Failure::ReadOnly)
+        } else {
+            self.check_healthy()
         }
     }
 
     fn check_healthy(&self) -> Result<(), Failure> {
-        match self.committer.log.poisoned.load(Ordering::Acquire) {
-            true => Err(Failure::Io),
-            false => Ok(()),
+        if self.committer.log.poisoned.load(Ordering::Acquire) {
+            Err(Failure::Io)
+        } else {
+            Ok(())
         }
     }
 
-    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<Submitted, Failure> {
+    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<RequestState, Failure> {
         self.check_writable()?;
         let most = self.committer.log.max_request_bytes();
         if !data.len().is_multiple_of(SECTOR_SIZE as usize) || data.len() > most {
@@ -225,7 +228,7 @@ impl Port {
         }
         let sectors = (data.len() as u64 / SECTOR_SIZE) as u32;
         self.check_range(sector, u64::from(sectors))?;
-        // The checksums are of the copy, never of memory that the guest can change.
+        // Checksum the copy, never memory that the guest can change.
         let checksums = checksum::of(&data);
         let data = crate::mutant::changed_after_checksum(data);
         let payload = Some(Payload {
@@ -235,7 +238,7 @@ impl Port {
         self.modify(
             token,
             Modification {
-                kind: Kind::Write,
+                kind: DescriptorKind::Write,
                 sector,
                 sectors,
                 payload,
@@ -244,8 +247,8 @@ impl Port {
         )
     }
 
-    /// Logs a mark with this text; its completion comes once it is durable, and `marked` then has its place.
-    pub(crate) fn mark(&mut self, token: u64, text: &MarkText, marked: Marked) {
+    /// Logs a mark with this text. It completes once it is durable; `marked` then has its position.
+    pub(crate) fn mark(&mut self, token: u64, text: &MarkText, marked: MarkCommit) {
         let mark = Modification::mark(text, marked);
         let submitted = self.check_healthy();
         let submitted = submitted.and_then(|()| self.modify(token, mark));
@@ -255,10 +258,10 @@ impl Port {
     fn zero(
         &mut self,
         token: u64,
-        kind: Kind,
+        kind: DescriptorKind,
         sector: u64,
         sectors: u32,
-    ) -> Result<Submitted, Failure> {
+    ) -> Result<RequestState, Failure> {
         self.check_writable()?;
         self.check_range(sector, u64::from(sectors))?;
         self.modify(
@@ -274,26 +277,28 @@ impl Port {
     }
 
     /// Logs a modification. It is held back while earlier ones are parked.
-    fn modify(&mut self, token: u64, modification: Modification) -> Result<Submitted, Failure> {
+    fn modify(&mut self, token: u64, modification: Modification) -> Result<RequestState, Failure> {
         if !self.parked.is_empty() {
-            return Ok(Submitted::HeldBack(modification));
+            return Ok(RequestState::HeldBack(modification));
         }
         self.append(token, modification)
     }
 
-    fn append(&mut self, token: u64, modification: Modification) -> Result<Submitted, Failure> {
+    fn append(&mut self, token: u64, modification: Modification) -> Result<RequestState, Failure> {
         let mark = modification.mark.is_some();
         let lsn = match self.committer.append(&self.disk, modification) {
             Ok(lsn) => lsn,
-            Err(Refused::Stuck) => return Err(Failure::Io),
-            Err(Refused::HeldBack(modification)) => return Ok(Submitted::HeldBack(modification)),
+            Err(AppendError::Stuck) => return Err(Failure::Io),
+            Err(AppendError::HeldBack(modification)) => {
+                return Ok(RequestState::HeldBack(modification));
+            }
         };
         self.newest_lsn = lsn;
         if mark && !planted(Mutant::MarkAnsweredEarly) {
             return self.wait(token, lsn);
         }
         if mark || self.disk.write_cache.load(Ordering::Acquire) || self.disk.no_flush {
-            return Ok(Submitted::Ended(None));
+            return Ok(RequestState::Ended(None));
         }
         self.wait(token, lsn)
     }
@@ -306,7 +311,7 @@ impl Port {
                 None => self.check_writable(),
             };
             match writable.and_then(|()| self.append(token, modification)) {
-                Ok(Submitted::HeldBack(modification)) => {
+                Ok(RequestState::HeldBack(modification)) => {
                     self.parked.push_front((token, modification));
                     return;
                 }
@@ -315,25 +320,25 @@ impl Port {
         }
     }
 
-    fn flush(&mut self, token: u64) -> Result<Submitted, Failure> {
+    fn flush(&mut self, token: u64) -> Result<RequestState, Failure> {
         if self.disk.no_flush {
-            return Ok(Submitted::Ended(None));
+            return Ok(RequestState::Ended(None));
         }
         self.wait(token, self.disk.last_lsn.load(Ordering::Acquire))
     }
 
-    fn wait(&mut self, token: u64, lsn: u64) -> Result<Submitted, Failure> {
+    fn wait(&mut self, token: u64, lsn: u64) -> Result<RequestState, Failure> {
         let waits = !self.committer.wait_for(lsn, token)?;
         let counters = &self.committer.log.counters;
         counters.flushes.fetch_add(1, Ordering::Relaxed);
         if !waits {
-            return Ok(Submitted::Ended(None));
+            return Ok(RequestState::Ended(None));
         }
         counters.flushes_grouped.fetch_add(1, Ordering::Relaxed);
-        Ok(Submitted::InFlight)
+        Ok(RequestState::InFlight)
     }
 
-    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Submitted, Failure> {
+    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<RequestState, Failure> {
         check_read(sector, sectors, self.disk.sectors())?;
         let disk = &self.disk;
         self.committer.log.reads.fetch_add(1, Ordering::Relaxed);
@@ -342,13 +347,13 @@ impl Port {
         let parts = self
             .pieces
             .drain(..)
-            .map(|piece| Part::of(piece, &disk.base));
+            .map(|piece| ReadPart::of(piece, &disk.base));
         let begun = self
             .reads
             .with(|reads| reads.begin(token, sector, sectors, parts));
         Ok(match begun {
-            Some(data) => Submitted::Ended(Some(data)),
-            None => Submitted::InFlight,
+            Some(data) => RequestState::Ended(Some(data)),
+            None => RequestState::InFlight,
         })
     }
 }

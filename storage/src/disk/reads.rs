@@ -1,8 +1,7 @@
-//! Reads in flight. A read is cut into parts, of which each comes from a place of its own; the parts are verified and
-//! put together.
+//! Reads in flight. A read is split into parts, each from one place; the parts are verified and put together.
 //!
-//! The reads of a port are in a [`ReadQueue`] of their own: the port's thread starts and ends them, and so does the keeper if
-//! it needs the segments that they pin.
+//! A port's reads are in a [`ReadQueue`] of their own, because two threads end them: the port's, and the keeper when it
+//! needs the segments that they pin.
 
 use std::path::{Path, PathBuf};
 
@@ -11,19 +10,19 @@ use smallvec::SmallVec;
 
 use crate::index::{Piece, Place};
 use crate::log::waiters::{Mailbox, PortReads};
-use crate::medium::file::{DataFile, Done, Engine, Io, Source};
+use crate::medium::file::{DataFile, Engine, Io, IoCompletion, ReadSource};
 use crate::medium::segment::LogRead;
 use crate::sync::{Arc, Mutex};
 use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SECTOR_SIZE, SharedBuffer};
 
 /// A part of a read.
-pub(crate) struct Part {
+pub(crate) struct ReadPart {
     pub sector: u64,
     pub sectors: u64,
     pub origin: Origin,
 }
 
-/// The place of a part's bytes.
+/// Where a part's bytes come from.
 pub(crate) enum Origin {
     /// In memory, from `offset` of the payload on.
     Memory {
@@ -34,12 +33,12 @@ pub(crate) enum Origin {
     Log(LogRead),
     /// In a file, at the same offset as on the disk.
     File(Arc<dyn DataFile>),
-    /// Nowhere: they are zeroes.
+    /// Nowhere: zeroes.
     Zero,
 }
 
-impl Part {
-    /// A piece of an index over the image `base`.
+impl ReadPart {
+    /// The part for a piece of an index over the image `base`.
     pub(crate) fn of(piece: Piece, base: &Arc<dyn DataFile>) -> Self {
         let Piece {
             sector,
@@ -64,50 +63,50 @@ impl Part {
 /// Refuses sectors that a disk of `capacity` sectors does not have.
 pub(crate) fn check_range(sector: u64, sectors: u64, capacity: u64) -> Result<(), Failure> {
     let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
-    match sectors == 0 || end > capacity {
-        true => Err(Failure::OutOfRange),
-        false => Ok(()),
+    if sectors == 0 || end > capacity {
+        Err(Failure::OutOfRange)
+    } else {
+        Ok(())
     }
 }
 
 /// Refuses a read of sectors that a disk of `capacity` sectors does not have, or of too many.
 pub(crate) fn check_read(sector: u64, sectors: u32, capacity: u64) -> Result<(), Failure> {
     check_range(sector, u64::from(sectors), capacity)?;
-    match sectors as usize * SECTOR_SIZE as usize > MAX_REQUEST_BYTES {
-        true => Err(Failure::TooLarge),
-        false => Ok(()),
+    if sectors as usize * SECTOR_SIZE as usize > MAX_REQUEST_BYTES {
+        Err(Failure::TooLarge)
+    } else {
+        Ok(())
     }
 }
 
 /// A read whose parts are in flight.
-struct Read {
+struct PendingRead {
     token: u64,
     /// `None` if one part is the whole read: the part's buffer becomes the result.
     buffer: Option<Buffer>,
     open: u32,
-    /// The parts that come from the log, by their first sector in the read.
+    /// The parts that come from the log, by first sector in the read.
     logged: SmallVec<[(u64, LogRead); 1]>,
     failed: bool,
 }
 
 /// The reads in flight of one thread.
 #[derive(Default)]
-pub(crate) struct Reads {
-    /// The engine id of a part is the key of its read here, in 31 bits, then, in 32 bits, the part's first sector in the
-    /// read.
-    reads: Slab<Read>,
+pub(crate) struct InFlightReads {
+    /// A part's engine id: the key of its read here, in 31 bits, then the part's first sector in the read, in 32 bits.
+    reads: Slab<PendingRead>,
 }
 
-impl Reads {
-    /// Begins a read of `sectors` sectors from `sector` on, which [`check_read`] has accepted. `parts` are its parts, in
-    /// order. `submit` takes the operations of an engine, with their ids, which are below 2^63. Returns the data if no
-    /// operation is needed.
+impl InFlightReads {
+    /// Begins a read of `sectors` sectors from `sector` on, already accepted by [`check_read`]. `parts`: its parts, in
+    /// order. `submit` takes operations for an engine, with ids below 2^63. Returns the data if no operation is needed.
     pub(crate) fn begin(
         &mut self,
         token: u64,
         sector: u64,
         sectors: u32,
-        parts: impl Iterator<Item = Part>,
+        parts: impl Iterator<Item = ReadPart>,
         mut submit: impl FnMut(u64, Io),
     ) -> Option<Buffer> {
         let len = sectors as usize * SECTOR_SIZE as usize;
@@ -124,22 +123,22 @@ impl Reads {
             let (source, offset, bytes) = match part.origin {
                 Origin::Memory { payload, offset } => {
                     let bytes = &payload[offset..offset + bytes];
-                    match whole {
-                        true => buffer = Some(Buffer::from(bytes)),
-                        false => buffer.get_or_insert_with(|| Buffer::zeroed(len))
-                            [at..at + bytes.len()]
-                            .copy_from_slice(bytes),
+                    if whole {
+                        buffer = Some(Buffer::from(bytes))
+                    } else {
+                        buffer.get_or_insert_with(|| Buffer::zeroed(len))[at..at + bytes.len()]
+                            .copy_from_slice(bytes)
                     }
                     continue;
                 }
                 Origin::Zero => continue,
                 Origin::Log(read) => {
                     let (offset, bytes) = (read.offset(), read.bytes());
-                    let source = Source::Segment(read.segment().clone());
+                    let source = ReadSource::Segment(read.segment().clone());
                     logged.push((skipped, read));
                     (source, offset, bytes)
                 }
-                Origin::File(file) => (Source::File(file), part.sector * SECTOR_SIZE, bytes),
+                Origin::File(file) => (ReadSource::File(file), part.sector * SECTOR_SIZE, bytes),
             };
             open += 1;
             let io = Io::Read {
@@ -156,7 +155,7 @@ impl Reads {
             // Parts without an operation are zeroes.
             buffer.get_or_insert_with(|| Buffer::zeroed(len));
         }
-        self.reads.insert(Read {
+        self.reads.insert(PendingRead {
             token,
             buffer,
             open,
@@ -166,9 +165,9 @@ impl Reads {
         None
     }
 
-    /// Takes the end of a part. Returns the read's completion if this was its last part. `path` names the disk in the
-    /// message about a read that failed.
-    pub(crate) fn end_part(&mut self, path: &Path, end: Done) -> Option<Completion> {
+    /// Handles the end of a part. Returns the read's completion if this was its last part. `path` names the disk in
+    /// messages about failed reads.
+    pub(crate) fn end_part(&mut self, path: &Path, end: IoCompletion) -> Option<Completion> {
         let (key, skipped) = ((end.id >> 32) as usize, end.id & u64::from(u32::MAX));
         let at = (skipped * SECTOR_SIZE) as usize;
         let read = self.reads.get_mut(key)?;
@@ -176,8 +175,8 @@ impl Reads {
         let logged = read.logged.iter().position(|(first, _)| *first == skipped);
         let logged = logged.map(|found| read.logged.swap_remove(found).1);
         let result = end.result.map_err(|error| error.to_string());
-        // Bytes of the log are verified before the client gets them: bytes that the medium changed, or never wrote,
-        // are an error.
+        // Verify bytes of the log before the client gets them: bytes that the medium changed, or never wrote, are an
+        // error.
         let result = result.and_then(|part| match (part, logged) {
             (Some(part), Some(logged)) => {
                 let verified = logged.verified(part).map_err(|error| error.to_string());
@@ -199,9 +198,10 @@ impl Reads {
         let read = self.reads.try_remove(key)?;
         Some(Completion {
             token: read.token,
-            result: match read.failed {
-                true => Err(Failure::Io),
-                false => Ok(read.buffer),
+            result: if read.failed {
+                Err(Failure::Io)
+            } else {
+                Ok(read.buffer)
             },
         })
     }
@@ -214,11 +214,11 @@ pub(crate) struct ReadQueue {
     engine: Box<dyn Engine>,
     /// Operations submitted to the engine and not yet polled.
     in_engine: usize,
-    reads: Reads,
-    /// Reads that have ended, and were not polled yet.
+    reads: InFlightReads,
+    /// Completions of ended reads, until they are polled.
     ended: Vec<Completion>,
-    /// Memory for ended operations.
-    parts: Vec<Done>,
+    /// Scratch list for ended operations.
+    parts: Vec<IoCompletion>,
 }
 
 impl ReadQueue {
@@ -228,19 +228,19 @@ impl ReadQueue {
             path: path.to_owned(),
             engine,
             in_engine: 0,
-            reads: Reads::default(),
+            reads: InFlightReads::default(),
             ended: Vec::new(),
             parts: Vec::new(),
         }
     }
 
-    /// Begins a read, see [`Reads::begin`]. It may start now or at the next [`start`](Self::start).
+    /// Begins a read, see [`InFlightReads::begin`]. It may start now or at the next [`start`](Self::start).
     pub(crate) fn begin(
         &mut self,
         token: u64,
         sector: u64,
         sectors: u32,
-        parts: impl Iterator<Item = Part>,
+        parts: impl Iterator<Item = ReadPart>,
     ) -> Option<Buffer> {
         let (engine, in_engine) = (&mut self.engine, &mut self.in_engine);
         self.reads.begin(token, sector, sectors, parts, |id, io| {
@@ -275,7 +275,7 @@ impl ReadQueue {
     }
 }
 
-/// The reads of a port whose thread another one may stand in for.
+/// A port's reads, which another thread may end too.
 pub(crate) struct SharedReads {
     /// `None` once the port is gone.
     pub queue: Mutex<Option<ReadQueue>>,
@@ -284,7 +284,7 @@ pub(crate) struct SharedReads {
 }
 
 impl SharedReads {
-    /// Lets the port's thread act on its reads.
+    /// Gives the port's thread access to its reads.
     ///
     /// # Panics
     /// If the port is gone.

@@ -4,7 +4,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::sealed::{
-    CRC_AT, Decoded, Uuid, VERSION, VERSION_REPLACED, VERSION_REWOUND, VERSION_SAVED, counted,
+    CRC_AT, DecodeResult, Uuid, VERSION, VERSION_REPLACED, VERSION_REWOUND, VERSION_SAVED, counted,
     crc_without, seal,
 };
 use crate::Buffer;
@@ -24,11 +24,12 @@ const MAX_DISKS: usize = (CONTROL_SLOT
     - size_of::<U64>())
     / size_of::<DiskEntry>();
 
-/// Start of a control slot; `disk_count` [`DiskEntry`]s follow, then a [`HistoryHeader`] and its [`SnapshotEntry`]s. Then a [`RewindHeader`] and
-/// its [`RewindEntry`]s. If there are any, the version is [`VERSION_REWOUND`]: programs that know no rewinds refuse the log. If a
-/// snapshot has saved files or is of one disk, the version is [`VERSION_SAVED`], for the same reason; if one is of another image of its
-/// disk than the present one, [`VERSION_REPLACED`]. Then comes the [`durable_lsn`](Control::durable_lsn), and last an [`ImageHeader`] and
-/// its [`ImageEntry`]s, all of which an older program writes as zero.
+/// Start of a control slot. It is followed by `disk_count` [`DiskEntry`]s, a [`HistoryHeader`] with its
+/// [`SnapshotEntry`]s, a [`RewindHeader`] with its [`RewindEntry`]s, the [`durable_lsn`](Control::durable_lsn), and an
+/// [`ImageHeader`] with its [`ImageEntry`]s. An older program writes the last two as zero. The version keeps out
+/// programs that can't handle the contents: [`VERSION_REWOUND`] if there are rewinds, [`VERSION_SAVED`] if a snapshot
+/// has saved files or is of one disk, [`VERSION_REPLACED`] if a snapshot is of another image of a disk than the present
+/// one.
 ///
 /// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
 /// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
@@ -39,7 +40,7 @@ pub(crate) struct ControlHeader {
     pub version: U32,
     /// CRC-32C of the whole slot with this field zero.
     pub crc: U32,
-    /// Counts control writes; slot = generation % 2.
+    /// Counts control writes; the slot is generation % 2.
     pub generation: U64,
     pub log: Uuid,
     /// Bytes of every segment file.
@@ -47,21 +48,21 @@ pub(crate) struct ControlHeader {
     /// Most segment files the ring may hold.
     pub max_segments: U32,
     pub disk_count: U32,
-    /// Segments below this sequence are free: all they hold is in the base images.
+    /// Segments below this sequence are free: everything in them is in the base images.
     pub first_sequence: U64,
     /// Every record up to this LSN is in the base images.
     pub checkpoint_lsn: U64,
-    /// No LSN below this is given out again.
+    /// No LSN below this is assigned again.
     pub next_lsn: U64,
-    /// No commit id below this is given out again.
+    /// No commit ID below this is assigned again.
     pub next_cid: U64,
-    /// The base images may hold records up to this LSN, copied by a checkpoint that has not ended: a log that ends
-    /// before this LSN is damaged, because its older records would be replayed over newer ones.
+    /// The base images may hold records up to this LSN, copied by an unfinished checkpoint. A log that ends before this
+    /// LSN is damaged, because older records would be replayed over newer ones.
     pub copying_lsn: U64,
 }
 
 impl ControlHeader {
-    /// Whether all its numbers are below the limit, so that counting can have reached them.
+    /// Whether all its numbers are below the limit, so that they can be genuine.
     pub(crate) fn counted(&self) -> bool {
         counted(&[
             self.generation,
@@ -79,11 +80,11 @@ impl ControlHeader {
 #[repr(C)]
 pub(crate) struct DiskEntry {
     pub disk: Uuid,
-    /// The number that descriptors name the disk by; never given to another.
+    /// The disk's number in descriptors; never given to another disk.
     pub id: U32,
     pub path_len: U16,
-    /// 1 while the disk is being resized: the base image may be longer than `size`, and its bytes beyond are void.
-    /// Else 0.
+    /// 1 while the disk is being resized: the base image may then be longer than `size`, and its bytes beyond that are
+    /// void. Otherwise 0.
     pub resizing: u8,
     /// 1 if the base image carries a mark; 0 if its file system has no attributes.
     pub marked: u8,
@@ -91,22 +92,21 @@ pub(crate) struct DiskEntry {
     pub size: U64,
     /// The generation in the mark of the base image, until the mark has `next_generation`.
     pub generation: U64,
-    /// The generation that the mark is being changed to; the same as `generation` while the mark is not being
-    /// changed.
+    /// The generation that the mark is being changed to; otherwise the same as `generation`.
     pub next_generation: U64,
-    /// Records of this disk up to this LSN count as copied to its base image, whatever `checkpoint_lsn` says:
-    /// `discard_log` gave them up.
+    /// Records of this disk up to this LSN count as copied to its base image, whatever `checkpoint_lsn` says: they were
+    /// discarded, or copied when the disk left the log.
     pub void_lsn: U64,
-    /// The file system's numbers of the base image when the disk was last opened: a disk without a mark is known by
-    /// them. All 0: not known.
+    /// Device and inode of the base image when the disk was last opened, which identify an image without a mark. All 0:
+    /// unknown.
     pub device: U64,
     pub inode: U64,
     /// When the file was made, in nanoseconds since 1970; 0 if the file system does not report it.
     pub born: U64,
-    /// Samples of bytes that the base image has had since the last checkpoint that wrote to it.
+    /// Samples of the base image, as of the last checkpoint that wrote to it.
     pub samples: [Sample; SAMPLES],
-    /// The path of the base image when the disk was last opened, not terminated. It is relative to the directory that
-    /// the log directory is in if the image is below that, else absolute. Empty: another disk's image is there now.
+    /// The path of the base image when the disk was last opened, not terminated. Relative to the parent of the log
+    /// directory if the image is below that, otherwise absolute. Empty: another disk's image is there now.
     pub path: [u8; 480],
 }
 
@@ -126,13 +126,13 @@ pub(crate) struct Sample {
 }
 
 impl DiskEntry {
-    /// Whether all its numbers are below the limit, so that counting can have reached them.
+    /// Whether all its numbers are below the limit, so that they can be genuine.
     fn counted(&self) -> bool {
         counted(&[self.generation, self.next_generation, self.void_lsn])
     }
 }
 
-/// What the log keeps of its history. All zero, as in a slot of a program that knows no history: nothing.
+/// The retention. All zero, as in the slot of an older program: nothing is kept.
 #[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct HistoryHeader {
@@ -143,37 +143,38 @@ pub(crate) struct HistoryHeader {
     pub retain_value: U64,
 }
 
-/// A named state of the log's disks. What is needed to see it stays in the log.
+/// A named state of the log's disks. The log keeps what is needed to see it.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct SnapshotEntry {
-    /// ASCII, filled up with zeroes. All zero: the snapshot was deleted, but older ones need its saved files.
+    /// ASCII, padded with zeroes. All zero: the snapshot was deleted, but older ones need its saved files.
     pub name: [u8; 64],
-    /// The last record that the snapshot has.
+    /// The last record that the snapshot includes.
     pub lsn: U64,
     /// The commit group of that record.
     pub cid: U64,
     /// When the snapshot was made, in microseconds since 1970.
     pub unix_us: U64,
-    /// How many records the snapshot's saved files have, which hold what was overwritten in the base images since. 0: nothing was.
+    /// How many records are in the snapshot's saved files, which hold what was overwritten in the base images since. 0:
+    /// nothing was.
     pub saved: U32,
-    /// The number of its only disk; 0: it is of all disks.
+    /// The number of its only disk; 0: all disks.
     pub disk_id: U32,
 }
 
 impl SnapshotEntry {
-    /// Whether the snapshot is of this disk.
+    /// Whether the snapshot includes this disk.
     pub(crate) fn has(&self, disk_id: u32) -> bool {
         [0, disk_id].contains(&self.disk_id.get())
     }
 
-    /// Whether the snapshot is still there. One that was deleted has no name: older ones need what was saved for it.
+    /// Whether the snapshot still exists. A deleted one whose saved files are needed by older ones has no name.
     pub(crate) fn is_named(&self) -> bool {
         self.name[0] != 0
     }
 }
 
-/// How often disks of the log were rewound.
+/// How many rewinds there are.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct RewindHeader {
@@ -181,9 +182,9 @@ pub(crate) struct RewindHeader {
     pub reserved: U32,
 }
 
-/// A disk was restored in place: as of LSN `at`, and until records follow, it is what it was as of LSN `to`.
+/// A restore in place: at LSN `at`, and until records follow, the disk is what it was at LSN `to`.
 ///
-/// The entry stays until the base images are as of `at`. Meanwhile they are never as of an LSN between the two.
+/// The entry stays until the base images are at `at`. Until then, they never stop at an LSN between the two.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct RewindEntry {
@@ -191,13 +192,14 @@ pub(crate) struct RewindEntry {
     pub disk_id: U32,
     pub reserved: U32,
     pub to: U64,
-    /// An LSN that no record has: one more than the newest before, of a record or of a rewind.
+    /// The rewind's own LSN: one more than the newest before it, of a record or rewind. No record has it, except a mark
+    /// in a log that was in use.
     pub at: U64,
     /// When it was, in microseconds since 1970, by the log's clock.
     pub unix_us: U64,
 }
 
-/// How many images there are entries of.
+/// How many image entries there are.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct ImageHeader {
@@ -205,39 +207,39 @@ pub(crate) struct ImageHeader {
     pub reserved: U32,
 }
 
-/// What the log knows of the base image of a disk beside the disk's own entry: whether the image is the one that the disk's past needs. A
-/// disk without such an entry has one that is all zero.
+/// What else the log knows about a disk's base image: whether it is the one that the disk's past needs. A missing entry
+/// is the same as one that is all zero.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct ImageEntry {
     /// The disk's number.
     pub disk_id: U32,
     pub reserved: U32,
-    /// The disk has no past before this LSN: it was not on the log, or had another image. 0: it has all.
+    /// The disk has no past before this LSN: it was not on the log, or had another image. 0: no limit.
     pub since_lsn: U64,
-    /// When the log last wrote to the image, in nanoseconds since 1970, by the image's file system; 0: unknown, or it is being written
-    /// to.
+    /// When the log last wrote to the image, in nanoseconds since 1970, by the image's file system. 0: unknown, or the
+    /// image is being written to.
     pub written: U64,
 }
 
-/// The control slot's contents, decoded.
+/// The decoded contents of a control slot.
 #[derive(Clone, Debug)]
 pub(crate) struct Control {
-    /// Its version is [`VERSION`], whatever the slot's is.
+    /// Its version is [`VERSION`], whatever the slot's.
     pub header: ControlHeader,
     pub disks: Vec<DiskEntry>,
     pub history: HistoryHeader,
     pub snapshots: Vec<SnapshotEntry>,
     /// In the order of their LSNs.
     pub rewinds: Vec<RewindEntry>,
-    /// The log was durable up to this LSN: one that ends before it is damaged. It may have been durable beyond.
+    /// The log was durable up to this LSN, perhaps further. A log that ends before it is damaged.
     pub durable_lsn: U64,
     /// At most one for each disk.
     pub images: Vec<ImageEntry>,
 }
 
 impl Control {
-    /// Whether all its numbers are below the limit, so that counting can have reached them, and its rewinds possible.
+    /// Whether all its numbers can be genuine, and its rewinds possible.
     pub(crate) fn counted(&self) -> bool {
         let mut snapshots = self.snapshots.iter();
         self.header.counted()
@@ -248,7 +250,7 @@ impl Control {
             && self.rewinds_are_possible()
     }
 
-    /// Whether each rewind goes back, comes after the one before, and is of what the log still has.
+    /// Whether each rewind goes back in time, comes after the one before, and lies in what the log still has.
     fn rewinds_are_possible(&self) -> bool {
         let header = &self.header;
         let goes_back = |rewind: &RewindEntry| {
@@ -263,7 +265,7 @@ impl Control {
                 .is_none_or(|last| last.at < header.next_lsn)
     }
 
-    /// The LSN of the oldest snapshot that the base images have not gone past.
+    /// The LSN of the oldest snapshot that the base images have not moved past.
     pub(crate) fn pinned(&self) -> Option<u64> {
         let named = self.snapshots.iter().filter(|snapshot| snapshot.is_named());
         let lsns = named.map(|snapshot| snapshot.lsn.get());
@@ -271,7 +273,7 @@ impl Control {
             .min()
     }
 
-    /// Whether a slot has room for all disks, snapshots and rewinds.
+    /// Whether all disks, snapshots and rewinds fit a slot.
     pub(crate) fn fits(&self) -> bool {
         let tables = size_of_val(&self.disks[..])
             + size_of_val(&self.snapshots[..])
@@ -301,8 +303,8 @@ impl Control {
         void_lsn.max(self.header.checkpoint_lsn.get())
     }
 
-    /// The base images may hold records up to this LSN, also if the checkpoint that copies them has not ended: no disk comes back as of
-    /// an earlier point. It is where the history of the log begins.
+    /// Where the log's history begins: the base images may hold records up to this LSN, possibly from an unfinished
+    /// checkpoint, so no disk can be restored to an earlier point.
     pub(crate) fn horizon(&self) -> u64 {
         let header = &self.header;
         header.checkpoint_lsn.get().max(header.copying_lsn.get())
@@ -313,7 +315,7 @@ impl Control {
         self.horizon().max(self.applied_lsn(disk_id))
     }
 
-    /// The version of its slot: the lowest of a program that knows all that it has.
+    /// The lowest format version that can represent this.
     fn version(&self) -> u32 {
         let mut snapshots = self.snapshots.iter();
         let saved = |entry: &SnapshotEntry| entry.saved > 0 || entry.disk_id > 0;
@@ -321,11 +323,14 @@ impl Control {
             let mut images = self.images.iter();
             images.any(|image| entry.has(image.disk_id.get()) && image.since_lsn > entry.lsn)
         };
-        match () {
-            () if self.snapshots.iter().any(other) => VERSION_REPLACED,
-            () if snapshots.any(saved) => VERSION_SAVED,
-            () if !self.rewinds.is_empty() => VERSION_REWOUND,
-            () => VERSION,
+        if self.snapshots.iter().any(other) {
+            VERSION_REPLACED
+        } else if snapshots.any(saved) {
+            VERSION_SAVED
+        } else if !self.rewinds.is_empty() {
+            VERSION_REWOUND
+        } else {
+            VERSION
         }
     }
 
@@ -339,7 +344,7 @@ impl Control {
         header.disk_count = U32::new(self.disks.len() as u32);
         history.snapshot_count = U32::new(self.snapshots.len() as u32);
         header.version = U32::new(self.version());
-        // All zero if there are none, as a slot of the oldest version is here.
+        // All zero if there are none, as in a slot of the oldest version.
         let rewound = RewindHeader {
             rewind_count: U32::new(self.rewinds.len() as u32),
             reserved: U32::new(0),
@@ -374,17 +379,17 @@ impl Control {
         slot
     }
 
-    pub(crate) fn decode(slot: &[u8]) -> Decoded<Self> {
+    pub(crate) fn decode(slot: &[u8]) -> DecodeResult<Self> {
         let Ok((mut header, rest)) = ControlHeader::read_from_prefix(slot) else {
-            return Decoded::Invalid;
+            return DecodeResult::Invalid;
         };
         let right = header.crc.get() == crc_without(slot, CRC_AT);
         if header.magic != CONTROL_MAGIC || !(right || planted(Mutant::ControlChecksumIgnored)) {
-            return Decoded::Invalid;
+            return DecodeResult::Invalid;
         }
         let version = std::mem::replace(&mut header.version, U32::new(VERSION));
         if !(VERSION..=VERSION_REPLACED).contains(&version.get()) {
-            return Decoded::Version(version.get());
+            return DecodeResult::Version(version.get());
         }
         let tables = || {
             let (disks, rest) = table::<DiskEntry>(rest, header.disk_count)?;
@@ -413,13 +418,13 @@ impl Control {
             })
         };
         match tables().filter(Self::counted) {
-            Some(control) => Decoded::Valid(control),
-            None => Decoded::Invalid,
+            Some(control) => DecodeResult::Valid(control),
+            None => DecodeResult::Invalid,
         }
     }
 }
 
-/// The first `count` entries in `bytes`, and the bytes behind them.
+/// The first `count` entries in `bytes`, and the bytes after them.
 fn table<T: FromBytes + KnownLayout + Immutable + Clone + 'static>(
     bytes: &[u8],
     count: U32,
@@ -452,9 +457,9 @@ mod tests {
         rewind
     }
 
-    /// Tables that leave no room for the header of rewinds: what follows could not be written.
+    /// Tables that leave no room for the rewind header: what follows could not be written.
     #[test]
-    fn a_slot_that_is_too_full_is_damage() {
+    fn an_overfull_slot_is_damage() {
         let mut full = control(1, Vec::new());
         let mut entry = SnapshotEntry::new_zeroed();
         entry.name[0] = b'a';
@@ -464,7 +469,7 @@ mod tests {
         let count = full.snapshots.len() as u32;
         full.snapshots.pop();
         let mut slot = full.encode();
-        assert!(matches!(Control::decode(&slot), Decoded::Valid(_)));
+        assert!(matches!(Control::decode(&slot), DecodeResult::Valid(_)));
         let end = size_of::<ControlHeader>() + size_of::<DiskEntry>() + size_of::<HistoryHeader>();
         assert_eq!(
             end + count as usize * size_of::<SnapshotEntry>(),
@@ -474,7 +479,7 @@ mod tests {
         let at = size_of::<ControlHeader>() + size_of::<DiskEntry>() + 4;
         slot[at..at + 4].copy_from_slice(&count.to_le_bytes());
         seal(&mut slot);
-        assert!(matches!(Control::decode(&slot), Decoded::Invalid));
+        assert!(matches!(Control::decode(&slot), DecodeResult::Invalid));
     }
 
     fn control(disks: usize, rewinds: Vec<RewindEntry>) -> Control {
@@ -498,17 +503,17 @@ mod tests {
         }
     }
 
-    /// A slot is of the oldest version, byte by byte, unless a disk was rewound; then only a program that knows rewinds reads
-    /// it. The same holds for saved files and snapshots of one disk.
+    /// A slot has the oldest version, byte for byte, unless a disk was rewound; then only a program that knows rewinds
+    /// can read it. The same goes for saved files and snapshots of one disk.
     #[test]
-    fn the_version_of_a_slot_tells_of_what_it_has() {
+    fn a_slot_has_the_lowest_version_that_represents_it() {
         let version = |slot: &[u8]| slot[8];
         let without = control(2, Vec::new()).encode();
         assert_eq!(version(&without), 2);
         let rewinds = vec![rewind(3, 10), rewind(9, 11), rewind(4, 99)];
         let with = control(2, rewinds).encode();
         assert_eq!(version(&with), 3);
-        let Decoded::Valid(read) = Control::decode(&with) else {
+        let DecodeResult::Valid(read) = Control::decode(&with) else {
             panic!("a valid slot");
         };
         assert_eq!(read.header.version.get(), VERSION);
@@ -524,7 +529,7 @@ mod tests {
         };
         for slot in [with(7, 0, Vec::new()), with(0, 2, vec![rewind(3, 10)])] {
             assert_eq!(version(&slot), 4);
-            let Decoded::Valid(read) = Control::decode(&slot) else {
+            let DecodeResult::Valid(read) = Control::decode(&slot) else {
                 panic!("a valid slot");
             };
             let snapshot = &read.snapshots[1];
@@ -533,7 +538,7 @@ mod tests {
         let mut later = control(1, Vec::new()).encode();
         later[8] = 6;
         seal(&mut later);
-        assert!(matches!(Control::decode(&later), Decoded::Version(6)));
+        assert!(matches!(Control::decode(&later), DecodeResult::Version(6)));
     }
 
     #[test]
@@ -547,14 +552,14 @@ mod tests {
             vec![rewind(2, 9)],
         ] {
             let slot = control(1, rewinds).encode();
-            assert!(matches!(Control::decode(&slot), Decoded::Invalid));
+            assert!(matches!(Control::decode(&slot), DecodeResult::Invalid));
         }
         // More than the slot has.
         let mut slot = control(1, vec![rewind(5, 6)]).encode();
         let at = size_of::<ControlHeader>() + size_of::<DiskEntry>() + 16 + 3 * 96;
         slot[at..at + 4].copy_from_slice(&u32::MAX.to_le_bytes());
         seal(&mut slot);
-        assert!(matches!(Control::decode(&slot), Decoded::Invalid));
+        assert!(matches!(Control::decode(&slot), DecodeResult::Invalid));
     }
 
     /// No crash history can show why a control slot needs its checksum: all bytes that the history's store changes
@@ -567,7 +572,7 @@ mod tests {
         let is_taken = |bit: usize| {
             let mut bad = slot.to_vec();
             bad[bit / 8] ^= 1 << (bit % 8);
-            matches!(Control::decode(&bad), Decoded::Valid(_))
+            matches!(Control::decode(&bad), DecodeResult::Valid(_))
         };
         let tables = 2 * size_of::<DiskEntry>() + 16 + 3 * size_of::<SnapshotEntry>();
         let used = size_of::<ControlHeader>() + tables + 8 + size_of::<RewindEntry>();

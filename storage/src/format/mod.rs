@@ -19,10 +19,11 @@ pub(crate) use control::{
     CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DiskEntry, HistoryHeader, ImageEntry,
     RewindEntry, SAMPLES, Sample, SnapshotEntry,
 };
-pub(crate) use sealed::{BLOCK, Decoded, Uuid, VERSION, counted};
+pub(crate) use sealed::{BLOCK, DecodeResult, Uuid, VERSION, counted};
 #[cfg(any(test, fuzzing))]
 pub(crate) use sealed::{CRC_AT, seal, seal_at};
 pub(crate) use segment::{
-    BATCH_MAGIC, BatchHeader, Descriptor, Kind, MARKS_VERSION, MAX_CHECKSUMS, MAX_DESCRIPTORS,
-    SEGMENT_MAGIC, SegmentHeader, SummaryFooter, batch_header_len, header_len, summary_len,
+    BATCH_MAGIC, BatchHeader, Descriptor, DescriptorKind, MARKS_VERSION, MAX_CHECKSUMS,
+    MAX_DESCRIPTORS, SEGMENT_MAGIC, SegmentHeader, SummaryFooter, batch_header_len, header_len,
+    summary_len,
 };

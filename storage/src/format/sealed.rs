@@ -10,17 +10,17 @@ pub(crate) const VERSION: u32 = 2;
 pub(crate) const VERSION_REWOUND: u32 = 3;
 /// The version of a control slot with saved files, or with a snapshot of one disk. It may have rewinds.
 pub(crate) const VERSION_SAVED: u32 = 4;
-/// The version of a control slot of a log with a snapshot that is of another image of a disk than the present one. It may have all of the
-/// above.
+/// The version of a control slot with a snapshot of another image of a disk than the present one. It may have all of
+/// the above.
 pub(crate) const VERSION_REPLACED: u32 = 5;
-/// LSNs, commit ids, sequences and generations stay below this limit: counting never reaches it, and adding one never
+/// LSNs, commit IDs, sequences and generations stay below this limit. Counting never reaches it, and adding one never
 /// overflows.
 pub(crate) const NUMBER_LIMIT: u64 = 1 << 60;
 
 /// 128 random bits that name a log or a disk.
 pub(crate) type Uuid = [u8; 16];
 
-/// CRC-32C of `bytes` as if the four at `at` were zero: how every structure here is sealed.
+/// CRC-32C of `bytes` with the four bytes at `at` taken as zero. Every structure here is sealed this way.
 pub(crate) fn crc_without(bytes: &[u8], at: usize) -> u32 {
     let crc = crc32c::crc32c_append(crc32c::crc32c(&bytes[..at]), &[0; 4]);
     crc32c::crc32c_append(crc, &bytes[at + 4..])
@@ -40,17 +40,17 @@ pub(crate) fn seal_at(bytes: &mut [u8], at: usize) -> u32 {
     crc
 }
 
-/// Whether all numbers are below the limit, so that counting can have reached them.
+/// Whether all numbers are below the limit, so that they can be genuine.
 pub(crate) fn counted(numbers: &[U64]) -> bool {
     numbers.iter().all(|number| number.get() < NUMBER_LIMIT)
 }
 
-/// The result of reading a block as a structure.
+/// The result of decoding a block as a structure.
 #[derive(Debug)]
-pub(crate) enum Decoded<T> {
+pub(crate) enum DecodeResult<T> {
     /// Magic, version and CRC are right.
     Valid(T),
-    /// Right magic, another version.
+    /// Right magic, different version.
     Version(u32),
     /// Anything else: zeroes, stale bytes, a torn write, rot.
     Invalid,

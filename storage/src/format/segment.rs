@@ -3,7 +3,9 @@
 use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, FromZeros, Immutable, IntoBytes, KnownLayout};
 
-use super::sealed::{BLOCK, CRC_AT, Decoded, Uuid, VERSION, counted, crc_without, seal, seal_at};
+use super::sealed::{
+    BLOCK, CRC_AT, DecodeResult, Uuid, VERSION, counted, crc_without, seal, seal_at,
+};
 use crate::{Buffer, MAX_REQUEST_BYTES};
 
 /// Most descriptors of one batch. Bounds the header's size and the write's iovec count (IOV_MAX is 1024).
@@ -18,8 +20,7 @@ pub(crate) const SEGMENT_MAGIC: [u8; 8] = *b"WALVSEGM";
 pub(crate) const BATCH_MAGIC: [u8; 8] = *b"WALVBATC";
 pub(crate) const SUMMARY_MAGIC: [u8; 8] = *b"WALVSUMM";
 
-/// First block of a segment. Written together with the segment's first batch; before that, it is
-/// [blank](Self::blank).
+/// First block of a segment. Written together with the segment's first batch; until then, it is [blank](Self::blank).
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct SegmentHeader {
@@ -32,7 +33,7 @@ pub(crate) struct SegmentHeader {
     pub sequence: U64,
     /// Sequence of the segment before this one, so that a missing segment is noticed. 0: none.
     pub previous_sequence: U64,
-    /// LSN of the last record before this segment. Records after it in the previous segment are void.
+    /// LSN of the last record before this segment. Later records in the previous segment are void.
     pub previous_lsn: U64,
     /// Random, new with every sequence; repeated in each batch header.
     pub salt: U64,
@@ -53,14 +54,14 @@ pub(crate) struct BatchHeader {
     pub log: Uuid,
     pub sequence: U64,
     pub salt: U64,
-    /// The commit group that the batch belongs to: batches of one cid became durable by one sync.
+    /// The commit group of the batch: batches with the same cid became durable in one sync.
     pub cid: U64,
     /// LSN of the first descriptor; the others follow without gaps.
     pub first_lsn: U64,
-    /// Durable LSN when the batch was built: records at or below it were acknowledged, so they can't be a torn tail.
+    /// Durable LSN when the batch was built: records up to it may have been acknowledged, so they can't be a torn tail.
     pub durable_lsn: U64,
-    /// Wall clock, microseconds since 1970, not before the previous batch's, however the clock was set. For people
-    /// only; nothing is ordered by it.
+    /// Wall clock, microseconds since 1970. For people only; nothing is ordered by it. Usually not below the previous
+    /// batch's, see [`clock`](crate::log::clock).
     pub unix_us: U64,
     /// CRC of the previous batch's header in this segment (of the segment header for the first).
     pub previous_crc: U32,
@@ -70,12 +71,12 @@ pub(crate) struct BatchHeader {
     pub payload_bytes: U64,
 }
 
-/// Last bytes of a segment that is sealed: no batch follows in it. The summary repeats the headers of all batches of the
-/// segment, with their descriptors and checksums, so that a log can be opened without reading its payloads.
+/// Last bytes of a sealed segment, which takes no more batches. The summary repeats the headers of all its batches,
+/// with descriptors and checksums, so that a log can be opened without reading its payloads.
 ///
-/// The footer has a fixed place, the end of the segment, because a reader knows nothing else about the summary. The
-/// headers lie right before it, one behind the other and as they stand in the segment, so each brings its own CRC and
-/// the CRC of the one before. The summary is an optimisation: nothing is lost if it is missing or torn.
+/// The footer is at a fixed place, the end of the segment, so that a reader can find it. The headers come right before
+/// it, back to back and exactly as in the segment, so each has its own CRC and its predecessor's. The summary is an
+/// optimisation: nothing is lost if it is missing or torn.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct SummaryFooter {
@@ -90,13 +91,14 @@ pub(crate) struct SummaryFooter {
     pub headers_len: U64,
 }
 
-/// One record: a request to a disk that changes its data, or a mark. Payloads lie behind the header in the order of descriptors.
+/// One record: a request that changes a disk's data, or a mark. Payloads follow the header, in the order of the
+/// descriptors.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]
 #[repr(C)]
 pub(crate) struct Descriptor {
     /// [`NO_DISK`](Self::NO_DISK): a mark, if the batch's version is [`MARKS_VERSION`].
     pub disk_id: U32,
-    /// A [`Kind`].
+    /// A [`DescriptorKind`].
     pub kind: U32,
     pub sector: U64,
     pub sectors: U32,
@@ -105,7 +107,7 @@ pub(crate) struct Descriptor {
 /// Kind of a record.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
-pub(crate) enum Kind {
+pub(crate) enum DescriptorKind {
     /// `sectors * 512` payload bytes follow.
     Write = 1,
     /// Zeroes; space may be kept allocated.
@@ -114,7 +116,7 @@ pub(crate) enum Kind {
     Discard = 3,
 }
 
-impl Kind {
+impl DescriptorKind {
     pub(crate) fn from_raw(raw: u32) -> Option<Self> {
         [Self::Write, Self::WriteZeroes, Self::Discard]
             .into_iter()
@@ -123,12 +125,12 @@ impl Kind {
 }
 
 impl Descriptor {
-    /// The number of no disk: these count from 1.
+    /// Not a disk's number; those start at 1.
     pub(crate) const NO_DISK: u32 = 0;
 
-    /// Payload bytes behind the header for this record.
+    /// Bytes of this record's payload.
     pub(crate) fn payload_len(&self) -> u64 {
-        if self.kind.get() == Kind::Write as u32 {
+        if self.kind.get() == DescriptorKind::Write as u32 {
             u64::from(self.sectors.get()) * 512
         } else {
             0
@@ -151,8 +153,8 @@ pub(crate) const fn batch_header_len(descriptors: usize, checksums: usize) -> us
     header_len(descriptors, checksums).next_multiple_of(BLOCK)
 }
 
-/// Bytes that the summary of batch headers of `headers_len` bytes takes at the end of a segment of `segment_size` bytes;
-/// `None`: too many. Where headers take so much of a segment, there is little payload that its readers could skip.
+/// Bytes of the summary for `headers_len` bytes of batch headers, in a segment of `segment_size` bytes. `None`: too
+/// many; with so many headers, there is little payload that readers could skip.
 pub(crate) fn summary_len(headers_len: usize, segment_size: u64) -> Option<usize> {
     let len = headers_len.checked_add(size_of::<SummaryFooter>())?;
     let len = len.checked_next_multiple_of(BLOCK)?;
@@ -163,8 +165,8 @@ pub(crate) fn summary_len(headers_len: usize, segment_size: u64) -> Option<usize
 const SUMMARY_SHARE: u64 = 16;
 
 impl SegmentHeader {
-    /// The first block of a segment that holds nothing: the header of no log, with sequence 0. Zeroes would not do,
-    /// because a lost write leaves zeroes.
+    /// The first block of an empty segment: a header with no log and sequence 0. Plain zeroes would not do, because a
+    /// lost write also leaves zeroes.
     pub(crate) fn blank() -> Buffer {
         let mut header = Self::new_zeroed();
         header.magic = SEGMENT_MAGIC;
@@ -180,14 +182,14 @@ impl SegmentHeader {
         seal(&mut block[..size_of::<Self>()])
     }
 
-    pub(crate) fn decode(block: &[u8]) -> Decoded<Self> {
+    pub(crate) fn decode(block: &[u8]) -> DecodeResult<Self> {
         let Ok((header, _)) = Self::read_from_prefix(block) else {
-            return Decoded::Invalid;
+            return DecodeResult::Invalid;
         };
         if header.magic != SEGMENT_MAGIC
             || header.crc.get() != crc_without(&block[..size_of::<Self>()], CRC_AT)
         {
-            return Decoded::Invalid;
+            return DecodeResult::Invalid;
         }
         match header.version.get() {
             VERSION
@@ -197,10 +199,10 @@ impl SegmentHeader {
                     header.previous_lsn,
                 ]) =>
             {
-                Decoded::Valid(header)
+                DecodeResult::Valid(header)
             }
-            VERSION => Decoded::Invalid,
-            other => Decoded::Version(other),
+            VERSION => DecodeResult::Invalid,
+            other => DecodeResult::Version(other),
         }
     }
 }
@@ -249,9 +251,9 @@ impl BatchHeader {
             .then(|| (header, header_len(descriptors, checksums)))
     }
 
-    /// Reads the descriptors and checksums of a header from `bytes`, which has the length that [`peek`](Self::peek)
-    /// returned. `None` if the CRC, a kind, the payload length or the number of checksums is not right. Of a batch whose
-    /// version is not known, only the CRC is checked.
+    /// Reads a header's descriptors and checksums from `bytes`, which has the length that [`peek`](Self::peek)
+    /// returned. `None` if the CRC, a kind, the payload length or the number of checksums is wrong. If the version is
+    /// unknown, only the CRC is checked.
     pub(crate) fn records(&self, bytes: &[u8]) -> Option<(Vec<Descriptor>, Vec<u32>)> {
         if self.crc.get() != crc_without(bytes, CRC_AT) {
             return None;
@@ -264,7 +266,7 @@ impl BatchHeader {
         let needed: usize = descriptors.iter().map(Descriptor::checksums).sum();
         let known = descriptors
             .iter()
-            .all(|d| Kind::from_raw(d.kind.get()).is_some());
+            .all(|d| DescriptorKind::from_raw(d.kind.get()).is_some());
         let right = known && payload == self.payload_bytes.get() && needed == checksums.len();
         (right || !self.is_known()).then(|| {
             let checksums = checksums.iter().map(|checksum| checksum.get()).collect();
@@ -288,7 +290,7 @@ impl SummaryFooter {
     }
 
     /// The summary of a segment with these batch headers, to be written at the segment's end; `None` if they are too
-    /// many for the segment.
+    /// long for it.
     pub(crate) fn encode(mut self, headers: &[u8], segment_size: u64) -> Option<Buffer> {
         let mut summary = Buffer::zeroed(summary_len(headers.len(), segment_size)?);
         self.headers_len = U64::new(headers.len() as u64);
@@ -310,7 +312,7 @@ impl SummaryFooter {
     }
 
     /// The batch headers in `summary`, which has the length that [`peek`](Self::peek) returned. `None` if the CRC is
-    /// not right.
+    /// wrong.
     pub(crate) fn headers<'a>(&self, summary: &'a [u8]) -> Option<&'a [u8]> {
         let footer = summary.len().checked_sub(size_of::<Self>())?;
         let headers_len = self.headers_len.get() as usize;
@@ -352,7 +354,7 @@ mod tests {
         };
         let descriptor = Descriptor {
             disk_id: U32::new(1),
-            kind: U32::new(Kind::Write as u32),
+            kind: U32::new(DescriptorKind::Write as u32),
             sector: U64::new(8),
             sectors: U32::new(2),
         };

@@ -4,9 +4,9 @@ use zerocopy::little_endian::{U16, U32, U64};
 
 use super::*;
 use crate::catalog::control::open_control;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::{
-    BackendQueue, Buffer, DiskOptions, Operation, Point, Port, Retain, Store, StoreOptions,
+    BackendQueue, Buffer, DiskOptions, Operation, Point, Port, Retention, Store, StoreOptions,
     create_disk, default_log_dir, rewind_disk,
 };
 
@@ -72,7 +72,7 @@ fn sealed_log() -> Vec<u8> {
         ..StoreOptions::default()
     };
     create_disk(&disk, 1 << 20, &log, &options).unwrap();
-    let root = open_control(&log, Use::Log).unwrap().control;
+    let root = open_control(&log, Access::Log).unwrap().control;
     let (uuid, disk_id) = (root.header.log, root.disks[0].id);
     for slot in 0..3 {
         let mut file = vec![0; SEGMENT];
@@ -111,7 +111,7 @@ fn sealed_log() -> Vec<u8> {
             };
             let descriptor = Descriptor {
                 disk_id,
-                kind: U32::new(Kind::Write as u32),
+                kind: U32::new(DescriptorKind::Write as u32),
                 sector: U64::new(lsn * 8),
                 sectors: U32::new(8),
             };
@@ -132,7 +132,7 @@ fn sealed_log() -> Vec<u8> {
 }
 
 /// A new disk with a log of its own, open.
-fn new_store(disk: &Path, log: &Path, retain: Retain) -> Store {
+fn new_store(disk: &Path, log: &Path, retain: Retention) -> Store {
     let options = StoreOptions {
         segment_size: SEGMENT as u64,
         max_segments: SEGMENTS as u32,
@@ -147,7 +147,7 @@ fn new_store(disk: &Path, log: &Path, retain: Retain) -> Store {
 fn rewound_log() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
-    let store = new_store(&disk, &log, Retain::All);
+    let store = new_store(&disk, &log, Retention::All);
     let mut port = store.disks()[0].open_port().unwrap();
     for sector in 0..5 {
         let data = Buffer::zeroed(SECTOR_SIZE as usize);
@@ -162,11 +162,11 @@ fn rewound_log() -> Vec<u8> {
     input_of(&log)
 }
 
-/// A log with a snapshot that its base images have gone past.
+/// A log with a snapshot that its base images have moved past.
 fn saved_log() -> Vec<u8> {
     let dir = tempfile::tempdir().unwrap();
     let log = dir.path().join("log");
-    let store = new_store(&dir.path().join("disk"), &log, Retain::Nothing);
+    let store = new_store(&dir.path().join("disk"), &log, Retention::Nothing);
     let mut port = store.disks()[0].open_port().unwrap();
     for round in 1..3 {
         for sector in [0, 1, 40] {
@@ -222,12 +222,11 @@ fn real_logs() -> Vec<(String, Vec<u8>)> {
         if name == "marks" {
             store.mark(&"a mark".parse().unwrap()).unwrap();
         }
-        let input = match closed {
-            true => {
-                store.close().unwrap();
-                input_of(&log)
-            }
-            false => input_of(&log),
+        let input = if closed {
+            store.close().unwrap();
+            input_of(&log)
+        } else {
+            input_of(&log)
         };
         (name.to_string(), input)
     };
@@ -257,7 +256,7 @@ fn real_logs_recover_as_inputs() {
         assert!(!records || !found.2.is_empty(), "{name}: {found:?}");
         let sealed = name == "sealed";
         assert!(!sealed || (found.0, found.2.len()) == (6, 6), "{found:?}");
-        // The newest restore is to the fourth record, and the next one comes behind it.
+        // The newest restore is to the fourth record, and the next one comes after it.
         let sectors: u64 = found.2.iter().map(|extent| extent.2).sum();
         assert!(
             name != "rewound" || (found.1, sectors) == (8, 4),
@@ -278,7 +277,7 @@ fn real_logs_recover_as_inputs() {
     }
 }
 
-/// Any number of any structure may have any value, with or without correct checksums.
+/// Any number in any structure may have any value, with or without correct checksums.
 #[test]
 fn any_number_may_be_anything() {
     for (name, input) in real_logs() {

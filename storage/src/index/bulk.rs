@@ -4,7 +4,7 @@
 //! collected, and inserted in the order of their sectors: each leaf is found once, and merged with all that belong into it.
 
 use super::extents::ExtentMap;
-use super::leaf::Addition;
+use super::leaf::NewExtent;
 use super::place::Place;
 
 /// Least records that are inserted together. A larger index takes more at a time: one for each `SHARE` that it has got.
@@ -13,20 +13,20 @@ const SHARE: usize = 8;
 
 /// An index under construction.
 #[derive(Default)]
-pub(crate) struct Builder {
+pub(crate) struct IndexBuilder {
     map: ExtentMap,
     /// In the order of the log.
-    additions: Vec<Addition>,
+    new_extents: Vec<NewExtent>,
     inserted: usize,
 }
 
-impl Builder {
+impl IndexBuilder {
     /// Adds a record that is in the log, or that has no payload. It replaces all that earlier ones put into its range.
     pub(crate) fn add(&mut self, sector: u64, sectors: u32, place: Place) {
-        let number = self.additions.len() as u32;
-        let addition = self.map.addition(sector, sectors, number, place);
-        self.additions.push(addition);
-        if self.additions.len() >= LEAST.max(self.inserted / SHARE) {
+        let number = self.new_extents.len() as u32;
+        let new_extent = self.map.new_extent(sector, sectors, number, place);
+        self.new_extents.push(new_extent);
+        if self.new_extents.len() >= LEAST.max(self.inserted / SHARE) {
             self.insert();
         }
     }
@@ -39,18 +39,18 @@ impl Builder {
 
     /// Inserts what was collected: in the order of the sectors, and what overlaps in the order of the log.
     fn insert(&mut self) {
-        let additions = &mut self.additions;
-        additions.sort_unstable_by_key(|addition| (addition.sector, addition.number));
+        let new_extents = &mut self.new_extents;
+        new_extents.sort_unstable_by_key(|new_extent| (new_extent.sector, new_extent.number));
         // Of several for the same range only the last counts. The later one is the first argument.
-        additions.dedup_by(|later, kept| {
+        new_extents.dedup_by(|later, kept| {
             let same = (later.sector, later.sectors) == (kept.sector, kept.sectors);
             if same {
                 *kept = *later;
             }
             same
         });
-        self.inserted += additions.len();
-        let mut rest = &mut additions[..];
+        self.inserted += new_extents.len();
+        let mut rest = &mut new_extents[..];
         while !rest.is_empty() {
             let alone = rest.windows(2).position(|two| two[0].end() > two[1].sector);
             let (apart, others) = rest.split_at_mut(alone.unwrap_or(rest.len()));
@@ -63,12 +63,12 @@ impl Builder {
                 (end, count) = (end.max(next.end()), count + 1);
             }
             let (overlapping, later) = others.split_at_mut(count);
-            overlapping.sort_unstable_by_key(|addition| addition.number);
-            for addition in overlapping {
-                self.map.insert_addition(addition);
+            overlapping.sort_unstable_by_key(|new_extent| new_extent.number);
+            for new_extent in overlapping {
+                self.map.insert_new(new_extent);
             }
             rest = later;
         }
-        additions.clear();
+        new_extents.clear();
     }
 }

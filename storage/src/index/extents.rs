@@ -3,15 +3,15 @@
 //! ```text
 //!   leaves by first sector ─▶ leaf: up to 256 extents in order ─▶ (sector, length, where)
 //! ```
-//! An extent's place takes one word. The segments, and the payloads that wait for the log, which words name are kept
-//! in two small tables beside the leaves.
+//! An extent's place takes one word. Words refer to segments, and to payloads not in the log yet, by way of two small
+//! tables beside the leaves.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
 use std::path::Path;
 
-use super::leaf::{Addition, Extent, LEAF, Leaf, Meaning, Word, zone};
-use super::memory::{IndexMemory, LEAST_BESIDE, Share};
+use super::leaf::{IndexExtent, LEAF, Leaf, NewExtent, PackedPlace, PlaceKind, zone};
+use super::memory::{IndexMemory, LEAST_BESIDE, MemoryShare};
 use super::place::{Piece, Place};
 use crate::error::{Result, invalid};
 use crate::medium::file::Segment;
@@ -21,7 +21,7 @@ use crate::{SECTOR_SIZE, SharedBuffer};
 
 /// A payload that is not in the log yet.
 #[derive(Debug)]
-struct Pending {
+struct PendingPayload {
     lsn: u64,
     /// The first sector of its record.
     sector: u64,
@@ -38,31 +38,31 @@ pub(crate) struct ExtentMap {
     /// `None`: the slot is free.
     segments: Vec<Option<Arc<Segment>>>,
     /// Payloads that are not in the log yet, by LSN.
-    pending: VecDeque<Pending>,
+    pending: VecDeque<PendingPayload>,
     /// Bytes of memory that the leaves take.
     bytes: u64,
-    share: Share,
+    share: MemoryShare,
 }
 
 impl ExtentMap {
-    /// An empty map whose memory is counted where the memory of this one is.
+    /// An empty map whose memory is counted in the same place.
     pub(crate) fn successor(&self) -> Self {
         Self {
-            share: Share::new(&self.share.memory),
+            share: MemoryShare::new(&self.share.memory),
             ..Self::default()
         }
     }
 
     /// Counts the memory of this map in `memory` from now on.
     pub(crate) fn count_in(&mut self, memory: &IndexMemory) {
-        self.share = Share::new(memory);
+        self.share = MemoryShare::new(memory);
         self.share.set(self.bytes);
     }
 
-    /// As [`count_in`](Self::count_in), in memory beside that of an index. `limit`: what the index may take.
+    /// As [`count_in`](Self::count_in), for memory beside that of an index. `limit`: the limit of the index.
     ///
     /// # Errors
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no room for it. The caller drops the map then.
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if that is too much. The caller then drops the map.
     pub(crate) fn count_beside(
         &mut self,
         memory: &IndexMemory,
@@ -71,32 +71,33 @@ impl ExtentMap {
     ) -> Result<()> {
         self.count_in(memory);
         let (all, most) = (memory.bytes(), limit.max(LEAST_BESIDE));
-        match all <= most {
-            true => Ok(()),
-            false => Err(invalid(format!(
-                "{}: the extents of this, and of the looks that are open, take {all} bytes of memory, and index-memory allows {most}; end \
-                 looks, or open the disk with a larger index-memory",
+        if all <= most {
+            Ok(())
+        } else {
+            Err(invalid(format!(
+                "{}: its extents and those of open looks take {all} bytes of memory, and index-memory allows {most}; \
+                 end looks, or open the disk with a larger index-memory",
                 log_dir.display()
-            ))),
+            )))
         }
     }
 
-    /// Bytes of memory that it takes.
+    /// Bytes of memory it takes.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
 
-    /// Inserts an extent, which replaces all that was in its range. A payload in memory is that of the whole record.
+    /// Inserts an extent, replacing everything in its range. A payload in memory is that of the whole record.
     pub(crate) fn insert(&mut self, sector: u64, sectors: u64, lsn: u64, place: Place) {
-        let word = self.word(sector, lsn, place);
+        let word = self.pack(sector, lsn, place);
         self.insert_word(sector, sectors, word);
     }
 
-    fn insert_word(&mut self, sector: u64, sectors: u64, word: Word) {
+    fn insert_word(&mut self, sector: u64, sectors: u64, word: PackedPlace) {
         let end = sector + sectors;
         let mut free = false;
         if let Some((_, leaf)) = self.leaves.range_mut(..=sector).next_back() {
-            // The commonest case: the same range was written before.
+            // The common case: the same range was written before.
             let (at, zone) = (leaf.position(sector), zone(leaf.base));
             if let Some(old) = leaf.extents.get_mut(at)
                 && (zone + u64::from(old.start), u64::from(old.sectors)) == (sector, sectors)
@@ -114,9 +115,9 @@ impl ExtentMap {
         self.share.set(self.bytes);
     }
 
-    /// Removes all that is in a range. Returns the part of an extent that reached beyond the range: its sectors and its
-    /// place.
-    fn clear(&mut self, sector: u64, end: u64) -> Option<(u64, Word)> {
+    /// Removes everything in a range. Returns what is left of an extent that reached beyond the range: its sectors and
+    /// its place.
+    fn clear(&mut self, sector: u64, end: u64) -> Option<(u64, PackedPlace)> {
         let mut rest = None;
         if let Some((start, before)) = self.before(sector) {
             let before_end = start + u64::from(before.sectors);
@@ -138,7 +139,7 @@ impl ExtentMap {
             leaf.extents.drain(first..last);
             freed += leaf.trim();
         }
-        // Emptied leaves go, but the leaf in which the range begins stays: it gets the extent.
+        // Drop emptied leaves, except the one in which the range begins: it gets the extent.
         self.leaves
             .extract_if(sector + 1..end, |_, leaf| leaf.extents.is_empty())
             .for_each(|(_, leaf)| freed += leaf.bytes());
@@ -146,9 +147,9 @@ impl ExtentMap {
         rest
     }
 
-    /// Inserts an extent into a range that holds none.
-    fn put(&mut self, sector: u64, sectors: u64, word: Word) {
-        let extent = Extent {
+    /// Inserts an extent into an empty range.
+    fn put(&mut self, sector: u64, sectors: u64, word: PackedPlace) {
+        let extent = IndexExtent {
             start: sector as u32,
             sectors: sectors as u32,
             word,
@@ -173,15 +174,15 @@ impl ExtentMap {
     }
 
     /// A record for [`merge`](Self::merge), whose payload, if it has one, is in the log.
-    pub(super) fn addition(
+    pub(super) fn new_extent(
         &mut self,
         sector: u64,
         sectors: u32,
         number: u32,
         place: Place,
-    ) -> Addition {
-        let word = self.word(sector, 0, place);
-        Addition {
+    ) -> NewExtent {
+        let word = self.pack(sector, 0, place);
+        NewExtent {
             sector,
             sectors,
             number,
@@ -189,39 +190,47 @@ impl ExtentMap {
         }
     }
 
-    /// Inserts a record, which replaces all that was in its range.
-    pub(super) fn insert_addition(&mut self, addition: &Addition) {
-        self.insert_word(addition.sector, addition.sectors.into(), addition.word);
+    /// Inserts a record, replacing everything in its range.
+    pub(super) fn insert_new(&mut self, new_extent: &NewExtent) {
+        self.insert_word(
+            new_extent.sector,
+            new_extent.sectors.into(),
+            new_extent.word,
+        );
     }
 
-    /// Inserts records that are in the order of their sectors, and of which no two overlap.
-    pub(super) fn merge(&mut self, mut additions: &[Addition]) {
+    /// Inserts records that are in sector order and do not overlap.
+    pub(super) fn merge(&mut self, mut new_extents: &[NewExtent]) {
         let mut merged = Vec::new();
-        while let Some(first) = additions.first() {
-            let count = self.merge_leaf(additions, &mut merged).unwrap_or(0);
+        while let Some(first) = new_extents.first() {
+            let count = self.merge_leaf(new_extents, &mut merged).unwrap_or(0);
             if count == 0 {
-                self.insert_addition(first);
+                self.insert_new(first);
             }
-            additions = &additions[count.max(1)..];
+            new_extents = &new_extents[count.max(1)..];
         }
         self.share.set(self.bytes);
     }
 
-    /// Merges the first of these records with the leaf that they belong into. Returns how many; `None` if there is no
-    /// such leaf.
-    fn merge_leaf(&mut self, additions: &[Addition], merged: &mut Vec<Extent>) -> Option<usize> {
-        let sector = additions.first()?.sector;
+    /// Merges as many of these records as possible into the leaf of the first one. Returns how many; `None` if there is
+    /// no such leaf.
+    fn merge_leaf(
+        &mut self,
+        new_extents: &[NewExtent],
+        merged: &mut Vec<IndexExtent>,
+    ) -> Option<usize> {
+        let sector = new_extents.first()?.sector;
         let mut leaves = self.leaves.range(..=sector).rev();
         let (&base, leaf) = leaves.next().filter(|&(&base, _)| base >= zone(sector))?;
         let before = leaves
             .next()
             .and_then(|(_, before)| Some(before.end(before.extents.last()?)));
         let mut later = self.leaves.range((Bound::Excluded(base), Bound::Unbounded));
-        // A leaf has extents of one zone.
+        // A leaf's extents are all in one zone.
         let limit = later.next().map_or(u64::MAX, |(&base, _)| base);
         let limit = limit.min(zone(sector) | u64::from(u32::MAX));
         merged.clear();
-        let count = leaf.merge(additions, before.unwrap_or(0), limit, merged);
+        let count = leaf.merge(new_extents, before.unwrap_or(0), limit, merged);
         if count == 0 {
             return Some(0);
         }
@@ -245,7 +254,7 @@ impl ExtentMap {
     pub(crate) fn visit(&self, sector: u64, sectors: u64, each: &mut impl FnMut(Piece)) {
         let end = sector + sectors;
         let mut at = sector;
-        // Extents of the leaf before may reach into the range, if no extent of this leaf begins before it.
+        // If no extent of this leaf begins before the range, one of the leaf before may reach into it.
         let mut before = self.leaves.range(..=sector).rev();
         let from = before.find(|(_, leaf)| leaf.position(sector + 1) > 0);
         let from = from.map_or(0, |(&base, _)| base);
@@ -260,7 +269,7 @@ impl ExtentMap {
         }
     }
 
-    /// Calls `each` with the pieces of `*at..end` up to the end of the leaf's last extent, and moves `at` there.
+    /// Calls `each` with the pieces of `*at..end` up to the end of the leaf's last extent, and advances `at` to there.
     fn visit_leaf(&self, leaf: &Leaf, at: &mut u64, end: u64, each: &mut impl FnMut(Piece)) {
         // The last extent that begins at or before the range may reach into it.
         let first = leaf.position(*at + 1).saturating_sub(1);
@@ -282,8 +291,8 @@ impl ExtentMap {
         }
     }
 
-    /// The record `lsn`, which covered the range, is in the log now: the parts of it that are still visible here
-    /// change their place from memory to the log.
+    /// The record `lsn`, which covered the range, is now in the log: moves the parts of it that are still visible here
+    /// from memory to the log.
     pub(crate) fn relocate(
         &mut self,
         sector: u64,
@@ -298,14 +307,14 @@ impl ExtentMap {
         };
         pending.payload = None;
         while self.pending.pop_front_if(|p| p.payload.is_none()).is_some() {}
-        let word = Word::log(self.slot(segment), offset / SECTOR_SIZE);
+        let word = PackedPlace::log(self.slot(segment), offset / SECTOR_SIZE);
         let end = sector + sectors;
         let mut freed = 0;
         for leaf in self.leaves_in(sector, end) {
             let (first, last) = (leaf.position(sector), leaf.position(end));
             let zone = zone(leaf.base);
             for extent in &mut leaf.extents[first..last] {
-                if extent.word == Word::pending(lsn) {
+                if extent.word == PackedPlace::pending(lsn) {
                     extent.word = word.skip(zone + u64::from(extent.start) - sector);
                 }
             }
@@ -326,7 +335,7 @@ impl ExtentMap {
         })
     }
 
-    /// The parts of this map that lie in no extent of `newer`. This map has no payloads that wait for the log.
+    /// The parts of this map that no extent of `newer` covers. This map must have no payloads in memory.
     pub(crate) fn without(&self, newer: &Self) -> Self {
         let mut left = self.successor();
         for piece in self.iter() {
@@ -349,8 +358,8 @@ impl ExtentMap {
         left
     }
 
-    /// Removes the parts of these pieces that are at the same place here, or zeroes of the same record: the newest bytes
-    /// there are those that the pieces name. A newer record may be in the same segment.
+    /// Removes the parts of these pieces that are still current here, that is, at the same place, or zeroes of the same
+    /// record. (A newer record may be in the same segment.)
     pub(crate) fn forget(&mut self, pieces: &[Piece]) {
         let mut same = Vec::new();
         for old in pieces {
@@ -393,7 +402,7 @@ impl ExtentMap {
         self.share.set(self.bytes);
     }
 
-    /// Names these segments no more. No extent is in them.
+    /// Unpins these segments. No extent may be in them.
     pub(crate) fn release(&mut self, segments: &[Arc<Segment>]) {
         for slot in &mut self.segments {
             let named = |named: &Arc<Segment>| segments.iter().any(|s| Arc::ptr_eq(s, named));
@@ -407,7 +416,7 @@ impl ExtentMap {
         self.leaves.is_empty()
     }
 
-    /// The leaves of all extents that begin in a range.
+    /// The leaves with extents that begin in a range.
     fn leaves_in(&mut self, sector: u64, end: u64) -> impl Iterator<Item = &mut Leaf> {
         let from = self.leaves.range(..=sector).next_back();
         let from = from.map_or(sector, |(&base, _)| base);
@@ -415,7 +424,7 @@ impl ExtentMap {
     }
 
     /// The last extent that begins before `sector`, and its first sector.
-    fn before(&mut self, sector: u64) -> Option<(u64, &mut Extent)> {
+    fn before(&mut self, sector: u64) -> Option<(u64, &mut IndexExtent)> {
         let mut leaves = self.leaves.range_mut(..sector).rev();
         leaves.find_map(|(_, leaf)| {
             let last = leaf.position(sector).checked_sub(1)?;
@@ -424,25 +433,26 @@ impl ExtentMap {
         })
     }
 
-    fn word(&mut self, sector: u64, lsn: u64, place: Place) -> Word {
+    fn pack(&mut self, sector: u64, lsn: u64, place: Place) -> PackedPlace {
         match place {
             Place::Memory { payload, .. } => {
                 let payload = Some(payload);
-                let pending = Pending {
+                let pending = PendingPayload {
                     lsn,
                     sector,
                     payload,
                 };
                 self.pending.push_back(pending);
-                Word::pending(lsn)
+                PackedPlace::pending(lsn)
             }
-            Place::Log { segment, offset } => Word::log(self.slot(&segment), offset / SECTOR_SIZE),
-            Place::Zero { unmap, lsn } => Word::zero(unmap, lsn),
+            Place::Log { segment, offset } => {
+                PackedPlace::log(self.slot(&segment), offset / SECTOR_SIZE)
+            }
+            Place::Zero { unmap, lsn } => PackedPlace::zero(unmap, lsn),
         }
     }
 
-    /// The segment's slot in the table, added if it is missing. The search begins at the end, where recent segments
-    /// are.
+    /// The segment's slot in the table, added if missing. Searches from the end, where recent segments are.
     fn slot(&mut self, segment: &Arc<Segment>) -> usize {
         let named = |slot: &Option<Arc<Segment>>| match slot {
             Some(named) => Arc::ptr_eq(named, segment),
@@ -461,13 +471,13 @@ impl ExtentMap {
         slot
     }
 
-    fn piece(&self, sector: u64, end: u64, word: Word) -> Piece {
-        let place = match word.meaning() {
-            Meaning::Log { slot, sector } => Place::Log {
+    fn piece(&self, sector: u64, end: u64, word: PackedPlace) -> Piece {
+        let place = match word.unpack() {
+            PlaceKind::Log { slot, sector } => Place::Log {
                 segment: self.segments[slot].clone().expect("it is named"),
                 offset: sector * SECTOR_SIZE,
             },
-            Meaning::Pending { lsn } => {
+            PlaceKind::Pending { lsn } => {
                 let found = self.pending.partition_point(|pending| pending.lsn < lsn);
                 let pending = &self.pending[found];
                 let payload = pending.payload.clone();
@@ -476,7 +486,7 @@ impl ExtentMap {
                     offset: ((sector - pending.sector) * SECTOR_SIZE) as usize,
                 }
             }
-            Meaning::Zero { unmap, lsn } => Place::Zero { unmap, lsn },
+            PlaceKind::Zero { unmap, lsn } => Place::Zero { unmap, lsn },
         };
         Piece {
             sector,
@@ -488,7 +498,7 @@ impl ExtentMap {
 
 #[cfg(test)]
 impl ExtentMap {
-    /// Number of records that wait for the log.
+    /// Number of records not in the log yet.
     pub(super) fn waiting(&self) -> usize {
         self.pending.len()
     }
@@ -498,8 +508,8 @@ impl ExtentMap {
         self.leaves.len()
     }
 
-    /// Panics if an extent is in a place where no look-up finds it, or if memory is counted wrongly. Returns how many
-    /// bytes of it the leaves take.
+    /// Panics if a look-up could miss an extent, or if memory is counted wrongly. Returns the bytes that the leaves
+    /// take.
     pub(super) fn check(&self) -> u64 {
         let (mut last_end, mut last_start) = (0, None);
         let bytes = self.leaves.values().map(Leaf::bytes).sum();

@@ -5,18 +5,18 @@ pub(super) const LEAF: usize = 256;
 /// Extents by which a leaf's memory grows.
 const STEP: usize = 16;
 
-/// The place where an extent's bytes begin: two bits for the kind, the rest depends on the kind.
+/// Where an extent's bytes begin: two bits for the kind; the rest depends on the kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Word(u64);
+pub(super) struct PackedPlace(u64);
 
-/// A decoded [`Word`].
-pub(super) enum Meaning {
+/// A decoded [`PackedPlace`].
+pub(super) enum PlaceKind {
     Log { slot: usize, sector: u64 },
     Pending { lsn: u64 },
     Zero { unmap: bool, lsn: u64 },
 }
 
-impl Word {
+impl PackedPlace {
     const KIND: u32 = 62;
     const PENDING: u64 = 1 << Self::KIND;
     const ZERO: u64 = 2 << Self::KIND;
@@ -34,21 +34,21 @@ impl Word {
         Self(Self::PENDING | lsn)
     }
 
-    /// Zeroes since this record.
+    /// Zeroed by this record.
     pub(super) fn zero(unmap: bool, lsn: u64) -> Self {
         assert!(lsn < Self::PENDING / 2, "an LSN that counting can't reach");
         Self(Self::ZERO | lsn << 1 | u64::from(unmap))
     }
 
-    pub(super) fn meaning(self) -> Meaning {
+    pub(super) fn unpack(self) -> PlaceKind {
         let rest = self.0 & ((1 << Self::KIND) - 1);
         match self.0 & !rest {
-            0 => Meaning::Log {
+            0 => PlaceKind::Log {
                 slot: (rest >> 32) as usize,
                 sector: rest & u64::from(u32::MAX),
             },
-            Self::PENDING => Meaning::Pending { lsn: rest },
-            _ => Meaning::Zero {
+            Self::PENDING => PlaceKind::Pending { lsn: rest },
+            _ => PlaceKind::Zero {
                 unmap: rest & 1 != 0,
                 lsn: rest >> 1,
             },
@@ -57,26 +57,26 @@ impl Word {
 
     /// The place `sectors` sectors further on in the same extent.
     pub(super) fn skip(self, sectors: u64) -> Self {
-        match self.meaning() {
-            Meaning::Log { slot, sector } => Self::log(slot, sector + sectors),
-            Meaning::Pending { .. } | Meaning::Zero { .. } => self,
+        match self.unpack() {
+            PlaceKind::Log { slot, sector } => Self::log(slot, sector + sectors),
+            PlaceKind::Pending { .. } | PlaceKind::Zero { .. } => self,
         }
     }
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Extent {
+pub(super) struct IndexExtent {
     /// The low half of the number of its first sector. The leaf has the high half.
     pub(super) start: u32,
     pub(super) sectors: u32,
-    pub(super) word: Word,
+    pub(super) word: PackedPlace,
 }
 
-const _: () = assert!(size_of::<Extent>() == 16);
+const _: () = assert!(size_of::<IndexExtent>() == 16);
 
-impl Extent {
-    /// Both as one extent, if `next` begins where this one ends, on the disk and in the place of the bytes.
-    pub(super) fn joined(self, next: Self) -> Option<Self> {
+impl IndexExtent {
+    /// Both as one extent, if `next` begins where this one ends, both on the disk and in its place.
+    pub(super) fn try_join(self, next: Self) -> Option<Self> {
         let sectors = self.sectors.checked_add(next.sectors)?;
         let adjacent = self.start.checked_add(self.sectors) == Some(next.start)
             && self.word.skip(u64::from(self.sectors)) == next.word;
@@ -84,17 +84,17 @@ impl Extent {
     }
 }
 
-/// A record that a map is to get.
+/// A record to be inserted into a map.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Addition {
+pub(super) struct NewExtent {
     pub sector: u64,
     pub sectors: u32,
     /// Its position in a list in the order of the log.
     pub number: u32,
-    pub(super) word: Word,
+    pub(super) word: PackedPlace,
 }
 
-impl Addition {
+impl NewExtent {
     pub(super) fn end(&self) -> u64 {
         self.sector + u64::from(self.sectors)
     }
@@ -105,23 +105,23 @@ pub(super) fn zone(sector: u64) -> u64 {
     sector & !u64::from(u32::MAX)
 }
 
-/// Extents that follow each other, all of one zone. Never empty.
+/// Extents in order, all in one zone. Never empty.
 #[derive(Debug)]
 pub(super) struct Leaf {
-    /// A sector at or before the start of every extent of this leaf, and behind the start of every extent of the leaf
-    /// before.
+    /// A sector at or before the start of every extent in this leaf, and after the start of every extent in the
+    /// previous leaf.
     pub(super) base: u64,
-    pub(super) extents: Vec<Extent>,
+    pub(super) extents: Vec<IndexExtent>,
 }
 
 impl Leaf {
     /// Where an extent begins.
-    pub(super) fn start(&self, extent: &Extent) -> u64 {
+    pub(super) fn start(&self, extent: &IndexExtent) -> u64 {
         zone(self.base) + u64::from(extent.start)
     }
 
     /// Where an extent ends.
-    pub(super) fn end(&self, extent: &Extent) -> u64 {
+    pub(super) fn end(&self, extent: &IndexExtent) -> u64 {
         self.start(extent) + u64::from(extent.sectors)
     }
 
@@ -132,7 +132,7 @@ impl Leaf {
             .partition_point(|extent| u64::from(extent.start) < limit)
     }
 
-    /// Whether a range lies between two neighbouring extents, of which the second has this index.
+    /// Whether a range lies between two neighbouring extents, where `at` is the index of the second.
     pub(super) fn has_gap(&self, at: usize, sector: u64, end: u64) -> bool {
         let (Some(before), Some(after)) = (at.checked_sub(1), self.extents.get(at)) else {
             return false;
@@ -140,18 +140,18 @@ impl Leaf {
         self.end(&self.extents[before]) <= sector && end <= self.start(after)
     }
 
-    /// Merges the extents with additions in the order of their sectors, up to the first one that overlaps an extent
-    /// without having its whole range. `reach`: where the last extent before this leaf ends. `limit`: the next leaf begins
-    /// there. Returns how many were merged.
+    /// Merges new extents, in sector order, into the leaf's, up to the first one that partly overlaps an extent.
+    /// `reach`: where the last extent before this leaf ends. `limit`: where the next leaf begins. Returns how many were
+    /// merged.
     pub(super) fn merge(
         &self,
-        additions: &[Addition],
+        new_extents: &[NewExtent],
         mut reach: u64,
         limit: u64,
-        merged: &mut Vec<Extent>,
+        merged: &mut Vec<IndexExtent>,
     ) -> usize {
-        let mut add = |extent: Extent| {
-            let joined = merged.last().and_then(|last| last.joined(extent));
+        let mut add = |extent: IndexExtent| {
+            let joined = merged.last().and_then(|last| last.try_join(extent));
             match (joined, merged.last_mut()) {
                 (Some(joined), Some(last)) => *last = joined,
                 _ => merged.push(extent),
@@ -159,42 +159,42 @@ impl Leaf {
         };
         let mut old = self.extents.iter().peekable();
         let mut count = 0;
-        for addition in additions {
-            let Addition {
+        for new_extent in new_extents {
+            let NewExtent {
                 sector,
                 sectors,
                 word,
                 ..
-            } = *addition;
+            } = *new_extent;
             while let Some(before) = old.next_if(|old| self.start(old) < sector) {
                 reach = self.end(before);
                 add(*before);
             }
-            let same = |old: &&Extent| self.start(old) == sector && old.sectors == sectors;
+            let same = |old: &&IndexExtent| self.start(old) == sector && old.sectors == sectors;
             let free_until = match old.peek() {
                 Some(next) if same(next) => u64::MAX,
                 Some(next) => self.start(next),
                 None => limit,
             };
-            if reach > sector || free_until < addition.end() {
+            if reach > sector || free_until < new_extent.end() {
                 break;
             }
             old.next_if(same);
             let start = sector as u32;
-            add(Extent {
+            add(IndexExtent {
                 start,
                 sectors,
                 word,
             });
-            reach = addition.end();
+            reach = new_extent.end();
             count += 1;
         }
         old.for_each(|extent| add(*extent));
         count
     }
 
-    /// Adds an extent, which overlaps none. Returns the last extents as a leaf of their own if they are too many.
-    pub(super) fn put(&mut self, sector: u64, extent: Extent) -> Option<Self> {
+    /// Adds an extent that overlaps none. If the leaf gets too full, splits off and returns its last extents.
+    pub(super) fn put(&mut self, sector: u64, extent: IndexExtent) -> Option<Self> {
         let at = self.position(sector);
         if self.extents.len() == self.extents.capacity() {
             self.extents.reserve_exact(STEP);
@@ -204,7 +204,7 @@ impl Leaf {
         if self.extents.len() <= LEAF {
             return None;
         }
-        // Ascending writes leave full leaves behind them.
+        // Ascending writes should leave full leaves behind.
         let kept = if at == LEAF { LEAF } else { LEAF / 2 };
         let extents = self.extents.split_off(kept);
         self.extents.shrink_to(kept + STEP);
@@ -219,7 +219,7 @@ impl Leaf {
         let extents = &mut self.extents;
         let mut at = first.max(1);
         while at <= last && at < extents.len() {
-            match extents[at - 1].joined(extents[at]) {
+            match extents[at - 1].try_join(extents[at]) {
                 Some(joined) => {
                     extents[at - 1] = joined;
                     extents.remove(at);
@@ -230,8 +230,8 @@ impl Leaf {
         }
     }
 
-    /// Gives memory back once most of it is unused. Not earlier, so that a leaf that shrinks and grows keeps its
-    /// memory. Returns how many bytes.
+    /// Frees memory once most of it is unused; not earlier, so that a leaf that shrinks and grows keeps its memory.
+    /// Returns how many bytes.
     pub(super) fn trim(&mut self) -> u64 {
         let (needed, before) = (self.extents.len().max(STEP), self.bytes());
         if self.extents.capacity() > 4 * needed {
@@ -240,8 +240,8 @@ impl Leaf {
         before - self.bytes()
     }
 
-    /// Bytes of memory that the leaf takes.
+    /// Bytes of memory the leaf takes.
     pub(super) fn bytes(&self) -> u64 {
-        (size_of::<Self>() + self.extents.capacity() * size_of::<Extent>()) as u64
+        (size_of::<Self>() + self.extents.capacity() * size_of::<IndexExtent>()) as u64
     }
 }

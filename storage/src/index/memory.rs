@@ -3,10 +3,10 @@
 use crate::sync::Arc;
 use crate::sync::atomic::{AtomicU64, Ordering};
 
-/// Looks and snapshots may take so many bytes of memory however little the index may take.
+/// Looks and snapshots may take this many bytes of memory, however low the limit of the index is.
 pub(crate) const LEAST_BESIDE: u64 = 1 << 20;
 
-/// The bytes of memory that the extents of all disks of a log take.
+/// Bytes of memory taken by the extents of all disks of a log.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct IndexMemory(Arc<AtomicU64>);
 
@@ -16,14 +16,14 @@ impl IndexMemory {
     }
 }
 
-/// The part of one map, which is taken off when the map is dropped.
+/// One map's share, subtracted when the map is dropped.
 #[derive(Debug, Default)]
-pub(super) struct Share {
+pub(super) struct MemoryShare {
     pub memory: IndexMemory,
     bytes: u64,
 }
 
-impl Share {
+impl MemoryShare {
     pub(super) fn new(memory: &IndexMemory) -> Self {
         Self {
             memory: memory.clone(),
@@ -31,7 +31,7 @@ impl Share {
         }
     }
 
-    /// The map takes so many bytes now.
+    /// Sets the map's share.
     pub(super) fn set(&mut self, bytes: u64) {
         let all = &self.memory.0;
         match bytes.checked_sub(self.bytes) {
@@ -43,7 +43,7 @@ impl Share {
     }
 }
 
-impl Drop for Share {
+impl Drop for MemoryShare {
     fn drop(&mut self) {
         self.set(0);
     }

@@ -16,7 +16,7 @@ mod place;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use bulk::Builder;
+pub(crate) use bulk::IndexBuilder;
 pub(crate) use extents::ExtentMap;
 pub(crate) use memory::{IndexMemory, LEAST_BESIDE};
 pub(crate) use place::{Piece, Place};
@@ -68,8 +68,7 @@ impl Index {
         }
     }
 
-    /// Freezes the active layer, if none is frozen already (a checkpoint that failed left one behind).
-    /// Returns whether it did.
+    /// Freezes the active layer, unless one is frozen already, left by a failed checkpoint. Returns whether it did.
     pub(crate) fn freeze(&mut self) -> bool {
         let free = self.frozen.is_none();
         if free {
@@ -79,7 +78,8 @@ impl Index {
         free
     }
 
-    /// Undoes [`freeze`](Self::freeze): nothing may have been inserted since, and nobody else may use the frozen layer.
+    /// Undoes [`freeze`](Self::freeze). Nothing may have been inserted since, and nobody else may be using the frozen
+    /// layer.
     pub(crate) fn thaw(&mut self) {
         let frozen = self.frozen.as_mut().and_then(Arc::get_mut);
         if let Some(frozen) = frozen.map(std::mem::take) {

@@ -24,7 +24,7 @@ fn payload(lsn: u64, sectors: u64) -> SharedBuffer {
 
 /// Where a sector's newest bytes come from.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Origin {
+enum SectorOrigin {
     Base,
     Zero { unmap: bool, lsn: u64 },
     Record { lsn: u64, sector: u64, logged: bool },
@@ -41,7 +41,7 @@ enum Step {
         sectors: u64,
         unmap: bool,
     },
-    /// A waiting record reaches the log, directly behind the previous one there or behind a gap.
+    /// A waiting record reaches the log, directly after the previous one there or after a gap.
     Log {
         which: prop::sample::Index,
         gap: bool,
@@ -86,23 +86,23 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     prop::collection::vec(part, 1..400).prop_map(|parts: Vec<Vec<Step>>| parts.concat())
 }
 
-struct Waiting {
+struct UnwrittenRecord {
     lsn: u64,
     sector: u64,
     sectors: u64,
 }
 
 /// A segment, and for each of its sectors the record, and the sector of the record, that it holds.
-type Held = (Arc<Segment>, Vec<(u64, u64)>);
+type HeldSegment = (Arc<Segment>, Vec<(u64, u64)>);
 
 /// The index, and what it should return.
 struct Model {
     index: Index,
     memory: IndexMemory,
     /// Active layer and frozen layer.
-    layers: [Vec<Origin>; 2],
-    waiting: Vec<Waiting>,
-    log: Vec<Held>,
+    layers: [Vec<SectorOrigin>; 2],
+    waiting: Vec<UnwrittenRecord>,
+    log: Vec<HeldSegment>,
     /// What the active layer had in the log when the newest segment began, and how many segments there were.
     remembered: (usize, Vec<Piece>),
     next_lsn: u64,
@@ -115,7 +115,7 @@ impl Model {
         Self {
             index,
             memory,
-            layers: [(), ()].map(|()| vec![Origin::Base; SECTORS as usize]),
+            layers: [(), ()].map(|()| vec![SectorOrigin::Base; SECTORS as usize]),
             waiting: Vec::new(),
             log: vec![(segment(), Vec::new())],
             remembered: (0, Vec::new()),
@@ -132,13 +132,13 @@ impl Model {
                     sector,
                     sectors,
                     Place::Memory { payload, offset: 0 },
-                    |at| Origin::Record {
+                    |at| SectorOrigin::Record {
                         lsn,
                         sector: at,
                         logged: false,
                     },
                 );
-                self.waiting.push(Waiting {
+                self.waiting.push(UnwrittenRecord {
                     lsn,
                     sector,
                     sectors,
@@ -151,7 +151,7 @@ impl Model {
             } => {
                 let lsn = self.next_lsn;
                 self.insert(sector, sectors, Place::Zero { unmap, lsn }, |_| {
-                    Origin::Zero { unmap, lsn }
+                    SectorOrigin::Zero { unmap, lsn }
                 });
             }
             Step::Log { which, gap } => {
@@ -173,7 +173,7 @@ impl Model {
                         let copied = self.origin(piece, at);
                         let origin = &mut self.layers[0][(piece.sector - FIRST + at) as usize];
                         if *origin == copied {
-                            *origin = Origin::Base;
+                            *origin = SectorOrigin::Base;
                         }
                     }
                 }
@@ -189,18 +189,24 @@ impl Model {
                     self.remembered = (0, Vec::new());
                     self.layers[1] = std::mem::replace(
                         &mut self.layers[0],
-                        vec![Origin::Base; SECTORS as usize],
+                        vec![SectorOrigin::Base; SECTORS as usize],
                     );
                 }
             }
             Step::Checkpointed => {
                 self.index.frozen = None;
-                self.layers[1].fill(Origin::Base);
+                self.layers[1].fill(SectorOrigin::Base);
             }
         }
     }
 
-    fn insert(&mut self, sector: u64, sectors: u64, place: Place, origin: impl Fn(u64) -> Origin) {
+    fn insert(
+        &mut self,
+        sector: u64,
+        sectors: u64,
+        place: Place,
+        origin: impl Fn(u64) -> SectorOrigin,
+    ) {
         self.index
             .active
             .insert(sector, sectors, self.next_lsn, place);
@@ -211,7 +217,7 @@ impl Model {
     }
 
     fn log(&mut self, which: usize, gap: bool) {
-        let Waiting {
+        let UnwrittenRecord {
             lsn,
             sector,
             sectors,
@@ -227,7 +233,7 @@ impl Model {
             .iter_mut()
             .flat_map(|layer| &mut layer[range.clone()])
         {
-            if let Origin::Record {
+            if let SectorOrigin::Record {
                 lsn: of, logged, ..
             } = origin
                 && *of == lsn
@@ -237,22 +243,22 @@ impl Model {
         }
     }
 
-    fn expected(&self, sector: u64) -> Origin {
+    fn expected(&self, sector: u64) -> SectorOrigin {
         let [active, frozen] = self
             .layers
             .each_ref()
             .map(|layer| layer[(sector - FIRST) as usize]);
-        if active == Origin::Base {
+        if active == SectorOrigin::Base {
             frozen
         } else {
             active
         }
     }
 
-    fn origin(&self, piece: &Piece, at: u64) -> Origin {
+    fn origin(&self, piece: &Piece, at: u64) -> SectorOrigin {
         match &piece.place {
-            None => Origin::Base,
-            Some(Place::Zero { unmap, lsn }) => Origin::Zero {
+            None => SectorOrigin::Base,
+            Some(Place::Zero { unmap, lsn }) => SectorOrigin::Zero {
                 unmap: *unmap,
                 lsn: *lsn,
             },
@@ -260,7 +266,7 @@ impl Model {
                 let bytes = &payload[offset + (at * SECTOR_SIZE) as usize..];
                 let number =
                     |from: usize| u64::from_le_bytes(bytes[from..from + 8].try_into().unwrap());
-                Origin::Record {
+                SectorOrigin::Record {
                     lsn: number(0),
                     sector: number(8),
                     logged: false,
@@ -272,7 +278,7 @@ impl Model {
                     .iter()
                     .find(|(other, _)| Arc::ptr_eq(other, segment));
                 let (lsn, sector) = held.unwrap().1[(offset / SECTOR_SIZE + at) as usize];
-                Origin::Record {
+                SectorOrigin::Record {
                     lsn,
                     sector,
                     logged: true,
@@ -335,7 +341,7 @@ proptest! {
     /// An index that was built is the one that has got the records one by one.
     #[test]
     fn what_is_built_is_what_was_inserted(records in prop::collection::vec((0..SECTORS, 1..60_u32), 0..200)) {
-        let (mut built, mut inserted) = (Builder::default(), ExtentMap::default());
+        let (mut built, mut inserted) = (IndexBuilder::default(), ExtentMap::default());
         let segment = segment();
         for (lsn, &(at, sectors)) in (0..).zip(&records) {
             let (segment, offset) = (segment.clone(), lsn * 100 * SECTOR_SIZE);
@@ -350,13 +356,13 @@ proptest! {
     }
 }
 
-/// The same with so many records that leaves are split, on both sides of the point where the high half of a sector's number
+/// The same with enough records to split leaves, on both sides of the point where the high half of a sector's number
 /// changes.
 #[test]
 fn a_large_index_is_built_as_it_is_inserted() {
     const SECTORS: u64 = 60_000;
     let first = (1 << 32) - SECTORS / 2;
-    let (mut built, mut inserted) = (Builder::default(), ExtentMap::default());
+    let (mut built, mut inserted) = (IndexBuilder::default(), ExtentMap::default());
     let segment = segment();
     for lsn in 0..20_000_u64 {
         let (at, sectors) = (lsn * 7919 % SECTORS, 1 + lsn % 5);
@@ -450,8 +456,8 @@ fn a_logged_block_takes_less_than_24_bytes() {
     fn scattered(i: u64) -> u64 {
         i.wrapping_mul(0x9e37_79b1) % BLOCKS
     }
-    type Order = fn(u64) -> u64;
-    let orders: [(&str, Order); 4] = [
+    type KeyOrder = fn(u64) -> u64;
+    let orders: [(&str, KeyOrder); 4] = [
         ("scattered, all of the disk", |i| scattered(i) * 8),
         ("scattered, one block in eight", |i| scattered(i) * 64),
         ("ascending with gaps", |i| i * 16),

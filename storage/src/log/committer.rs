@@ -1,27 +1,27 @@
 //! A thread's part in group commit: appending records, waiting for an LSN, writing batches, and leading.
 //!
-//! The leader makes the log durable: one thread at a time, which steps one state machine.
+//! The leader makes the log durable. One thread leads at a time, by stepping one state machine.
 //! ```text
 //!   begin ──▶ an operation and its group ──run──▶ end ──▶ begin again, or rest
 //!         └─▶ none: rest until the leader is called, or until a wait for more waiters to join a group is over
 //! ```
-//! The log's writer thread does nothing else. A thread that would otherwise only wait leads its group itself if there
-//! is no other leader: the keeper for the records that it needs durable, and a port's thread for a lone FLUSH while
-//! syncs are quick. Crash tests drive the same machine one step at a time.
+//! The log's writer thread does nothing else. A thread that would only wait leads its own group if nobody else leads:
+//! the keeper, for records it needs durable, and a port's thread, for a lone FLUSH while syncs are quick. Crash tests
+//! drive the same machine one step at a time.
 
 use std::io;
 use std::time::Instant;
 
-use walvisor_block::short_slice;
+use walvisor_block::request_short_slices;
 
-use crate::format::Kind;
+use crate::format::DescriptorKind;
 use crate::index::Place;
 use crate::log::disk_state::DiskState;
-use crate::log::group::{Group, Spare};
+use crate::log::group::{Group, GroupBuffers};
 use crate::log::pipeline::Modification;
-use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
+use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
 use crate::log::waiters::{Mailbox, Waiter};
-use crate::medium::file::{Appended, Io};
+use crate::medium::file::{AppendResult, Io};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::thread::{self, JoinHandle};
@@ -29,20 +29,20 @@ use crate::sync::{self, Arc, Event, MutexGuard};
 use crate::{Completion, Failure};
 
 /// Why a record was not appended.
-pub(crate) enum Refused {
-    /// Too much waits for the log. The port gets the request back, and tries again when it is woken.
+pub(crate) enum AppendError {
+    /// Too much is pending. The port gets the request back and retries when it is woken.
     HeldBack(Modification),
     /// The ring is full and can't be emptied, or the disk has left the log.
     Stuck,
 }
 
-/// One thread's part in group commit, with its mailbox.
+/// One thread's side of group commit, with its mailbox.
 pub(crate) struct Committer {
     pub log: Arc<Log>,
     pub mailbox: Arc<Mailbox>,
-    spare: Spare,
+    buffers: GroupBuffers,
     leader: Leader,
-    /// The port has appended a record or added a waiter since it last looked at the log.
+    /// A record was appended, or a waiter added, since the port last looked at the log.
     unstarted: bool,
 }
 
@@ -58,12 +58,13 @@ impl Committer {
             log,
             leader,
             mailbox,
-            spare: Spare::default(),
+            buffers: GroupBuffers::default(),
             unstarted: false,
         })
     }
 
-    /// Gives a record its LSN, makes it visible to readers and queues it for the log; notes that there may be a batch to write.
+    /// Gives a record its LSN, makes it visible to readers and queues it for the log. The next [`start`](Self::start)
+    /// checks for a batch to write.
     ///
     /// # Errors
     /// If too much is pending, the index takes too much memory, or the disk is being restored in place.
@@ -71,28 +72,30 @@ impl Committer {
         &mut self,
         disk: &Arc<DiskState>,
         change: Modification,
-    ) -> Result<u64, Refused> {
+    ) -> Result<u64, AppendError> {
         self.unstarted = true;
         let log = &self.log;
         let mut state = log.lock();
-        // A guest that only discards adds no payloads, so the index would grow for as long as there is room in the log.
+        // Discards carry no payload, so a guest that only discards could grow the index for as long as the log has
+        // room.
         let index = log.counters.index.bytes();
         if index >= log.index_limit / 2 && !state.keeper.checkpoint {
             state.keeper.checkpoint = true;
             log.keeper_wanted.notify_one();
         }
-        // Half a segment at most, so that all pending records fit the ring's last segment, which is the keeper's.
+        // Half a segment at most: all pending records must fit the ring's last segment, which is reserved for the
+        // keeper.
         let full = state.pipeline.bytes() >= PENDING_LIMIT.min(log.segment_size as usize / 2);
         let many = index >= log.index_limit;
-        let aside = disk.aside.load(Ordering::Relaxed);
-        if aside || (full && state.is_stuck()) || (many && state.keeper.failed) {
-            return Err(Refused::Stuck);
+        let detached = disk.detached.load(Ordering::Relaxed);
+        if detached || (full && state.is_stuck()) || (many && state.keeper.failed) {
+            return Err(AppendError::Stuck);
         }
         let rewinding = disk.rewinding.load(Ordering::Relaxed);
-        // Once closing has begun, no record may come behind those that its checkpoint copies.
+        // Once the log is closing, no record may follow the ones that the final checkpoint copies.
         if full || many || rewinding || state.keeper.stop {
             log.held_back.store(true, Ordering::Relaxed);
-            return Err(Refused::HeldBack(change));
+            return Err(AppendError::HeldBack(change));
         }
         let place = match &change.payload {
             Some(payload) => Place::Memory {
@@ -100,15 +103,15 @@ impl Committer {
                 offset: 0,
             },
             None => Place::Zero {
-                unmap: change.kind == Kind::Discard,
+                unmap: change.kind == DescriptorKind::Discard,
                 lsn: state.pipeline.next_lsn(),
             },
         };
         let indexed = change.mark.is_none()
-            && (change.kind != Kind::Discard || !planted(Mutant::IndexSkipsDiscard));
+            && (change.kind != DescriptorKind::Discard || !planted(Mutant::IndexSkipsDiscard));
         let (sector, sectors) = (change.sector, u64::from(change.sectors));
         let lsn = state.pipeline.append(disk, change);
-        // The index changes under the log's lock, so that it sees records in LSN order.
+        // Under the log's lock, so that the index sees records in LSN order.
         if indexed {
             let active = &mut disk.index_mut().active;
             active.insert(sector, sectors, lsn, place);
@@ -123,7 +126,7 @@ impl Committer {
         if self.log.poisoned.load(Ordering::Acquire) {
             return Err(Failure::Io);
         }
-        // The watermark is read under the lock: a group that ends now either covers this waiter or sees it.
+        // Under the lock, a group that ends now either covers this waiter or sees it.
         let covered = state.pipeline.durable() >= lsn;
         // Without group commit each FLUSH gets a sync of its own, even if an earlier FLUSH's sync came after its
         // writes.
@@ -147,26 +150,26 @@ impl Committer {
     /// `alone`: the thread has nothing to do until a request of this port ends, so it leads a lone, quick group itself.
     /// Returns whether it did.
     pub(crate) fn start(&mut self, alone: bool) -> bool {
-        self.unstarted && self.look(alone, false)
+        self.unstarted && self.process_log(alone, false)
     }
 
-    /// Looks at the log: writes the batches that need no sync, and calls the leader for the others. Each batch is ended before
+    /// Writes the batches that need no sync, and calls the leader for the others. Every batch it takes has ended when
     /// this returns. `polls`: the caller takes the port's completions next.
-    fn look(&mut self, alone: bool, polls: bool) -> bool {
+    fn process_log(&mut self, alone: bool, polls: bool) -> bool {
         self.unstarted = false;
-        // If this thread panicked, a batch that it has taken would never end.
+        // If this thread panics, a batch that it took would never end.
         let log = self.log.clone();
-        let _failing = FailOnPanic::new(&log);
+        let _failing = PanicGuard::new(&log);
         loop {
             let mut state = log.lock();
-            let batch = log.write_behind(&mut state, &mut self.spare);
+            let batch = log.write_behind(&mut state, &mut self.buffers);
             state.check(&log);
             if let Some((io, batch)) = batch {
                 drop(state);
                 let ran = log.appender.append(io);
-                self.spare.chunks = ran.list;
+                self.buffers.chunks = ran.list;
                 let own = Some(&self.mailbox).filter(|_| polls);
-                log.end_group(batch, ran.result, own, &mut self.spare, |state| {
+                log.end_group(batch, ran.result, own, &mut self.buffers, |state| {
                     state.check(&log);
                 });
                 continue;
@@ -188,7 +191,7 @@ impl Committer {
         }
     }
 
-    /// Clears the port's signal. The port looks for what has ended after that, so that it sees every signal from here on.
+    /// Clears the port's signal. Call it before looking for completions, so that no later signal is missed.
     pub(crate) fn clear(&self) {
         self.mailbox.event.clear();
     }
@@ -197,7 +200,7 @@ impl Committer {
     pub(crate) fn poll(&mut self, done: &mut Vec<Completion>) {
         self.unstarted |= self.mailbox.called.swap(false, Ordering::Acquire);
         if self.unstarted {
-            self.look(false, true);
+            self.process_log(false, true);
         }
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
     }
@@ -207,8 +210,8 @@ impl Committer {
         self.mailbox.event.sleep_until(None);
     }
 
-    /// Makes everything up to `lsn` durable, blocking. For the keeper, which has nothing else to do meanwhile: so it
-    /// leads the group itself if there is no leader.
+    /// Blocks until everything up to `lsn` is durable. The keeper, its only caller, has nothing else to do, so it leads
+    /// the group itself if nobody leads.
     pub(crate) fn flush(&mut self, lsn: u64, leader: &mut Leader) -> Result<(), Failure> {
         if self.wait_for(lsn, 0)? {
             return Ok(());
@@ -233,7 +236,7 @@ impl Drop for Committer {
         let mut state = self.log.lock();
         state.waiters.remove_port(&self.mailbox);
         drop(state);
-        // A group that waited for more waiters may be complete without this port.
+        // A group that was waiting for more waiters may be complete without this port.
         self.log.call_leader();
     }
 }
@@ -242,15 +245,18 @@ impl Committer {
     /// Completes `token` once `lsn` is written. `Ok(true)`: it is written already, and no completion comes.
     pub(crate) fn wait_written(&mut self, lsn: u64, token: u64) -> Result<bool, Failure> {
         let log = &self.log;
-        let covered = || match log.poisoned.load(Ordering::Acquire) {
-            true => Err(Failure::Io),
-            false => Ok(log.written.load(Ordering::Acquire) >= lsn),
+        let covered = || {
+            if log.poisoned.load(Ordering::Acquire) {
+                Err(Failure::Io)
+            } else {
+                Ok(log.written.load(Ordering::Acquire) >= lsn)
+            }
         };
         if covered()? || planted(Mutant::AnsweredUnwritten) {
             return Ok(true);
         }
         let mut state = log.lock();
-        // The watermark is read again under the lock: a batch that ends now either covers this waiter or sees it.
+        // Again under the lock: a batch that ends now either covers this waiter or sees it.
         if covered()? {
             return Ok(true);
         }
@@ -268,15 +274,15 @@ impl Committer {
     }
 }
 
-/// A thread's means to lead: the writer's or the keeper's.
+/// What a thread needs to lead.
 pub(crate) struct Leader {
     log: Arc<Log>,
-    spare: Spare,
-    /// Whether this thread leads now.
-    leads: bool,
-    /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look.
-    until: Option<Instant>,
-    /// The mailbox of the leading thread, if it has one: the thread looks into it next, so it is not woken.
+    buffers: GroupBuffers,
+    /// Whether this thread is leading.
+    leading: bool,
+    /// When the commit delay ends, if one was running when this leader last looked.
+    deadline: Option<Instant>,
+    /// The leading thread's mailbox, if it has one. The thread checks it next anyway, so it is not woken.
     own: Option<Arc<Mailbox>>,
 }
 
@@ -284,9 +290,9 @@ impl Leader {
     pub(crate) fn new(log: Arc<Log>, own: Option<Arc<Mailbox>>) -> Self {
         Self {
             log,
-            spare: Spare::default(),
-            leads: false,
-            until: None,
+            buffers: GroupBuffers::default(),
+            leading: false,
+            deadline: None,
             own,
         }
     }
@@ -299,15 +305,18 @@ impl Leader {
     }
 
     /// As [`begin`](Self::begin), for a caller that has the log's lock.
-    pub(crate) fn begin_locked(&mut self, mut state: MutexGuard<'_, State>) -> Option<(Io, Group)> {
-        if state.led && !self.leads {
+    pub(crate) fn begin_locked(
+        &mut self,
+        mut state: MutexGuard<'_, LogState>,
+    ) -> Option<(Io, Group)> {
+        if state.led && !self.leading {
             return None;
         }
-        let next = self.log.lead(&mut state, &mut self.spare);
+        let next = self.log.next_operation(&mut state, &mut self.buffers);
         state.check(&self.log);
-        self.leads = next.is_some();
-        state.led = self.leads;
-        self.until = state.gather.until();
+        self.leading = next.is_some();
+        state.led = self.leading;
+        self.deadline = state.commit_delay.deadline();
         if next.is_none() {
             let stuck = state.take_stuck();
             drop(state);
@@ -316,41 +325,42 @@ impl Leader {
         next
     }
 
-    /// The end of the wait for more waiters to join a group, if one was under way at this leader's last look. The
-    /// writer calls [`over`](Self::over) then.
-    pub(crate) fn until(&self) -> Option<Instant> {
-        self.until
+    /// When the commit delay ends, if one was running when this leader last looked. The writer calls
+    /// [`end_delay`](Self::end_delay) then.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.deadline
     }
 
-    /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller calls `begin` next; if there
-    /// may be more to do, it keeps the lead and gets `true`. Without `goes_on` the writer thread is called for that.
-    pub(crate) fn end(&mut self, group: Group, ran: Appended, goes_on: bool) -> bool {
-        self.spare.chunks = ran.list;
-        let (log, until) = (&self.log, &mut self.until);
+    /// Ends the operation that [`begin`](Self::begin) returned. `goes_on`: the caller will call `begin` next, so if
+    /// there may be more to do it keeps the lead and gets `true`. Without `goes_on`, the writer thread is called for
+    /// that.
+    pub(crate) fn end(&mut self, group: Group, ran: AppendResult, goes_on: bool) -> bool {
+        self.buffers.chunks = ran.list;
+        let (log, deadline) = (&self.log, &mut self.deadline);
         let wanted = log.end_group(
             group,
             ran.result,
             self.own.as_ref(),
-            &mut self.spare,
+            &mut self.buffers,
             |state| {
                 let wanted = log.wants_leader(state);
                 state.led = wanted && goes_on;
-                *until = state.gather.until();
+                *deadline = state.commit_delay.deadline();
                 state.check(log);
                 wanted
             },
         );
-        self.leads = wanted && goes_on;
+        self.leading = wanted && goes_on;
         if wanted && !goes_on && !planted(Mutant::LeaderLeavesSilently) {
             log.call_leader();
         }
-        self.leads
+        self.leading
     }
 
-    /// Notes that the time for more waiters to join a group has passed.
-    pub(crate) fn over(&mut self) {
-        self.until = None;
-        self.log.lock().gather.over();
+    /// The commit delay has run out.
+    pub(crate) fn end_delay(&mut self) {
+        self.deadline = None;
+        self.log.lock().commit_delay.expire();
     }
 
     /// Leads one group in the calling thread, if there is no other leader and a group can start; returns whether it
@@ -371,7 +381,7 @@ impl Leader {
     }
 }
 
-/// The running writer thread of a log. Dropping it lets the thread finish its work at hand, and waits for its end.
+/// A log's running writer thread. Dropping it waits until the thread has finished the operation at hand.
 pub(crate) struct Writer {
     log: Arc<Log>,
     stop: Arc<AtomicBool>,
@@ -389,9 +399,9 @@ impl Writer {
         let thread = thread::Builder::new()
             .name("log-writer".into())
             .spawn(move || {
-                let _failing = FailOnPanic::new(&leading);
-                short_slice();
-                lead(&leading, &stopping);
+                let _failing = PanicGuard::new(&leading);
+                request_short_slices();
+                run_writer(&leading, &stopping);
             })?;
         Ok(Self {
             log: log.clone(),
@@ -402,10 +412,10 @@ impl Writer {
 }
 
 /// The writer's loop.
-fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
+fn run_writer(log: &Arc<Log>, stopping: &AtomicBool) {
     let mut leader = Leader::new(log.clone(), None);
     loop {
-        // The call is cleared before the leader looks, so that its next look serves every call from here on.
+        // Cleared before the leader looks, so that no later call is missed.
         log.leader_called.clear();
         while let Some((io, group)) = leader.begin() {
             if !leader.end(group, log.appender.append(io), true) {
@@ -415,9 +425,12 @@ fn lead(log: &Arc<Log>, stopping: &AtomicBool) {
         if stopping.load(Ordering::Acquire) {
             return;
         }
-        log.leader_called.sleep_until(leader.until());
-        if leader.until().is_some_and(|until| until <= sync::now()) {
-            leader.over();
+        log.leader_called.sleep_until(leader.deadline());
+        if leader
+            .deadline()
+            .is_some_and(|deadline| deadline <= sync::now())
+        {
+            leader.end_delay();
         }
     }
 }

@@ -19,7 +19,7 @@ pub(crate) struct Counters {
     pub group_sizes: [AtomicU64; GROUP_SIZE_CLASSES],
     /// The memory of all disks' indexes.
     pub index: IndexMemory,
-    /// The memory of other extents: those of looks, and of what is saved for snapshots.
+    /// The memory of other extents: those of looks, and of what was saved for snapshots.
     pub beside_index: IndexMemory,
 }
 
@@ -30,7 +30,7 @@ impl Counters {
         self.group_sizes[class.min(GROUP_SIZE_CLASSES - 1)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Bytes of memory that all extents take.
+    /// Bytes of memory taken by all extents.
     pub(crate) fn index_bytes(&self) -> u64 {
         self.index.bytes() + self.beside_index.bytes()
     }

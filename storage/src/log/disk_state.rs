@@ -5,17 +5,17 @@ use std::path::PathBuf;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
-use crate::catalog::rewind::Line;
+use crate::catalog::rewind::Timeline;
 use crate::error::{Error, Result};
 use crate::format::{DiskEntry, RewindEntry, Uuid};
 use crate::index::Index;
 use crate::log::export::Export;
 use crate::medium::file::DataFile;
-use crate::medium::mark::Mark;
+use crate::medium::mark::ImageMark;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
 
-/// The disk as all threads see it.
+/// A disk as all threads see it.
 #[derive(Debug)]
 pub(crate) struct DiskState {
     pub id: u32,
@@ -24,25 +24,26 @@ pub(crate) struct DiskState {
     /// Capacity. It grows while the disk is open.
     pub sectors: AtomicU64,
     pub base: Arc<dyn DataFile>,
-    /// The generation in the base image's mark, or in the mark that is written next.
+    /// The generation in the base image's mark, or in the mark that will be written next.
     pub generation: AtomicU64,
     pub read_only: bool,
     pub no_flush: bool,
     pub write_cache: AtomicBool,
-    /// The disk was not asked for, or leaves the log: no record may follow. Changed under the log's lock.
-    pub aside: AtomicBool,
-    /// Records up to this LSN were given up, or copied before the disk came back to the log.
+    /// The disk was not asked for when the log was opened, or is leaving it: it takes no more records. Changed under
+    /// the log's lock.
+    pub detached: AtomicBool,
+    /// Records up to this LSN were discarded, or copied before the disk came back to the log.
     pub void_lsn: u64,
     /// The disk has no past before this LSN: it was not on the log, or had another image.
     pub since_lsn: u64,
-    /// The disk is being restored in place: its records wait. Changed under the log's lock.
+    /// The disk is being restored in place, so its records wait. Changed under the log's lock.
     pub rewinding: AtomicBool,
     /// The rewinds of the disk.
     pub rewinds: Mutex<Vec<RewindEntry>>,
-    /// The newest record of this disk: what a FLUSH of it has to wait for.
+    /// The disk's newest record: what a FLUSH has to wait for.
     pub last_lsn: AtomicU64,
     pub index: RwLock<Index>,
-    /// The copies of the base image that are under way.
+    /// The running exports of the base image.
     pub exports: Mutex<Vec<Arc<Export>>>,
 }
 
@@ -59,7 +60,7 @@ impl DiskState {
             read_only: options.read_only,
             no_flush: options.cache == CacheMode::Unsafe,
             write_cache: AtomicBool::new(options.cache != CacheMode::Writethrough),
-            aside: AtomicBool::new(false),
+            detached: AtomicBool::new(false),
             void_lsn: entry.void_lsn.get(),
             since_lsn: 0,
             rewinding: AtomicBool::new(false),
@@ -70,14 +71,14 @@ impl DiskState {
         }
     }
 
-    /// Opens a disk that was set aside. `options` name its image.
+    /// Reattaches a detached disk. `options` name its image.
     pub(crate) fn set_options(&mut self, options: &DiskOptions) {
         let asked = options.clone();
         self.path = asked.path;
         self.read_only = asked.read_only;
         self.no_flush = asked.cache == CacheMode::Unsafe;
         self.write_cache = AtomicBool::new(asked.cache != CacheMode::Writethrough);
-        self.aside = AtomicBool::new(false);
+        self.detached = AtomicBool::new(false);
     }
 
     /// Ends an export of this disk. Called by its reader.
@@ -88,8 +89,8 @@ impl DiskState {
         export.end();
     }
 
-    /// To be called before the base image changes in a range of bytes: exports copy what it holds there, from the begin
-    /// of the range on. Returns where this part ends.
+    /// Called before the base image changes in a range of bytes: running exports copy what it holds there, from the
+    /// start of the range. Returns how far they got.
     pub(crate) fn save(&self, range: Range<u64>) -> u64 {
         let exports = self.exports.lock().expect("exports lock").clone();
         let saved = exports.iter().map(|export| export.save(range.clone()));
@@ -99,7 +100,7 @@ impl DiskState {
     /// Writes the base image's mark, and makes the mark and all earlier writes to the image durable. Returns whether
     /// the image's file system has extended attributes.
     pub(crate) fn mark(&self, open: bool) -> Result<bool> {
-        let mark = Mark {
+        let mark = ImageMark {
             disk: self.uuid,
             generation: self.generation.load(Ordering::Relaxed),
             open,
@@ -111,11 +112,11 @@ impl DiskState {
         Ok(marked)
     }
 
-    /// Whether the disk is what it was as of this LSN, and the records behind that.
+    /// True if no rewind, discard or change of image lies between this LSN and now.
     pub(crate) fn comes_from(&self, lsn: u64) -> bool {
         let rewinds = self.rewinds.lock().expect("rewinds lock");
-        let line = |until| Line::new(rewinds.iter(), self.void_lsn, until);
-        self.void_lsn.max(self.since_lsn) <= lsn && line(lsn).leads_to(&line(u64::MAX), lsn)
+        let timeline = |until| Timeline::new(rewinds.iter(), self.void_lsn, until);
+        self.void_lsn.max(self.since_lsn) <= lsn && timeline(lsn).leads_to(&timeline(u64::MAX), lsn)
     }
 
     pub(crate) fn sectors(&self) -> u64 {

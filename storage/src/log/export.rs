@@ -1,13 +1,13 @@
-//! Copying the base image of a disk in use, exactly as a checkpoint has left it.
+//! Copying the base image of a disk in use, exactly as a checkpoint left it.
 //!
 //! ```text
 //!   base image   ███████▒▒░░░░░░██░░░░░░░      █ copied   ░ not copied yet
 //!                 reader ─▶      ▲
 //!                                a later checkpoint: what it is about to overwrite is copied first
 //! ```
-//! Right after a checkpoint the base image holds the disk as of one record. It is copied from front to back by one thread,
-//! the reader. The log's keeper, which alone writes to the image, copies a part of it that the reader has not reached
-//! before the keeper changes that part. So each part is copied once, as it was at the begin, requests go on, and
+//! Right after a checkpoint, the base image holds the disk as of one record. One thread, the reader, copies it from
+//! front to back. Only the log's keeper writes to the image, and before it changes a part that the reader has not
+//! reached, it copies that part itself. So each part is copied once, as it was at the start, while requests go on and
 //! checkpoints free the log's segments as usual.
 
 use std::collections::BTreeMap;
@@ -16,17 +16,17 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::medium::copying::{COPY_BYTES, Named, copy};
+use crate::medium::copying::{COPY_BYTES, NamedFile, copy};
 use crate::medium::file::{DataFile, size_error};
 use crate::medium::holes::DataRanges;
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
 
-/// What is copied at a time, at most. A checkpoint waits until one is copied.
+/// Most bytes copied at a time. A checkpoint may have to wait for one such copy.
 const BLOCK: u64 = if cfg!(test) { 8 << 10 } else { COPY_BYTES };
 /// The exported file in errors: only its descriptor is known.
 pub(crate) const TARGET: &str = "the exported file";
-/// After so many bytes the reader makes the copy durable and drops its cached pages: a large copy must not fill memory
-/// with pages that are still to be written.
+/// After this many bytes, the reader syncs the copy and drops its cached pages: a large copy must not fill memory with
+/// dirty pages.
 pub(crate) const SYNC_BYTES: u64 = 64 << 20;
 
 /// See the module's documentation.
@@ -35,32 +35,32 @@ pub(crate) struct Export {
     base: Arc<dyn DataFile>,
     path: PathBuf,
     target: File,
-    progress: Mutex<Progress>,
-    /// Signalled when the reader has copied a part, or has ended.
+    progress: Mutex<ExportProgress>,
+    /// Signalled when the reader has copied a part or has ended.
     copied: Condvar,
 }
 
-/// What is copied. All ranges are in bytes of the disk.
+/// What has been copied. All ranges are in bytes of the disk.
 #[derive(Debug, Default)]
-struct Progress {
-    /// The disk's size as of the copied record.
+struct ExportProgress {
+    /// The disk's size as of the exported record.
     size: u64,
-    /// Everything before is copied.
+    /// Everything before this is copied.
     next: u64,
-    /// The reader copies the part from `next` to here.
+    /// The reader is copying from `next` to here.
     busy: u64,
     /// What the keeper has copied, or found to be a hole.
-    saved: Ranges,
+    saved: RangeSet,
     /// Bytes copied, holes excluded.
     bytes: u64,
-    /// The error that the keeper met.
+    /// The error met by the keeper.
     failed: Option<Error>,
-    /// The reader has gone: nothing more is copied.
+    /// The reader is gone; nothing more is copied.
     ended: bool,
 }
 
 impl Export {
-    /// An export of the base image `base` at `path` to `target`, an empty file, that has not begun.
+    /// An export, not begun yet, of the base image `base` at `path` to `target`, an empty file.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] if the file is not regular or not empty.
@@ -92,8 +92,8 @@ impl Export {
         self.copied.notify_all();
     }
 
-    /// Copies the next part. Returns how far the copy is, the disk's size, and how many bytes were copied. Called by
-    /// the reader, until the first two are equal.
+    /// Copies the next part. Returns how far the copy has come, the disk's size, and how many bytes were copied. Called
+    /// by the reader until the first two are equal.
     ///
     /// # Errors
     /// If the image can't be read or the file can't be written, here or by the keeper.
@@ -110,7 +110,7 @@ impl Export {
         (progress.next, progress.busy) = (part.start, part.end);
         let gaps = progress.saved.gaps(&part);
         drop(progress);
-        // An error ends the export, and with it the wait of the keeper.
+        // An error ends the export, and with it the keeper's wait.
         let bytes = self.copy(gaps)?;
         let mut progress = self.lock();
         progress.next = part.end;
@@ -126,10 +126,10 @@ impl Export {
         Ok(done)
     }
 
-    /// Copies a part of the range, from its begin on, if that is not copied yet. Returns where this part ends. Called by
-    /// the keeper, which may then change the part.
+    /// Copies a part of the range, from its start, unless that is copied already. Returns where the part ends. Called
+    /// by the keeper, which may then change it.
     pub(crate) fn save(&self, range: Range<u64>) -> u64 {
-        let reads = |progress: &mut Progress| {
+        let reads = |progress: &mut ExportProgress| {
             let (first, end) = (range.start.max(progress.next), range.end.min(progress.busy));
             !progress.ended && first < end
         };
@@ -138,7 +138,7 @@ impl Export {
         if progress.ended || progress.failed.is_some() {
             return range.end;
         }
-        // Whole blocks are copied, since the neighbours of what changes are likely to change too.
+        // Copy whole blocks: neighbours of what changes are likely to change too.
         let first = (range.start / BLOCK * BLOCK).max(progress.busy);
         let last = range.end.next_multiple_of(BLOCK).min(progress.size);
         if first >= last {
@@ -156,7 +156,7 @@ impl Export {
                 progress.saved.insert(part);
                 end
             }
-            // The disk goes on; the reader reports the error.
+            // The disk goes on. The reader reports the error.
             Err(error) => {
                 progress.failed = Some(error);
                 range.end
@@ -164,7 +164,7 @@ impl Export {
         }
     }
 
-    /// The next part of the image with data in the range, at most a block; the end of the range if it has none.
+    /// The next part of the range that has data, at most one block; the end of the range if there is none.
     fn next_data(&self, range: Range<u64>) -> Result<Range<u64>> {
         let base = self.base();
         let mut data = DataRanges::new(base.file.host(), base.path, range.clone(), BLOCK);
@@ -176,10 +176,10 @@ impl Export {
         Ok(start..end.min(range.end))
     }
 
-    /// Copies what is not a hole of these ranges. Returns how many bytes.
+    /// Copies the data in these ranges, leaving out holes. Returns how many bytes.
     fn copy(&self, ranges: Vec<Range<u64>>) -> Result<u64> {
         let (base, mut bytes) = (self.base(), 0);
-        let to = Named {
+        let to = NamedFile {
             file: &self.target,
             path: Path::new(TARGET),
         };
@@ -193,14 +193,14 @@ impl Export {
         Ok(bytes)
     }
 
-    fn base(&self) -> Named<'_> {
-        Named {
+    fn base(&self) -> NamedFile<'_> {
+        NamedFile {
             file: self.base.as_ref(),
             path: &self.path,
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Progress> {
+    fn lock(&self) -> MutexGuard<'_, ExportProgress> {
         self.progress.lock().expect("export lock")
     }
 }
@@ -231,16 +231,16 @@ pub(crate) fn sized(target: File, size: u64) -> Result<File> {
     Ok(target)
 }
 
-/// The error of a reader that has been told to end.
+/// The error of an export that is ended before it is complete.
 pub(crate) fn ended_early(why: &str) -> Error {
     Error::new(ErrorKind::Io, format!("{TARGET}: not complete: {why}"))
 }
 
-/// Disjoint ranges that do not touch each other: their ends by their begins.
+/// Disjoint ranges that do not touch each other: end by start.
 #[derive(Debug, Default)]
-struct Ranges(BTreeMap<u64, u64>);
+struct RangeSet(BTreeMap<u64, u64>);
 
-impl Ranges {
+impl RangeSet {
     fn insert(&mut self, mut range: Range<u64>) {
         while let Some((&start, &end)) = self.0.range(..=range.end).next_back()
             && end >= range.start
@@ -251,7 +251,7 @@ impl Ranges {
         self.0.insert(range.start, range.end);
     }
 
-    /// The parts of a range that are in none of these.
+    /// The parts of a range that none of these cover.
     fn gaps(&self, range: &Range<u64>) -> Vec<Range<u64>> {
         let before = self.0.range(..=range.start).next_back();
         let mut at = before.map_or(range.start, |(_, &end)| end.max(range.start));
@@ -275,7 +275,7 @@ mod tests {
 
     #[test]
     fn ranges_are_joined_and_their_gaps_found() {
-        let mut ranges = Ranges::default();
+        let mut ranges = RangeSet::default();
         assert!(ranges.gaps(&(3..9)).into_iter().eq(std::iter::once(3..9)));
         for range in [10..20, 40..50, 30..40, 25..28] {
             ranges.insert(range);

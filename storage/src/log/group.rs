@@ -3,11 +3,11 @@
 //! ```text
 //!  pending ──batch──▶ writing (several at once) ──▶ written ──sync (one at a time)──▶ durable
 //! ```
-//! The stages overlap: while one group syncs, the next is collected, and pending records are written early when they
-//! are many. In the common case nothing is being written when a sync can begin: then one operation writes and syncs
-//! all pending records. The log's leader ([`Leader`](crate::log::committer::Leader)) runs the operations that sync, one
-//! group after the other; a batch that is only written is written by a port, within one call: so no batch waits for a
-//! thread that may not come back. The leader also has the page cache write such batches back.
+//! The stages overlap: while one group syncs, the next one is collected, and many pending records are written early.
+//! Usually nothing is being written when a sync can begin: then one operation writes and syncs all pending records. The
+//! log's leader ([`Leader`](crate::log::committer::Leader)) runs the operations that sync, one group after the other. A
+//! batch that is only written is written by a port within one call, so no batch depends on a thread that may not come
+//! back. The leader also starts the page cache's write-back of such batches.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -18,36 +18,36 @@ use crate::format::{self, BatchHeader, Descriptor};
 use crate::log::history::Commit;
 use crate::log::pipeline::Record;
 use crate::log::ring::Room;
-use crate::log::state::{FailOnPanic, Log, PENDING_LIMIT, State};
-use crate::log::tail::{BatchSize, Sealed};
+use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
+use crate::log::tail::{BatchSize, PendingSummary};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
-use crate::medium::file::{Chunk, Io, Segment, SyncScope, WriteBack, Written};
+use crate::medium::file::{AppendStats, Chunk, Io, Segment, SyncScope, WriteBack};
 use crate::mutant::{Mutant, described, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 use crate::{Buffer, SharedBuffer};
 
-/// From this many bytes of pending payload on, records are written although no waiter needs them yet.
+/// With this many bytes of payload pending, records are written even though no waiter needs them yet.
 const WRITE_BEHIND: usize = 1 << 20;
-/// A segment is written back whenever so many bytes of it are in the page cache.
+/// Write-back of a segment starts each time this many of its bytes are in the page cache.
 const WRITE_BACK: u64 = 1 << 20;
 /// Most batches being written at a time.
 const MOST_WRITING: usize = 4;
 /// Most segments written and not synced.
 const MOST_UNSYNCED: usize = 8;
 
-/// A batch being written, a sync, or both in one operation. Neither: a segment's summary is being written, or the page cache
-/// is told to write back.
+/// A batch being written, a sync, or both in one operation. Neither: a segment's summary is being written, or
+/// write-back is being started.
 pub(crate) struct Group {
     batch: Option<GroupBatch>,
-    sync: Option<Syncing>,
+    sync: Option<GroupSync>,
 }
 
-/// Lists of earlier groups, for reuse: so a leading thread does not allocate new ones for each of its groups.
+/// The emptied lists of earlier groups, so that a leading thread does not allocate new ones for each group.
 #[derive(Default)]
-pub(crate) struct Spare {
+pub(crate) struct GroupBuffers {
     records: Vec<Vec<Record>>,
-    /// For the next batch; see [`Appended::list`](crate::medium::file::Appended::list).
+    /// For the next batch; see [`AppendResult::list`](crate::medium::file::AppendResult::list).
     pub(crate) chunks: Vec<Chunk>,
     served: Vec<Waiter>,
 }
@@ -61,13 +61,13 @@ struct GroupBatch {
     bytes: u64,
 }
 
-struct Syncing {
+struct GroupSync {
     /// Number of device syncs.
     count: u32,
     began: Instant,
 }
 
-impl Syncing {
+impl GroupSync {
     fn new(scope: &SyncScope) -> Self {
         Self {
             count: scope.count(),
@@ -78,22 +78,27 @@ impl Syncing {
 
 impl Log {
     /// The next operation of the log's leader, if there is one now.
-    pub(crate) fn lead(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
+    pub(crate) fn next_operation(
+        &self,
+        state: &mut LogState,
+        buffers: &mut GroupBuffers,
+    ) -> Option<(Io, Group)> {
         if self.poisoned.load(Ordering::Acquire) {
             return None;
         }
         if state.waiters.lsns().len() > 0
-            && self.group_starts(state)
-            && let Some(group) = self.serve(state, spare)
+            && self.try_start_group(state)
+            && let Some(group) = self.serve(state, buffers)
         {
             return Some(group);
         }
         if state.pipeline.unsynced() >= MOST_UNSYNCED {
-            return Some(self.sync_only(state));
+            return Some(self.build_sync(state));
         }
-        let batch = match self.is_left_to_leader(state) {
-            true => self.batch(state, spare, false),
-            false => None,
+        let batch = if self.leader_must_write(state) {
+            self.build_batch(state, buffers, false)
+        } else {
+            None
         };
         let write_back = || {
             let step = state.pipeline.take_write_back()?;
@@ -102,31 +107,40 @@ impl Log {
         };
         batch
             .or_else(write_back)
-            .or_else(|| self.seal(state, spare))
+            .or_else(|| self.write_summary(state, buffers))
     }
 
     /// The next write without a sync for a port, while the leader may be busy with a sync: a batch, or a segment's
     /// summary; `None` if there is none.
-    pub(crate) fn write_behind(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
+    pub(crate) fn write_behind(
+        &self,
+        state: &mut LogState,
+        buffers: &mut GroupBuffers,
+    ) -> Option<(Io, Group)> {
         if self.poisoned.load(Ordering::Acquire) || self.leader_alone {
             return None;
         }
-        let batch = match self.is_behind(state) {
-            true => self.batch(state, spare, false),
-            false => None,
+        let batch = if self.must_write_early(state) {
+            self.build_batch(state, buffers, false)
+        } else {
+            None
         };
-        batch.or_else(|| self.seal(state, spare))
+        batch.or_else(|| self.write_summary(state, buffers))
     }
 
-    /// The write of the next summary of a segment. Nothing waits for it and nothing syncs it: a log without the summary
-    /// is opened as well, only slower.
-    fn seal(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
-        let Sealed {
+    /// Writes the next segment summary. Nothing waits for it and nothing syncs it: without it, opening the log is only
+    /// slower.
+    fn write_summary(
+        &self,
+        state: &mut LogState,
+        buffers: &mut GroupBuffers,
+    ) -> Option<(Io, Group)> {
+        let PendingSummary {
             segment,
             offset,
             summary,
-        } = state.ring.take_sealed()?;
-        let mut chunks = std::mem::take(&mut spare.chunks);
+        } = state.ring.take_pending_summary()?;
+        let mut chunks = std::mem::take(&mut buffers.chunks);
         chunks.push(chunk(summary));
         let io = Io::Append {
             segment,
@@ -139,75 +153,76 @@ impl Log {
         Some((io, Group { batch, sync }))
     }
 
-    /// Whether pending records are to be written without a sync: there are many bytes of them, or a waiter waits for
-    /// `written`.
-    fn is_behind(&self, state: &State) -> bool {
+    /// Whether pending records should be written before anyone needs a sync: there are many bytes of them, or a waiter
+    /// waits for `written`.
+    fn must_write_early(&self, state: &LogState) -> bool {
         let much = WRITE_BEHIND.min(self.segment_size as usize / 8);
         state.pipeline.queued_bytes() >= much || self.is_awaited(state)
     }
 
-    /// Whether the leader has something to do that it may not have seen.
-    pub(crate) fn wants_leader(&self, state: &State) -> bool {
+    /// Whether there is work for the leader that it may not have seen.
+    pub(crate) fn wants_leader(&self, state: &LogState) -> bool {
         let (waiting, complete) = (state.waiters.lsns().len(), state.waiters.is_complete());
-        let served =
-            waiting > 0 && (self.is_urgent(state) || !state.gather.holds(waiting, complete));
+        let served = waiting > 0
+            && (self.is_urgent(state) || !state.commit_delay.must_wait(waiting, complete));
         served
             || state.pipeline.unsynced() >= MOST_UNSYNCED
-            || state.ring.has_sealed()
+            || state.ring.has_pending_summary()
             || state.pipeline.has_write_back()
-            || self.is_left_to_leader(state)
+            || self.leader_must_write(state)
     }
 
-    /// Whether pending records are to be written without a sync, and no port may look for that: a port that began to wait while
-    /// the leader wrote a batch, or whose batch waited for the write-back, does not look again.
-    fn is_left_to_leader(&self, state: &State) -> bool {
+    /// Whether pending records should be written without a sync and possibly no port will: a port that began to wait
+    /// while the leader wrote a batch, or whose batch had to wait for write-back, does not look again.
+    fn leader_must_write(&self, state: &LogState) -> bool {
         let left = self.is_awaited(state) && !planted(Mutant::WrittenForgotten);
         let left = left || self.leader_alone || state.pipeline.is_released();
-        left && self.is_behind(state)
+        left && self.must_write_early(state)
     }
 
-    /// How a batch is written that needs no sync yet: past the page cache if the leader writes every batch, since it has the
-    /// medium to itself then.
+    /// How to write a batch that needs no sync yet: past the page cache if the leader writes every batch, because it
+    /// then has the medium to itself.
     fn unsynced_scope(&self) -> SyncScope {
-        match self.leader_alone {
-            true => SyncScope::None,
-            false => SyncScope::Later,
+        if self.leader_alone {
+            SyncScope::None
+        } else {
+            SyncScope::Later
         }
     }
 
-    /// Whether the only waiter is one of `port`'s, and its group would start at once and soon be over.
-    pub(crate) fn is_lone(&self, state: &State, port: &Arc<Mailbox>) -> bool {
+    /// Whether the only waiter is one of `port`'s, and its group would start at once and end soon.
+    pub(crate) fn is_lone(&self, state: &LogState, port: &Arc<Mailbox>) -> bool {
         state.waiters.is_only(port)
             && state.pipeline.writing() == 0
             && !self.is_urgent(state)
-            && state.gather.is_quick()
+            && state.commit_delay.is_quick()
     }
 
-    /// Whether a group starts without waiting for more waiters to join it: group commit is off, a checkpoint waits
-    /// for the group, or its records have no room.
-    fn is_urgent(&self, state: &State) -> bool {
+    /// Whether a group starts without a commit delay: group commit is off, a checkpoint is waiting for it, or there is
+    /// no room for more records.
+    fn is_urgent(&self, state: &LogState) -> bool {
         self.most_served == 1 || state.keeper.draining.is_some() || state.ring.is_starved()
     }
 
     /// Whether a group starts now for the present waiters.
-    fn group_starts(&self, state: &mut State) -> bool {
+    fn try_start_group(&self, state: &mut LogState) -> bool {
         if self.is_urgent(state) {
-            state.gather.interrupt();
+            state.commit_delay.interrupt();
             return true;
         }
         let (waiting, complete) = (state.waiters.lsns().len(), state.waiters.is_complete());
-        state.gather.starts(waiting, complete)
+        state.commit_delay.try_start(waiting, complete)
     }
 
     /// The next operation towards a sync for the waiters. `None` if the leader has none: a port is writing their
     /// records, or the records have no room.
-    fn serve(&self, state: &mut State, spare: &mut Spare) -> Option<(Io, Group)> {
+    fn serve(&self, state: &mut LogState, buffers: &mut GroupBuffers) -> Option<(Io, Group)> {
         let (batched, written) = (state.pipeline.batched(), state.pipeline.written());
         if state.pipeline.writing() == 0 {
             if batched == state.pipeline.appended() {
-                return Some(self.sync_only(state));
+                return Some(self.build_sync(state));
             }
-            if let Some(group) = self.batch(state, spare, true) {
+            if let Some(group) = self.build_batch(state, buffers, true) {
                 return Some(group);
             }
         }
@@ -217,26 +232,28 @@ impl Log {
             ready |= lsn <= written;
             wanted |= lsn > batched;
         });
-        match () {
-            () if ready => Some(self.sync_only(state)),
-            () if wanted => self.batch(state, spare, false),
-            () => None,
+        if ready {
+            Some(self.build_sync(state))
+        } else if wanted {
+            self.build_batch(state, buffers, false)
+        } else {
+            None
         }
     }
 
     /// How many pending records make the next batch, and the bytes of its header, without padding, and of its padded
     /// payloads.
-    fn batch_extent(&self, state: &State) -> (usize, usize, usize) {
+    fn measure_batch(&self, state: &LogState) -> (usize, usize, usize) {
         let (mut count, mut checksums, mut payload) = (0, 0, 0);
-        // A batch takes all that may be pending, so that one sync serves all waiters, unless segments are small or a
-        // record is longer.
+        // A batch takes everything that may be pending, so that one sync serves all waiters; less if segments are
+        // small, more for one long record.
         let quarter = self.segment_size as usize / 4;
-        // Records that a checkpoint waits for are written in one piece, so that they fit the ring's last segment.
-        // Half a segment may be pending, and one request more, of a quarter at most; the last quarter has room for
-        // the headers.
+        // Records that a checkpoint waits for are written in one batch, so that they fit the ring's last segment: up to
+        // half a segment may be pending, plus one request of at most a quarter, and the last quarter has room for the
+        // headers.
         let draining = state.is_draining();
         let most = PENDING_LIMIT.min(if draining { 3 * quarter } else { quarter });
-        // Without group commit, a batch takes only the records that the first waiter's FLUSH has to wait for.
+        // Without group commit, a batch takes only the records that the first waiter needs.
         let last = match state.waiters.lsns().next() {
             Some(first) if self.most_served == 1 && !draining => first,
             _ => u64::MAX,
@@ -259,9 +276,9 @@ impl Log {
         )
     }
 
-    /// Makes sure that the tail has room for a batch, taking a free segment into use if need be. Returns whether it
+    /// Makes sure that the tail has room for a batch, if necessary by moving on to a free segment. Returns whether it
     /// has.
-    fn make_room(&self, state: &mut State, batch: BatchSize) -> bool {
+    fn make_room(&self, state: &mut LogState, batch: BatchSize) -> bool {
         let (draining, starved) = (state.is_draining(), state.ring.is_starved());
         let found = match state.ring.make_room(batch, draining) {
             Room::Tail => return true,
@@ -269,12 +286,12 @@ impl Log {
             Room::Next(segment) => {
                 let (salt, batched) = (self.medium.salt(), state.pipeline.batched());
                 state.ring.begin_tail(segment, self.uuid, salt, batched);
-                // The keeper makes the next segment ready, and checkpoints before any write has to wait.
+                // The keeper prepares the next segment, and checkpoints before any write has to wait.
                 state.keeper.checkpoint |= state.needs_room();
                 true
             }
             Room::None { left, reserved } => {
-                // With no segment left even for the keeper, it cannot free any.
+                // Without a segment left even for the keeper, it can't free any.
                 state.keeper.failed |= draining && left == 0;
                 state.keeper.checkpoint |= reserved;
                 if state.is_stuck() && !starved {
@@ -288,11 +305,16 @@ impl Log {
         found
     }
 
-    /// Makes a batch of pending records. `synced`: the same operation also syncs the batch if a waiter waits for one
-    /// of its records; the caller asks for that only while no other batch is being written. `None` if nothing is
-    /// pending, too many batches are being written already, or there is no room.
-    fn batch(&self, state: &mut State, spare: &mut Spare, synced: bool) -> Option<(Io, Group)> {
-        let (count, header, payload_len) = self.batch_extent(state);
+    /// Makes a batch of pending records. `synced`: the same operation also syncs it if a waiter needs one of its
+    /// records; only while no other batch is being written. `None` if nothing is pending, too many batches are being
+    /// written, or there is no room.
+    fn build_batch(
+        &self,
+        state: &mut LogState,
+        buffers: &mut GroupBuffers,
+        synced: bool,
+    ) -> Option<(Io, Group)> {
+        let (count, header, payload_len) = self.measure_batch(state);
         let header_len = header.next_multiple_of(format::BLOCK);
         let whole = (header_len + payload_len) as u64;
         if count == 0
@@ -305,12 +327,12 @@ impl Log {
         let last = state.pipeline.pending().nth(count - 1);
         let last_lsn = last.expect("these are pending").lsn;
         let synced = synced && self.next_served(state).any(|lsn| lsn <= last_lsn);
-        let unix_us = state.stamp();
+        let unix_us = state.next_timestamp();
         let (pipeline, ring) = (&mut state.pipeline, &mut state.ring);
         let tail = ring.tail().expect("make_room gave one");
         let (segment, offset) = (tail.segment.clone(), tail.offset);
         let cid = pipeline.next_cid();
-        let mut records = spare.records.pop().unwrap_or_default();
+        let mut records = buffers.records.pop().unwrap_or_default();
         pipeline.begin_batch(count, &segment, synced, &mut records);
         let described = described(&records);
         let checksums = || {
@@ -321,9 +343,10 @@ impl Log {
         let header = BatchHeader {
             magic: format::BATCH_MAGIC,
             version: U32::new(
-                match described.iter().any(|record| record.change.mark.is_some()) {
-                    true => format::MARKS_VERSION,
-                    false => format::VERSION,
+                if described.iter().any(|record| record.change.mark.is_some()) {
+                    format::MARKS_VERSION
+                } else {
+                    format::VERSION
                 },
             ),
             crc: U32::new(0),
@@ -349,7 +372,7 @@ impl Log {
         let crc = header.encode(descriptors, checksums().copied(), &mut head);
         let head = head.share();
         let encoded = format::header_len(described.len(), checksums().count());
-        let mut chunks = std::mem::take(&mut spare.chunks);
+        let mut chunks = std::mem::take(&mut buffers.chunks);
         chunks.reserve(count + 3);
         chunks.extend(tail.header.clone().map(chunk));
         chunks.push(chunk(head.clone()));
@@ -390,9 +413,10 @@ impl Log {
             let lsn = state.horizon.lsn;
             state.horizon = Commit { lsn, ..last };
         }
-        let scope = match synced {
-            true => pipeline.sync_batch(),
-            false => self.unsynced_scope(),
+        let scope = if synced {
+            pipeline.sync_batch()
+        } else {
+            self.unsynced_scope()
         };
         let group = Group {
             batch: Some(GroupBatch {
@@ -402,7 +426,7 @@ impl Log {
                 payload_at,
                 bytes,
             }),
-            sync: synced.then(|| Syncing::new(&scope)),
+            sync: synced.then(|| GroupSync::new(&scope)),
         };
         let io = Io::Append {
             segment,
@@ -414,11 +438,11 @@ impl Log {
         Some((io, group))
     }
 
-    /// A group for records that are written already and need only the sync.
-    fn sync_only(&self, state: &mut State) -> (Io, Group) {
+    /// A group for records that are already written and only need a sync.
+    fn build_sync(&self, state: &mut LogState) -> (Io, Group) {
         let mut segments = state.pipeline.sync_written();
-        // A waiter waits for more than is durable, so a segment is written and not synced. Only without group commit
-        // may it be synced already.
+        // A waiter needs more than is durable, so some segment is written and not synced. Only without group commit may
+        // it be synced already.
         if segments.is_empty() {
             let tail = state.ring.tail().expect("something was written");
             segments.push(tail.segment.clone());
@@ -427,7 +451,7 @@ impl Log {
         let scope = SyncScope::Segments(segments);
         let group = Group {
             batch: None,
-            sync: Some(Syncing::new(&scope)),
+            sync: Some(GroupSync::new(&scope)),
         };
         let io = Io::Append {
             segment,
@@ -440,22 +464,22 @@ impl Log {
     }
 
     /// The LSNs of the waiters that one group may serve.
-    fn next_served<'a>(&self, state: &'a State) -> impl Iterator<Item = u64> + use<'a> {
+    fn next_served<'a>(&self, state: &'a LogState) -> impl Iterator<Item = u64> + use<'a> {
         state.waiters.lsns().take(self.most_served)
     }
 
-    /// Ends a group: publishes the watermarks, and gives each waiter that it served a completion. `own` is the mailbox of
-    /// the caller, if it looks into it next: so it is not woken. `then` is called with the lock held.
+    /// Ends a group: publishes the watermarks and completes the waiters it served. `own`: the caller's mailbox, if it
+    /// checks it next and need not be woken. `then` is called with the lock held.
     pub(crate) fn end_group<T>(
         &self,
         group: Group,
-        result: std::io::Result<Written>,
+        result: std::io::Result<AppendStats>,
         own: Option<&Arc<Mailbox>>,
-        spare: &mut Spare,
-        then: impl FnOnce(&mut State) -> T,
+        buffers: &mut GroupBuffers,
+        then: impl FnOnce(&mut LogState) -> T,
     ) -> T {
-        let _failing = FailOnPanic::new(self);
-        let Written { writes, cached } = match result {
+        let _failing = PanicGuard::new(self);
+        let AppendStats { writes, cached } = match result {
             Ok(written) => written,
             Err(error) => {
                 self.poison(&error);
@@ -483,13 +507,13 @@ impl Log {
         }
         let mut state = self.lock();
         if self.poisoned.load(Ordering::Acquire) {
-            // Another group has failed meanwhile: every waiter has got its error, and nothing becomes durable.
+            // Another group has failed in the meantime: every waiter has its error, and nothing becomes durable.
             return then(&mut state);
         }
-        let State {
+        let LogState {
             pipeline,
             waiters,
-            gather,
+            commit_delay,
             ..
         } = &mut *state;
         if let Some(batch) = &group.batch {
@@ -507,22 +531,22 @@ impl Log {
             let syncs = &self.counters.syncs;
             syncs.fetch_add(u64::from(sync.count), Ordering::Relaxed);
             self.counters.groups.fetch_add(1, Ordering::Relaxed);
-            let served = waiters.serve(pipeline.durable(), self.most_served, &mut spare.served);
+            let served = waiters.serve(pipeline.durable(), self.most_served, &mut buffers.served);
             if served > 0 {
                 self.counters.count_group(served);
             }
-            gather.ended(sync::now() - sync.began, served, waiters.lsns().len());
+            commit_delay.record_group(sync::now() - sync.began, served, waiters.lsns().len());
         }
-        waiters.serve_written(pipeline.written(), &mut spare.served);
+        waiters.serve_written(pipeline.written(), &mut buffers.served);
         let held_back = self.held_back.swap(false, Ordering::Relaxed);
         let then = then(&mut state);
         drop(state);
-        // Before any client learns that its request has ended: it may close its disk, which the records hold.
+        // Before any client learns that its request has ended: it may then close its disk, which the records hold.
         if let Some(GroupBatch { mut records, .. }) = group.batch {
             records.clear();
-            spare.records.push(records);
+            buffers.records.push(records);
         }
-        deliver(spare.served.drain(..), Ok(()), own);
+        deliver(buffers.served.drain(..), Ok(()), own);
         if held_back {
             self.wake_ports();
         }
@@ -530,8 +554,8 @@ impl Log {
     }
 }
 
-/// What is to be written back once these bytes of a segment are in the page cache: the step that they end, and the step before it
-/// with what parallel writes may have left there. `None` if they end no step.
+/// What to write back once these bytes of a segment are in the page cache: the step that they complete, and the step
+/// before it, where parallel writes may have left something. `None` if they complete no step.
 fn written_back(written: Range<u64>, step: u64) -> Option<Range<u64>> {
     let (begin, end) = (written.start / step, written.end / step);
     (begin < end).then(|| begin.saturating_sub(1) * step..end * step)
@@ -549,12 +573,11 @@ fn chunk(buffer: SharedBuffer) -> Chunk {
 }
 
 impl Log {
-    /// Whether a waiter waits for pending records to be written, and no batch is under way whose end would start the
-    /// next.
+    /// Whether a waiter needs pending records written, and no running batch would start the next one when it ends.
     ///
-    /// Records gather while a batch is being written: fewer and larger batches cost less. But clients that flush wait for each of
-    /// their writes, and have few of them, so a second batch may begin then.
-    pub(crate) fn is_awaited(&self, state: &State) -> bool {
+    /// Records collect while a batch is being written, because fewer, larger batches cost less. But clients that flush
+    /// wait for each of their few writes, so then a second batch may begin.
+    pub(crate) fn is_awaited(&self, state: &LogState) -> bool {
         let (waiters, pipeline) = (&state.waiters, &state.pipeline);
         let most = if waiters.lsns().len() > 0 { 2 } else { 1 };
         waiters.newest_written() > pipeline.batched() && pipeline.writes_alone() < most
@@ -562,7 +585,7 @@ impl Log {
 }
 
 #[test]
-fn a_step_is_written_back_with_the_one_before() {
+fn write_back_covers_a_step_and_the_one_before() {
     const STEP: u64 = WRITE_BACK;
     for (written, expected) in [
         (0..STEP - 1, None),

@@ -1,14 +1,14 @@
-//! What a log has of the history of its disks.
+//! How far back the history of a log's disks reaches.
 
 use std::collections::HashMap;
 use std::fmt;
 
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::index::ExtentMap;
 use crate::sync::{Arc, Mutex};
 
-/// A place in the history of a log.
+/// A point in a log's history: a record, its commit group and its time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Commit {
     /// A record's log sequence number.
@@ -25,35 +25,36 @@ impl fmt::Display for Commit {
     }
 }
 
-/// What a log has of the history of its disks, and what it is to keep.
+/// How far back the history of a log's disks reaches, and how much of it is retained.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogHistory {
-    /// The base images hold all records up to this LSN: the oldest state that comes back. Its commit group and time are those of
-    /// this record, or of the oldest record behind it if this one has left the log; 0 if the log has had none.
+    /// The base images hold all records up to this LSN, so this is the oldest state that can be restored. The commit
+    /// group and the time are those of this record, or of the next one if it has left the log; 0 if there never was
+    /// one.
     pub horizon: Commit,
-    /// Bytes of the segments that are in use.
+    /// Bytes of the segments in use.
     pub kept_bytes: u64,
-    /// Bytes of those that must stay, for a snapshot between the two points of a restore in place or for a look at the past.
+    /// Bytes of those that must stay: for a look, or for a snapshot between the two points of a restore in place.
     pub pinned_bytes: u64,
-    /// Bytes of all segments that the log may have.
+    /// Bytes of all segments the log may have.
     pub room_bytes: u64,
-    /// Bytes of memory that the extents of all disks take, those of looks and snapshots too; of a log that is not in use, that the extents
-    /// of the disks would take.
+    /// Bytes of memory taken by the extents of all disks, looks and snapshots. For a log that is not in use: what the
+    /// disks' extents would take.
     pub index_bytes: u64,
-    /// Bytes of the files beside the segments that hold what snapshots need and the base images have no more.
+    /// Bytes of the saved files: what snapshots need and the base images no longer have.
     pub saved_bytes: u64,
-    /// How much is to be kept.
-    pub retain: Retain,
+    /// How much history is retained.
+    pub retain: Retention,
     /// The log's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
 }
 
-/// Where the records behind an LSN begin: a segment's sequence, and a byte offset in the segment.
-pub(crate) type Border = (u64, u64);
+/// Where the records after an LSN begin: a segment's sequence, and a byte offset in the segment.
+pub(crate) type LogPosition = (u64, u64);
 
-/// What was last read of the saved files, oldest first: the files there were, the disk and the snapshot that it was read for, and where
-/// the disk had something.
-pub(crate) type SavedSince = Mutex<Vec<(SavedFiles, (u32, u64), Arc<ExtentMap>)>>;
+/// The last results of reading saved files, oldest first: the files there were, the disk and the snapshot they were
+/// read for, and the extents they have of the disk.
+pub(crate) type SavedExtentsCache = Mutex<Vec<(SavedFiles, (u32, u64), Arc<ExtentMap>)>>;
 
-/// The borders that were looked for, by LSN.
-pub(crate) type Borders = Mutex<HashMap<u64, Border>>;
+/// Positions found so far, by LSN.
+pub(crate) type PositionCache = Mutex<HashMap<u64, LogPosition>>;

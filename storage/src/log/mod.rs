@@ -1,20 +1,20 @@
 //! The log in use: records are appended, written in groups and synced, and their waiters get
 //! completions.
 
+pub(crate) mod clock;
+pub(crate) mod commit_delay;
 pub(crate) mod committer;
 pub(crate) mod counters;
 pub(crate) mod disk_state;
 pub(crate) mod export;
-pub(crate) mod gather;
 pub(crate) mod group;
-pub(crate) mod held;
 pub(crate) mod history;
 pub(crate) mod orders;
 pub(crate) mod pin;
+pub(crate) mod pinned_log;
 pub(crate) mod pipeline;
-pub(crate) mod rewinding;
+pub(crate) mod rewind_request;
 pub(crate) mod ring;
-pub(crate) mod stamp;
 pub(crate) mod state;
 pub(crate) mod tail;
 pub(crate) mod waiters;

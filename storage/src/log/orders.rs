@@ -1,5 +1,5 @@
-//! Orders to the keeper, whose callers wait for the result: a checkpoint now, the begin of an export, a longer disk, a disk
-//! more or less, a snapshot, a look at a disk in use, or its restore in place.
+//! Orders to the keeper, whose callers wait for the result: checkpoint now, begin an export, grow a disk, add or remove
+//! one, make a snapshot, look at a disk in use, or restore it in place.
 //!
 //! ```text
 //!   Disk::checkpoint ───┐                          ┌─▶ keeper: checkpoint until the LSN is in the base images
@@ -16,112 +16,112 @@ use std::time::Instant;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::options::DiskOptions;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::held::Held;
-use crate::log::rewinding::Rewinding;
+use crate::log::pinned_log::PinnedLog;
+use crate::log::rewind_request::RewindRequest;
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
 
-/// Gives a disk its place in the log's control file; gets the disks that the log has open, and the LSN as of which they are.
-pub(crate) type Adopt =
+/// Registers a disk in the log's control file. Gets the log's open disks, and the LSN of their present state.
+pub(crate) type DiskAdoption =
     Box<dyn FnOnce(&mut ControlFile, &[Arc<DiskState>], u64) -> Result<Arc<DiskState>> + Send>;
 
 /// A task for the keeper.
 pub(crate) enum KeeperTask {
     /// Bring the base images up to this LSN.
     Checkpoint(u64),
-    /// Bring the base images to one LSN, at least this one, and begin the disk's export.
+    /// Bring the base images to one LSN, this one or later, and begin the disk's export.
     Export(u64, Arc<DiskState>, Arc<Export>),
-    /// Grow a disk to this many bytes; never fewer than it has.
+    /// Grow a disk to this many bytes; never shrinks it.
     Grow(Arc<DiskState>, u64),
-    /// Take on a disk.
-    Add(DiskOptions, Adopt, mpsc::Sender<Arc<DiskState>>),
-    /// Bring the base image of a disk up to date, and forget the disk.
+    /// Add a disk.
+    Add(DiskOptions, DiskAdoption, mpsc::Sender<Arc<DiskState>>),
+    /// Bring a disk's base image up to date, and forget the disk.
     Remove(Arc<DiskState>),
     /// Name the present state of the log's disks.
     Snapshot(SnapshotName, Option<u32>),
     /// Delete the snapshot of this name.
     DeleteSnapshot(SnapshotName),
-    /// Keep so much history from now on.
-    Retain(Retain),
-    /// Hold what a look at a disk reads. If `true`, an attempt to copy everything that has not ended ends first.
-    Look(Arc<DiskState>, bool, mpsc::Sender<Held>),
-    /// Restore a disk in place, and send the LSN of that.
-    Rewind(Arc<DiskState>, Rewinding, mpsc::Sender<u64>),
+    /// Set the retention.
+    SetRetention(Retention),
+    /// Pin what a look at a disk reads. If `true`, an unfinished full checkpoint is finished first.
+    Look(Arc<DiskState>, bool, mpsc::Sender<PinnedLog>),
+    /// Restore a disk in place, and send the LSN of the rewind.
+    Rewind(Arc<DiskState>, RewindRequest, mpsc::Sender<u64>),
 }
 
 impl KeeperTask {
-    /// Whether it takes no longer than a sync, so that it need not wait until a checkpoint has ended.
+    /// Whether it takes no longer than a sync, so that it can be done in the middle of a checkpoint.
     pub(crate) fn is_quick(&self) -> bool {
         matches!(
             self,
-            Self::Snapshot(..) | Self::DeleteSnapshot(_) | Self::Retain(_)
+            Self::Snapshot(..) | Self::DeleteSnapshot(_) | Self::SetRetention(_)
         )
     }
 }
 
-/// A task, and the channel to the caller that waits for it.
-pub(crate) struct Order {
+/// A task, and the channel to the caller waiting for it.
+pub(crate) struct KeeperOrder {
     pub task: KeeperTask,
     pub answer: mpsc::Sender<Result<()>>,
 }
 
-/// Requests to the keeper thread, and what it has achieved.
+/// Requests to the keeper thread, and its results.
 #[derive(Default)]
 pub(crate) struct KeeperState {
     pub stop: bool,
-    /// Closing copies nothing more to the base images from this time on.
+    /// After this time, closing copies nothing more to the base images.
     pub copy_until: Option<Instant>,
-    /// The same for the simulation: how many steps a copy may still take.
+    /// The same for the simulation: how many more steps a copy may take.
     #[cfg(test)]
     pub copy_steps: Option<u64>,
     pub checkpoint: bool,
-    /// How much of its history the log keeps.
-    pub retain: Retain,
+    /// The retention.
+    pub retain: Retention,
     /// The log's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
-    /// Those of them that need the log as long as they are there: the base images can't be as of them.
-    pub staying: Vec<Snapshot>,
-    /// What was saved for snapshots that the base images have gone past.
+    /// Those of them that need the log for as long as they exist, because the base images can't stop at their LSN.
+    pub inside_rewinds: Vec<Snapshot>,
+    /// The saved files of snapshots that the base images have moved past.
     pub saved: SavedFiles,
     /// Bytes of all saved files.
     pub saved_bytes: u64,
-    /// The base images are as of this LSN.
+    /// The LSN of the base images' state.
     pub reached: u64,
-    /// For each look at a disk in use: the LSN that its base image had when it was opened.
+    /// For each look at a disk in use: the LSN of the base image when the look was opened.
     pub looks: Vec<u64>,
-    /// A checkpoint waits for the pending records up to this LSN: they may use the ring's last segment.
+    /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's last segment.
     pub draining: Option<u64>,
     /// The last attempt to make room, by a checkpoint or by a new segment file, failed.
     pub failed: bool,
-    /// Requests that need room wait when the last attempt failed for want of space; `failed` is not set then.
+    /// After an attempt that failed for lack of space, requests that need room wait, and `failed` is not set.
     pub pauses: bool,
-    /// Why the log can't be emptied or can't grow, until it can; [`Condition::Ok`] else.
+    /// Why the log can't be emptied or can't grow; [`Condition::Ok`] if it can.
     pub trouble: Condition,
     /// Orders whose callers wait for the keeper.
-    pub orders: Vec<Order>,
+    pub orders: Vec<KeeperOrder>,
     /// The keeper thread has ended.
     pub gone: bool,
 }
 
 impl KeeperState {
-    /// What comes behind this LSN is needed by a snapshot or by a look at the past, and stays in the log while there is room; `None`:
-    /// by none. Of snapshots that the base images have gone past, saved files have what they need.
+    /// A snapshot or look needs everything after this LSN, which stays in the log while there is room. `None`: no such
+    /// snapshot or look. (Snapshots that the base images have moved past have saved files instead.)
     pub(crate) fn pinned(&self) -> Option<u64> {
         let snapshots = self.snapshots.iter().map(|snapshot| snapshot.lsn);
         let ahead = snapshots.filter(|lsn| *lsn >= self.reached);
         ahead.chain(self.looks.iter().copied()).min()
     }
 
-    /// What comes behind this LSN must stay in the log: a look needs it, or a snapshot that the base images can't be as of. `None`: there is
-    /// neither.
+    /// Everything after this LSN must stay in the log: a look needs it, or a snapshot at which the base images can't
+    /// stop. `None`: there is neither.
     pub(crate) fn held(&self) -> Option<u64> {
-        let staying = self.staying.iter().map(|snapshot| snapshot.lsn);
-        staying.chain(self.looks.iter().copied()).min()
+        let inside_rewinds = self.inside_rewinds.iter().map(|snapshot| snapshot.lsn);
+        inside_rewinds.chain(self.looks.iter().copied()).min()
     }
 
     /// Whether requests that need room fail after this attempt to make some.
@@ -130,13 +130,13 @@ impl KeeperState {
         done.as_ref().is_err_and(|error| !waits(error))
     }
 
-    /// Notes why an attempt to empty the log, or to make it longer, has failed. The trouble began when it first failed
-    /// so.
+    /// Notes why an attempt to empty or grow the log has failed. The trouble dates from the first failure of this kind.
     pub(crate) fn note(&mut self, error: &Error) {
         let mut trouble = Trouble::now(error, false);
-        let now = match error.is_no_space() {
-            true => Condition::NoSpace,
-            false => Condition::CopyFailing,
+        let now = if error.is_no_space() {
+            Condition::NoSpace
+        } else {
+            Condition::CopyFailing
         };
         if let Some(known) = self.trouble.trouble()
             && self.trouble.name() == now(trouble.clone()).name()
@@ -146,7 +146,7 @@ impl KeeperState {
         self.trouble = now(trouble);
     }
 
-    /// Whether the time in which closing may copy is over.
+    /// Whether the time limit for copying at close has run out.
     pub(crate) fn is_over(&mut self) -> bool {
         #[cfg(test)]
         if let Some(steps) = &mut self.copy_steps {
@@ -192,7 +192,7 @@ mod tests {
         std::fs::create_dir_all(default_log_dir(&copy)).unwrap();
         for entry in std::fs::read_dir(&log).unwrap() {
             let entry = entry.unwrap();
-            // A segment file that is still being made may be renamed meanwhile.
+            // A segment file that is still being made may be renamed at the same time.
             if !entry.file_name().to_str().unwrap().ends_with(".new") {
                 let to = default_log_dir(&copy).join(entry.file_name());
                 std::fs::copy(entry.path(), to).unwrap();

@@ -1,17 +1,17 @@
-//! Pins keep the base images of a log in use as they are.
+//! Pins freeze the base images of a log in use.
 
 use crate::log::state::Log;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 
-/// While this lives, the base images of a log do not change: all records behind an LSN stay in the log.
+/// While this exists, the log's base images do not change, and all records after an LSN stay in the log.
 pub(crate) struct Pin {
     log: Arc<Log>,
     lsn: u64,
 }
 
 impl Pin {
-    /// Pins the base images as they are. Only the keeper, which writes to them, may do that, while it copies nothing.
+    /// Pins the base images. Only the keeper, which writes to them, may do that, and not while it copies.
     pub(crate) fn new(log: &Arc<Log>) -> Self {
         let mut state = log.lock();
         let lsn = state.pipeline.applied();

@@ -1,16 +1,16 @@
-//! The way of records from their LSN to the medium.
+//! Records on their way from their LSN to the medium.
 //!
 //! ```text
 //!  append ──▶ pending ──batch──▶ writing (several at once) ──▶ unsynced ──sync (one at a time)──▶ durable
 //!        appended           batched                       written                            durable
 //! ```
-//! The words below the line are watermarks: each is the LSN of the newest record that has come so far.
+//! The words in the bottom line are watermarks: the LSN of the newest record that has come this far.
 
 use std::collections::VecDeque;
 use std::sync::OnceLock;
 
 use crate::catalog::mark_text::MarkText;
-use crate::format::{Descriptor, Kind};
+use crate::format::{Descriptor, DescriptorKind};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
 use crate::medium::checksum::{self, Payload};
@@ -19,28 +19,28 @@ use crate::sync::Arc;
 
 /// A request that becomes a record of the log.
 pub(crate) struct Modification {
-    pub kind: Kind,
+    pub kind: DescriptorKind,
     pub sector: u64,
     pub sectors: u32,
     pub payload: Option<Payload>,
-    /// The record is a mark, whose text is the payload: it changes no disk. Its place in the log is written here.
-    pub mark: Option<Marked>,
+    /// Set for a mark, whose text is the payload and which changes no disk. Its position in the log is reported here.
+    pub mark: Option<MarkCommit>,
 }
 
-/// Where a mark is in the log, once it is in a batch.
-pub(crate) type Marked = Arc<OnceLock<Commit>>;
+/// A mark's position in the log, once it is in a batch.
+pub(crate) type MarkCommit = Arc<OnceLock<Commit>>;
 
 impl Modification {
     /// A mark with this text.
-    pub(crate) fn mark(text: &MarkText, marked: Marked) -> Self {
-        let bytes = text.stored();
+    pub(crate) fn mark(text: &MarkText, marked: MarkCommit) -> Self {
+        let bytes = text.to_sector();
         let checksums = checksum::of(&bytes);
         let payload = Payload {
             bytes: bytes.share(),
             checksums,
         };
         Self {
-            kind: Kind::Write,
+            kind: DescriptorKind::Write,
             sector: 0,
             sectors: 1,
             payload: Some(payload),
@@ -62,7 +62,7 @@ impl Modification {
     }
 }
 
-/// A record that has an LSN and waits to be written.
+/// A record that has an LSN and is waiting to be written.
 pub(crate) struct Record {
     /// The disk of the port that the record came from.
     pub disk: Arc<DiskState>,
@@ -71,7 +71,7 @@ pub(crate) struct Record {
 }
 
 impl Record {
-    /// The number of the disk in the record's descriptor.
+    /// The disk number for the record's descriptor.
     pub(crate) fn disk_id(&self) -> u32 {
         match self.change.mark {
             Some(_) => Descriptor::NO_DISK,
@@ -79,31 +79,31 @@ impl Record {
         }
     }
 
-    /// The record's share of the pending bytes. A record without a payload counts too, since it takes a descriptor:
-    /// so memory stays bounded.
+    /// What the record counts towards the pending bytes. A record without a payload counts too, because it takes a
+    /// descriptor; so memory stays bounded.
     fn pending_bytes(&self) -> usize {
         self.change.payload_len().max(512)
     }
 }
 
-/// Most steps of write-back that are due; further batches wait until the leader has begun some.
+/// Most write-back steps that may be due; further batches wait until the leader has started some.
 const MOST_WRITE_BACKS: usize = 4;
 
-/// A batch on its way to its segment.
-struct Writing {
+/// A batch being written to its segment.
+struct InFlightBatch {
     last_lsn: u64,
     segment: Arc<Segment>,
     /// The [pending bytes](Record::pending_bytes) of its records.
     bytes: usize,
-    /// The sync of the batch is part of the same operation as its write.
+    /// One operation writes and syncs the batch.
     synced: bool,
     ended: bool,
 }
 
-/// The records that are on their way, and the watermarks.
+/// The records on their way to the medium, and the watermarks.
 pub(crate) struct Pipeline {
     next_lsn: u64,
-    /// Below `next_lsn - 1` after a torn tail was dropped.
+    /// Lower than `next_lsn - 1` after a torn tail was dropped.
     appended: u64,
     batched: u64,
     written: u64,
@@ -115,20 +115,20 @@ pub(crate) struct Pipeline {
     /// Bytes of `pending`, and of the records in batches that are being written.
     queued_bytes: usize,
     writing_bytes: usize,
-    /// Batches being written, and written batches behind one that is still being written, in the log's order.
-    writing: VecDeque<Writing>,
-    /// Segments that hold written batches that no sync covers, neither an ended one nor the one under way.
+    /// Batches being written, and written ones that still have an unfinished batch before them, in log order.
+    writing: VecDeque<InFlightBatch>,
+    /// Segments with written batches that no sync covers, finished or running.
     unsynced: Vec<Arc<Segment>>,
-    /// The sync under way makes records up to this LSN durable.
+    /// The running sync makes records up to this LSN durable.
     syncing: Option<u64>,
-    /// Steps of written batches that the page cache is to write back, oldest first.
+    /// Write-back steps that are due for written batches, oldest first.
     write_backs: VecDeque<WriteBack>,
-    /// A batch waits for the write-back to catch up.
+    /// A batch is waiting for write-back to catch up.
     held_up: bool,
 }
 
 impl Pipeline {
-    /// The pipeline of a log whose newest record is `last_lsn`, and which is durable.
+    /// The pipeline of a durable log whose newest record is `last_lsn`.
     pub(crate) fn new(next_lsn: u64, last_lsn: u64, applied: u64, next_cid: u64) -> Self {
         Self {
             next_lsn,
@@ -184,7 +184,7 @@ impl Pipeline {
         self.applied = lsn;
     }
 
-    /// How many records wait for a checkpoint.
+    /// How many records are not in the base images yet.
     pub(crate) fn unapplied(&self) -> u64 {
         self.appended - self.applied
     }
@@ -209,29 +209,29 @@ impl Pipeline {
         self.queued_bytes + self.writing_bytes
     }
 
-    /// The number of batches being written, with those that wait behind one.
+    /// The number of batches being written, plus written ones that still have an unfinished batch before them.
     pub(crate) fn writing(&self) -> usize {
         self.writing.len()
     }
 
-    /// The number of batches that are being written by operations without a sync.
+    /// The number of batches being written without a sync.
     pub(crate) fn writes_alone(&self) -> usize {
         let writing = self.writing.iter();
         writing.filter(|one| !one.synced && !one.ended).count()
     }
 
-    /// Whether a batch without a sync may be written now. If not, notes that one waits for the write-back to catch up.
+    /// Whether a batch without a sync may be written now. If not, it counts as waiting for write-back.
     pub(crate) fn admit_unsynced(&mut self) -> bool {
         self.held_up = self.write_backs.len() >= MOST_WRITE_BACKS;
         !self.held_up
     }
 
-    /// Whether a batch that waited for the write-back may be written now.
+    /// Whether a batch that was waiting for write-back may be written now.
     pub(crate) fn is_released(&self) -> bool {
         self.held_up && self.write_backs.len() < MOST_WRITE_BACKS
     }
 
-    /// Whether the page cache is to write something back.
+    /// Whether any write-back is due.
     pub(crate) fn has_write_back(&self) -> bool {
         !self.write_backs.is_empty()
     }
@@ -246,12 +246,12 @@ impl Pipeline {
         self.write_backs.push_back(step);
     }
 
-    /// The number of segments that hold written batches which no sync covers.
+    /// The number of segments with written batches that no sync covers.
     pub(crate) fn unsynced(&self) -> usize {
         self.unsynced.len()
     }
 
-    /// Gives a record the next LSN and returns that.
+    /// Gives a record the next LSN, and returns it.
     pub(crate) fn append(&mut self, disk: &Arc<DiskState>, change: Modification) -> u64 {
         let lsn = self.next_lsn;
         self.next_lsn += 1;
@@ -263,8 +263,8 @@ impl Pipeline {
         lsn
     }
 
-    /// Moves the oldest `count` pending records, at least one, to `records`: the batch that is written to `segment`
-    /// next. If `synced`, [`sync_batch`](Self::sync_batch) follows.
+    /// Moves the oldest `count` pending records, at least one, to `records`: the next batch to be written to `segment`.
+    /// If `synced`, [`sync_batch`](Self::sync_batch) follows.
     pub(crate) fn begin_batch(
         &mut self,
         count: usize,
@@ -277,7 +277,7 @@ impl Pipeline {
         self.queued_bytes -= bytes;
         self.writing_bytes += bytes;
         self.batched = records[count - 1].lsn;
-        self.writing.push_back(Writing {
+        self.writing.push_back(InFlightBatch {
             last_lsn: self.batched,
             segment: segment.clone(),
             bytes,
@@ -286,8 +286,7 @@ impl Pipeline {
         });
     }
 
-    /// Notes that the batch with this last record is written. If an earlier batch is still being written, this one
-    /// counts only once that has ended.
+    /// The batch with this last record is written. It counts only once all earlier batches are written too.
     pub(crate) fn end_batch(&mut self, last_lsn: u64) {
         let mut writing = self.writing.iter_mut();
         let batch = writing.find(|batch| batch.last_lsn == last_lsn && !batch.ended);
@@ -308,13 +307,13 @@ impl Pipeline {
         self.next_cid += 1;
     }
 
-    /// A sync of these segments writes back all that is due of them.
+    /// A sync of these segments covers all write-back due for them.
     fn end_write_back(&mut self, segments: &[Arc<Segment>]) {
         let other = |step: &WriteBack| !segments.iter().any(|one| Arc::ptr_eq(one, &step.segment));
         self.write_backs.retain(other);
     }
 
-    /// Begins the sync of the newest batch and of all before it; returns what it has to cover: the batch alone if
+    /// Begins a sync of the newest batch and everything before it. Returns what it must cover: the batch alone, if
     /// everything before it is durable and the file system honours durable writes.
     pub(crate) fn sync_batch(&mut self) -> SyncScope {
         self.begin_sync(self.batched);
@@ -329,7 +328,7 @@ impl Pipeline {
         SyncScope::Segments(segments)
     }
 
-    /// Begins the sync of all that is written; returns the segments that it has to cover.
+    /// Begins a sync of everything written, and returns the segments that it must cover.
     pub(crate) fn sync_written(&mut self) -> Vec<Arc<Segment>> {
         self.begin_sync(self.written);
         let segments = std::mem::take(&mut self.unsynced);
@@ -342,20 +341,20 @@ impl Pipeline {
         self.durable = self.syncing.take().expect("a sync is under way");
     }
 
-    /// Drops what is on its way, because the log has failed: nothing becomes durable any more.
+    /// Drops everything on its way, because the log has failed and nothing becomes durable any more.
     pub(crate) fn fail(&mut self) {
         self.pending.clear();
         self.writing.clear();
         self.write_backs.clear();
     }
 
-    /// The segments that hold batches which are not durable.
+    /// The segments with batches that are not durable.
     pub(crate) fn segments(&self) -> impl Iterator<Item = &Arc<Segment>> {
         let writing = self.writing.iter().map(|batch| &batch.segment);
         writing.chain(&self.unsynced)
     }
 
-    /// Panics if an invariant does not hold. The log has not failed.
+    /// Panics if an invariant does not hold. Not to be called once the log has failed.
     pub(crate) fn check(&self) {
         let Self {
             appended,
@@ -374,8 +373,8 @@ impl Pipeline {
                 && appended < self.next_lsn,
             "applied {applied}, durable {durable}, written {written}, batched {batched}, appended {appended}"
         );
-        // The pending records are all that are in no batch, in LSN order. (LSNs between those of a torn tail and
-        // `next_lsn` at the opening belong to no record.)
+        // The pending records are exactly those in no batch, in LSN order. (LSNs of a dropped torn tail, up to the
+        // `next_lsn` at opening, belong to no record.)
         let newest = self.pending.iter().rev().map(|record| record.lsn);
         assert!(
             newest.eq((batched + 1..=appended).rev().take(self.pending.len()))
@@ -384,7 +383,7 @@ impl Pipeline {
         );
         let queued: usize = self.pending.iter().map(Record::pending_bytes).sum();
         assert_eq!(self.queued_bytes, queued, "bytes of pending records");
-        // Batches end in any order, and count in the log's order.
+        // Batches end in any order, but count in log order.
         let mut newest = written;
         for batch in &self.writing {
             assert!(newest < batch.last_lsn, "batches are out of order");
@@ -399,7 +398,7 @@ impl Pipeline {
         let unwritten = self.writing.iter().filter(|batch| !batch.ended);
         let bytes: usize = unwritten.map(|batch| batch.bytes).sum();
         assert_eq!(self.writing_bytes, bytes, "bytes being written");
-        // A sync covers what was written when it began, and the batch of its own operation.
+        // A sync covers what was written when it began, plus its own operation's batch.
         let own = front.filter(|batch| batch.synced);
         let ahead = own.map_or(written, |batch| batch.last_lsn);
         assert!(
@@ -422,7 +421,7 @@ impl Pipeline {
     }
 }
 
-/// Adds a segment to a list, unless it is in it already.
+/// Adds a segment to a list, unless it is there already.
 fn add(segments: &mut Vec<Arc<Segment>>, segment: &Arc<Segment>) {
     if !segments.iter().any(|other| Arc::ptr_eq(other, segment)) {
         segments.push(segment.clone());
@@ -455,7 +454,7 @@ pub(crate) mod tests {
         assert!(text.unwrap_or("").contains(part), "{text:?}, not {part}");
     }
 
-    /// A pipeline with record 1 durable, 2 written, 3 being written, 4 written behind it, 5 and 6 pending.
+    /// A pipeline with record 1 durable, 2 written, 3 being written, 4 written out of order, 5 and 6 pending.
     fn pipeline() -> Pipeline {
         let disk = DiskState::new(
             &DiskEntry::new_zeroed(),
@@ -466,7 +465,7 @@ pub(crate) mod tests {
         let mut pipeline = Pipeline::new(1, 0, 0, 1);
         for lsn in 1..=6 {
             let change = Modification {
-                kind: Kind::Discard,
+                kind: DescriptorKind::Discard,
                 sector: 0,
                 sectors: 1,
                 payload: None,

@@ -11,33 +11,33 @@ use std::collections::VecDeque;
 use zerocopy::little_endian::{U32, U64};
 
 use crate::Buffer;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::format::{self, SegmentHeader, Uuid};
+use crate::log::clock::Timestamp;
 use crate::log::history::Commit;
-use crate::log::stamp::Stamp;
-use crate::log::tail::{BatchSize, Sealed, Tail};
-use crate::medium::checksum::Table;
+use crate::log::tail::{BatchSize, PendingSummary, Tail};
+use crate::medium::checksum::ChecksumTable;
 use crate::medium::file::Segment;
 use crate::sync::Arc;
 
-/// Segments that are kept ready: one for the next writes, one for records that a checkpoint finds pending.
+/// Segments kept ready: one for the next writes, one for records that a checkpoint finds pending.
 const READY: usize = 2;
-/// Until the next segment file is made, one part in this many of a segment is used: the rest has room for all records
-/// that may be pending.
+/// Until the next segment file is made, only one part in this many of a segment is used; the rest is room for
+/// everything that may be pending.
 const GROWING_SHARE: u64 = 8;
-/// Most summaries that wait to be written; when one more comes, the oldest is given up.
-const MOST_SEALED: usize = 2;
-/// Most segments that a log which keeps history frees at a time.
+/// Most summaries waiting to be written; one more drops the oldest.
+const MOST_PENDING_SUMMARIES: usize = 2;
+/// Most segments that a log with history frees at a time.
 const MOST_FREED: usize = 16;
 
 /// A segment in use.
 #[derive(Clone)]
-pub(crate) struct Live {
+pub(crate) struct LiveSegment {
     pub segment: Arc<Segment>,
     pub sequence: u64,
-    /// Its last record so far, or the last one before it; the time is that of the record's batch.
+    /// Its last record so far, or the last one before it. The time is that of the record's batch.
     pub last: Commit,
-    /// How much time had passed then since the oldest record of the log: see [`Stamp::passed`].
+    /// Time from the log's oldest record to that one: see [`Timestamp::passed`].
     pub passed: u64,
 }
 
@@ -45,11 +45,11 @@ pub(crate) struct Live {
 pub(crate) enum Room {
     /// In the tail.
     Tail,
-    /// In this segment, which was free and is to become the [next tail](SegmentRing::begin_tail).
+    /// In this free segment, which becomes the [next tail](SegmentRing::begin_tail).
     Next(Arc<Segment>),
-    /// There is room, but the checkpoint under way, or the making of a segment file, hands it on little by little.
+    /// There is room, but a running checkpoint, or the preallocation of a segment file, releases it bit by bit.
     Later,
-    /// Nowhere yet. `left`: how many segments are free or can still be made. `reserved`: these are the keeper's.
+    /// Nowhere yet. `left`: segments that are free or can still be made. `reserved`: those are the keeper's.
     None { left: u32, reserved: bool },
 }
 
@@ -58,89 +58,88 @@ pub(crate) struct SegmentRing {
     segment_size: u64,
     /// Most segment files.
     most: u32,
-    /// Number of segment files made so far.
+    /// Segment files made so far.
     files: u32,
-    /// The last attempt to make a segment file failed: until one succeeds, the existing files are the whole ring.
-    cramped: bool,
+    /// The last attempt to make a segment file failed. Until one succeeds, the existing files are the whole ring.
+    cannot_grow: bool,
     next_sequence: u64,
     tail: Option<Tail>,
-    /// Segments in use, oldest first; the tail's is the last.
-    live: VecDeque<Live>,
+    /// Segments in use, oldest first. The tail's is the last.
+    live: VecDeque<LiveSegment>,
     /// Summaries that are not written yet, oldest first.
-    sealed: VecDeque<Sealed>,
-    /// Segments that are no longer needed. Readers may still hold them.
+    pending_summaries: VecDeque<PendingSummary>,
+    /// Segments that are no longer needed but may still be held by readers.
     retiring: Vec<Arc<Segment>>,
-    /// Free segments; the one that was freed first is used first.
+    /// Free segments, used in the order in which they were freed.
     free: VecDeque<Arc<Segment>>,
-    /// The pending records fit no segment, and no new segment file is to come: a checkpoint has to free a segment.
+    /// No segment has room for the pending records and the ring can't grow: a checkpoint has to free a segment.
     starved: bool,
-    /// The last batch that was not the keeper's found no room, and a checkpoint has to make it.
+    /// The last batch that was not the keeper's found no room; a checkpoint has to make some.
     full: bool,
     /// Bytes of log from its opening to the position of the next batch. Unused ends of segments count too.
     end: u64,
-    /// See [`Stamp::passed`], of the next batch.
+    /// [`Timestamp::passed`] of the next batch.
     passed: u64,
-    /// The room that the checkpoint under way has handed on.
-    copied: Handout,
-    /// The room that the making of a segment file has handed on.
-    made: Handout,
+    /// How far the running checkpoint lets the log grow.
+    copied: GrowthQuota,
+    /// How far the preallocation of a segment file lets the log grow.
+    made: GrowthQuota,
 }
 
-/// Room that background work hands on to batches in step with its progress.
+/// How far batches may grow the log while background work makes room for them.
 #[derive(Default)]
-struct Handout {
-    /// The log grows up to this end for now; `None`: as long as there is room.
+struct GrowthQuota {
+    /// The log may grow to this end for now; `None`: as long as there is room.
     end: Option<u64>,
     /// A batch waits for more.
     awaited: bool,
 }
 
-impl Handout {
-    /// Lets the log grow up to `end`. Returns whether a batch waited for that.
-    fn hand_on(&mut self, end: Option<u64>) -> bool {
+impl GrowthQuota {
+    /// Lets the log grow to `end`. Returns whether a batch was waiting for that.
+    fn set(&mut self, end: Option<u64>) -> bool {
         self.end = end;
         std::mem::take(&mut self.awaited)
     }
 
-    /// Whether a batch may make the log grow up to `end`. If not, it waits from now on.
-    fn takes(&mut self, end: u64) -> bool {
-        let takes = self.end.is_none_or(|most| end <= most);
-        self.awaited |= !takes;
-        takes
+    /// Whether a batch may grow the log to `end`. If not, it waits from now on.
+    fn admits(&mut self, end: u64) -> bool {
+        let admits = self.end.is_none_or(|most| end <= most);
+        self.awaited |= !admits;
+        admits
     }
 }
 
 impl SegmentRing {
-    /// The ring of a log of `files` segment files, of at most `most`. The newest of the `live` segments takes no more
-    /// batches.
+    /// A ring of `files` segment files, at most `most`. The newest of the `live` segments takes no more batches.
     pub(crate) fn new(
         segment_size: u64,
         (files, most): (u32, u32),
         next_sequence: u64,
-        live: VecDeque<Live>,
+        live: VecDeque<LiveSegment>,
         free: VecDeque<Arc<Segment>>,
     ) -> Self {
         Self {
             segment_size,
             most,
             files,
-            cramped: false,
+            cannot_grow: false,
             next_sequence,
             tail: None,
             live,
-            sealed: VecDeque::new(),
+            pending_summaries: VecDeque::new(),
             retiring: Vec::new(),
             free,
             starved: false,
             full: false,
             end: 0,
             passed: 0,
-            copied: Handout::default(),
-            made: Handout::default(),
+            copied: GrowthQuota::default(),
+            made: GrowthQuota::default(),
         }
     }
 
-    /// The position of the next batch, once a batch was written since the log was opened.
+    /// Where the next batch goes; `None` until a batch was written since the log was opened.
     pub(crate) fn tail(&self) -> Option<&Tail> {
         self.tail.as_ref()
     }
@@ -150,17 +149,17 @@ impl SegmentRing {
         self.end
     }
 
-    /// Whether the pending records fit no segment, and no new segment file is to come.
+    /// Whether no segment has room for the pending records and the ring can't grow.
     pub(crate) fn is_starved(&self) -> bool {
         self.starved
     }
 
-    /// Whether there was no room for the last batch that was not the keeper's, and none has been made since.
+    /// Whether the last batch that was not the keeper's found no room, and none has been made since.
     pub(crate) fn is_full(&self) -> bool {
         self.full
     }
 
-    /// Whether a batch waits for room that only a checkpoint makes.
+    /// Whether a batch waits for room that only a checkpoint can make.
     pub(crate) fn holds_back(&self) -> bool {
         self.full || self.copied.awaited
     }
@@ -180,12 +179,12 @@ impl SegmentRing {
         self.live.len() * 2 >= self.most as usize
     }
 
-    /// Bytes of the segments that are not in use, or not made yet.
+    /// Bytes of segments that are unused or not made yet.
     pub(crate) fn unused_bytes(&self) -> u64 {
         u64::from(self.most).saturating_sub(self.live.len() as u64) * self.segment_size
     }
 
-    /// Lets the ring have so many segment files, unless it may have more already.
+    /// Raises the limit of segment files; never lowers it.
     pub(crate) fn enlarge(&mut self, most: u32) {
         self.most = self.most.max(most);
         self.starved &= self.to_come() == 0;
@@ -205,56 +204,57 @@ impl SegmentRing {
         self.free.is_empty()
     }
 
-    /// Whether no segment is free, and none is to come.
+    /// Whether no segment is free, and no more can be made.
     pub(crate) fn is_used_up(&self) -> bool {
         self.free.is_empty() && self.to_come() == 0
     }
 
-    /// The number of the next segment file, if it is to be made now; see [`is_short`](Self::is_short).
+    /// The number of the segment file to make now, if one is needed; see [`is_short`](Self::is_short).
     pub(crate) fn next_file(&self) -> Option<u32> {
         (self.free.len() < READY && self.files < self.most).then_some(self.files)
     }
 
-    /// Whether the next segment file is to be made, and the last one could be.
+    /// Whether a segment file should be made now; not after an attempt has failed.
     pub(crate) fn is_short(&self) -> bool {
-        self.next_file().is_some() && !self.cramped
+        self.next_file().is_some() && !self.cannot_grow
     }
 
     /// Whether the last segment file could not be made.
-    pub(crate) fn is_cramped(&self) -> bool {
-        self.cramped
+    pub(crate) fn cannot_grow(&self) -> bool {
+        self.cannot_grow
     }
 
-    /// The segments that are used next.
+    /// The segments that will be used next.
     pub(crate) fn ready(&self) -> impl Iterator<Item = &Arc<Segment>> {
         self.free.iter().take(READY)
     }
 
-    /// How many segment files are to come.
+    /// How many more segment files can be made.
     fn to_come(&self) -> u32 {
-        match self.cramped {
-            true => 0,
-            false => self.most - self.files,
+        if self.cannot_grow {
+            0
+        } else {
+            self.most - self.files
         }
     }
 
-    /// Adds a segment file that was made.
+    /// Adds a new segment file.
     pub(crate) fn add(&mut self, made: Segment) {
-        self.cramped = false;
+        self.cannot_grow = false;
         self.free.push_back(Arc::new(made));
         self.files += 1;
         (self.starved, self.full) = (false, false);
     }
 
     /// Notes that no segment file could be made. Returns whether that is new.
-    pub(crate) fn cramp(&mut self) -> bool {
-        !std::mem::replace(&mut self.cramped, true)
+    pub(crate) fn note_cannot_grow(&mut self) -> bool {
+        !std::mem::replace(&mut self.cannot_grow, true)
     }
 
-    /// Lets the log grow up to `end`, or, with `None`, as long as there is room. Returns whether a batch waited for
-    /// that.
+    /// The checkpoint lets the log grow to `end`; `None`: as long as there is room. Returns whether a batch was waiting
+    /// for that.
     pub(crate) fn allow(&mut self, end: Option<u64>) -> bool {
-        self.copied.hand_on(end)
+        self.copied.set(end)
     }
 
     /// Bytes that batches may use before they need a segment file that is not made yet; 0 if no segment is free.
@@ -269,32 +269,33 @@ impl SegmentRing {
         }
     }
 
-    /// While a segment file is being made, lets the log grow up to `end`; with `None`, none is being made any more. Returns
-    /// whether a batch waited for that.
+    /// While a segment file is being made, lets the log grow to `end`; `None`: it is done. Returns whether a batch was
+    /// waiting for that.
     pub(crate) fn make_progress(&mut self, end: Option<u64>) -> bool {
-        self.made.hand_on(end)
+        self.made.set(end)
     }
 
-    /// Whether batches use up the log faster than the segment file is made.
+    /// Whether batches fill the log faster than the segment file is made.
     pub(crate) fn outruns_files(&self) -> bool {
         self.made.awaited
     }
 
-    /// Looks for room for a batch, and for the summary of its segment. `draining`: the batch is the keeper's, which may
-    /// take the room of the summary.
+    /// Finds room for a batch and for its segment's summary. `draining`: the batch is the keeper's, which may use the
+    /// summary's room.
     pub(crate) fn make_room(&mut self, batch: BatchSize, draining: bool) -> Room {
         let bytes = batch.whole;
         let end = self.end + bytes;
-        // Both are asked, because each has to know that a batch waits for it.
-        if !draining && !(self.copied.takes(end) & self.made.takes(end)) {
+        // Ask both (no short circuit): each has to know that a batch is waiting.
+        if !draining && !(self.copied.admits(end) & self.made.admits(end)) {
             return Room::Later;
         }
-        // While the ring grows and no segment is free, most of the tail is reserved for the keeper, in case no
+        // While the ring still grows and no segment is free, most of the tail is reserved for the keeper, in case no
         // segment file can be made.
         let growing = self.free.is_empty() && self.files < self.most;
-        let usable = match growing && !draining {
-            true => self.segment_size / GROWING_SHARE,
-            false => self.segment_size,
+        let usable = if growing && !draining {
+            self.segment_size / GROWING_SHARE
+        } else {
+            self.segment_size
         };
         let has_room = |tail: &Tail| {
             tail.offset + bytes <= usable && tail.has_room(batch, draining, self.segment_size)
@@ -304,12 +305,12 @@ impl SegmentRing {
             self.full &= draining;
             return Room::Tail;
         }
-        // The last segment of the ring is reserved for the keeper: with it a checkpoint can always make the pending
-        // records durable, however full the ring, and so free the other segments.
+        // The ring's last segment is reserved for the keeper. With it, a checkpoint can always make the pending records
+        // durable, however full the ring is, and so free the other segments.
         let left = self.free.len() as u32 + self.to_come();
         let may = left > 1 || draining;
         let next = may.then(|| self.free.pop_front()).flatten();
-        // The log is not starved while a segment file is to come: that makes room without a checkpoint.
+        // Not starved while a segment file can still be made: that makes room without a checkpoint.
         self.starved = next.is_none() && self.to_come() == 0;
         if !draining {
             self.full = self.starved;
@@ -323,13 +324,13 @@ impl SegmentRing {
         }
     }
 
-    /// Continues the log of this identity in a segment that [`make_room`](Self::make_room) gave. `batched`: the LSN of
-    /// the newest record before.
+    /// Continues the log in a segment that [`make_room`](Self::make_room) returned. `batched`: the LSN of the newest
+    /// record so far.
     pub(crate) fn begin_tail(&mut self, segment: Arc<Segment>, log: Uuid, salt: u64, batched: u64) {
         // The unused end of the previous segment counts as used.
         self.end = self.end.next_multiple_of(self.segment_size);
         let headers = self.seal_tail(log);
-        segment.note(Table::clear);
+        segment.note(ChecksumTable::clear);
         let sequence = self.next_sequence;
         let header = SegmentHeader {
             magic: format::SEGMENT_MAGIC,
@@ -343,7 +344,7 @@ impl SegmentRing {
         };
         let mut block = Buffer::zeroed(format::BLOCK);
         let previous_crc = header.encode(&mut block);
-        self.live.push_back(Live {
+        self.live.push_back(LiveSegment {
             segment: segment.clone(),
             sequence,
             last: Commit {
@@ -364,37 +365,37 @@ impl SegmentRing {
         });
     }
 
-    /// Makes the summary of the tail, which takes no more batches. Returns an empty list for the headers of the next
-    /// tail's batches.
+    /// Seals the tail: it takes no more batches, and its summary is queued. Returns an empty list for the headers of
+    /// the next tail.
     fn seal_tail(&mut self, log: Uuid) -> Vec<u8> {
         let Some(tail) = self.tail.take() else {
             return Vec::new();
         };
-        let (sealed, headers) = tail.seal(log, self.segment_size);
-        if sealed.is_some() && self.sealed.len() == MOST_SEALED {
-            self.sealed.pop_front();
+        let (summary, headers) = tail.seal(log, self.segment_size);
+        if summary.is_some() && self.pending_summaries.len() == MOST_PENDING_SUMMARIES {
+            self.pending_summaries.pop_front();
         }
-        self.sealed.extend(sealed);
+        self.pending_summaries.extend(summary);
         headers
     }
 
     /// Whether a summary waits to be written.
-    pub(crate) fn has_sealed(&self) -> bool {
-        !self.sealed.is_empty()
+    pub(crate) fn has_pending_summary(&self) -> bool {
+        !self.pending_summaries.is_empty()
     }
 
     /// Takes the oldest summary that waits to be written.
-    pub(crate) fn take_sealed(&mut self) -> Option<Sealed> {
-        self.sealed.pop_front()
+    pub(crate) fn take_pending_summary(&mut self) -> Option<PendingSummary> {
+        self.pending_summaries.pop_front()
     }
 
-    /// Gives up the summaries that wait to be written, because the log has failed.
-    pub(crate) fn drop_sealed(&mut self) {
-        self.sealed.clear();
+    /// Drops the summaries waiting to be written, because the log has failed.
+    pub(crate) fn drop_pending_summaries(&mut self) {
+        self.pending_summaries.clear();
     }
 
-    /// Moves the tail behind a batch of `bytes`, segment header included. `header`: the batch's header with descriptors
-    /// and checksums, and its CRC. `last`: its last record, and when it was built.
+    /// Advances the tail past a batch of `bytes`, segment header included. `header`: the batch's header with
+    /// descriptors and checksums, and its CRC. `last`: its last record, and when it was built.
     pub(crate) fn extend_tail(&mut self, bytes: u64, header: (&[u8], u32), last: Commit) {
         let tail = self.tail.as_mut().expect("the batch is in it");
         tail.extend(bytes, header, self.segment_size);
@@ -403,22 +404,22 @@ impl SegmentRing {
         (live.last, live.passed) = (last, self.passed);
     }
 
-    /// Notes the time of the next batch: no record before it is later than that.
-    pub(crate) fn note_time(&mut self, stamp: Stamp) {
+    /// Records the time of the next batch. No earlier record may have a later time, so those are corrected.
+    pub(crate) fn note_time(&mut self, stamp: Timestamp) {
         self.passed = stamp.passed;
-        let later = |live: &&mut Live| live.last.unix_us > stamp.unix_us;
+        let later = |live: &&mut LiveSegment| live.last.unix_us > stamp.unix_us;
         let later = self.live.iter_mut().rev().take_while(later);
         later.for_each(|live| live.last.unix_us = stamp.unix_us);
     }
 
-    /// Ends the tail: the log is being closed, and the next batch would begin a segment.
+    /// Ends the tail, because the log is closing: another batch would begin a new segment.
     pub(crate) fn end_tail(&mut self) {
         self.tail = None;
     }
 
-    /// How many of the oldest segments are not needed once all records up to `lsn` are in the base images, and the
-    /// sequence of the first that is. The tail is needed always.
-    pub(crate) fn unneeded(&self, lsn: u64) -> (usize, u64) {
+    /// How many of the oldest segments can be freed once all records up to `lsn` are in the base images, and the
+    /// sequence of the first that can't. The tail never can.
+    pub(crate) fn find_freeable(&self, lsn: u64) -> (usize, u64) {
         let most = self.live.len() - usize::from(self.tail.is_some());
         let keep = self.live.iter().position(|live| live.last.lsn > lsn);
         let count = keep.unwrap_or(most);
@@ -429,42 +430,43 @@ impl SegmentRing {
         )
     }
 
-    /// How many segments a log that keeps history frees at a time: few checkpoints write a block of a base image less often
-    /// than many.
-    fn step(&self, retain: Retain) -> usize {
+    /// How many segments a log with history frees at a time. Fewer, larger checkpoints rewrite a hot block less often.
+    fn step(&self, retain: Retention) -> usize {
         let rest = u64::from(self.most).saturating_sub(retain.segments(self.segment_size));
         (rest as usize / 2).clamp(1, MOST_FREED)
     }
 
-    /// Whether a log that keeps history needs the room of its oldest segments.
-    pub(crate) fn is_running_out(&self, retain: Retain) -> bool {
+    /// Whether a log with history is about to need the room of its oldest segments.
+    pub(crate) fn is_running_out(&self, retain: Retention) -> bool {
         self.live.len() + self.step(retain) >= self.most as usize
     }
 
-    /// How many of the oldest segments a log that keeps so much history frees now; `now`: see [`Stamp::passed`];
-    /// `pressed`: room is needed whatever is kept; `pinned`: what comes behind this LSN stays. With the number of those that
-    /// are kept for no longer than they were to be.
+    /// How many of the oldest segments to free now under this retention, and how many of those have not expired yet.
+    /// `now`: see [`Timestamp::passed`]. `pressed`: room is needed, whatever the retention. `pinned`: everything after
+    /// this LSN stays.
     pub(crate) fn expired(
         &self,
-        retain: Retain,
+        retain: Retention,
         now: u64,
         pressed: bool,
         pinned: u64,
     ) -> (usize, usize) {
         let sealed = self.live.len() - usize::from(self.tail.is_some());
         let newer = |at: usize| (self.live.len() - at - 1) as u64 * self.segment_size;
-        let expired = |&(at, live): &(usize, &Live)| match retain {
-            Retain::Nothing => true,
-            Retain::Time(time) => u128::from(now.saturating_sub(live.passed)) > time.as_micros(),
-            Retain::Bytes(bytes) => newer(at) >= bytes,
-            Retain::All => false,
+        let expired = |&(at, live): &(usize, &LiveSegment)| match retain {
+            Retention::Nothing => true,
+            Retention::Time(time) => u128::from(now.saturating_sub(live.passed)) > time.as_micros(),
+            Retention::Bytes(bytes) => newer(at) >= bytes,
+            Retention::All => false,
         };
         let expired = self.live.iter().enumerate().take_while(expired).count();
         let step = self.step(retain);
-        let wanted = match () {
-            () if pressed => expired.max(step),
-            () if expired >= step => expired,
-            () => 0,
+        let wanted = if pressed {
+            expired.max(step)
+        } else if expired >= step {
+            expired
+        } else {
+            0
         };
         let free = self.live.iter().take_while(|live| live.last.lsn <= pinned);
         let count = wanted.min(sealed).min(free.count());
@@ -479,13 +481,13 @@ impl SegmentRing {
             .collect()
     }
 
-    /// The LSN of the last record of each segment that takes no more, oldest first.
+    /// The last LSN of each segment that takes no more batches, oldest first.
     pub(crate) fn sealed_ends(&self) -> impl Iterator<Item = u64> {
         let sealed = self.live.len() - usize::from(self.tail.is_some());
         self.live.iter().take(sealed).map(|live| live.last.lsn)
     }
 
-    /// How many segments have records behind this LSN.
+    /// How many segments have records after this LSN.
     pub(crate) fn newer(&self, lsn: u64) -> usize {
         let older = self.live.iter().take_while(|live| live.last.lsn <= lsn);
         self.live.len() - older.count()
@@ -496,13 +498,14 @@ impl SegmentRing {
         let retired = self.live.drain(..count).map(|live| live.segment);
         let first = self.retiring.len();
         self.retiring.extend(retired);
-        // A segment that is not needed needs no summary.
+        // A segment that is not needed any more needs no summary.
         let retired = &self.retiring[first..];
-        let is_live = |one: &Sealed| !retired.iter().any(|other| Arc::ptr_eq(other, &one.segment));
-        self.sealed.retain(is_live);
+        let is_live =
+            |one: &PendingSummary| !retired.iter().any(|other| Arc::ptr_eq(other, &one.segment));
+        self.pending_summaries.retain(is_live);
     }
 
-    /// Frees the retired segments that no reader holds any more. Returns whether there was one.
+    /// Frees the retired segments that no reader holds any more. Returns whether there were any.
     pub(crate) fn reclaim(&mut self) -> bool {
         let free = self.free.len();
         let unused = |segment: &mut Arc<Segment>| Arc::strong_count(segment) == 1;
@@ -518,7 +521,7 @@ impl SegmentRing {
         !self.retiring.is_empty()
     }
 
-    /// Whether the only segments that can become free are those that readers hold.
+    /// Whether only segments held by readers could become free.
     pub(crate) fn waits_for_readers(&self) -> bool {
         self.has_readers() && self.is_used_up()
     }
@@ -529,8 +532,8 @@ impl SegmentRing {
         (self.files, self.free.len())
     }
 
-    /// The segments that are in use, oldest first, with what is known of them.
-    pub(crate) fn all_live(&self) -> Vec<Live> {
+    /// The segments in use, oldest first, with their bookkeeping.
+    pub(crate) fn all_live(&self) -> Vec<LiveSegment> {
         self.live.iter().cloned().collect()
     }
 
@@ -584,7 +587,7 @@ impl SegmentRing {
         );
         assert!(
             !self.starved || self.to_come() == 0,
-            "starved, and a segment file is to come"
+            "starved, although a segment file can still be made"
         );
     }
 }

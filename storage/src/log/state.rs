@@ -9,56 +9,56 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::error::{self, Error, ErrorKind};
 use crate::format::Uuid;
 use crate::index::{ExtentMap, LEAST_BESIDE};
+use crate::log::clock::LogClock;
+use crate::log::commit_delay::CommitDelay;
 use crate::log::counters::Counters;
-use crate::log::gather::Gather;
-use crate::log::history::{Borders, Commit, LogHistory, SavedSince};
-use crate::log::orders::{KeeperState, KeeperTask, Order};
+use crate::log::history::{Commit, LogHistory, PositionCache, SavedExtentsCache};
+use crate::log::orders::{KeeperOrder, KeeperState, KeeperTask};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
-use crate::log::stamp::Stamps;
 use crate::log::waiters::{Waiter, Waiters, deliver};
 use crate::medium::directory::Medium;
-use crate::medium::file::Append;
+use crate::medium::file::Appender;
 use crate::mutant::{any_planted, is_forgotten};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use crate::sync::{self, Arc, Call, Condvar, Mutex, MutexGuard, mpsc};
+use crate::sync::{self, Arc, Condvar, Mutex, MutexGuard, WakeFlag, mpsc};
 use crate::{Condition, Failure, MAX_REQUEST_BYTES, Trouble};
 
-/// Bytes of payload that may wait in memory for the log; above this limit appends wait (backpressure). The limit is
-/// what a fast device has in flight and no more: with 32 MiB sequential appends were a quarter slower, since payloads
-/// are then copied into memory that the processor's caches have long evicted.
+/// Payload bytes that may be pending in memory; beyond that, appends wait (backpressure). The limit is what a fast
+/// device keeps in flight, and no more: with 32 MiB, sequential appends were a quarter slower, because payloads were
+/// copied into memory that the processor's caches had long evicted.
 pub(crate) const PENDING_LIMIT: usize = 4 << 20;
 
-/// The state that the log's lock guards. A thread holds the lock for memory operations only, never across I/O.
-pub(crate) struct State {
+/// The state guarded by the log's lock. The lock is never held across I/O.
+pub(crate) struct LogState {
     pub pipeline: Pipeline,
     pub ring: SegmentRing,
     pub waiters: Waiters,
-    pub gather: Gather,
+    pub commit_delay: CommitDelay,
     pub keeper: KeeperState,
-    pub stamps: Stamps,
-    /// The base images hold everything up to here: see [`LogHistory::horizon`](crate::LogHistory::horizon).
+    pub clock: LogClock,
+    /// See [`LogHistory::horizon`](crate::LogHistory::horizon).
     pub horizon: Commit,
     /// Why the log failed for good.
     pub failure: Option<Trouble>,
-    /// A leader is at work; it looks at the log again when its operation has ended.
+    /// A leader is at work; it looks at the log again after its operation.
     pub led: bool,
 }
 
-impl State {
+impl LogState {
     /// The state of a log that is being opened.
     pub(crate) fn new(
         pipeline: Pipeline,
         ring: SegmentRing,
-        gather: Gather,
-        stamps: Stamps,
+        commit_delay: CommitDelay,
+        clock: LogClock,
     ) -> Self {
         let keeper = KeeperState {
-            // What an earlier process left in the log is copied soon, not only when the log is full.
+            // Copy soon what an earlier process left in the log, not only when the log fills up.
             checkpoint: pipeline.unapplied() > 0,
             ..KeeperState::default()
         };
@@ -66,32 +66,33 @@ impl State {
             pipeline,
             ring,
             waiters: Waiters::default(),
-            gather,
+            commit_delay,
             keeper,
-            stamps,
+            clock,
             horizon: Commit::default(),
             failure: None,
             led: false,
         }
     }
 
-    /// The time of the next batch. No older record is later than that.
-    pub(crate) fn stamp(&mut self) -> u64 {
-        let stamp = self.stamps.next();
+    /// The time of the next batch. No older record has a later time.
+    pub(crate) fn next_timestamp(&mut self) -> u64 {
+        let stamp = self.clock.next();
         self.ring.note_time(stamp);
         self.horizon.unix_us = self.horizon.unix_us.min(stamp.unix_us);
         stamp.unix_us
     }
 
-    /// The base images may hold records up to this LSN from now on.
+    /// From now on, the base images may hold records up to this LSN.
     pub(crate) fn pass_horizon(&mut self, lsn: u64) {
         let there = self.ring.oldest(usize::MAX).into_iter();
         let mut there = there.map(|(_, last)| last).filter(|last| last.lsn <= lsn);
-        // The newest record of a segment that is not above it, unless that is older than what is known.
+        // The newest segment end at or below it, unless that is older than what is known.
         let newest = there.next_back().unwrap_or(self.horizon);
-        let known = match newest.lsn > self.horizon.lsn {
-            true => newest,
-            false => self.horizon,
+        let known = if newest.lsn > self.horizon.lsn {
+            newest
+        } else {
+            self.horizon
         };
         self.horizon = Commit { lsn, ..known };
     }
@@ -102,40 +103,40 @@ impl State {
         self.keeper.draining.is_some_and(|lsn| batched < lsn)
     }
 
-    /// Whether the log, its owner or an order's caller waits for the keeper, which then must not yield the medium to
-    /// others.
+    /// Whether the log, its owner or the caller of an order is waiting for the keeper, which then must not yield the
+    /// medium.
     pub(crate) fn is_pressing(&self) -> bool {
         self.ring.is_starved() || self.keeper.stop || !self.keeper.orders.is_empty()
     }
 
     /// Whether the log keeps records that a checkpoint could copy to the base images.
     pub(crate) fn keeps_history(&self) -> bool {
-        self.keeper.retain != Retain::Nothing || self.keeper.pinned().is_some()
+        self.keeper.retain != Retention::Nothing || self.keeper.pinned().is_some()
     }
 
-    /// How many segments must stay, for a snapshot or for a look at the past.
+    /// How many segments must stay for a snapshot or a look.
     pub(crate) fn held_segments(&self) -> usize {
         self.keeper.held().map_or(0, |lsn| self.ring.newer(lsn))
     }
 
-    /// Whether the keeper is to look for segments that it can free, now that another one is in use.
+    /// Whether the keeper should free segments, now that another one is in use.
     pub(crate) fn needs_room(&self) -> bool {
         self.keeps_history() || self.ring.is_half_used()
     }
 
-    /// Whether the ring is full and can't be emptied. Requests that need room in the ring fail until that has
-    /// changed.
+    /// Whether the ring is full and can't be emptied. Until that changes, requests that need room fail.
     pub(crate) fn is_stuck(&self) -> bool {
         self.ring.is_starved() && self.keeper.failed
     }
 
-    /// If the ring is stuck, removes and returns the waiters for records that are in no batch yet. Those records stay
-    /// and will become durable, but at an unknown time.
+    /// If the ring is stuck, takes the waiters for records that are in no batch yet. The records stay, and become
+    /// durable at some unknown time.
     pub(crate) fn take_stuck(&mut self) -> Vec<Waiter> {
         let batched = self.pipeline.batched();
-        match self.is_stuck() {
-            true => self.waiters.take(|waiter| waiter.lsn > batched),
-            false => Vec::new(),
+        if self.is_stuck() {
+            self.waiters.take(|waiter| waiter.lsn > batched)
+        } else {
+            Vec::new()
         }
     }
 
@@ -144,7 +145,7 @@ impl State {
         if !cfg!(debug_assertions) || any_planted() || std::thread::panicking() {
             return;
         }
-        // After the log has failed nothing moves any more.
+        // Nothing moves any more once the log has failed.
         if log.poisoned.load(Ordering::Acquire) {
             return;
         }
@@ -176,8 +177,8 @@ pub(crate) struct Log {
     pub segment_size: u64,
     pub medium: Box<dyn Medium>,
     /// How the leader appends.
-    pub appender: Box<dyn Append>,
-    /// The leader makes every batch, not only those that sync.
+    pub appender: Box<dyn Appender>,
+    /// The leader builds every batch, not only those that sync.
     pub leader_alone: bool,
     /// How long closing may copy the log to the base images; `None`: as long as it takes.
     pub close_time: Option<Duration>,
@@ -193,13 +194,13 @@ pub(crate) struct Log {
     /// Counts the reads of all disks.
     pub reads: AtomicU64,
     pub counters: Counters,
-    /// Where the records behind snapshots begin, as far as that was asked for.
-    pub borders: Borders,
-    /// What has changed since a snapshot that the base images have gone past.
-    pub saved_since: SavedSince,
-    pub state: Mutex<State>,
+    /// Where the records after snapshots begin, as far as that was asked for.
+    pub positions: PositionCache,
+    /// What has changed since snapshots that the base images have moved past.
+    pub saved_since: SavedExtentsCache,
+    pub state: Mutex<LogState>,
     /// The writer thread sleeps on this.
-    pub leader_called: Call,
+    pub leader_called: WakeFlag,
     pub keeper_wanted: Condvar,
 }
 
@@ -209,13 +210,13 @@ impl Log {
         MAX_REQUEST_BYTES.min(self.segment_size as usize / 4)
     }
 
-    pub(crate) fn lock(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn lock(&self) -> MutexGuard<'_, LogState> {
         match self.state.lock() {
             Ok(state) => state,
-            // A thread that is panicking already may clean up; it can't make things worse.
+            // Already panicking: cleaning up can't make things worse.
             Err(poisoned) if std::thread::panicking() => poisoned.into_inner(),
-            // Another thread panicked while it held the lock: a bug whose message has been printed. The state may be
-            // half changed, so going on would risk the promises.
+            // Another thread panicked while holding the lock: a bug, already reported. The state may be half changed,
+            // so going on would risk the promises.
             Err(_) => panic!("the log's state was left half changed"),
         }
     }
@@ -223,7 +224,7 @@ impl Log {
     /// Promise 5: a failed write or sync of the log is final. Every waiter gets an error, now and later.
     pub(crate) fn poison(&self, error: &std::io::Error) {
         let mut state = self.lock();
-        // Only the first failure counts: it gave every waiter its error.
+        // Only the first failure counts; it already gave every waiter its error.
         if self.poisoned.load(Ordering::Acquire) {
             return;
         }
@@ -235,9 +236,9 @@ impl Log {
         self.refuse(state);
     }
 
-    /// How the log's disks are now.
+    /// The condition of the log's disks.
     pub(crate) fn condition(&self) -> Condition {
-        // A thread that panicked with the lock may have left the rest half changed, but not these fields.
+        // A thread that panicked with the lock may have left other fields half changed, but not these.
         let state = self.state.lock();
         let state = state.unwrap_or_else(std::sync::PoisonError::into_inner);
         match (&state.failure, &state.keeper.trouble) {
@@ -251,7 +252,7 @@ impl Log {
         }
     }
 
-    /// What the log has of the history of its disks now.
+    /// The log's history now.
     pub(crate) fn history(&self) -> LogHistory {
         let state = self.lock();
         let bytes = |segments: usize| segments as u64 * self.segment_size;
@@ -267,7 +268,7 @@ impl Log {
         }
     }
 
-    /// Most bytes of memory that extents beside the index take.
+    /// Memory limit, in bytes, of extents kept beside the index.
     pub(crate) fn beside_limit(&self) -> u64 {
         self.index_limit.max(LEAST_BESIDE)
     }
@@ -290,7 +291,8 @@ impl Log {
         self.wake_ports();
     }
 
-    /// Lets requests that wait for space fail from now on, as without [`OnFull::Pause`](crate::OnFull).
+    /// Fails requests that wait for space, now and from now on, as without
+    /// [`FullLogPolicy::Pause`](crate::FullLogPolicy).
     pub(crate) fn end_pauses(&self) {
         let mut state = self.lock();
         let paused = std::mem::take(&mut state.keeper.pauses);
@@ -309,19 +311,20 @@ impl Log {
         deliver(waiters, Err(Failure::Io), None);
     }
 
-    /// Every request that waits, or comes later, gets an error; reads go on.
-    pub(crate) fn refuse(&self, mut state: MutexGuard<'_, State>) {
+    /// Fails every request, waiting or to come; reads go on.
+    pub(crate) fn refuse(&self, mut state: MutexGuard<'_, LogState>) {
         self.poisoned.store(true, Ordering::Release);
         let waiters = state.waiters.take(|_| true);
-        // Records that were not written stay readable through the index, but never become durable.
+        // Unwritten records stay readable through the index, but never become durable.
         state.pipeline.fail();
-        state.ring.drop_sealed();
+        state.ring.drop_pending_summaries();
         drop(state);
         self.refuse_waiters(waiters);
         self.wake_ports();
     }
 
-    /// Ends the reads that the medium has answered, of all ports: one that its owner does not poll would pin segments for ever.
+    /// Ends the reads that the medium has answered, on all ports. A port that nobody polls would otherwise pin segments
+    /// for ever.
     pub(crate) fn reap_reads(&self) {
         let ports = self.lock().waiters.ports();
         let reads = ports.iter().filter_map(|port| port.reads.get()?.upgrade());
@@ -337,19 +340,19 @@ impl Log {
 
     /// Makes the leader look at the log again.
     pub(crate) fn call_leader(&self) {
-        self.leader_called.make();
+        self.leader_called.set();
     }
 }
 
-/// Fails the log if the thread panics before this is dropped: no other thread does what this one was about to do, so
-/// its waiters would wait for ever.
-pub(crate) struct FailOnPanic<'a> {
+/// Poisons the log if the thread panics before this is dropped. Nobody else would do what this thread was about to do,
+/// and its waiters would wait for ever.
+pub(crate) struct PanicGuard<'a> {
     log: &'a Log,
-    /// The thread was panicking before: cleaning up after a panic elsewhere does no harm.
+    /// The thread was panicking already: cleaning up after a panic elsewhere does no harm.
     before: bool,
 }
 
-impl<'a> FailOnPanic<'a> {
+impl<'a> PanicGuard<'a> {
     pub(crate) fn new(log: &'a Log) -> Self {
         Self {
             log,
@@ -358,7 +361,7 @@ impl<'a> FailOnPanic<'a> {
     }
 }
 
-impl Drop for FailOnPanic<'_> {
+impl Drop for PanicGuard<'_> {
     fn drop(&mut self) {
         if std::thread::panicking() && !self.before {
             let thread = std::thread::current();
@@ -370,7 +373,7 @@ impl Drop for FailOnPanic<'_> {
 }
 
 impl Log {
-    /// Tells the keeper to close the log. The time that closing may take begins now.
+    /// Tells the keeper to close the log. The time limit for closing starts now.
     pub(crate) fn stop_keeper(&self) {
         let mut state = self.lock();
         if !std::mem::replace(&mut state.keeper.stop, true) {
@@ -387,31 +390,32 @@ impl Log {
     pub(crate) fn order(&self, task: KeeperTask) -> error::Result<()> {
         let (answer, answered) = mpsc::channel();
         let mut state = self.lock();
-        // The keeper sets `gone`, and drops the orders left, under the same lock: so every order is answered or
+        // The keeper sets `gone` and drops the remaining orders under the same lock, so every order is answered or
         // refused.
         if !state.keeper.gone && !state.keeper.stop {
-            state.keeper.orders.push(Order { task, answer });
+            state.keeper.orders.push(KeeperOrder { task, answer });
             self.keeper_wanted.notify_all();
         } else {
             drop(answer);
         }
-        let gone = self.gone(&state);
+        let gone = self.no_keeper_error(&state);
         drop(state);
         answered.recv().unwrap_or(Err(gone))
     }
 
-    /// The error of a caller whom the keeper could not answer.
+    /// The error for a caller whom the closing keeper can't answer.
     pub(crate) fn closed(&self) -> Error {
         let dir = self.dir.display();
         Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
     }
 
-    /// The error of a caller for whom the keeper has gone.
-    pub(crate) fn gone(&self, state: &State) -> Error {
+    /// The error for a caller that finds no keeper.
+    pub(crate) fn no_keeper_error(&self, state: &LogState) -> Error {
         let reading = state.keeper.gone && !state.keeper.stop;
-        let why = match reading {
-            true => "open for reading only",
-            false => "being closed",
+        let why = if reading {
+            "open for reading only"
+        } else {
+            "being closed"
         };
         let dir = self.dir.display();
         Error::new(ErrorKind::Io, format!("{dir}: the log is {why}"))

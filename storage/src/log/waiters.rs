@@ -1,14 +1,14 @@
-//! Waiters of the log: they wait until records are durable, or until these are *written*, and get a completion then.
+//! Waiters of the log: requests that complete once records are durable, or once they are *written*.
 //!
-//! A written record outlives this process, but not a power cut.
+//! A written record survives this process, but not a power cut.
 //!
 //! A client that connects again after this process was killed does not repeat a write that was answered. So this
 //! process answers its writes only when their batch is in its segment: on the device, perhaps in the device's
 //! volatile cache, or in the kernel's page cache where the file system refuses O_DIRECT. The next start finds the
 //! writes there and makes them durable before it serves any client.
 //!
-//! One batch at a time is written for these waiters, by the port that finds none under way; waiters that come
-//! meanwhile share the next one. The thread that ends a batch, a port's or the log's leader, looks for the next.
+//! One batch at a time is written for these waiters, by the port that finds none running; waiters that come in the
+//! meantime share the next one. The thread that ends a batch, a port's or the log's leader, looks for the next.
 
 use std::sync::OnceLock;
 
@@ -18,13 +18,15 @@ use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, Event, Mutex, Weak};
 use crate::{Completion, Failure};
 
-/// Reads of a port. A read under way pins the segments that it reads, so any thread may end those that the medium has answered.
+/// A port's reads. A read in flight pins the segments it reads, so any thread may end reads that the medium has
+/// answered.
 pub(crate) trait PortReads: Send + Sync {
-    /// Ends the reads that the medium has answered, unless the port does so now. The port finds their completions later.
+    /// Ends the reads that the medium has answered, unless the port is doing so right now. The port finds their
+    /// completions later.
     fn reap(&self);
 }
 
-/// Where completions of other threads' groups reach a port.
+/// How a port gets completions from groups that other threads ran.
 pub(crate) struct Mailbox {
     pub completions: Mutex<Vec<Completion>>,
     pub event: Event,
@@ -32,8 +34,8 @@ pub(crate) struct Mailbox {
     pub called: AtomicBool,
     /// The port's reads, if it makes any.
     pub reads: OnceLock<Weak<dyn PortReads>>,
-    /// The port's waiters in the log, and how many its owner says may wait at a time. Changed under the log's lock
-    /// only.
+    /// The port's waiters in the log, and how many its owner says can wait at a time. Changed only under the log's
+    /// lock.
     waiting: AtomicUsize,
     clients: AtomicUsize,
 }
@@ -64,15 +66,14 @@ pub(crate) struct Waiter {
     pub mailbox: Arc<Mailbox>,
 }
 
-/// Gives waiters their completions, and wakes each of their ports once, except `own`: its thread is the caller, which
-/// looks next. All completions are delivered before the first port is woken, so that no port is woken for a part of
-/// them.
+/// Completes waiters and wakes each of their ports once, except `own`, whose thread is the caller and looks next. All
+/// completions are delivered before the first port is woken, so no port wakes up to half of them.
 pub(crate) fn deliver(
     waiters: impl Iterator<Item = Waiter>,
     result: Result<(), Failure>,
     own: Option<&Arc<Mailbox>>,
 ) {
-    // Few groups have waiters of more ports: so usually no memory is allocated.
+    // Few groups have waiters of more ports, so usually nothing is allocated.
     let mut woken: SmallVec<[Arc<Mailbox>; 32]> = SmallVec::new();
     for waiter in waiters {
         let mailbox = &waiter.mailbox;
@@ -100,7 +101,7 @@ pub(crate) struct Waiters {
     /// The highest LSN that any waiter has waited for to be written.
     newest_written: u64,
     ports: Vec<Weak<Mailbox>>,
-    /// The number of clients of all ports that wait for `durable`, and of all clients.
+    /// How many clients wait for `durable`, over all ports, and how many there are.
     waiting_clients: usize,
     clients: usize,
 }
@@ -120,7 +121,7 @@ impl Waiters {
         self.waiting_clients = self.waiting_clients - waiting.min(before) + waiting.min(clients);
     }
 
-    /// Removes a port that is going away; its waiters get no completion.
+    /// Removes a port that is going away. Its waiters get no completion.
     pub(crate) fn remove_port(&mut self, port: &Arc<Mailbox>) {
         let own = |waiter: &mut Waiter| Arc::ptr_eq(&waiter.mailbox, port);
         drop(self.take(own));
@@ -158,7 +159,7 @@ impl Waiters {
         self.durable.iter().map(|waiter| waiter.lsn)
     }
 
-    /// Whether one of `port`'s is the only waiter for `durable`.
+    /// Whether the only waiter for `durable` is `port`'s.
     pub(crate) fn is_only(&self, port: &Arc<Mailbox>) -> bool {
         matches!(&self.durable[..], [waiter] if Arc::ptr_eq(&waiter.mailbox, port))
     }
@@ -168,7 +169,7 @@ impl Waiters {
         self.waiting_clients >= self.clients
     }
 
-    /// Moves the waiters that `durable` now covers to `served`, of the oldest `most`. Returns how many these are.
+    /// Moves those of the oldest `most` waiters that `durable` now covers to `served`. Returns how many.
     pub(crate) fn serve(&mut self, durable: u64, most: usize, served: &mut Vec<Waiter>) -> usize {
         let (before, most) = (served.len(), self.durable.len().min(most));
         served.extend(
@@ -197,8 +198,8 @@ impl Waiters {
         taken
     }
 
-    /// Panics if an invariant does not hold, given the log's watermarks. `each`: each waiter for `durable` gets a sync
-    /// of its own, even if it waits for nothing new.
+    /// Panics if an invariant does not hold, given the log's watermarks. `each`: every waiter for `durable` gets a sync
+    /// of its own, even if nothing new is to be made durable.
     pub(crate) fn check(&self, durable: u64, written: u64, each: bool) {
         assert!(
             each || self.lsns().all(|lsn| lsn > durable),

@@ -1,9 +1,8 @@
-//! A CRC-32C for each block of a record's payload, and which bytes of a segment each of them covers.
+//! A CRC-32C for each block of a payload, and which bytes of a segment each one covers.
 //!
-//! The log is read in parts: a later write may have replaced half of an earlier one. So a payload has a checksum for
-//! each [`BLOCK`] of it, and a reader of a part reads and verifies the whole blocks that hold this part. A segment
-//! keeps the checksums of its payloads in memory: 4 bytes a block, and 8 for each run of blocks without a gap, which is
-//! mostly a batch.
+//! Payloads are often read in part, because a later write has replaced the rest. So a payload has a checksum for each
+//! [`BLOCK`], and a reader reads and verifies the whole blocks around the part it needs. A segment keeps its payloads'
+//! checksums in memory: 4 bytes a block, plus 8 for each contiguous run of blocks, usually a batch.
 
 use std::ops::Range;
 
@@ -28,8 +27,8 @@ pub(crate) fn of(payload: &[u8]) -> Checksums {
     payload.chunks(BLOCK).map(crc32c::crc32c).collect()
 }
 
-/// The CRC-32C of a whole payload of `len` bytes, computed from those of its blocks.
-pub(crate) fn whole(checksums: &[u32], len: u64) -> u32 {
+/// The CRC-32C of a whole payload of `len` bytes, computed from its blocks' CRCs.
+pub(crate) fn combine(checksums: &[u32], len: u64) -> u32 {
     let lengths = (0..len).step_by(BLOCK);
     let lengths = lengths.map(|at| (len - at).min(BLOCK as u64) as usize);
     let blocks = checksums.iter().zip(lengths);
@@ -38,17 +37,17 @@ pub(crate) fn whole(checksums: &[u32], len: u64) -> u32 {
     })
 }
 
-/// Blocks of payload that lie without a gap in a segment. All of them but the last are whole.
+/// A contiguous run of payload blocks in a segment. All but the last are whole.
 ///
 /// One word: the first sector in the segment, the number of sectors, and the index of the first block's checksum. A
 /// segment has at most 2^21 sectors.
 #[derive(Clone, Copy, Debug)]
-struct Run(u64);
+struct ChecksumRun(u64);
 
-/// The bits of each of a run's numbers.
+/// Bits of each number in a run.
 const BITS: u32 = 21;
 
-impl Run {
+impl ChecksumRun {
     fn new(start: u64, len: u64, checksum: usize) -> Self {
         let (first, sectors) = (start / SECTOR_SIZE, len / SECTOR_SIZE);
         debug_assert!(first.max(sectors).max(checksum as u64) < 1 << BITS);
@@ -78,19 +77,19 @@ impl Run {
 
 /// The checksums of the payloads that a segment holds.
 #[derive(Debug, Default)]
-pub(crate) struct Table {
-    runs: Vec<Run>,
+pub(crate) struct ChecksumTable {
+    runs: Vec<ChecksumRun>,
     checksums: Vec<u32>,
 }
 
-impl Table {
-    /// Empties the table, because the segment is taken into use again.
+impl ChecksumTable {
+    /// Empties the table, because the segment is being reused.
     pub(crate) fn clear(&mut self) {
         self.runs.clear();
         self.checksums.clear();
     }
 
-    /// Adds a payload of `len` bytes at byte `offset` of the segment, behind all payloads added before.
+    /// Adds a payload of `len` bytes at byte `offset` of the segment, after all payloads added before.
     pub(crate) fn add(&mut self, offset: u64, len: u64, checksums: &[u32]) {
         debug_assert!(self.runs.last().is_none_or(|last| last.end() <= offset));
         debug_assert_eq!(checksums.len() as u64, len.div_ceil(BLOCK as u64));
@@ -98,32 +97,33 @@ impl Table {
             return;
         }
         let goes_on =
-            |run: &&mut Run| run.end() == offset && run.len().is_multiple_of(BLOCK as u64);
+            |run: &&mut ChecksumRun| run.end() == offset && run.len().is_multiple_of(BLOCK as u64);
         match self.runs.last_mut().filter(goes_on) {
-            Some(run) => *run = Run::new(run.start(), run.len() + len, run.checksum()),
+            Some(run) => *run = ChecksumRun::new(run.start(), run.len() + len, run.checksum()),
             None => {
                 grow(&mut self.runs, 1);
-                self.runs.push(Run::new(offset, len, self.checksums.len()));
+                self.runs
+                    .push(ChecksumRun::new(offset, len, self.checksums.len()));
             }
         }
         grow(&mut self.checksums, checksums.len());
         self.checksums.extend_from_slice(checksums);
     }
 
-    /// The runs that end behind `offset`.
-    fn runs_from(&self, offset: u64) -> &[Run] {
+    /// The runs that end after `offset`.
+    fn runs_from(&self, offset: u64) -> &[ChecksumRun] {
         let passed = self.runs.partition_point(|run| run.end() <= offset);
         &self.runs[passed..]
     }
 
     /// The run that holds the byte at `offset`.
-    fn run_of(&self, offset: u64) -> Option<&Run> {
+    fn run_of(&self, offset: u64) -> Option<&ChecksumRun> {
         let run = self.runs_from(offset).first();
         run.filter(|run| run.start() <= offset)
     }
 
-    /// The byte range of the whole blocks that hold `len` bytes at `offset`. Bytes outside any payload are in the
-    /// range too, which then fails to be [verified](Self::verify).
+    /// The byte range of the whole blocks that contain `len` bytes at `offset`. If some bytes are in no payload, the
+    /// range includes them, and [`verify`](Self::verify) fails.
     pub(crate) fn cover(&self, offset: u64, len: u64) -> Range<u64> {
         let end = offset + len;
         let block = BLOCK as u64;
@@ -137,8 +137,7 @@ impl Table {
         start..end
     }
 
-    /// Checks that `bytes`, which were read at `offset`, are whole blocks, each with the checksum of what was
-    /// written.
+    /// Checks that `bytes`, read at `offset`, are whole blocks with the right checksums.
     ///
     /// # Errors
     /// The offset of the first block that does not match.
@@ -166,14 +165,11 @@ impl Table {
             }
             left = rest;
         }
-        match left.is_empty() {
-            true => Ok(()),
-            false => Err(at),
-        }
+        if left.is_empty() { Ok(()) } else { Err(at) }
     }
 }
 
-/// Makes room for `more` items, and for few beyond them: the table of a full segment stays in memory for long.
+/// Makes room for `more` items and little beyond: the table of a full segment stays in memory for a long time.
 fn grow<T>(items: &mut Vec<T>, more: usize) {
     if items.len() + more > items.capacity() {
         items.reserve_exact(more.max(items.len() / 8));
@@ -186,10 +182,10 @@ mod tests {
 
     use super::*;
 
-    /// The bytes of a segment with these payloads (sectors of gap before it, sectors of payload), its table, and the
-    /// place and length of each payload.
-    fn segment(payloads: &[(u64, u64)]) -> (Vec<u8>, Table, Vec<(u64, u64)>) {
-        let (mut bytes, mut table, mut places) = (Vec::new(), Table::default(), Vec::new());
+    /// The bytes of a segment with these payloads (sectors of gap, sectors of payload), its table, and the place and
+    /// length of each payload.
+    fn segment(payloads: &[(u64, u64)]) -> (Vec<u8>, ChecksumTable, Vec<(u64, u64)>) {
+        let (mut bytes, mut table, mut places) = (Vec::new(), ChecksumTable::default(), Vec::new());
         for (number, (gap, sectors)) in payloads.iter().enumerate() {
             bytes.resize(bytes.len() + (gap * SECTOR_SIZE) as usize, 0xee);
             let offset = bytes.len() as u64;
@@ -239,12 +235,12 @@ mod tests {
         #[test]
         fn the_whole_has_the_checksum_of_its_bytes(sectors in 1_usize..40) {
             let bytes: Vec<u8> = (0..sectors * 512).map(|at| (at / 3) as u8).collect();
-            prop_assert_eq!(whole(&of(&bytes), bytes.len() as u64), crc32c::crc32c(&bytes));
+            prop_assert_eq!(combine(&of(&bytes), bytes.len() as u64), crc32c::crc32c(&bytes));
         }
     }
 
     #[test]
-    fn what_is_no_payload_is_never_right() {
+    fn bytes_outside_payloads_never_verify() {
         let (bytes, table, _) = segment(&[(2, 9), (3, 1)]);
         for (from, until) in [(0, 512), (0, 1024), (1024, 6144), (5632, 6656)] {
             let Range { start, end } = table.cover(from, until - from);

@@ -16,7 +16,7 @@ pub(crate) const COPY_BYTES: u64 = 1 << 20;
 
 /// A file, and its name in errors.
 #[derive(Clone, Copy)]
-pub(crate) struct Named<'a> {
+pub(crate) struct NamedFile<'a> {
     pub file: &'a dyn DataFile,
     pub path: &'a Path,
 }
@@ -30,7 +30,7 @@ pub(crate) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
 }
 
 /// Copies a range of bytes, in the kernel if it can.
-pub(crate) fn copy(from: Named<'_>, to: Named<'_>, range: Range<u64>) -> Result<()> {
+pub(crate) fn copy(from: NamedFile<'_>, to: NamedFile<'_>, range: Range<u64>) -> Result<()> {
     let (Some(from_host), Some(to_host)) = (from.file.host(), to.file.host()) else {
         return copy_bytes(from, to, range);
     };
@@ -59,7 +59,7 @@ pub(crate) fn copy(from: Named<'_>, to: Named<'_>, range: Range<u64>) -> Result<
     Ok(())
 }
 
-fn copy_bytes(from: Named<'_>, to: Named<'_>, range: Range<u64>) -> Result<()> {
+fn copy_bytes(from: NamedFile<'_>, to: NamedFile<'_>, range: Range<u64>) -> Result<()> {
     let mut buffer = Buffer::zeroed((range.end - range.start).min(COPY_BYTES) as usize);
     for part in parts(range) {
         let into = &mut buffer[..(part.end - part.start) as usize];

@@ -1,30 +1,30 @@
 //! What operations cost a medium.
 //!
-//! A checkpoint chooses between many small operations and few large ones, which move more bytes. Which is faster depends on
-//! the medium: some take long for each operation, or count operations, and others do not. And what guests wait for queues
-//! behind what the checkpoint has in flight: how long, depends on the medium too. So the medium is asked once, with reads from a
-//! segment.
+//! A checkpoint chooses between many small operations and few large ones that move more bytes. Which is faster depends
+//! on the medium: some are slow per operation, or meter operations; others are not. Guests' requests also queue behind
+//! whatever the checkpoint has in flight, and for how long depends on the medium too. So the medium is measured once,
+//! with reads from a segment.
 
 use std::io;
 use std::time::{Duration, Instant};
 
 use crate::Buffer;
-use crate::medium::file::{Engine, Io, Segment, Source};
+use crate::medium::file::{Engine, Io, ReadSource, Segment};
 use crate::sync::{Arc, Event};
 
 /// What operations cost a medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct MediumCost {
-    /// How many bytes the medium moves in the time that an operation without bytes takes it, up to 1 MiB.
+    /// Fixed cost of an operation, expressed as the bytes that the medium moves in that time; at most 1 MiB.
     pub operation: u64,
-    /// How many bytes the medium moves in a second; each operation counts as so many more.
+    /// Throughput: cost per second, in bytes, where each operation costs `operation` on top of its bytes.
     pub rate: u64,
-    /// The most bytes of an operation of a checkpoint. A larger one would take the medium longer for each byte, or as long.
+    /// Most bytes in one operation of a checkpoint. A larger one would be no faster per byte.
     pub largest: u64,
 }
 
 impl MediumCost {
-    /// What is assumed of a medium that is not measured.
+    /// Assumed for a medium that was not measured.
     pub(crate) const USUAL: Self = Self {
         operation: 64 << 10,
         rate: u64::MAX,
@@ -32,14 +32,15 @@ impl MediumCost {
     };
 }
 
-/// The highest price of an operation that is believed.
+/// The highest fixed cost that is believed.
 const MOST: u64 = 1 << 20;
 
 const SMALL: u64 = 4 << 10;
 const LARGE: u64 = 256 << 10;
-/// The size of operations where they take less than three times as long as large ones, for four times the bytes.
+/// The size used instead of `LARGE` if it takes less than three times as long, for four times the bytes.
 const HUGE: u64 = 1 << 20;
-/// Small reads that are in flight together, large ones, which guests' requests wait behind, and how often they are.
+/// How many small reads are in flight together, how many large ones (guests' requests wait behind those), and how
+/// often.
 const READS: u64 = 32;
 const LARGE_READS: u64 = 4;
 const ROUNDS: u64 = 3;
@@ -54,13 +55,13 @@ pub(super) fn measure(
     if size < READS * LARGE {
         return Ok(MediumCost::USUAL);
     }
-    // The time of so many reads together, with `shift` bytes between them and earlier ones.
+    // The time for `count` reads together, `shift` bytes away from earlier ones.
     let mut time = |count: u64, bytes: u64, shift: u64| {
         let began = Instant::now();
         for read in 0..count {
             let place = size / READS / LARGE * LARGE * read + shift;
             let io = Io::Read {
-                source: Source::File(segment.file.clone()),
+                source: ReadSource::File(segment.file.clone()),
                 offset: place.min(size - bytes),
                 buffer: Buffer::for_overwrite(bytes as usize),
             };
@@ -85,33 +86,34 @@ pub(super) fn measure(
         large = large.min(time(LARGE_READS, LARGE, round * 3 * SMALL)?);
         huge = huge.min(time(LARGE_READS, HUGE, round * 3 * SMALL)?);
     }
-    let operation = price([small, large * (READS / LARGE_READS) as u32]);
+    let operation = operation_cost([small, large * (READS / LARGE_READS) as u32]);
     Ok(MediumCost {
         operation,
         rate: rate(operation, small),
-        largest: largest([large, huge]),
+        largest: largest_operation([large, huge]),
     })
 }
 
-/// The rate, from the time of all small reads.
+/// The throughput, from the time of all small reads.
 fn rate(operation: u64, small: Duration) -> u64 {
     ((operation + SMALL) as f64 * READS as f64 / small.as_secs_f64()) as u64
 }
 
-/// The size of the largest operations, from the times of equally many large and huge reads.
-fn largest([large, huge]: [Duration; 2]) -> u64 {
+/// The size of the largest operations, from the times of the same number of large and of huge reads.
+fn largest_operation([large, huge]: [Duration; 2]) -> u64 {
     if huge < large * 3 { HUGE } else { LARGE }
 }
 
-/// The price, from the times of equally many small and large reads.
-fn price([small, large]: [Duration; 2]) -> u64 {
+/// The fixed cost of an operation, from the times of the same number of small and of large reads.
+fn operation_cost([small, large]: [Duration; 2]) -> u64 {
     let [small, large] = [small, large].map(|time| time.as_secs_f64());
     let byte = (large - small) / (LARGE - SMALL) as f64;
     let operation = small - byte * SMALL as f64;
-    // As many operations as can be believed cost nothing else: the quotient is infinite then, or negative.
-    match byte * MOST as f64 > operation {
-        true => (operation / byte).max(0.0) as u64,
-        false => MOST,
+    // If bytes seem to cost nothing, the quotient is infinite or negative: use the maximum.
+    if byte * MOST as f64 > operation {
+        (operation / byte).max(0.0) as u64
+    } else {
+        MOST
     }
 }
 
@@ -121,10 +123,10 @@ mod tests {
 
     #[test]
     fn the_price_follows_from_the_times() {
-        let price = |small, large| price([small, large].map(Duration::from_micros));
-        // 100 us an operation and 252 us for the bytes that large reads have more.
+        let price = |small, large| operation_cost([small, large].map(Duration::from_micros));
+        // 100 us per operation, and 252 us for the additional bytes of large reads.
         assert_eq!(price(100 + 4, 100 + 256), 100 << 10);
-        // Operations count, and bytes do not; the other way round; and what can't be.
+        // Only operations cost; only bytes cost; and an impossible measurement.
         assert_eq!(price(1000, 1000), MOST);
         assert_eq!(price(1000, 900), MOST);
         assert_eq!(price(4, 256), 0);
@@ -142,8 +144,8 @@ mod tests {
 
     #[test]
     fn operations_are_huge_where_that_takes_little_longer() {
-        let largest = |large, huge| largest([large, huge].map(Duration::from_micros));
-        // A volume that counts operations, one that counts those of 256 KiB, and one that counts bytes.
+        let largest = |large, huge| largest_operation([large, huge].map(Duration::from_micros));
+        // A volume that meters operations, one that meters those of 256 KiB, and one that meters bytes.
         assert_eq!(largest(1000, 1100), HUGE);
         assert_eq!(largest(1000, 2500), HUGE);
         assert_eq!(largest(1000, 4000), LARGE);

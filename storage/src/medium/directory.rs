@@ -9,19 +9,18 @@ use std::time::Duration;
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::cost::{self, MediumCost};
 use crate::medium::engine::{self, EngineKind};
-use crate::medium::file::{Append, Direct, Engine, Segment};
+use crate::medium::file::{Appender, DirectAppender, Engine, Segment};
 use crate::medium::filesystem::{FileSystem, files, is_simulated, shared_files};
 use crate::medium::host;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::parallel;
 use crate::sync::{Arc, Event};
 
-/// The place where a log lives. The store reaches its segments only through this trait, so that a simulated medium
-/// can stand in.
+/// Where a log lives. The store reaches segments only through this trait, so that a simulated medium can stand in.
 pub(crate) trait Medium: Send + Sync {
-    /// Creates segment file number `slot`: a blank header, every other byte written with zero, and synced, so that later
-    /// syncs touch no file-system metadata. A crash leaves either nothing or the whole file. `between` is called between
-    /// any two steps with the time that the first took.
+    /// Creates segment file number `slot`: a blank header, then zeroes, all written and synced, so that later syncs
+    /// touch no file-system metadata. A crash leaves either nothing or the whole file. `between` is called between
+    /// steps with the time the previous one took.
     fn create_segment(
         &self,
         slot: u32,
@@ -29,16 +28,15 @@ pub(crate) trait Medium: Send + Sync {
         between: &mut dyn FnMut(Duration),
     ) -> Result<Segment>;
 
-    /// Refuses to make another file if the log's directory is no longer where it was opened: that file would not be beside the
-    /// others.
+    /// Fails if the log's directory is no longer where it was opened: a new file would not be beside the others.
     fn check_place(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Opens the segment files there are, in the order of their numbers.
+    /// Opens the existing segment files, in the order of their numbers.
     fn segments(&self) -> Result<Vec<(u32, Segment)>>;
 
-    /// A random number, which no earlier segment had.
+    /// A new random number.
     fn salt(&self) -> u64;
 
     /// The file system of the log's other files.
@@ -59,28 +57,28 @@ pub(crate) trait Medium: Send + Sync {
     /// Makes an engine that signals `event` when an operation ends.
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>>;
 
-    /// What operations cost the medium. `segment`, of `size` bytes, is there to measure it with.
+    /// Measures what operations cost, with reads from `segment`, which has `size` bytes.
     fn cost(&self, segment: &Arc<Segment>, size: u64) -> MediumCost {
         let _ = (segment, size);
         MediumCost::USUAL
     }
 
     /// How the log's leader appends.
-    fn appender(&self) -> Box<dyn Append> {
-        Box::new(Direct)
+    fn appender(&self) -> Box<dyn Appender> {
+        Box::new(DirectAppender)
     }
 }
 
-/// A log directory of a file system, and the kind of engine that was found to work.
+/// A log directory on a file system, and the kind of engine that works there.
 pub(crate) struct Directory {
     pub path: PathBuf,
-    /// What the path led to when the log was opened.
+    /// Device and inode of the directory when the log was opened.
     pub identity: Option<(u64, u64)>,
     pub engine: EngineKind,
     /// Number of threads that read the log while it is opened.
     pub threads: usize,
-    /// [`Use::Log`], or [`Use::LogRead`] if nothing is written.
-    pub using: Use,
+    /// [`Access::Log`], or [`Access::LogRead`] if nothing is written.
+    pub access: Access,
 }
 
 impl Medium for Directory {
@@ -98,14 +96,14 @@ impl Medium for Directory {
 
     fn check_place(&self) -> Result<()> {
         match self.identity {
-            // The directory has been made since.
+            // The directory did not exist yet.
             None => Ok(()),
             opened if opened == identity(&self.path) => Ok(()),
             Some(_) => Err(Error::new(
                 ErrorKind::Io,
                 format!(
-                    "{}: the log's directory was moved or replaced while the log was in use; move it back, or restart what \
-                     uses the log",
+                    "{}: the log's directory was moved or replaced while the log was in use; move it back, or restart \
+                     the program that uses the log",
                     self.path.display()
                 ),
             )),
@@ -113,7 +111,7 @@ impl Medium for Directory {
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {
-        Segment::open_all(&*files(), &self.path, self.using)
+        Segment::open_all(&*files(), &self.path, self.access)
     }
 
     fn salt(&self) -> u64 {
@@ -131,7 +129,7 @@ impl Medium for Directory {
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         #[cfg(test)]
         if is_simulated() {
-            return Ok(Box::<engine::inline::Inline>::default());
+            return Ok(Box::<engine::inline::InlineEngine>::default());
         }
         engine::create(self.engine, event)
     }
@@ -156,9 +154,10 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 
 /// As [`parallel::thread_count`], for a log that may be on a simulated file system.
 fn thread_count(threads: Option<NonZeroUsize>) -> usize {
-    match is_simulated() {
-        true => 1,
-        false => parallel::thread_count(threads),
+    if is_simulated() {
+        1
+    } else {
+        parallel::thread_count(threads)
     }
 }
 
@@ -168,20 +167,20 @@ pub(crate) fn directory(log_dir: &Path, engine: EngineKind) -> Directory {
         identity: identity(log_dir),
         engine,
         threads: thread_count(None),
-        using: Use::Log,
+        access: Access::Log,
     }
 }
 
-/// A log directory that is only read, on `threads` threads; `None`: one for each processor.
+/// A log directory to read, on `threads` threads; `None`: one per processor.
 pub(crate) fn directory_to_read(log_dir: &Path, threads: Option<NonZeroUsize>) -> Directory {
     Directory {
         threads: thread_count(threads),
-        using: Use::LogRead,
+        access: Access::LogRead,
         ..directory(log_dir, EngineKind::Blocking)
     }
 }
 
-/// A new segment in a directory that took the log's name would be lost to the log.
+/// A new segment in another directory of the same name would not be part of the log.
 #[test]
 #[cfg(not(feature = "shuttle"))]
 fn no_segment_is_made_in_another_directory_of_the_same_name() {

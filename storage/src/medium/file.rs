@@ -1,14 +1,14 @@
 //! Files that hold data, segments of the log among them, and the operations on them.
 //!
 //! ```text
-//!   the log's leader ──▶ Append ──▶ pwritev2(RWF_DSYNC), fdatasync or sync_file_range, in its thread   Direct
-//!   a port           ──▶ Append ──▶ pwritev2 to the page cache, in its thread
+//!   the log's leader ──▶ Appender ──▶ pwritev2(RWF_DSYNC), fdatasync or sync_file_range, in its thread   DirectAppender
+//!   a port           ──▶ Appender ──▶ pwritev2 to the page cache, in its thread
 //!   a port, a copy   ──▶ Engine ──▶ io_uring, or a thread                                              medium/engine/
 //! ```
 //!
-//! Linux reports a failed write-back once to each open file description, to whichever call asks first. So a segment is open
-//! twice: [`Segment::file`] is the descriptor that syncs, and nothing but syncs asks it for errors; everything that goes
-//! through the page cache, starting write-back included, uses a [`CachedFile`], which can't sync.
+//! Linux reports a failed write-back once to each open file description, to whichever call asks first. So a segment is
+//! opened twice. [`Segment::file`] is the descriptor for syncs, and nothing else consumes its errors. Everything that
+//! goes through the page cache, including starting write-back, uses a [`CachedFile`], which can't sync.
 
 use std::fs::File;
 use std::io::{self, Seek};
@@ -25,9 +25,9 @@ use rustix::io::{Errno, ReadWriteFlags};
 use smallvec::SmallVec;
 
 use crate::error::{Error, Result, invalid};
-use crate::medium::checksum::Table;
+use crate::medium::checksum::ChecksumTable;
 use crate::medium::host;
-use crate::medium::mark::{Inode, Mark};
+use crate::medium::mark::{ImageMark, Inode};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, RwLock};
 use crate::{Buffer, SharedBuffer};
@@ -44,9 +44,9 @@ pub(crate) trait ReadFile: Send + Sync + std::fmt::Debug {
 pub(crate) trait DataFile: ReadFile {
     /// Writes all of `bytes` at `offset`.
     fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
-    /// Writes all or a part of `slices`, which follow each other at `offset`; returns how many bytes. `durably`:
-    /// these bytes are then durable, and earlier ones need not be. That does not hold on a file system that needs an
-    /// explicit sync ([`host::is_served`]).
+    /// Writes `slices`, or a part of them, contiguously at `offset`; returns how many bytes. `durably`: those bytes are
+    /// then durable, earlier ones not necessarily. Not on a file system that needs an explicit sync
+    /// ([`host::is_served`]).
     fn write_slices_at(
         &self,
         slices: &[io::IoSlice<'_>],
@@ -55,43 +55,42 @@ pub(crate) trait DataFile: ReadFile {
     ) -> io::Result<usize>;
     /// Makes everything written durable.
     fn sync_data(&self) -> io::Result<()>;
-    /// Makes everything written durable and drops the page cache, so that the next read comes from the medium. A sync
-    /// that failed may have left bytes in the cache that look written but are not, and that no later sync writes.
+    /// Makes everything written durable and drops the page cache, so that the next read comes from the medium. After a
+    /// failed sync, the cache may hold bytes that look clean but are not on the medium, and that no later sync writes.
     fn drop_cache(&self) -> io::Result<()>;
     /// Length in bytes.
     fn len(&self) -> io::Result<u64>;
-    /// Gives the file another length. New bytes read as zeroes.
+    /// Sets the file's length. New bytes read as zeroes.
     fn set_len(&self, len: u64) -> io::Result<()>;
-    /// Reserves space for the first `len` bytes, so that a file that does not fit fails now, and not when a write
-    /// finds the file system full.
+    /// Reserves space for the first `len` bytes, so that a lack of space shows now, not in a later write.
     fn allocate(&self, len: u64) -> io::Result<()>;
     /// Makes everything written durable, length and attributes too.
     fn sync_all(&self) -> io::Result<()>;
-    /// Takes the lock that every opener takes (`flock`), with other openers if `shared`, else alone. `false`: another
-    /// opener is in the way.
+    /// Tries to take the lock that every opener takes (`flock`), shared or exclusive. `false`: another opener has it.
     fn try_lock(&self, shared: bool) -> io::Result<bool>;
-    /// Makes a range read as zeroes, giving its space back if `unmap`.
+    /// Makes a range read as zeroes, and frees its space if `unmap`.
     fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()>;
-    /// The file's identity, by the file system's numbers.
+    /// The file's identity on its file system.
     fn inode(&self) -> io::Result<Inode>;
     /// Reads the mark of a base image, if it has one.
-    fn read_mark(&self) -> io::Result<Option<Mark>>;
+    fn read_mark(&self) -> io::Result<Option<ImageMark>>;
     /// Sets or removes the mark of a base image. `false`: the file system has no extended attributes.
-    fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool>;
-    /// Opens the same file once more, through the kernel's page cache. `path` is where it was opened; if another file is there
-    /// by now, it is not that one that is opened.
+    fn write_mark(&self, mark: Option<&ImageMark>) -> io::Result<bool>;
+    /// Opens the same file a second time, through the kernel's page cache. `path` is where it was opened; if another
+    /// file is there by now, it is not opened instead.
     fn open_cached(&self, path: &Path) -> io::Result<Box<dyn CachedFile>>;
     /// The file itself, for operations that only the host has; `None` if the file is not on the host.
     fn host(&self) -> Option<&File>;
 }
 
-/// A file through the kernel's page cache, by a descriptor that no sync uses: see the module's documentation.
+/// A file opened through the kernel's page cache, with a descriptor that is never synced: see the module's
+/// documentation.
 pub(crate) trait CachedFile: ReadFile {
     /// Writes all or a part of `slices`, which follow each other at `offset`, to the page cache; returns how many bytes.
     fn write_slices_at(&self, slices: &[io::IoSlice<'_>], offset: u64) -> io::Result<usize>;
-    /// Starts to write dirty pages of this range back. Waits first for those that are being written back already.
+    /// Starts write-back of the dirty pages in this range, after waiting for any that is already running.
     fn write_back(&self, range: Range<u64>) -> io::Result<()>;
-    /// Starts to read this range into the page cache, if the kernel likes.
+    /// Asks the kernel to read this range into the page cache.
     fn read_ahead(&self, offset: u64, len: u64);
 }
 
@@ -129,7 +128,7 @@ impl CachedFile for HostCache {
     }
 
     fn read_ahead(&self, offset: u64, len: u64) {
-        // A page that is not there when it is wanted is read then.
+        // Only a hint: a missing page is read when it is needed.
         let _ = fadvise(&self.0, offset, NonZero::new(len), Advice::WillNeed);
     }
 }
@@ -145,9 +144,10 @@ impl DataFile for File {
         offset: u64,
         durably: bool,
     ) -> io::Result<usize> {
-        let flags = match durably {
-            true => ReadWriteFlags::DSYNC,
-            false => ReadWriteFlags::empty(),
+        let flags = if durably {
+            ReadWriteFlags::DSYNC
+        } else {
+            ReadWriteFlags::empty()
         };
         Ok(rustix::io::pwritev2(self, slices, offset, flags)?)
     }
@@ -162,7 +162,7 @@ impl DataFile for File {
     }
 
     fn len(&self) -> io::Result<u64> {
-        // fstat(2) reports no length for a block device; a seek to its end does.
+        // For a block device, fstat(2) reports no length, but a seek to the end does.
         (&mut &*self).seek(io::SeekFrom::End(0))
     }
 
@@ -187,14 +187,15 @@ impl DataFile for File {
             locked => locked.map(|()| true),
         };
         let shared_lock = || lock(FlockOperation::NonBlockingLockShared);
-        let locked = match shared {
-            true => shared_lock(),
-            false => match lock(FlockOperation::NonBlockingLockExclusive) {
-                // NFS gives an exclusive lock only to a descriptor that is open for writing, and this one is read-only:
-                // a shared lock keeps writers out.
+        let locked = if shared {
+            shared_lock()
+        } else {
+            match lock(FlockOperation::NonBlockingLockExclusive) {
+                // NFS gives exclusive locks only to descriptors open for writing. This one is read-only; a shared lock
+                // is enough to keep writers out.
                 Err(Errno::BADF) => shared_lock(),
                 locked => locked,
-            },
+            }
         };
         Ok(locked?)
     }
@@ -219,18 +220,17 @@ impl DataFile for File {
         })
     }
 
-    fn read_mark(&self) -> io::Result<Option<Mark>> {
+    fn read_mark(&self) -> io::Result<Option<ImageMark>> {
         host::read_mark(self)
     }
 
-    fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool> {
+    fn write_mark(&self, mark: Option<&ImageMark>) -> io::Result<bool> {
         host::write_mark(self, mark)
     }
 
     fn open_cached(&self, path: &Path) -> io::Result<Box<dyn CachedFile>> {
         let file = host::reopen(self, path)?;
-        // A read that does not find its page in the cache reads that page alone. If this call fails, it also reads
-        // pages that follow.
+        // No readahead: a cache miss should read only its own page. If this call fails, it reads more.
         let _ = fadvise(&file, 0, None, Advice::Random);
         Ok(Box::new(HostCache(file)))
     }
@@ -246,7 +246,7 @@ pub(crate) fn set_size(file: &dyn DataFile, path: &Path, size: u64) -> Result<()
     sized.map_err(|error| size_error(path, size, error))
 }
 
-/// The error of a failed attempt to give a base image this length.
+/// The error for a base image that can't get this length.
 pub(crate) fn size_error(path: &Path, size: u64, error: std::io::Error) -> Error {
     match error.kind() {
         std::io::ErrorKind::FileTooLarge => invalid(format!(
@@ -262,20 +262,20 @@ pub(crate) fn size_error(path: &Path, size: u64, error: std::io::Error) -> Error
 #[derive(Debug)]
 pub(crate) struct Segment {
     pub path: PathBuf,
-    /// The file past the page cache. Every sync of the segment is one of this descriptor.
+    /// The file, bypassing the page cache. Every sync of the segment uses this descriptor.
     pub file: Arc<dyn DataFile>,
-    /// The file through the page cache, once it was [opened](Self::prepare_cache), and whether it is in use.
+    /// The file through the page cache, once [opened](Self::prepare_cache); and whether that is in use.
     cache: OnceLock<Box<dyn CachedFile>>,
     uses_cache: AtomicBool,
-    /// Whether its file system needs an explicit sync: a write with `RWF_DSYNC` is not enough there.
+    /// Whether the file system needs an explicit sync, because `RWF_DSYNC` is not enough.
     pub needs_sync: bool,
     /// The checksums of the payloads that the segment holds.
-    pub(super) checksums: RwLock<Table>,
+    pub(super) checksums: RwLock<ChecksumTable>,
 }
 
 impl Segment {
     pub(crate) fn new(path: PathBuf, file: Box<dyn DataFile>) -> Self {
-        // An explicit sync is right on every file system.
+        // An explicit sync is always right.
         let needs_sync = |file| host::is_served(file).unwrap_or(true);
         Self {
             needs_sync: file.host().is_some_and(needs_sync),
@@ -287,20 +287,20 @@ impl Segment {
         }
     }
 
-    /// Opens the file through the kernel's page cache, unless that was done before. A thread that serves a guest may not be
-    /// allowed to open files, so the keeper does this for segments that are written next. If it fails, it is tried again when
-    /// it is needed.
+    /// Opens the file through the kernel's page cache, unless that is done. A thread that serves a guest may not be
+    /// allowed to open files, so the keeper does this for the segments that come next. A failure is retried when the
+    /// cache is needed.
     pub(crate) fn prepare_cache(&self) {
         if !self.has_cache()
             && let Ok(opened) = self.file.open_cached(&self.path)
         {
-            // Of two threads that come at a time, one closes what it has opened.
+            // If two threads race, one closes its file again.
             let _ = self.cache.set(opened);
         }
     }
 
-    /// The file through the kernel's page cache; `None` if it can't be opened. The caller writes or reads many bytes through the
-    /// cache, which leaves them in memory. So from then on all reads go through it, see [`source`](Self::source).
+    /// The file through the kernel's page cache, `None` if it can't be opened. The caller writes or reads many bytes,
+    /// which then stay cached; so from now on all reads go through the cache, see [`source`](Self::source).
     pub(crate) fn use_cache(&self) -> Option<&dyn CachedFile> {
         self.prepare_cache();
         let cache = self.cache.get()?;
@@ -308,7 +308,7 @@ impl Segment {
         Some(cache.as_ref())
     }
 
-    /// The file through the page cache, if that is in [use](Self::use_cache).
+    /// The file through the page cache, if that is [in use](Self::use_cache).
     pub(crate) fn cache(&self) -> Option<&dyn CachedFile> {
         let used = self.uses_cache.load(Ordering::Acquire);
         self.cache.get().filter(|_| used).map(Box::as_ref)
@@ -319,7 +319,7 @@ impl Segment {
         self.cache.get().is_some()
     }
 
-    /// Takes another file for this one through the page cache: as if that had other bytes than the medium.
+    /// Uses another file as the page cache, as if the cache had other bytes than the medium.
     #[cfg(test)]
     pub(crate) fn set_cache(&self, other: File) {
         let other: Box<dyn CachedFile> = Box::new(HostCache(other));
@@ -327,8 +327,8 @@ impl Segment {
         self.use_cache();
     }
 
-    /// The file to read payloads from: through the page cache if bytes went through it, else past it. The page cache may lack
-    /// what was written past it since, so readers [verify](crate::medium::segment::LogRead::verified) payloads.
+    /// The file to read payloads from: through the page cache if that is in use, otherwise directly. The cache may miss
+    /// what was later written directly, so readers [verify](crate::medium::segment::LogRead::verified) payloads.
     pub(crate) fn source(&self) -> &dyn ReadFile {
         match self.cache() {
             Some(file) => file,
@@ -336,15 +336,15 @@ impl Segment {
         }
     }
 
-    /// Lets `change` change the table of checksums, under the table's lock.
-    pub(crate) fn note(&self, change: impl FnOnce(&mut Table)) {
+    /// Changes the table of checksums, under its lock.
+    pub(crate) fn note(&self, change: impl FnOnce(&mut ChecksumTable)) {
         change(&mut self.checksums.write().expect("checksums lock"));
     }
 
-    /// Frees the pages of the kernel's cache that hold bytes of the segment, which nobody needs any more.
+    /// Frees the segment's pages in the kernel's cache, which nobody needs any more.
     pub(crate) fn free_pages(&self) {
         if let Some(file) = self.file.host() {
-            // A page that stays is used again, or freed when the kernel needs memory.
+            // Only a hint: pages that stay are reused, or freed under memory pressure.
             let _ = fadvise(file, 0, None, Advice::DontNeed);
         }
     }
@@ -357,14 +357,14 @@ pub(crate) struct Chunk {
     pub len: usize,
 }
 
-/// The source of a read: a file as it is, or a segment, which the read pins.
+/// What to read from: a file, or a segment, which the read pins.
 #[derive(Clone, Debug)]
-pub(crate) enum Source {
+pub(crate) enum ReadSource {
     File(Arc<dyn DataFile>),
     Segment(Arc<Segment>),
 }
 
-impl Source {
+impl ReadSource {
     pub(crate) fn file(&self) -> &dyn ReadFile {
         match self {
             Self::File(file) => file.as_ref(),
@@ -387,7 +387,7 @@ pub(crate) enum Io {
     },
     /// Fill `buffer` from `offset`.
     Read {
-        source: Source,
+        source: ReadSource,
         offset: u64,
         buffer: Buffer,
     },
@@ -397,11 +397,11 @@ pub(crate) enum Io {
         offset: u64,
         chunks: Vec<Chunk>,
     },
-    /// Start to write a part of a segment back from the page cache, as [`CachedFile::write_back`].
+    /// Start write-back of a part of a segment, as [`CachedFile::write_back`].
     WriteBack(WriteBack),
 }
 
-/// A part of a segment that the page cache holds and the medium may lack.
+/// A part of a segment that may be in the page cache only.
 #[derive(Clone, Debug)]
 pub(crate) struct WriteBack {
     pub segment: Arc<Segment>,
@@ -447,12 +447,11 @@ impl Io {
 pub(crate) enum SyncScope {
     /// Nothing yet.
     None,
-    /// Nothing yet, and the write may stay in the page cache: a later fdatasync of the segment includes it.
+    /// Nothing yet, and the write may stay in the page cache, for a later fdatasync of the segment.
     Later,
-    /// Its own write, and not necessarily earlier ones: a write with `RWF_DSYNC`, which a medium with FUA takes as
-    /// one command.
+    /// Its own write, not necessarily earlier ones: `RWF_DSYNC`, a single command on a medium with FUA.
     Write,
-    /// All that was written to these segments, by an fdatasync of each.
+    /// Everything written to these segments, by an fdatasync of each.
     Segments(Vec<Arc<Segment>>),
 }
 
@@ -476,30 +475,30 @@ impl SyncScope {
 
 /// The end of an operation.
 #[derive(Debug)]
-pub(crate) struct Done {
+pub(crate) struct IoCompletion {
     pub id: u64,
     /// The filled buffer of a read; `None` for all others.
     pub result: io::Result<Option<Buffer>>,
 }
 
-/// The end of an operation that the calling thread carried out.
+/// The end of an append in the calling thread.
 #[derive(Debug)]
-pub(crate) struct Appended {
-    pub result: io::Result<Written>,
+pub(crate) struct AppendResult {
+    pub result: io::Result<AppendStats>,
     /// The append's chunk list, emptied, for the next append.
     pub list: Vec<Chunk>,
 }
 
 /// What an append has written.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Written {
+pub(crate) struct AppendStats {
     /// How many writes it took.
     pub writes: u64,
-    /// Whether the bytes are in the page cache, to be written back later.
+    /// Whether the bytes are in the page cache, for later write-back.
     pub cached: bool,
 }
 
-impl Written {
+impl AppendStats {
     /// One write past the page cache.
     pub(crate) const DIRECT: Self = Self {
         writes: 1,
@@ -508,38 +507,38 @@ impl Written {
 }
 
 /// How threads append to the log.
-pub(crate) trait Append: Send + Sync {
+pub(crate) trait Appender: Send + Sync {
     /// Carries out an append, or a write-back, in the calling thread.
-    fn append(&self, io: Io) -> Appended;
+    fn append(&self, io: Io) -> AppendResult;
 }
 
-/// Appends by system calls in the calling thread: the fastest way to a durable group. It is one call, and the
-/// medium's answer wakes no other thread. In an asynchronous write with `RWF_DSYNC` a kernel worker does the sync.
-/// The worker is bound to one processor: if a guest computes there, each sync takes a tick of the scheduler.
+/// Appends by system calls in the calling thread: the fastest way to a durable group, because it is one call and its
+/// end wakes no other thread. For an asynchronous write with `RWF_DSYNC`, a kernel worker does the sync. That worker is
+/// bound to one processor, and if a guest is computing there, each sync takes a scheduler tick.
 ///
-/// A batch that nobody has to sync yet goes to the page cache. A kill of the process can't lose it there, so its writers need
-/// not wait for the medium, and the thread that took it ends it in the same call: no batch waits for a thread that may not
-/// come back. A checkpoint copies it without a read, and a later fdatasync of the segment includes it. So that this sync stays
-/// short, the log's leader has the page cache written back in steps.
-pub(crate) struct Direct;
+/// A batch that needs no sync yet goes to the page cache. A kill of the process can't lose it there, so its writers
+/// need not wait for the medium, and the thread that takes it ends it in the same call: no batch depends on a thread
+/// that may not come back. A checkpoint copies it from memory, and a later fdatasync of the segment includes it. To
+/// keep that sync short, the log's leader starts write-back step by step.
+pub(crate) struct DirectAppender;
 
-impl Append for Direct {
-    fn append(&self, mut io: Io) -> Appended {
+impl Appender for DirectAppender {
+    fn append(&self, mut io: Io) -> AppendResult {
         let written = append_cached(&io);
         let (result, list) = match written {
             Some(written) => (written, io.take_list()),
             None => {
                 let (result, list) = run(io);
-                (result.map(|_| Written::DIRECT), list)
+                (result.map(|_| AppendStats::DIRECT), list)
             }
         };
-        Appended { result, list }
+        AppendResult { result, list }
     }
 }
 
-/// Carries out an append that needs no sync yet through the page cache; `None` for any other operation, and if the segment
-/// can't be written that way.
-pub(crate) fn append_cached(io: &Io) -> Option<io::Result<Written>> {
+/// Appends through the page cache if no sync is needed yet; `None` for any other operation, or if the segment can't be
+/// written that way.
+pub(crate) fn append_cached(io: &Io) -> Option<io::Result<AppendStats>> {
     let Io::Append {
         segment,
         offset,
@@ -550,28 +549,29 @@ pub(crate) fn append_cached(io: &Io) -> Option<io::Result<Written>> {
     else {
         return None;
     };
-    // Where a server does the work of the file system, it would do each write at once.
-    let cache = match segment.needs_sync {
-        true => None,
-        false => segment.use_cache(),
+    // On a network file system, the server would get each write at once.
+    let cache = if segment.needs_sync {
+        None
+    } else {
+        segment.use_cache()
     }?;
     let written = write_all(chunks, 0, |slices, done| {
         cache.write_slices_at(slices, offset + done)
     });
-    Some(written.map(|()| Written {
+    Some(written.map(|()| AppendStats {
         writes: 1,
         cached: true,
     }))
 }
 
-/// Moves bytes. Owned and called by one thread.
+/// Performs I/O asynchronously. Owned and called by one thread.
 pub(crate) trait Engine: Send {
     /// Takes an operation; it may start now or at the next [`enter`](Self::enter).
     fn submit(&mut self, id: u64, io: Io);
     /// Starts everything submitted.
     fn enter(&mut self);
-    /// Appends the ended operations to `done`. The event given at creation is signalled at each end.
-    fn poll(&mut self, done: &mut Vec<Done>);
+    /// Appends the ended operations to `done`. The event given at creation is signalled whenever one ends.
+    fn poll(&mut self, done: &mut Vec<IoCompletion>);
 }
 
 /// Carries out an operation in the calling thread. Returns its result, and an append's chunk list, emptied.
@@ -611,7 +611,7 @@ pub(crate) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
 }
 
 /// Reads exactly `buffer.len()` bytes.
-fn read_exact(source: &Source, offset: u64, mut buffer: Buffer) -> io::Result<Buffer> {
+fn read_exact(source: &ReadSource, offset: u64, mut buffer: Buffer) -> io::Result<Buffer> {
     source.file().read_exact_at(&mut buffer, offset)?;
     Ok(buffer)
 }
@@ -640,7 +640,7 @@ fn write_all(
     let mut done = skip;
     while done < total {
         let mut passed = 0;
-        // Groups seldom have more chunks, so usually no memory is allocated.
+        // Groups rarely have more chunks, so usually nothing is allocated.
         let mut slices: SmallVec<[io::IoSlice<'_>; 128]> = SmallVec::new();
         for chunk in chunks {
             let from = done.saturating_sub(passed).min(chunk.len);
@@ -686,7 +686,7 @@ mod tests {
         buffer
     }
 
-    /// A batch that needs no sync goes to the page cache, and so do reads from then on. All else goes past it.
+    /// A batch that needs no sync goes to the page cache, and reads do from then on. Everything else bypasses it.
     #[test]
     fn only_a_batch_without_a_sync_goes_to_the_page_cache() {
         let dir = tempfile::tempdir().unwrap();
@@ -701,7 +701,7 @@ mod tests {
         ];
         for (value, sync) in (1..).zip(scopes) {
             let cached = matches!(sync, SyncScope::Later);
-            let written = Direct
+            let written = DirectAppender
                 .append(append(&segment, value, 8192, sync))
                 .result
                 .unwrap();
@@ -713,11 +713,11 @@ mod tests {
         }
         let range = 0..8192;
         let step = WriteBack { segment, range };
-        Direct.append(Io::WriteBack(step)).result.unwrap();
+        DirectAppender.append(Io::WriteBack(step)).result.unwrap();
     }
 
-    /// The log's directory was moved away and copied back: what is written goes to the files that are locked, not to those that
-    /// have their names now.
+    /// After the log's directory was moved away and copied back, writes go to the files that are locked, not to those
+    /// that now have their names.
     #[test]
     fn the_page_cache_is_that_of_the_file_that_was_opened() {
         let dir = tempfile::tempdir().unwrap();
@@ -726,7 +726,7 @@ mod tests {
         let moved = dir.path().join("moved");
         std::fs::rename(&segment.path, &moved).unwrap();
         std::fs::copy(&moved, &segment.path).unwrap();
-        Direct
+        DirectAppender
             .append(append(&segment, 7, 4096, SyncScope::Later))
             .result
             .unwrap();

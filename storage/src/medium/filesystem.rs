@@ -1,4 +1,5 @@
-//! The file system as the store uses it: names, and files behind them. A simulated one can stand in for the host's.
+//! The file system as the store uses it: names, and the files they lead to. A simulated one can stand in for the
+//! host's.
 
 use std::ffi::OsString;
 use std::fmt::Debug;
@@ -19,17 +20,16 @@ use crate::sync::Arc;
 
 /// How a file is opened: for reading and writing, unless the variant says otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Open {
-    /// An existing file, past the page cache if the file system does sector-sized I/O that way.
+pub(crate) enum OpenMode {
+    /// An existing file, bypassing the page cache if the file system can do sector-sized I/O that way.
     Direct,
     /// An existing file.
     Existing,
     /// An existing file, for reading only.
     Read,
-    /// An existing file, else a new one for the users that `mode` names (and the process's umask leaves). Symbolic
-    /// links are not followed.
+    /// An existing file, or a new one with permissions `mode` (minus the umask). Symbolic links are not followed.
     Kept { mode: u32 },
-    /// An existing file, which is emptied, else a new one for its owner alone. Symbolic links are not followed.
+    /// An existing file, emptied, or a new one for its owner only. Symbolic links are not followed.
     Emptied,
 }
 
@@ -44,12 +44,12 @@ pub(crate) enum PathKind {
 /// The store's operations on a file system. Names are durable once their directory is synced.
 pub(crate) trait FileSystem: Send + Sync + Debug {
     /// Opens a file.
-    fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>>;
-    /// Makes a directory, for its owner alone.
+    fn open(&self, path: &Path, how: OpenMode) -> io::Result<Box<dyn DataFile>>;
+    /// Makes a directory, for its owner only.
     fn create_dir(&self, path: &Path) -> io::Result<()>;
-    /// Gives a file another name in the same directory, whatever had that name before.
+    /// Renames a file in the same directory, replacing whatever had that name.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
-    /// Gives a file another name if that name is free; else it fails.
+    /// Renames a file; fails if the name is taken.
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()>;
     /// Removes a file's name.
     fn remove(&self, path: &Path) -> io::Result<()>;
@@ -68,8 +68,8 @@ pub(crate) trait FileSystem: Send + Sync + Debug {
 /// The mode of a file that only its owner may read and write.
 pub(crate) const OWNER: u32 = 0o600;
 
-/// Opens a file, which is made if need be. An existing file, left by an earlier attempt, loses the permissions that
-/// `mode` does not have.
+/// Opens a file, creating it if necessary. An existing file, left by an earlier attempt, loses permissions that are not
+/// in `mode`.
 fn make(path: &Path, options: &mut OpenOptions, mode: u32) -> io::Result<File> {
     let no_link = OFlags::NOFOLLOW.bits() as i32;
     let made = options.create(true).mode(mode).custom_flags(no_link);
@@ -77,14 +77,14 @@ fn make(path: &Path, options: &mut OpenOptions, mode: u32) -> io::Result<File> {
         .open(path)
         .map_err(|error| match error.raw_os_error() {
             Some(libc::ELOOP) => {
-                io::Error::other("a symbolic link is in the place of the new file; remove it")
+                io::Error::other("a symbolic link is in the way of the new file; remove it")
             }
             _ => error,
         })?;
     let found = file.metadata()?;
     if !found.is_file() {
         return Err(io::Error::other(
-            "something other than a regular file is in the place of the new file; remove it",
+            "something other than a regular file is in the way of the new file; remove it",
         ));
     }
     let has = found.permissions().mode() & 0o7777;
@@ -99,14 +99,14 @@ fn make(path: &Path, options: &mut OpenOptions, mode: u32) -> io::Result<File> {
 pub(crate) struct HostFiles;
 
 impl FileSystem for HostFiles {
-    fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>> {
+    fn open(&self, path: &Path, how: OpenMode) -> io::Result<Box<dyn DataFile>> {
         let mut options = OpenOptions::new();
-        options.read(true).write(how != Open::Read);
+        options.read(true).write(how != OpenMode::Read);
         let file = match how {
-            Open::Direct => open_direct(path, true)?,
-            Open::Existing | Open::Read => options.open(path)?,
-            Open::Kept { mode } => make(path, options.truncate(false), mode)?,
-            Open::Emptied => make(path, options.truncate(true), OWNER)?,
+            OpenMode::Direct => open_direct(path, true)?,
+            OpenMode::Existing | OpenMode::Read => options.open(path)?,
+            OpenMode::Kept { mode } => make(path, options.truncate(false), mode)?,
+            OpenMode::Emptied => make(path, options.truncate(true), OWNER)?,
         };
         Ok(Box::new(file))
     }
@@ -122,10 +122,13 @@ impl FileSystem for HostFiles {
     fn rename_new(&self, from: &Path, to: &Path) -> io::Result<()> {
         match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
             // This file system has no `RENAME_NOREPLACE`.
-            Err(Errno::INVAL | Errno::NOSYS) => match self.exists(to)? {
-                true => Err(io::ErrorKind::AlreadyExists.into()),
-                false => self.rename(from, to),
-            },
+            Err(Errno::INVAL | Errno::NOSYS) => {
+                if self.exists(to)? {
+                    Err(io::ErrorKind::AlreadyExists.into())
+                } else {
+                    self.rename(from, to)
+                }
+            }
             renamed => Ok(renamed?),
         }
     }
@@ -146,10 +149,12 @@ impl FileSystem for HostFiles {
 
     fn kind(&self, path: &Path) -> io::Result<PathKind> {
         let kind = std::fs::metadata(path)?.file_type();
-        Ok(match () {
-            () if kind.is_file() => PathKind::File,
-            () if kind.is_block_device() => PathKind::BlockDevice,
-            () => PathKind::Other,
+        Ok(if kind.is_file() {
+            PathKind::File
+        } else if kind.is_block_device() {
+            PathKind::BlockDevice
+        } else {
+            PathKind::Other
         })
     }
 
@@ -180,7 +185,7 @@ pub(crate) fn files() -> impl Deref<Target = dyn FileSystem> {
     simulated.unwrap_or_else(|| crate::sync::Arc::new(HostFiles))
 }
 
-/// As [`files`], to be kept.
+/// As [`files`], but shared.
 pub(crate) fn shared_files() -> Arc<dyn FileSystem> {
     #[cfg(test)]
     if let Some(simulated) = SIMULATED.with_borrow(Clone::clone) {
@@ -189,8 +194,8 @@ pub(crate) fn shared_files() -> Arc<dyn FileSystem> {
     Arc::new(HostFiles)
 }
 
-/// Whether disks and logs are on a simulated file system. Then all that touches it happens in the calling thread, so that one seed
-/// gives one run.
+/// Whether disks and logs are on a simulated file system. Everything that touches it then runs in the calling thread,
+/// so that one seed gives one run.
 pub(crate) fn is_simulated() -> bool {
     #[cfg(test)]
     return SIMULATED.with_borrow(Option::is_some);
@@ -211,16 +216,16 @@ pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     synced.map_err(|error| Error::io("sync the directory", path, error))
 }
 
-/// Makes an existing name durable. The process that made it may have been killed before that; if the name is lost, so
-/// is all that is acknowledged from now on.
+/// Makes an existing name durable. The process that made it may have been killed first, and if the name were lost, so
+/// would everything acknowledged from now on.
 pub(crate) fn settle_name(path: &Path) -> Result<()> {
     if planted(Mutant::OpenTrustsNames) {
         return Ok(());
     }
     let dir = parent(path);
     match files().sync_dir(dir) {
-        // A process that may not open the directory leaves the sync to others, or did it before it gave up the right:
-        // see `Store::make_log`.
+        // A process that may not open the directory leaves this to others, or did it before it dropped privileges, see
+        // `Store::make_log`.
         Err(error) if error.kind() == io::ErrorKind::PermissionDenied => Ok(()),
         synced => synced.map_err(|error| Error::io("sync the directory", dir, error)),
     }

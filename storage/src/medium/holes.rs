@@ -9,8 +9,8 @@ use rustix::io::Errno;
 
 use crate::error::{Error, Result};
 
-/// The parts of a byte range of a file that are not holes, in order. If the file system reports no holes, that is the
-/// whole range.
+/// The parts of a file's byte range that are not holes, in order. On a file system that reports no holes, the whole
+/// range.
 pub(crate) struct DataRanges<'a, F> {
     /// `None` for a file that is not the host's: its holes are unknown.
     file: Option<&'a F>,
@@ -41,7 +41,7 @@ impl<'a, F: AsFd> DataRanges<'a, F> {
             return Ok(true);
         };
         match rustix::fs::seek(file, SeekFrom::Data(at)) {
-            // Nothing but a hole up to the end of the file.
+            // A hole up to the end of the file.
             Err(Errno::NXIO) => self.rest.start = self.rest.end,
             Ok(start) => {
                 self.data_end = match rustix::fs::seek(file, SeekFrom::Hole(start)) {

@@ -10,12 +10,11 @@ use std::path::Path;
 use rustix::fs::{AtFlags, FallocateFlags, OFlags, SeekFrom, StatxFlags, XattrFlags};
 use rustix::io::Errno;
 
-use crate::medium::mark::Mark;
+use crate::medium::mark::ImageMark;
 use crate::{Buffer, SECTOR_SIZE};
 
-/// Whether a server does the work of a file system: one of FUSE, or one in a network. For direct I/O some of these
-/// file systems at most pass `RWF_DSYNC` on to the server, and few servers honour it; all servers get an explicit
-/// sync.
+/// Whether a server implements the file system (FUSE or network). For direct I/O, such file systems at best pass
+/// `RWF_DSYNC` on to the server, and few servers honour it; but all of them handle an explicit sync.
 pub(crate) fn is_served(file: &File) -> rustix::io::Result<bool> {
     const FUSE: u64 = 0x6573_5546;
     const NFS: u64 = 0x6969;
@@ -42,7 +41,7 @@ pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::R
         .clone()
         .custom_flags((flags | OFlags::DIRECT).bits() as i32)
         .open(path);
-    // The file is closed before the next attempt, because a block device is opened only once at a time.
+    // Close the file before the next attempt, because a block device can be opened only once at a time.
     if let Ok(file) = direct
         && does_sectors(&file)?
     {
@@ -51,8 +50,8 @@ pub(crate) fn open_direct_with(path: &Path, write: bool, flags: OFlags) -> io::R
     options.open(path)
 }
 
-/// Whether a file that is open with O_DIRECT takes sector-sized I/O. Some file systems accept the flag and refuse the
-/// I/O; some devices have sectors of 4 KiB.
+/// Whether a file opened with O_DIRECT takes sector-sized I/O. Some file systems accept the flag but refuse the I/O;
+/// some devices have sectors of 4 KiB.
 fn does_sectors(file: &File) -> io::Result<bool> {
     // STATX_DIOALIGN, of Linux 6.1.
     let wanted = StatxFlags::from_bits_retain(0x2000);
@@ -61,11 +60,12 @@ fn does_sectors(file: &File) -> io::Result<bool> {
     {
         return Ok((1..=SECTOR_SIZE as u32).contains(&told.stx_dio_offset_align));
     }
-    // Without that report, a trial read decides. It has to read data, because a hole can be read at any offset; a
-    // server's file system answers reads of holes too.
-    let data = match is_served(file)? {
-        true => Ok(0),
-        false => rustix::fs::seek(file, SeekFrom::Data(0)),
+    // Otherwise, try a read. It has to hit data, because holes can be read at any offset; not so on a server's file
+    // system.
+    let data = if is_served(file)? {
+        Ok(0)
+    } else {
+        rustix::fs::seek(file, SeekFrom::Data(0))
     };
     let data = match data {
         Ok(data) => data,
@@ -77,8 +77,9 @@ fn does_sectors(file: &File) -> io::Result<bool> {
     Ok(!matches!(read, Err(error) if error.raw_os_error() == Some(libc::EINVAL)))
 }
 
-/// Opens a file a second time, for buffered reading and writing, by a description of its own: with its own cursor of reported
-/// write-back errors. By the descriptor where /proc is mounted, else by `path`, if the same file is still there.
+/// Opens a file a second time, for buffered I/O, as a separate open file description with its own record of reported
+/// write-back errors. Goes through /proc where it is mounted, otherwise through `path`, if the same file is still
+/// there.
 ///
 /// # Errors
 /// If neither leads to the file.
@@ -90,17 +91,18 @@ pub(super) fn reopen(file: &File, path: &Path) -> io::Result<File> {
         .open(by_descriptor)
         .or_else(|_| options.open(path))?;
     let identity = |file: &File| file.metadata().map(|found| (found.dev(), found.ino()));
-    match identity(&opened)? == identity(file)? {
-        true => Ok(opened),
-        false => Err(io::Error::other(format!(
+    if identity(&opened)? == identity(file)? {
+        Ok(opened)
+    } else {
+        Err(io::Error::other(format!(
             "{}: another file is in its place",
             path.display()
-        ))),
+        )))
     }
 }
 
-/// Starts to write dirty pages of this range back, after those that are being written back already. Where the call is not to be
-/// had, the kernel does it when it likes.
+/// Starts write-back of the dirty pages in this range, after any that is already running. Where the call is
+/// unavailable, the kernel writes back when it likes.
 pub(super) fn write_back(file: &File, range: Range<u64>) -> io::Result<()> {
     let flags = libc::SYNC_FILE_RANGE_WAIT_BEFORE | libc::SYNC_FILE_RANGE_WRITE;
     let (offset, len) = (range.start as i64, (range.end - range.start) as i64);
@@ -119,12 +121,13 @@ pub(super) fn write_back(file: &File, range: Range<u64>) -> io::Result<()> {
     }
 }
 
-/// Makes a range read as zeroes: by a hole if `unmap`, else by zeroed extents. On a file system that has neither,
-/// zeroes are written over non-zero data only, so that the file does not grow.
+/// Makes a range read as zeroes: by punching a hole if `unmap`, otherwise by zeroing extents. On a file system with
+/// neither, overwrites only non-zero data, so that the file takes no more space.
 pub(super) fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-    let flags = match unmap {
-        true => FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
-        false => FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
+    let flags = if unmap {
+        FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE
+    } else {
+        FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE
     };
     match rustix::fs::fallocate(file, flags, offset, len) {
         Err(Errno::OPNOTSUPP) => overwrite_data(file, offset, len),
@@ -132,7 +135,7 @@ pub(super) fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io:
     }
 }
 
-/// Writes zeroes over the non-zero bytes in a range: a hole stays a hole, and zero bytes cost no write.
+/// Zeroes the non-zero bytes in a range. Holes stay holes, and zero bytes cost no write.
 fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
     let end = offset + len;
     let (zeroes, mut read) = (
@@ -164,7 +167,7 @@ fn overwrite_data(file: &File, offset: u64, len: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Bytes that background work moves at once: a sync of the log waits for one such step at most.
+/// Bytes that background work moves at a time; a sync of the log waits for at most one such step.
 const STEP: u64 = 256 << 10;
 /// Random bytes from the system, for salts and identities.
 pub(crate) fn random<const N: usize>() -> [u8; N] {
@@ -188,7 +191,7 @@ fn lacks_attributes(errno: Errno) -> bool {
     matches!(errno, Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM)
 }
 
-pub(super) fn read_mark(file: &File) -> io::Result<Option<Mark>> {
+pub(super) fn read_mark(file: &File) -> io::Result<Option<ImageMark>> {
     let mut text = [0u8; 256];
     let len = match rustix::fs::fgetxattr(file, ATTRIBUTE, &mut text[..]) {
         Err(Errno::NODATA) => return Ok(None),
@@ -197,7 +200,7 @@ pub(super) fn read_mark(file: &File) -> io::Result<Option<Mark>> {
     };
     let mark = std::str::from_utf8(&text[..len])
         .ok()
-        .and_then(Mark::decode);
+        .and_then(ImageMark::decode);
     mark.map(Some).ok_or_else(|| {
         io::Error::other(format!(
             "the extended attribute {ATTRIBUTE} was not written by this program"
@@ -205,7 +208,7 @@ pub(super) fn read_mark(file: &File) -> io::Result<Option<Mark>> {
     })
 }
 
-pub(super) fn write_mark(file: &File, mark: Option<&Mark>) -> io::Result<bool> {
+pub(super) fn write_mark(file: &File, mark: Option<&ImageMark>) -> io::Result<bool> {
     let result = match mark {
         Some(mark) => {
             let text = mark.encode();

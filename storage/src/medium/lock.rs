@@ -1,4 +1,4 @@
-//! Opening a file for one writer, or only readers, at a time: it is locked, and is then still the one at its path.
+//! Opening and locking a file for one writer, or only readers, and making sure that it is still the one at its path.
 
 use std::io;
 use std::path::Path;
@@ -6,60 +6,58 @@ use std::time::Duration;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{Open, files};
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::owner;
 use crate::medium::qemu::{self, Conflict};
 
-/// What a file is opened for, and so who else may have it open.
+/// What a file is opened for, which decides who else may have it open.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Use {
-    /// A part of a log, which other programs do not use: no other opener has it.
+pub(crate) enum Access {
+    /// A file of a log, to write: nobody else may have it open. (Other programs do not use it.)
     Log,
-    /// A part of a log that is only read: others may read it too.
+    /// A file of a log, only to read: others may read it too.
     LogRead,
-    /// An image that is written: nobody else has it open, and no program of QEMU.
+    /// An image, to write: nobody else may have it open, QEMU's programs included.
     Write,
-    /// An image that is only read: others may read it too.
+    /// An image, only to read: others may read it too.
     Read,
 }
 
-impl Use {
-    /// How a file is opened for this.
-    pub(crate) fn how(self, to_write: Open) -> Open {
+impl Access {
+    /// How to open a file for this.
+    pub(crate) fn open_mode(self, to_write: OpenMode) -> OpenMode {
         match self {
             Self::Log | Self::Write => to_write,
-            Self::LogRead | Self::Read => Open::Read,
+            Self::LogRead | Self::Read => OpenMode::Read,
         }
     }
 }
 
-/// The holder that an opener waits for when a file is locked.
+/// Who may be holding a lock that an opener waits for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Holder {
-    /// Perhaps another user, which may keep the lock for long. A user that was just killed releases it soon.
+    /// Possibly another user, which may keep the lock for a long time. A user that was just killed releases it soon.
     User,
-    /// A process that was killed, since there can be no other user. Its writes in flight hold the lock until they
-    /// end.
+    /// Only writes that a killed process left in flight; there can be no other user. They hold the lock until they end.
     Writes,
 }
 
-/// How often a locked file is tried again.
+/// Time between two tries.
 const LOCK_TRY: Duration = Duration::from_millis(10);
 
-/// How long an opener waits at least: here for another user, below for writes in flight.
+/// How long to wait for another user, and below, for writes in flight.
 const USER_PATIENCE: Duration = Duration::from_secs(3);
 
 const WRITES_PATIENCE: Duration = Duration::from_secs(120);
 
-/// After this time the opener logs what it waits for.
+/// After this time, log what the opener is waiting for.
 const SILENCE: Duration = Duration::from_secs(1);
 
-/// How often an opener opens a file anew because another file took its place while the opener waited for the lock.
+/// How often to reopen a file that was replaced while the opener waited for its lock.
 const PLACES: u32 = 100;
 
-/// Opens a file, for `doing` something, and takes its locks as [`lock`] does. While this function waits, the file may
-/// be renamed over or removed. A lock on that file does not protect the one that is at the path now, so that one is
-/// opened instead.
+/// Opens a file, for `doing` something, and locks it as [`lock`] does. Waiters lock the file that is finally at the
+/// path: if the file is replaced or removed while this waits, the new one is opened instead.
 ///
 /// # Errors
 /// As [`lock`]; or if the file cannot be opened.
@@ -68,15 +66,18 @@ pub(crate) fn open_locked<F>(
     doing: &str,
     open: impl Fn() -> io::Result<F>,
     data: impl Fn(&F) -> &dyn DataFile,
-    using: Use,
+    access: Access,
     holder: impl Fn(&dyn DataFile) -> Holder,
 ) -> Result<F> {
     let failed = |error| Error::io(doing, path, error);
     for _ in 0..PLACES {
         let file = open().map_err(failed)?;
-        lock(data(&file), path, using, holder(data(&file)))?;
+        lock(data(&file), path, access, holder(data(&file)))?;
         let locked = data(&file).inode().map_err(failed)?;
-        match files().open(path, Open::Read).and_then(|file| file.inode()) {
+        match files()
+            .open(path, OpenMode::Read)
+            .and_then(|file| file.inode())
+        {
             Ok(there) if there == locked => return Ok(file),
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
             _ => {}
@@ -92,33 +93,38 @@ pub(crate) fn open_locked<F>(
     ))
 }
 
-/// The same for a file of the store.
+/// As [`open_locked`], for a file of the store.
 pub(crate) fn open_store_file(
     path: &Path,
     doing: &str,
-    how: Open,
-    using: Use,
+    how: OpenMode,
+    access: Access,
     holder: impl Fn(&dyn DataFile) -> Holder,
 ) -> Result<Box<dyn DataFile>> {
     let open = || files().open(path, how);
-    open_locked(path, doing, open, |file| file.as_ref(), using, holder)
+    open_locked(path, doing, open, |file| file.as_ref(), access, holder)
 }
 
 /// Takes the lock that every opener of a disk or log takes (`flock`, released with the last descriptor of the open
-/// file), and QEMU's on an image. A write that a process had in flight in an io_uring keeps the file open, and so locked,
-/// after the process was killed.
+/// file), and on an image QEMU's locks too. A killed process's io_uring write in flight keeps the file open, and so
+/// locked.
 ///
 /// # Errors
-/// [`ErrorKind::Locked`] if it is still held after about 3 s, or 2 minutes where only writes in flight can hold it;
-/// [`ErrorKind::Io`] if the file system has no locks.
-pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, mut holder: Holder) -> Result<()> {
+/// [`ErrorKind::Locked`] if the lock is still held after about 3 s, or after 2 minutes where only writes in flight can
+/// hold it; [`ErrorKind::Io`] if the file system has no locks.
+pub(crate) fn lock(
+    file: &dyn DataFile,
+    path: &Path,
+    access: Access,
+    mut holder: Holder,
+) -> Result<()> {
     let failed = |error| Error::io("lock", path, error);
     let mut waited = Duration::ZERO;
     loop {
-        let Some(other) = try_lock(file, using).map_err(failed)? else {
+        let Some(other) = try_lock(file, access).map_err(failed)? else {
             return Ok(());
         };
-        let writes = matches!(other, Other::Opener) && holder == Holder::Writes;
+        let writes = matches!(other, LockOwner::Opener) && holder == Holder::Writes;
         let patience = if writes {
             WRITES_PATIENCE
         } else {
@@ -132,8 +138,8 @@ pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, mut holder: Hol
         if waited != SILENCE || !writes {
             continue;
         }
-        if file.host().is_some_and(owner::lives) {
-            // It has the file as a disk of another log.
+        if file.host().is_some_and(owner::is_alive) {
+            // Somebody has the file open as a disk of another log.
             holder = Holder::User;
         } else {
             tracing::warn!(
@@ -144,8 +150,8 @@ pub(crate) fn lock(file: &dyn DataFile, path: &Path, using: Use, mut holder: Hol
     }
 }
 
-/// Who has a file open that is to be locked.
-enum Other {
+/// Who holds a lock that is in the way.
+enum LockOwner {
     /// An opener that takes this program's lock.
     Opener,
     /// A program that takes QEMU's locks.
@@ -153,21 +159,21 @@ enum Other {
 }
 
 /// Tries to take the locks once; returns who is in the way.
-fn try_lock(file: &dyn DataFile, using: Use) -> io::Result<Option<Other>> {
-    if !file.try_lock(matches!(using, Use::Read | Use::LogRead))? {
-        return Ok(Some(Other::Opener));
+fn try_lock(file: &dyn DataFile, access: Access) -> io::Result<Option<LockOwner>> {
+    if !file.try_lock(matches!(access, Access::Read | Access::LogRead))? {
+        return Ok(Some(LockOwner::Opener));
     }
     match file.host() {
-        Some(host) if matches!(using, Use::Write | Use::Read) => {
-            let conflict = qemu::try_lock(host, using == Use::Write)?;
-            Ok(conflict.map(Other::Qemu))
+        Some(host) if matches!(access, Access::Write | Access::Read) => {
+            let conflict = qemu::try_lock(host, access == Access::Write)?;
+            Ok(conflict.map(LockOwner::Qemu))
         }
         _ => Ok(None),
     }
 }
 
-impl Other {
-    /// The error for an opener who has waited long enough.
+impl LockOwner {
+    /// The error for an opener that has waited long enough.
     fn refusal(&self, file: &dyn DataFile, path: &Path, holder: Holder) -> Error {
         let name = path.display();
         let owner = match self {
@@ -205,18 +211,22 @@ mod tests {
     use super::*;
     use std::thread;
 
-    /// A waiter for a lock gets that of the file that is at the path in the end.
+    /// A waiter locks the file that is finally at the path.
     #[test]
-    fn a_lock_is_of_the_file_that_is_at_the_path() {
+    fn waiters_lock_the_file_that_is_finally_at_the_path() {
         let dir = tempfile::tempdir().unwrap();
         let (path, newer) = (dir.path().join("file"), dir.path().join("newer"));
         std::fs::write(&path, "old").unwrap();
         std::fs::write(&newer, "new").unwrap();
-        let open = || open_store_file(&path, "open", Open::Existing, Use::Log, |_| Holder::Writes);
+        let open = || {
+            open_store_file(&path, "open", OpenMode::Existing, Access::Log, |_| {
+                Holder::Writes
+            })
+        };
         let first = open().unwrap();
         thread::scope(|scope| {
             let waiter = scope.spawn(open);
-            // The waiter waits by now, or comes later: either way it may only get the newer file.
+            // Whether it is waiting by now or comes later, it must get the newer file.
             thread::sleep(5 * LOCK_TRY);
             std::fs::rename(&newer, &path).unwrap();
             drop(first);

@@ -2,17 +2,17 @@
 
 use crate::format::Uuid;
 
-/// The content of the extended attribute of a base image.
+/// The content of a base image's extended attribute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(crate) struct Mark {
+pub(crate) struct ImageMark {
     pub disk: Uuid,
     pub generation: u64,
     /// The newest bytes may be in the disk's log.
     pub open: bool,
 }
 
-impl Mark {
-    /// The mark as text, always of the same length: so a mark that fitted once can always be replaced.
+impl ImageMark {
+    /// The mark as text. Its length is fixed, so that a mark that fitted once can always be replaced.
     pub(crate) fn encode(&self) -> String {
         let state = if self.open { "open" } else { "closed" };
         format!("{} {:016x} {state:<6}", hex(&self.disk), self.generation)
@@ -41,7 +41,7 @@ pub(crate) fn hex(uuid: &Uuid) -> String {
     format!("{:032x}", u128::from_be_bytes(*uuid))
 }
 
-/// The identity of a file, by its file system's numbers.
+/// The identity of a file on its file system.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Inode {
     pub device: u64,

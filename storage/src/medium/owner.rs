@@ -5,8 +5,8 @@ use std::os::unix::fs::MetadataExt;
 
 use rustix::fs::{major, minor};
 
-/// The process that took a lock of the file with `flock`, and its name. `None`: the system does not tell, because the
-/// process is in another container, for instance, or it has ended and only its writes in flight are left.
+/// The process that locked the file with `flock`, and its name. `None`: unknown, for instance because the process is in
+/// another container, or has ended and only its writes in flight are left.
 pub(crate) fn of(file: &File) -> Option<(u32, String)> {
     let metadata = file.metadata().ok()?;
     let (device, inode) = (metadata.dev(), metadata.ino());
@@ -17,17 +17,19 @@ pub(crate) fn of(file: &File) -> Option<(u32, String)> {
     Some((pid, name.trim_end().to_owned()))
 }
 
-/// Whether a living process took a lock of the file with `flock`: one that was killed and has not ended does not count.
-pub(crate) fn lives(file: &File) -> bool {
+/// Whether the process that locked the file with `flock` is alive. One that was killed but has not ended does not
+/// count.
+pub(crate) fn is_alive(file: &File) -> bool {
     let stat = of(file).and_then(|(pid, _)| read_to_string(format!("/proc/{pid}/stat")).ok());
     stat.is_some_and(|stat| !is_exiting(&stat))
 }
 
-/// Whether /proc/PID/stat tells of a process that is ending or has ended.
+/// Whether this /proc/PID/stat is of a process that is ending or has ended.
 fn is_exiting(stat: &str) -> bool {
     // PF_EXITING of the kernel's sched.h.
     const EXITING: u64 = 4;
-    // The name, which may hold anything, ends at the last parenthesis; then come state, parents, session, terminal, flags.
+    // The name, which may contain anything, ends at the last parenthesis; then come state, parents, session, terminal,
+    // flags.
     let words = stat.rsplit(')').next().unwrap_or_default();
     let flags = words.split_whitespace().nth(6);
     flags
@@ -35,10 +37,10 @@ fn is_exiting(stat: &str) -> bool {
         .is_none_or(|flags| flags & EXITING != 0)
 }
 
-/// The process of a line of /proc/locks, if the line tells of a `flock` of the file at `place`.
+/// The process in a line of /proc/locks, if the line is a `flock` of the file at `place`.
 fn of_line(line: &str, place: &str) -> Option<u32> {
     let mut words = line.split_whitespace().skip(1);
-    // A line of a waiter has an arrow in place of the kind.
+    // A waiter's line has an arrow in place of the kind.
     let kind = words.next()?;
     let (pid, file) = (words.nth(2)?, words.next()?);
     let pid = pid.parse().ok().filter(|&pid| pid > 0)?;
@@ -99,7 +101,7 @@ mod tests {
             return println!("skipped: /proc/locks does not have this process");
         }
         assert_eq!(of(&other).map(|(pid, _)| pid), Some(pid));
-        assert!(lives(&other));
+        assert!(is_alive(&other));
         drop(holder);
         assert_eq!(of(&other), None);
     }

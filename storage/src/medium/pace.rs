@@ -1,15 +1,15 @@
-//! An artificially slow medium, for benchmarks only. It is slow like a small cloud volume, with a limit of operations
-//! a second and a latency of each; or it takes a write for each record, like a store without group commit.
+//! An artificially slow medium, for benchmarks only: slow like a small cloud volume, with a limit on operations per
+//! second and a latency for each, or with one write per record, like a store without group commit.
 
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
-use crate::medium::file::{Append, Appended, Io, SyncScope, Written};
+use crate::medium::file::{AppendResult, AppendStats, Appender, Io, SyncScope};
 use crate::sync::{self, Mutex};
 
 /// Most bytes of one operation: clouds count a longer write as several.
 const OPERATION_BYTES: usize = 256 << 10;
-/// How long unused operations are kept, so that a thread that sleeps a little too long loses none.
+/// How long unused operations are kept, so that a thread that oversleeps a little loses none.
 const KEPT: Duration = Duration::from_millis(10);
 
 /// The delays of an artificially slow medium; threads that use the medium share them. For benchmarks: a log has its
@@ -63,20 +63,20 @@ impl Default for Pace {
     }
 }
 
-/// The slow medium that a log's leader writes to in place of the medium itself.
-pub(crate) struct Slowed {
-    /// The medium itself.
-    pub medium: Box<dyn Append>,
+/// Appends with added delays.
+pub(crate) struct SlowAppender {
+    /// The real appender.
+    pub medium: Box<dyn Appender>,
     /// The delays of each write and each sync.
     pub pace: Pace,
-    /// Time that each sync takes in addition to the medium's own.
+    /// Time added to each sync.
     pub sync_latency: Duration,
-    /// Each payload of an append has a write of its own.
+    /// Each payload gets a write of its own.
     pub write_per_record: bool,
 }
 
-impl Append for Slowed {
-    fn append(&self, io: Io) -> Appended {
+impl Appender for SlowAppender {
+    fn append(&self, io: Io) -> AppendResult {
         match io {
             Io::Append {
                 segment,
@@ -88,9 +88,10 @@ impl Append for Slowed {
                 let (mut from, mut at) = (0, offset);
                 for payload in payloads.clone() {
                     // The last write also takes the chunks that follow the payloads.
-                    let to = match payload + 1 == payloads.end {
-                        true => chunks.len(),
-                        false => payload + 1,
+                    let to = if payload + 1 == payloads.end {
+                        chunks.len()
+                    } else {
+                        payload + 1
                     };
                     let part = chunks[from..to].to_vec();
                     let bytes: usize = part.iter().map(|chunk| chunk.len).sum();
@@ -106,7 +107,7 @@ impl Append for Slowed {
                     }
                     (from, at) = (to, at + bytes as u64);
                 }
-                // A durable last write would not make the other writes durable, so the segment is synced.
+                // A durable last write does not cover the other writes, so sync the segment.
                 let sync = match sync {
                     SyncScope::Write => SyncScope::Segments(vec![segment.clone()]),
                     other => other,
@@ -118,8 +119,8 @@ impl Append for Slowed {
                     payloads: 0..0,
                     sync,
                 });
-                Appended {
-                    result: synced.result.map(|_| Written {
+                AppendResult {
+                    result: synced.result.map(|_| AppendStats {
                         writes: payloads.len() as u64,
                         cached: false,
                     }),
@@ -131,9 +132,9 @@ impl Append for Slowed {
     }
 }
 
-impl Slowed {
-    /// Carries out an operation that has one write at most.
-    fn one(&self, io: Io) -> Appended {
+impl SlowAppender {
+    /// Carries out an operation with at most one write.
+    fn one(&self, io: Io) -> AppendResult {
         let syncs = match &io {
             Io::Append { sync, .. } => sync.count(),
             _ => 0,
@@ -168,15 +169,15 @@ mod tests {
         let start = Instant::now() + Duration::from_secs(1);
         let mut next = start;
         let after = |at: Instant| (at - start).as_millis();
-        // The first begins at once, the others at the medium's rate, however fast they are asked for.
+        // The first one starts at once, the others at the medium's rate, however fast they come.
         assert_eq!(after(take(&mut next, start, interval, 1)), 0);
         assert_eq!(after(take(&mut next, start, interval, 1)), 5);
         assert_eq!(after(take(&mut next, start, interval, 3)), 20);
-        // After a long rest two operations are kept, not all.
+        // After a long idle time, two operations are kept, not all.
         let rested = start + Duration::from_secs(60);
         let begins = [0; 4].map(|_| take(&mut next, rested, interval, 1));
         assert!(begins[1] < rested && begins[2] == rested && begins[3] == rested + interval);
-        // Without a limit no operation begins later than asked.
+        // Without a limit, no operation starts late.
         let mut next = start;
         assert!((0..1000).all(|_| take(&mut next, start, Duration::ZERO, 9) <= start));
     }

@@ -1,7 +1,7 @@
 //! QEMU's locks on an image, which qemu-nbd, qemu-img and others of its programs take too (`block/file-posix.c`).
 //!
-//! Each lock is a shared one of a single byte, held by an open file. It hinders nobody by itself: a program takes the
-//! locks that tell what it does, and then looks for locks of others that contradict them.
+//! Each lock is a shared lock on a single byte, held by an open file. By itself it blocks nobody: a program takes the
+//! locks that say what it does, then looks for conflicting locks of others.
 //!
 //! | byte | the holder |
 //! |---|---|
@@ -26,35 +26,36 @@ const PERMISSIONS: u8 = 4;
 const USED: u8 = 100;
 const NOT_SHARED: u8 = 200;
 
-/// What the program does that is in the way.
+/// What the conflicting program does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Conflict {
     /// It writes.
     Writes,
-    /// It reads, and nobody may write meanwhile.
+    /// It reads, and nobody may write at the same time.
     Reads,
 }
 
-/// Takes the locks of a program that only reads the image, or of one that writes it and shares it with nobody: while it is
-/// written, parts of its contents may be in memory or in a log. Without a conflict the locks are held until the file is
-/// closed; after one, none is.
+/// Takes the locks of a program that only reads the image, or of one that writes it and shares it with nobody, because
+/// then parts of its contents may be in memory or in a log. Without a conflict, the locks are held until the file is
+/// closed; otherwise none is held.
 ///
-/// A kernel or file system without such locks has no conflicts: there QEMU takes none either.
+/// On a kernel or file system without such locks there is no conflict; QEMU takes none there either.
 ///
 /// # Errors
-/// The system's error, if it cannot tell.
+/// If the system can't tell.
 pub(crate) fn try_lock(file: &File, write: bool) -> io::Result<Option<Conflict>> {
-    let (used, not_shared) = match write {
-        true => (
+    let (used, not_shared) = if write {
+        (
             CONSISTENT_READ | WRITE | RESIZE,
             CONSISTENT_READ | WRITE | WRITE_UNCHANGED | RESIZE,
-        ),
-        false => (CONSISTENT_READ, WRITE | RESIZE),
+        )
+    } else {
+        (CONSISTENT_READ, WRITE | RESIZE)
     };
     let taken = take(file, USED, used).and_then(|()| take(file, NOT_SHARED, not_shared));
     let conflict = match taken {
         Ok(()) => is_any_held(file, USED, not_shared)? || is_any_held(file, NOT_SHARED, used)?,
-        // Another program than QEMU has an exclusive lock.
+        // Some program other than QEMU has an exclusive lock.
         Err(Errno::EAGAIN | Errno::EACCES) => true,
         Err(Errno::EINVAL | Errno::ENOLCK | Errno::EOPNOTSUPP | Errno::ENOSYS) => false,
         Err(error) => return Err(error.into()),
@@ -62,11 +63,12 @@ pub(crate) fn try_lock(file: &File, write: bool) -> io::Result<Option<Conflict>>
     if !conflict {
         return Ok(None);
     }
-    // All bytes from that of the first permission in use.
+    // All bytes, from the first permission in use on.
     fcntl(file, FcntlArg::F_OFD_SETLK(&lock(libc::F_UNLCK, USED, 0)))?;
-    Ok(Some(match is_any_held(file, USED, WRITE | RESIZE)? {
-        true => Conflict::Writes,
-        false => Conflict::Reads,
+    Ok(Some(if is_any_held(file, USED, WRITE | RESIZE)? {
+        Conflict::Writes
+    } else {
+        Conflict::Reads
     }))
 }
 
@@ -95,7 +97,7 @@ fn is_any_held(file: &File, base: u8, permissions: u8) -> nix::Result<bool> {
     Ok(false)
 }
 
-/// The description of a lock of `len` bytes from byte `first` on; 0: of all bytes from there.
+/// A lock of `len` bytes from byte `first` on; 0: of everything from there.
 fn lock(kind: i32, first: u8, len: i64) -> libc::flock {
     libc::flock {
         l_type: kind as libc::c_short,

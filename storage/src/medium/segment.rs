@@ -1,5 +1,4 @@
-//! Segment files, fixed-size pieces of the log that are zero-filled once and recycled for ever, and verified reads of
-//! them.
+//! Segment files: fixed-size pieces of the log, zero-filled once and then recycled. And verified reads from them.
 
 use std::io;
 use std::ops::Range;
@@ -10,8 +9,8 @@ use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::SegmentHeader;
 use crate::medium::file::{DataFile, Segment};
-use crate::medium::filesystem::{FileSystem, Open};
-use crate::medium::lock::{self, Holder, Use};
+use crate::medium::filesystem::{FileSystem, OpenMode};
+use crate::medium::lock::{self, Access, Holder};
 use crate::sync::{self, Arc};
 
 impl Segment {
@@ -31,11 +30,11 @@ impl Segment {
         let path = Self::path(dir, slot);
         let unfinished = path.with_extension("new");
         let mut fill = || {
-            let file = files.open(&unfinished, Open::Emptied)?;
+            let file = files.open(&unfinished, OpenMode::Emptied)?;
             file.allocate(size)?;
-            // The zeroes bypass the page cache and go out in steps: a segment written back at once would keep the
-            // medium from the log's syncs.
-            let direct = files.open(&unfinished, Open::Direct)?;
+            // Write the zeroes past the page cache, in steps: write-back of a whole segment at once would block the
+            // log's syncs.
+            let direct = files.open(&unfinished, OpenMode::Direct)?;
             write_zeroes(direct.as_ref(), 0, size, between)?;
             direct.write_all_at(&SegmentHeader::blank(), 0)?;
             file.sync_all()?;
@@ -48,15 +47,15 @@ impl Segment {
         }
         let synced = files.sync_dir(dir);
         synced.map_err(|error| Error::io("sync the directory", dir, error))?;
-        Self::open(files, path, Use::Log)
+        Self::open(files, path, Access::Log)
     }
 
     /// Opens and locks an existing segment file. The log's control file is locked already, so only writes that a
     /// killed process had in flight can still hold the segment. They must have ended before the segment is read.
-    fn open(files: &dyn FileSystem, path: PathBuf, using: Use) -> Result<Self> {
-        let file = files.open(&path, using.how(Open::Direct));
+    fn open(files: &dyn FileSystem, path: PathBuf, access: Access) -> Result<Self> {
+        let file = files.open(&path, access.open_mode(OpenMode::Direct));
         let file = file.map_err(|e| Error::io("open the log segment", &path, e))?;
-        lock::lock(file.as_ref(), &path, using, Holder::Writes)?;
+        lock::lock(file.as_ref(), &path, access, Holder::Writes)?;
         Ok(Self::new(path, file))
     }
 
@@ -64,11 +63,11 @@ impl Segment {
     pub(crate) fn open_all(
         files: &dyn FileSystem,
         dir: &Path,
-        using: Use,
+        access: Access,
     ) -> Result<Vec<(u32, Self)>> {
         let found = Self::list(files, dir)?.into_iter();
         found
-            .map(|(slot, path)| Ok((slot, Self::open(files, path, using)?)))
+            .map(|(slot, path)| Ok((slot, Self::open(files, path, access)?)))
             .collect()
     }
 
@@ -81,7 +80,7 @@ impl Segment {
                 .to_str()
                 .and_then(|name| name.strip_prefix("segment-"))
                 .and_then(|n| n.parse().ok());
-            // A file that a person named, such as `segment-7`, is not one of the log's.
+            // A file named by a person, such as `segment-7`, is not the log's.
             if let Some(slot) = slot
                 && Self::path(dir, slot) == dir.join(&name)
             {
@@ -93,11 +92,12 @@ impl Segment {
     }
 }
 
-/// Bytes of zeroes that are written at once while a segment is made. Where each operation takes long, smaller ones would make writers wait for the segment.
+/// Bytes of zeroes written at a time while a segment is made. With smaller steps, writers would wait longer for the
+/// segment on a medium with slow operations.
 pub(crate) const LONG_STEP: u64 = 4 << 20;
 
-/// Writes `len` zero bytes at `offset`, so that the blocks are allocated and need no later conversion. `between` is called
-/// with the time that each [`LONG_STEP`] took.
+/// Zero-fills `len` bytes at `offset` chunk by chunk, so that the blocks are allocated and need no later conversion.
+/// `between` is called with the time that each [`LONG_STEP`] took.
 fn write_zeroes(
     file: &dyn DataFile,
     offset: u64,
@@ -116,14 +116,14 @@ fn write_zeroes(
     Ok(())
 }
 
-/// A read of payload bytes of a segment. The blocks that hold these bytes are read whole, and verified.
+/// A read of payload bytes from a segment. The blocks that contain them are read whole and verified.
 #[derive(Clone, Debug)]
 pub(crate) struct LogRead {
-    /// Pinned, so that the checksums of these blocks stay in its table.
+    /// Pinned, so that its table keeps the checksums of these blocks.
     segment: Arc<Segment>,
     /// The blocks, as a byte range of the segment.
     blocks: Range<u64>,
-    /// The wanted bytes, as a byte range of the blocks.
+    /// The bytes asked for, as a byte range of the blocks.
     wanted: Range<usize>,
 }
 
@@ -158,10 +158,10 @@ impl LogRead {
         (self.blocks.end - self.blocks.start) as usize
     }
 
-    /// Reads the wanted bytes from the medium, in the calling thread.
+    /// Reads the bytes in the calling thread.
     ///
     /// # Errors
-    /// If the read fails; [`ErrorKind::Damaged`] if the medium does not have what was written.
+    /// If the read fails; [`ErrorKind::Damaged`] if the medium no longer has what was written.
     pub(crate) fn read(&self) -> Result<Buffer> {
         let mut buffer = Buffer::for_overwrite(self.bytes());
         let read = self.segment.file.read_exact_at(&mut buffer, self.offset());
@@ -169,8 +169,8 @@ impl LogRead {
         self.checked(buffer)
     }
 
-    /// Verifies the blocks, which are in `read`, and returns the wanted bytes. If the page cache had others than the medium, it
-    /// reads those of the medium, in the calling thread.
+    /// Verifies the blocks in `read`, and returns the bytes asked for. If the page cache was wrong, rereads from the
+    /// medium, in the calling thread.
     ///
     /// # Errors
     /// As [`read`](Self::read).
@@ -210,8 +210,8 @@ mod tests {
     use crate::medium::directory::{Medium, directory};
     use crate::medium::engine::EngineKind;
 
-    /// A payload is read from the page cache if a write went through it, and from the medium if the cache has other bytes.
-    /// Here the cache is that of another file.
+    /// A payload is read from the page cache if a write went through it, and from the medium if the cache is wrong.
+    /// Here the cache is another file.
     #[test]
     fn a_read_trusts_the_page_cache_only_with_the_checksums() {
         const LEN: usize = 8192;
@@ -238,7 +238,7 @@ mod tests {
         segment.set_cache(other);
         assert!(found()[..] == [1; LEN], "the page cache");
         assert!(read.verified(found()).unwrap()[..] == payload[..]);
-        // The medium does not have what was written either.
+        // Now the medium is wrong too.
         write(7, 512);
         assert!(read.verified(found()).is_ok());
         write(8, 512);
@@ -246,7 +246,7 @@ mod tests {
         assert_eq!(damaged.kind(), ErrorKind::Damaged);
     }
 
-    /// Other users get the medium between any two steps, however long the range.
+    /// However long the range, others can use the medium between steps.
     #[test]
     fn zeroes_are_written_step_by_step() {
         let file = tempfile::tempfile().unwrap();

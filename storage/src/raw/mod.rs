@@ -1,5 +1,5 @@
-//! A raw image as a backend: requests go to the file, and FLUSH is an fdatasync, shared only by requests that wait at
-//! the same time. No log.
+//! A raw image as a backend, without a log: requests go to the file, and FLUSH is an fdatasync, shared by requests that
+//! wait at the same time.
 //!
 //! ```text
 //!   RawQueue ──▶ RawTask: read, write, zeroes ──▶ io_uring, one a queue       (uring.rs)
@@ -21,11 +21,11 @@ use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use shared::{Mailbox, Mover, RawShared, Work, locked};
+use shared::{RawMailbox, RawShared, TaskRunner, Work, locked};
 use sync::Syncer;
 use task::{RawStep, RawTask};
-use threads::BlockingMover;
-use uring::UringMover;
+use threads::BlockingRunner;
+use uring::UringRunner;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::medium::engine::probe;
@@ -57,7 +57,7 @@ pub struct RawDisk {
 }
 
 impl RawDisk {
-    /// A disk over `image`, with the size that the image had when it was opened. It uses io_uring if the kernel has it.
+    /// A disk over `image`, with the image's size at its opening. Uses io_uring if the kernel has it.
     pub fn new(image: Image, cache: RawCache) -> Self {
         let engine = probe(EngineKind::Auto).unwrap_or(EngineKind::Blocking);
         Self::build(image, cache, engine)
@@ -122,25 +122,25 @@ impl Backend for RawDisk {
     }
 
     fn set_write_cache(&self, on: bool) {
-        // An fdatasync covers the whole file, so the first one makes all earlier writes durable, too.
+        // An fdatasync covers the whole file, so the first one also makes all earlier writes durable.
         self.shared.write_cache.store(on, Ordering::Release);
     }
 
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
-        let mailbox = Arc::new(Mailbox {
+        let mailbox = Arc::new(RawMailbox {
             ended: Mutex::default(),
             event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
         });
-        let mover: Box<dyn Mover> = match self.engine {
-            EngineKind::Blocking => Box::new(BlockingMover::new(&mailbox, &self.shared)?),
+        let runner: Box<dyn TaskRunner> = match self.engine {
+            EngineKind::Blocking => Box::new(BlockingRunner::new(&mailbox, &self.shared)?),
             EngineKind::Auto | EngineKind::IoUring => {
-                Box::new(UringMover::new(&mailbox.event, &self.shared)?)
+                Box::new(UringRunner::new(&mailbox.event, &self.shared)?)
             }
         };
         Ok(Box::new(RawQueue {
             syncer: self.syncer()?,
             shared: Arc::clone(&self.shared),
-            mover,
+            runner,
             mailbox,
             moved: Vec::new(),
             done: Vec::new(),
@@ -169,7 +169,7 @@ impl Backend for RawDisk {
         }
         let _growing = locked(&shared.growing);
         if !bytes.is_multiple_of(SECTOR_SIZE) || bytes / SECTOR_SIZE < shared.sectors() {
-            let why = "the new size must be a multiple of 512, and no smaller than the old one";
+            let why = "the new size must be a multiple of 512, and not smaller than the old one";
             return refuse(io::ErrorKind::InvalidInput, why);
         }
         shared.image.file().set_len(bytes)?;
@@ -183,12 +183,12 @@ impl Backend for RawDisk {
 /// One queue of a raw disk.
 struct RawQueue {
     shared: Arc<RawShared>,
-    mover: Box<dyn Mover>,
+    runner: Box<dyn TaskRunner>,
     syncer: Arc<Syncer>,
-    mailbox: Arc<Mailbox>,
-    /// Tasks being looked at; empty between calls, kept for its memory.
+    mailbox: Arc<RawMailbox>,
+    /// Scratch list for ended tasks.
     moved: Vec<(RawTask, io::Result<()>)>,
-    /// Requests that ended without the medium.
+    /// Completions of requests that needed no I/O.
     done: Vec<Completion>,
 }
 
@@ -198,7 +198,7 @@ impl BackendQueue for RawQueue {
         let result = match self.shared.begin(operation) {
             Ok(Work::Move(step)) => {
                 let durably = durably && !matches!(step, RawStep::Read { .. });
-                return self.mover.submit(RawTask {
+                return self.runner.submit(RawTask {
                     token,
                     step,
                     durably,
@@ -212,7 +212,7 @@ impl BackendQueue for RawQueue {
     }
 
     fn kick(&mut self) {
-        self.mover.enter();
+        self.runner.enter();
     }
 
     fn event(&self) -> BorrowedFd<'_> {
@@ -220,10 +220,10 @@ impl BackendQueue for RawQueue {
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {
-        // Clear the event before looking: a later completion sets it again.
+        // Clear the event first; a later completion sets it again.
         let _ = self.mailbox.event.read();
         done.append(&mut self.done);
-        self.mover.poll(&mut self.moved);
+        self.runner.poll(&mut self.moved);
         for (task, result) in self.moved.drain(..) {
             match result {
                 Ok(()) if task.durably => self.syncer.submit(task.token, &self.mailbox),

@@ -21,27 +21,26 @@ pub(super) struct RawShared {
     /// Capacity. It grows while the disk is open.
     pub(super) sectors: AtomicU64,
     pub(super) write_cache: AtomicBool,
-    /// A sync has failed. The data that it was to make durable may be lost, and a second sync would not report that,
-    /// because the kernel reports each error once. So every request that could hide the loss fails until the disk is
-    /// opened again.
+    /// Set once a sync has failed. Its data may be lost, and a second sync would not report that, because the kernel
+    /// reports each error only once. So until the disk is opened again, every request that could hide the loss fails.
     pub(super) failed: OnceLock<Trouble>,
-    /// Held while the file gets longer.
+    /// Held while the file grows.
     pub(super) growing: Mutex<()>,
 }
 
-/// Locks `mutex`. A panic leaves no partial change behind the locks here.
+/// Locks `mutex`. What these locks guard is consistent even after a panic.
 pub(super) fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Completions that other threads put in for a queue.
+/// A queue's completions from other threads.
 #[derive(Debug)]
-pub(super) struct Mailbox {
+pub(super) struct RawMailbox {
     pub(super) ended: Mutex<Vec<Completion>>,
     pub(super) event: EventFd,
 }
 
-impl Mailbox {
+impl RawMailbox {
     pub(super) fn put(&self, completion: Completion) {
         locked(&self.ended).push(completion);
         // If the counter is full, the event is readable already.
@@ -88,7 +87,7 @@ impl RawShared {
                 if len > MAX_REQUEST_BYTES as u64 {
                     return Err(Failure::TooLarge);
                 }
-                // The read fills the whole buffer, or the client does not get it.
+                // The client gets the buffer only if the read fills it.
                 RawStep::read(offset, Buffer::for_overwrite(len as usize))
             }
             Operation::Write { sector, data } => {
@@ -112,7 +111,7 @@ impl RawShared {
                 let (offset, len) = self.range(sector, sectors.into())?;
                 RawStep::zeroes(offset, len, unmap)
             }
-            // Nothing was written, or durability is not wanted.
+            // Nothing was written, or nobody wants durability.
             Operation::Flush if self.image.read_only() || self.no_sync => {
                 return Ok(Work::Nothing);
             }
@@ -139,9 +138,9 @@ impl RawShared {
         self.failed.get().is_some()
     }
 
-    /// Records a failed sync before any waiter gets the error.
+    /// Records a failed sync. To be called before any waiter gets the error.
     pub(super) fn sync_failed(&self, error: Errno) {
-        // The first failure counts.
+        // Only the first failure counts.
         let _ = self.failed.set(Trouble::now(error, true));
         let path = self.image.path().display();
         tracing::error!(
@@ -160,12 +159,12 @@ pub(super) enum Work {
     Nothing,
 }
 
-/// Carries out tasks. Dropping it waits for those that the kernel has.
-pub(super) trait Mover: Send {
+/// Carries out tasks. Dropping it waits for those in the kernel.
+pub(super) trait TaskRunner: Send {
     /// Takes a task; it may start now or at the next [`enter`](Self::enter).
     fn submit(&mut self, task: RawTask);
     /// Starts every task submitted.
     fn enter(&mut self);
-    /// Appends the tasks that have ended to `moved`, with their results. Each end sets the mailbox's event.
+    /// Appends ended tasks, with their results, to `moved`. The mailbox's event is set whenever one ends.
     fn poll(&mut self, moved: &mut Vec<(RawTask, io::Result<()>)>);
 }

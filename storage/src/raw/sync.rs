@@ -5,9 +5,8 @@
 //!   queue ─┼─▶ all waiters  ─▶ fdatasync ─▶ ended ─┼─▶ mailbox of the queue
 //!   grow  ─┘     (the next ones wait meanwhile)    └─▶ caller
 //! ```
-//! The kernel reports each write-back error once per open file, and all queues share one open file. Of two concurrent
-//! syncs one would get the error, and the other would report success. With one sync at a time every waiter gets the
-//! error.
+//! The kernel reports each write-back error once per open file, and all queues share one. Of two concurrent syncs, one
+//! would get the error and the other would report success. With one sync at a time, every waiter gets the error.
 
 use std::io;
 use std::sync::Arc;
@@ -16,20 +15,23 @@ use std::thread::{self, JoinHandle};
 
 use rustix::io::Errno;
 
-use super::shared::{Mailbox, RawShared};
+use super::shared::{RawMailbox, RawShared};
 use crate::{Completion, Failure};
 
 /// A waiter for a sync.
 #[derive(Debug)]
 enum SyncWaiter {
     /// A request of a queue.
-    Request { token: u64, mailbox: Arc<Mailbox> },
+    Request {
+        token: u64,
+        mailbox: Arc<RawMailbox>,
+    },
     /// A thread.
     Caller(Sender<Result<(), Failure>>),
 }
 
 impl SyncWaiter {
-    fn tell(self, result: Result<(), Failure>) {
+    fn complete(self, result: Result<(), Failure>) {
         match self {
             Self::Request { token, mailbox } => mailbox.put(Completion {
                 token,
@@ -41,7 +43,7 @@ impl SyncWaiter {
     }
 }
 
-/// The sync thread. Dropping it serves the waiters first, and joins the thread.
+/// The sync thread. Dropping it first serves the waiters, then joins the thread.
 #[derive(Debug)]
 pub(super) struct Syncer {
     /// `None` only while dropping.
@@ -62,14 +64,13 @@ impl Syncer {
         })
     }
 
-    /// Makes durable what was written before the call, and then puts the completion of request `token` into the
-    /// mailbox.
-    pub(super) fn submit(&self, token: u64, mailbox: &Arc<Mailbox>) {
+    /// Makes everything written before the call durable, then completes request `token` in the mailbox.
+    pub(super) fn submit(&self, token: u64, mailbox: &Arc<RawMailbox>) {
         let mailbox = Arc::clone(mailbox);
         self.send(SyncWaiter::Request { token, mailbox });
     }
 
-    /// Makes durable what was written before the call, and waits for it.
+    /// Blocks until everything written before the call is durable.
     pub(super) fn wait(&self) -> Result<(), Failure> {
         let (answer, answered) = channel();
         self.send(SyncWaiter::Caller(answer));
@@ -80,9 +81,9 @@ impl Syncer {
         let Some(waiters) = &self.waiters else {
             return;
         };
-        // It fails if the thread has panicked; the panic has been printed.
+        // Fails if the thread has panicked, which was printed.
         if let Err(refused) = waiters.send(waiter) {
-            refused.0.tell(Err(Failure::Io));
+            refused.0.complete(Err(Failure::Io));
         }
     }
 }
@@ -104,16 +105,16 @@ fn run(shared: &RawShared, waiters: &Receiver<SyncWaiter>) {
         served.push(first);
         served.extend(waiters.try_iter());
         let result = sync(shared);
-        served.drain(..).for_each(|waiter| waiter.tell(result));
+        served.drain(..).for_each(|waiter| waiter.complete(result));
     }
 }
 
-/// Makes durable what has been written. An error is final, because the kernel would not report it to the next sync.
+/// Syncs the file. An error is final, because the kernel would not report it to the next sync.
 fn sync(shared: &RawShared) -> Result<(), Failure> {
     while !shared.has_failed() {
         match rustix::fs::fdatasync(shared.fd()) {
             Ok(()) => return Ok(()),
-            // A signal came before the sync began.
+            // Interrupted before the sync began.
             Err(Errno::INTR) => {}
             Err(error) => shared.sync_failed(error),
         }

@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use crate::Buffer;
 
-/// The most zeroes written at once, if the file system cannot make a range read as zeroes by itself.
+/// Zeroes written at a time, on a file system that can't zero a range itself.
 const ZEROES: u64 = 1 << 20;
 
 /// A request that an engine carries out.
@@ -16,11 +16,11 @@ const ZEROES: u64 = 1 << 20;
 pub(super) struct RawTask {
     pub token: u64,
     pub step: RawStep,
-    /// Whether a sync must follow before the request completes.
+    /// Whether to sync before the request completes.
     pub durably: bool,
 }
 
-/// The next kernel operation. It owns the memory that the kernel uses meanwhile.
+/// The next kernel operation. Owns the memory that the kernel uses.
 #[derive(Debug)]
 pub(super) enum RawStep {
     /// Fill `buffer` from its byte `done` on; its byte 0 is at `offset` of the file.
@@ -37,7 +37,7 @@ pub(super) enum RawStep {
     },
     /// Make a range read as zeroes.
     Zero { offset: u64, len: u64, unmap: bool },
-    /// Write zeroes to a range, of which each write leaves less.
+    /// Zero-fill a range chunk by chunk.
     Fill {
         offset: u64,
         len: u64,
@@ -79,19 +79,20 @@ impl RawStep {
 
     /// The fallocate mode that makes a range read as zeroes.
     pub(super) fn zero_mode(unmap: bool) -> FallocateFlags {
-        let how = match unmap {
-            true => FallocateFlags::PUNCH_HOLE,
-            false => FallocateFlags::ZERO_RANGE,
+        let how = if unmap {
+            FallocateFlags::PUNCH_HOLE
+        } else {
+            FallocateFlags::ZERO_RANGE
         };
         how | FallocateFlags::KEEP_SIZE
     }
 
-    /// The part of the zeroes that the next write of a fill takes.
-    pub(super) fn filling(zeroes: &Buffer, len: u64) -> &[u8] {
+    /// The zeroes for the next write of a fill.
+    pub(super) fn fill_chunk(zeroes: &Buffer, len: u64) -> &[u8] {
         &zeroes[..len.min(zeroes.len() as u64) as usize]
     }
 
-    /// Carries the step out in the calling thread and returns the number of bytes moved.
+    /// Carries out the step in the calling thread; returns the number of bytes moved.
     pub(super) fn call(&mut self, file: BorrowedFd<'_>) -> Result<usize, Errno> {
         match self {
             Self::Read {
@@ -111,13 +112,14 @@ impl RawStep {
                 offset,
                 len,
                 zeroes,
-            } => rustix::io::pwrite(file, Self::filling(zeroes, *len), *offset),
+            } => rustix::io::pwrite(file, Self::fill_chunk(zeroes, *len), *offset),
         }
     }
 }
 
 impl RawTask {
-    /// Goes on after a step that moved so many bytes: the result of the request, or `None` if another step follows.
+    /// Continues after a step that moved `moved` bytes. Returns the request's result, or `None` if another step
+    /// follows.
     pub(super) fn advance(&mut self, moved: Result<usize, Errno>) -> Option<io::Result<()>> {
         let moved = match (moved, &self.step) {
             (Ok(moved), _) => moved,

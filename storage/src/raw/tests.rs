@@ -230,7 +230,7 @@ fn a_read_only_disk_reads_and_flushes() {
 }
 
 #[test]
-fn a_disk_grows_and_tells_its_holes() {
+fn a_disk_grows_and_reports_its_holes() {
     on_every_engine(RawCache::Writeback, |disk, path| {
         let mut client = Client::new(disk);
         assert!(disk.grow(513).is_err() && disk.grow(512).is_err());
@@ -286,7 +286,7 @@ fn where_the_file_system_makes_no_zeroes_they_are_written() {
 }
 
 #[test]
-fn a_file_that_somebody_cut_off_is_an_error_and_no_more() {
+fn a_truncated_image_fails_reads_and_nothing_else() {
     on_every_engine(RawCache::Writeback, |disk, path| {
         let mut client = Client::new(disk);
         let file = File::options().write(true).open(path).expect("the image");
@@ -298,7 +298,7 @@ fn a_file_that_somebody_cut_off_is_an_error_and_no_more() {
 }
 
 #[test]
-fn a_step_that_is_done_in_part_goes_on() {
+fn a_partial_step_is_continued() {
     let ends = |step: RawStep, moved| {
         let mut task = RawTask {
             token: 0,
@@ -324,12 +324,12 @@ fn a_step_that_is_done_in_part_goes_on() {
 
 /// A block device of sectors of 4096 bytes, so that a raw disk writes it through the page cache; once it is
 /// [broken](Self::break_it) no write reaches it.
-struct Loop {
+struct LoopDevice {
     device: PathBuf,
     memory: File,
 }
 
-impl Loop {
+impl LoopDevice {
     /// `None`, with a line that says why, if no loop device is available.
     fn new() -> Option<Self> {
         let flags = rustix::fs::MemfdFlags::CLOEXEC | rustix::fs::MemfdFlags::ALLOW_SEALING;
@@ -363,7 +363,7 @@ impl Loop {
     }
 }
 
-impl Drop for Loop {
+impl Drop for LoopDevice {
     fn drop(&mut self) {
         let detach = std::process::Command::new("losetup")
             .arg("--detach")
@@ -377,7 +377,7 @@ impl Drop for Loop {
 fn a_lost_write_fails_every_flush_that_waits_and_all_that_comes_after() {
     for cache in [RawCache::Writeback, RawCache::Writethrough] {
         for engine in [EngineKind::IoUring, EngineKind::Blocking] {
-            let Some(device) = Loop::new() else {
+            let Some(device) = LoopDevice::new() else {
                 return;
             };
             let image = Image::open(&device.device, false).expect("an image");

@@ -1,4 +1,4 @@
-//! Tasks through io_uring: one system call submits all tasks of a turn, and completions are read without one.
+//! Tasks on io_uring: one system call submits all tasks of a turn, and completions are read without one.
 
 use std::io;
 use std::sync::Arc;
@@ -6,20 +6,20 @@ use std::sync::Arc;
 use io_uring::{opcode, types};
 use vmm_sys_util::eventfd::EventFd;
 
-use super::shared::{Mover, RawShared};
+use super::shared::{RawShared, TaskRunner};
 use super::task::{RawStep, RawTask};
-use crate::medium::ring::Ring;
+use crate::medium::io_ring::IoRing;
 
 /// See the module's documentation.
-pub(super) struct UringMover {
-    ring: Ring<RawTask>,
+pub(super) struct UringRunner {
+    ring: IoRing<RawTask>,
     shared: Arc<RawShared>,
 }
 
-impl UringMover {
+impl UringRunner {
     pub(super) fn new(event: &EventFd, shared: &Arc<RawShared>) -> io::Result<Self> {
         Ok(Self {
-            ring: Ring::new(event)?,
+            ring: IoRing::new(event)?,
             shared: Arc::clone(shared),
         })
     }
@@ -60,7 +60,7 @@ impl UringMover {
                 len,
                 zeroes,
             } => {
-                let part = RawStep::filling(zeroes, *len);
+                let part = RawStep::fill_chunk(zeroes, *len);
                 opcode::Write::new(fd, part.as_ptr(), part.len() as u32)
                     .offset(*offset)
                     .build()
@@ -72,7 +72,7 @@ impl UringMover {
     }
 }
 
-impl Mover for UringMover {
+impl TaskRunner for UringRunner {
     fn submit(&mut self, task: RawTask) {
         self.start(task);
     }

@@ -1,4 +1,4 @@
-//! One batch of a log, read at its place or from its segment's summary, and the verification of its payloads.
+//! One batch of a log, read in place or from its segment's summary, and the verification of its payloads.
 
 use std::ops::Range;
 
@@ -19,11 +19,11 @@ pub(crate) struct Batch {
     /// Byte offset of the first payload.
     pub payload_at: u64,
     /// `None`: the segment's summary has the header, and the batch itself was not read.
-    pub verified: Option<Verified>,
+    pub verified: Option<BatchCheck>,
 }
 
-/// How a batch was found at its place.
-pub(crate) struct Verified {
+/// The result of checking a batch in place.
+pub(crate) struct BatchCheck {
     /// The header is there.
     pub in_place: bool,
     /// Indexes of the blocks whose checksum is wrong.
@@ -51,8 +51,8 @@ impl Batch {
         }
     }
 
-    /// The batch whose header is at the beginning of `bytes`, and the length of this header with descriptors and
-    /// checksums. In the segment the header is at `offset`. `None` if it has not a valid CRC and this log's UUID.
+    /// The batch whose header is at the start of `bytes`, and the length of the header with descriptors and checksums.
+    /// In the segment, the header is at `offset`. `None` without a valid CRC and this log's UUID.
     pub(crate) fn parse(bytes: &[u8], log: &[u8; 16], offset: u64) -> Option<(Self, usize)> {
         let (header, len) = BatchHeader::peek(bytes)?;
         let numbers = [
@@ -61,7 +61,7 @@ impl Batch {
             header.first_lsn,
             header.durable_lsn,
         ];
-        // Counting never reaches a number near the end of u64, so this header is not ours.
+        // No counter ever gets near the end of u64, so this header is not ours.
         if header.log != *log || !format::counted(&numbers) {
             return None;
         }
@@ -77,7 +77,7 @@ impl Batch {
         Some((batch, len))
     }
 
-    /// Whether all bytes of the batch are known to be at their places.
+    /// Whether all bytes of the batch are known to be in place.
     pub(crate) fn is_whole(&self) -> bool {
         let verified = self.verified.as_ref();
         verified.is_some_and(|found| found.in_place && found.wrong.is_empty())
@@ -88,13 +88,13 @@ impl Batch {
         self.header.first_lsn.get().saturating_add(others)
     }
 
-    /// The offset behind the batch, where the next one is expected.
+    /// The offset after the batch, where the next one is expected.
     pub(crate) fn end(&self) -> u64 {
         let payload: u64 = self.descriptors.iter().map(Descriptor::payload_len).sum();
         (self.payload_at + payload).next_multiple_of(BLOCK as u64)
     }
 
-    /// The records, oldest first: LSN, descriptor, the byte offset of the payload in the segment, and the indexes of its
+    /// The records, oldest first: LSN, descriptor, byte offset of the payload in the segment, and indexes of its
     /// blocks.
     pub(crate) fn records(&self) -> impl Iterator<Item = (u64, &Descriptor, u64, Range<usize>)> {
         let (mut at, mut block) = (self.payload_at, 0);
@@ -107,7 +107,7 @@ impl Batch {
         })
     }
 
-    /// Verifies the batch at its place.
+    /// Verifies the batch in place.
     pub(crate) fn verify(&mut self, window: &mut Window) -> Result<()> {
         let found = Self::at(window, &self.header.log, self.offset)?;
         // The CRC covers the descriptors and the checksums too.
@@ -115,7 +115,7 @@ impl Batch {
         self.verify_payloads(window, in_place)
     }
 
-    /// Verifies the payloads. `in_place`: the header is at its place.
+    /// Verifies the payloads. `in_place`: the header is in place.
     pub(crate) fn verify_payloads(&mut self, window: &mut Window, in_place: bool) -> Result<()> {
         let mut wrong = Vec::new();
         let (mut at, mut number) = (self.payload_at, 0);
@@ -125,7 +125,7 @@ impl Batch {
                 let block_end = end.min(at + BLOCK as u64);
                 let mut crc = 0;
                 while at < block_end {
-                    let bytes = window.some(at, block_end)?;
+                    let bytes = window.bytes_up_to(at, block_end)?;
                     crc = crc32c::crc32c_append(crc, bytes);
                     at += bytes.len() as u64;
                 }
@@ -135,7 +135,7 @@ impl Batch {
                 number += 1;
             }
         }
-        self.verified = Some(Verified { in_place, wrong });
+        self.verified = Some(BatchCheck { in_place, wrong });
         Ok(())
     }
 }

@@ -1,9 +1,9 @@
-//! The part of a log in one segment: its batches, from the segment's summary or from their places.
+//! The part of a log in one segment: its batches, from the segment's summary or read in place.
 //!
-//! The summary of a sealed segment is used only if it has the segment's log, sequence and salt, if its batches follow
-//! each other from the segment's header on, and if they end where the next segment begins. Otherwise the segment is
-//! read from front to back. A summary does not show that its batches ever reached the medium: the caller uses it only if all
-//! of them were durable.
+//! The summary of a sealed segment is used only if it has the segment's log, sequence and salt, if its batches chain
+//! from the segment's header, and if they end where the next segment begins. Otherwise the segment is read from front
+//! to back. A summary does not prove that its batches ever reached the medium, so the caller uses it only if all of
+//! them were durable.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use zerocopy::little_endian::{U32, U64};
 
 use crate::Buffer;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{BLOCK, ControlHeader, Decoded, SegmentHeader, SummaryFooter};
+use crate::format::{BLOCK, ControlHeader, DecodeResult, SegmentHeader, SummaryFooter};
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::batch::Batch;
@@ -19,8 +19,8 @@ use crate::recovery::window::Window;
 
 /// How much of the log a scan verifies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verify {
-    /// The batches that may be torn. The payloads of the others are verified where their bytes are used.
+pub(crate) enum VerifyScope {
+    /// Only batches that may be torn. The payloads of the others are verified when they are read.
     Tail,
     /// Every batch.
     All,
@@ -33,13 +33,13 @@ pub(crate) struct Candidate {
 }
 
 impl Candidate {
-    /// A segment that is part of the log.
+    /// From a segment that is known to be part of the log.
     pub(crate) fn of(segment: &Arc<Segment>) -> Result<Self> {
         let mut head = Buffer::zeroed(BLOCK);
         let read = segment.file.read_exact_at(&mut head, 0);
         read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
         match SegmentHeader::decode(&head) {
-            Decoded::Valid(header) => Ok(Self {
+            DecodeResult::Valid(header) => Ok(Self {
                 segment: segment.clone(),
                 header,
             }),
@@ -55,17 +55,17 @@ impl Candidate {
 }
 
 /// The part of the log in one segment.
-pub(crate) struct Contents {
+pub(crate) struct SegmentContents {
     pub batches: Vec<Batch>,
     /// The batches are those of the segment's summary.
     pub summarised: bool,
-    /// The offset behind the last batch.
+    /// The offset after the last batch.
     pub end: u64,
     /// The error that ended the reading, if any.
     pub error: Option<Error>,
 }
 
-/// The place in a segment where the next batch is expected, and the properties that it must have to be that batch.
+/// Where in a segment the next batch is expected, and what it must have to be that batch.
 struct Chain<'a> {
     candidate: &'a Candidate,
     offset: u64,
@@ -89,10 +89,11 @@ impl<'a> Chain<'a> {
     /// Whether this is the next batch.
     fn follows(&self, batch: &Batch) -> bool {
         let (header, segment) = (&batch.header, &self.candidate.header);
-        let in_order = match self.offset == BLOCK as u64 {
-            // LSNs of a dropped torn tail are never given out again, so a gap is normal here.
-            true => header.first_lsn.get() > self.previous_lsn,
-            false => header.first_lsn.get() == self.previous_lsn + 1,
+        let in_order = if self.offset == BLOCK as u64 {
+            // LSNs of a dropped torn tail are never reused, so a gap is normal here.
+            header.first_lsn.get() > self.previous_lsn
+        } else {
+            header.first_lsn.get() == self.previous_lsn + 1
         };
         let room = self.room.checked_sub(batch.payload_at);
         let fits = room.is_some_and(|room| header.payload_bytes.get() <= room);
@@ -100,7 +101,7 @@ impl<'a> Chain<'a> {
         in_order && fits && ours && header.previous_crc == self.previous_crc
     }
 
-    /// Goes on behind this batch.
+    /// Advances past this batch.
     fn advance(&mut self, batch: &Batch) {
         self.offset = batch.end();
         self.previous_crc = batch.header.crc;
@@ -108,15 +109,15 @@ impl<'a> Chain<'a> {
     }
 }
 
-impl Contents {
-    /// Reads the part of the log in a segment of `size` bytes, up to its end or to LSN `limit`, without looking at other
-    /// segments. The next segment of the log begins behind the limit; `None`: there is none. `summaries`: the segment's
-    /// summary may be used.
+impl SegmentContents {
+    /// Reads the part of the log in a segment of `size` bytes, up to its end or to LSN `limit`, without looking at
+    /// other segments. The next segment begins after `limit`; `None`: there is none. `summaries`: the segment's summary
+    /// may be used.
     pub(crate) fn read(
         candidate: &Candidate,
         size: u64,
         limit: Option<u64>,
-        verify: Verify,
+        verify: VerifyScope,
         summaries: bool,
     ) -> Self {
         let mut contents = Self {
@@ -127,15 +128,15 @@ impl Contents {
         };
         let limit_of_summary = limit.filter(|_| summaries);
         let summary = limit_of_summary.and_then(|limit| summary(candidate, size, limit));
-        // A window begins to read at once.
+        // A new window starts reading at once.
         let window = || Window::new(&candidate.segment, BLOCK as u64, size);
         let read = match summary {
             Some(batches) => {
                 contents.end = batches.last().map_or(contents.end, Batch::end);
                 (contents.batches, contents.summarised) = (batches, true);
                 match verify {
-                    Verify::Tail => Ok(()),
-                    Verify::All => contents.verify(&mut window()),
+                    VerifyScope::Tail => Ok(()),
+                    VerifyScope::All => contents.verify(&mut window()),
                 }
             }
             None => contents.read_batches(candidate, &mut window(), limit),
@@ -157,7 +158,7 @@ impl Contents {
     ) -> Result<()> {
         let log = &candidate.header.log;
         let mut chain = Chain::new(candidate, window.size());
-        // Reads on to the first thing that is not the next batch, even where the next segment says that no batch
+        // Read on to the first thing that is not the next batch, even where the next segment says that no batch
         // follows.
         while let Some(mut batch) = Batch::at(window, log, chain.offset)? {
             if !chain.follows(&batch) {
@@ -168,12 +169,12 @@ impl Contents {
             let (offset, last_lsn) = (batch.offset, batch.last_lsn());
             let beyond = limit.is_some_and(|limit| last_lsn > limit);
             if beyond && !whole {
-                // The batch was dropped as torn when the log was recovered.
+                // This batch was dropped as torn by an earlier recovery.
                 break;
             }
             if beyond {
-                // No crash leaves such a batch. If the next segment were missing, the batch would count, and the log
-                // would change its contents.
+                // No crash leaves such a batch. If the next segment went missing, the batch would count, and the log
+                // would have other contents.
                 return Err(Error::new(
                     ErrorKind::Damaged,
                     format!(
@@ -196,11 +197,10 @@ impl Contents {
     }
 }
 
-/// The batches of a segment by its summary, if it has a valid one, and if the next segment of the log begins behind
-/// LSN `limit`, the last one of the summary.
+/// The batches in a segment's summary, if that is valid and ends with LSN `limit`, after which the next segment begins.
 fn summary(candidate: &Candidate, size: u64, limit: u64) -> Option<Vec<Batch>> {
     let file = &candidate.segment.file;
-    // A summary that can't be read is as good as none.
+    // An unreadable summary counts as none.
     let read = |len: usize| {
         let mut bytes = Buffer::for_overwrite(len);
         file.read_exact_at(&mut bytes, size - len as u64).ok()?;
@@ -230,7 +230,7 @@ fn summary(candidate: &Candidate, size: u64, limit: u64) -> Option<Vec<Batch>> {
         batches.push(batch);
         rest = &rest[len..];
     }
-    // A segment whose last batches were dropped as torn may have a summary that still names them.
+    // If the last batches were dropped as torn, the summary may still have them.
     if chain.previous_lsn != limit && !stale {
         return None;
     }
@@ -240,18 +240,18 @@ fn summary(candidate: &Candidate, size: u64, limit: u64) -> Option<Vec<Batch>> {
     Some(batches)
 }
 
-/// What a segment holds behind the end of the log.
+/// What a segment holds after the end of the log.
 #[derive(Default)]
-pub(crate) struct Behind {
+pub(crate) struct StaleTail {
     pub torn: bool,
-    /// How far the log was durable when the headers there were written.
+    /// The highest durable LSN in the headers there.
     pub durable_lsn: u64,
     pub max_lsn: u64,
     pub max_cid: u64,
     pub max_sequence: u64,
 }
 
-impl Behind {
+impl StaleTail {
     /// Looks for headers of this log's batches from `offset` on. `salt`: the segment's salt, if known; headers with
     /// another salt are ignored.
     pub(crate) fn look(

@@ -5,13 +5,13 @@ use crate::format::Control;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel;
-use crate::recovery::contents::{Candidate, Contents, Verify};
-use crate::recovery::scan::{Found, Visitor};
+use crate::recovery::contents::{Candidate, SegmentContents, VerifyScope};
+use crate::recovery::scan::{FoundRecord, Visitor};
 use crate::sync::Arc;
 
-/// Calls `visit` with each record of these segments up to LSN `until`, which are durable, in LSN order. Each segment comes
-/// with its last LSN so far: those that end before `until` get no more records. The caller holds them, so that they are not
-/// used for other records meanwhile. They are read on up to `threads` threads.
+/// Calls `visit` with each record of these segments up to LSN `until`, in LSN order. All of them are durable. Each
+/// segment comes with its last LSN so far; those that end before `until` get no more records. The caller holds the
+/// segments, so that they are not recycled. Reads on up to `threads` threads.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if a record can't be read.
@@ -26,11 +26,11 @@ pub(crate) fn read_live(
     let read = |part: &(Arc<Segment>, u64)| {
         let (segment, last_lsn) = part;
         let candidate = Candidate::of(segment)?;
-        // What comes behind `until` may be on its way to the medium.
+        // Anything after `until` may be on its way to the medium.
         let limit = (*last_lsn < until).then_some(*last_lsn);
-        let contents = Contents::read(&candidate, size, limit, Verify::Tail, true);
+        let contents = SegmentContents::read(&candidate, size, limit, VerifyScope::Tail, true);
         contents.error.map_or(Ok(()), Err)?;
-        // A segment may have lost all its batches, which were torn.
+        // All batches of a segment may have been dropped as torn.
         let before = candidate.header.previous_lsn.get();
         let read_until = contents
             .batches
@@ -45,7 +45,7 @@ pub(crate) fn read_live(
         }
         Ok((segment.clone(), contents.batches))
     };
-    let lines = control.lines(u64::MAX);
+    let timelines = control.timelines(u64::MAX);
     let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
     parallel::in_order(threads, segments.iter(), read, |part| {
         let (segment, batches) = part?;
@@ -59,7 +59,7 @@ pub(crate) fn read_live(
                     return Ok(false);
                 }
                 let disk_id = descriptor.disk_id.get();
-                visit(Found {
+                visit(FoundRecord {
                     lsn,
                     descriptor,
                     checksums: &batch.checksums[blocks.clone()],
@@ -67,7 +67,7 @@ pub(crate) fn read_live(
                     segment: &segment,
                     offset,
                     in_base: lsn <= control.applied_lsn(disk_id),
-                    counts: lines.of(disk_id).has(lsn),
+                    counts: timelines.of(disk_id).has(lsn),
                     damaged: wrong.iter().any(|block| blocks.contains(block)),
                 });
             }

@@ -1,4 +1,4 @@
-//! From a log's records to the contents of its disks: reads the whole log and gives each disk its part.
+//! From a log's records to the contents of its disks: reads the whole log and sorts the records by disk.
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
@@ -7,88 +7,93 @@ use zerocopy::little_endian::U64;
 
 use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
-use crate::catalog::rewind::Lines;
+use crate::catalog::rewind::Timelines;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{Control, Descriptor, Kind};
-use crate::index::{Builder, ExtentMap, Place};
+use crate::format::{Control, Descriptor, DescriptorKind};
+use crate::index::{ExtentMap, IndexBuilder, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::directory::Medium;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::live::read_live;
-use crate::recovery::scan::{self, Found, Scan};
+use crate::recovery::scan::{self, FoundRecord, Scan};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
-/// The records of one disk in a log that are not in its base image.
+/// One disk's records in the log that are not in its base image.
 #[derive(Default)]
-pub(crate) struct Waiting {
+pub(crate) struct UnappliedRecords {
     /// Those that count.
     pub extents: ExtentMap,
     /// LSN of the newest record.
     pub last_lsn: u64,
-    /// All records, also those that a rewind has undone: it may itself be undone.
+    /// Counts all records, including those undone by a rewind, which may itself be undone.
     pub records: u64,
     pub payload_bytes: u64,
 }
 
-/// A disk while the log is read.
-struct Reading {
+/// One disk while the log is read.
+struct DiskReplay {
     /// Its capacity.
     sectors: u64,
-    extents: Builder,
-    /// Its extents are still missing.
-    waiting: Waiting,
+    extents: IndexBuilder,
+    /// Everything but the extents.
+    unapplied: UnappliedRecords,
 }
 
-impl Reading {
+impl DiskReplay {
     fn new(sectors: u64) -> Self {
         Self {
             sectors,
-            extents: Builder::default(),
-            waiting: Waiting::default(),
+            extents: IndexBuilder::default(),
+            unapplied: UnappliedRecords::default(),
         }
     }
 
-    /// Whether the disk has these sectors, at least one.
+    /// Whether this is a non-empty range of the disk.
     fn has(&self, sector: u64, sectors: u32) -> bool {
         let end = sector.checked_add(u64::from(sectors));
         sectors > 0 && end.is_some_and(|end| end <= self.sectors)
     }
 
-    fn finish(self) -> Waiting {
-        Waiting {
+    fn finish(self) -> UnappliedRecords {
+        UnappliedRecords {
             extents: self.extents.finish(),
-            ..self.waiting
+            ..self.unapplied
         }
     }
 }
 
-/// The disks of a log while it is read.
-struct Disks {
-    disks: BTreeMap<u32, Reading>,
+/// All disks of a log while it is read.
+struct LogReplay {
+    disks: BTreeMap<u32, DiskReplay>,
     /// The records that count.
-    lines: Lines,
+    timelines: Timelines,
     /// A record for sectors that no disk has.
     stray: Option<u64>,
 }
 
-impl Disks {
-    /// The disks as of LSN `until`.
+impl LogReplay {
+    /// Replays the disks as of LSN `until`.
     fn of(control: &Control, until: u64) -> Self {
         let disks = control.disks.iter();
-        let disks = disks.map(|disk| (disk.id.get(), Reading::new(disk.size.get() / SECTOR_SIZE)));
+        let disks = disks.map(|disk| {
+            (
+                disk.id.get(),
+                DiskReplay::new(disk.size.get() / SECTOR_SIZE),
+            )
+        });
         Self {
             disks: disks.collect(),
-            lines: control.lines(until),
+            timelines: control.timelines(until),
             stray: None,
         }
     }
 
-    /// Takes the next record, unless it is in the base image, or a mark.
-    fn take(&mut self, found: &Found<'_>) {
+    /// Takes the next record, unless it is in the base image or a mark.
+    fn take(&mut self, found: &FoundRecord<'_>) {
         if found.in_base || found.is_mark() {
             return;
         }
@@ -100,16 +105,16 @@ impl Disks {
             self.stray.get_or_insert(lsn);
             return;
         };
-        if self.lines.of(disk_id).has(lsn) || planted(Mutant::RecoveryAcceptsStale) {
+        if self.timelines.of(disk_id).has(lsn) || planted(Mutant::RecoveryAcceptsStale) {
             let place = place(descriptor, lsn, found.segment, found.offset);
             disk.extents.add(sector, sectors, place);
         }
-        disk.waiting.last_lsn = lsn;
-        disk.waiting.records += 1;
-        disk.waiting.payload_bytes += descriptor.payload_len();
+        disk.unapplied.last_lsn = lsn;
+        disk.unapplied.records += 1;
+        disk.unapplied.payload_bytes += descriptor.payload_len();
     }
 
-    fn finish(self, log_dir: &Path) -> Result<Indexes> {
+    fn finish(self, log_dir: &Path) -> Result<UnappliedByDisk> {
         if let Some(lsn) = self.stray {
             return Err(Error::new(
                 ErrorKind::Damaged,
@@ -120,41 +125,41 @@ impl Disks {
             ));
         }
         let disks = self.disks.into_iter();
-        let disks = disks.filter(|(_, disk)| disk.waiting.records > 0);
+        let disks = disks.filter(|(_, disk)| disk.unapplied.records > 0);
         Ok(disks.map(|(id, disk)| (id, disk.finish())).collect())
     }
 }
 
-/// Where the bytes of a record are, whose payload, if it has one, is at this byte offset of a segment.
+/// The place of a record's bytes. Its payload, if any, is at this byte offset of a segment.
 pub(crate) fn place(
     descriptor: &Descriptor,
     lsn: u64,
     segment: &Arc<Segment>,
     offset: u64,
 ) -> Place {
-    match Kind::from_raw(descriptor.kind.get()) {
-        Some(Kind::Write) => Place::Log {
+    match DescriptorKind::from_raw(descriptor.kind.get()) {
+        Some(DescriptorKind::Write) => Place::Log {
             segment: segment.clone(),
             offset,
         },
         kind => Place::Zero {
-            unmap: kind == Some(Kind::Discard),
+            unmap: kind == Some(DescriptorKind::Discard),
             lsn,
         },
     }
 }
 
-/// The waiting records of all disks that have any, by disk id.
-pub(crate) type Indexes = HashMap<u32, Waiting>;
+/// The unapplied records of all disks that have any, by disk id.
+pub(crate) type UnappliedByDisk = HashMap<u32, UnappliedRecords>;
 
 /// Reads the log: what it holds, and where the newest bytes of each disk are.
 pub(crate) fn read_log(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &Control,
-    verify: Verify,
+    verify: VerifyScope,
     progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
+) -> Result<(Scan, UnappliedByDisk)> {
     let until = u64::MAX;
     read(
         medium,
@@ -167,14 +172,14 @@ pub(crate) fn read_log(
     )
 }
 
-/// As [`read_log`], but the indexes are as of LSN `until`, and no more is verified than the log's end needs.
+/// As [`read_log`], but as of LSN `until`, and verifies only what it takes to find the log's end.
 pub(crate) fn read_log_until(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &Control,
     until: u64,
-) -> Result<(Scan, Indexes)> {
-    let (verify, progress) = (Verify::Tail, &mut |_, _| {});
+) -> Result<(Scan, UnappliedByDisk)> {
+    let (verify, progress) = (VerifyScope::Tail, &mut |_, _| {});
     read(
         medium,
         log_dir,
@@ -186,7 +191,7 @@ pub(crate) fn read_log_until(
     )
 }
 
-/// The extents of the records of one disk for which `wanted` holds, by LSN. No point of the disk need have them all.
+/// The extents of one disk's records whose LSNs are `wanted`. These need not be the state at any one point.
 pub(crate) fn read_records(
     medium: &dyn Medium,
     log_dir: &Path,
@@ -194,8 +199,8 @@ pub(crate) fn read_records(
     disk_id: u32,
     wanted: impl Fn(u64) -> bool,
 ) -> Result<ExtentMap> {
-    let mut extents = Builder::default();
-    let visit = &mut |found: Found<'_>| {
+    let mut extents = IndexBuilder::default();
+    let visit = &mut |found: FoundRecord<'_>| {
         let (descriptor, lsn) = (found.descriptor, found.lsn);
         if descriptor.disk_id.get() == disk_id && wanted(lsn) {
             let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
@@ -207,7 +212,7 @@ pub(crate) fn read_records(
         medium,
         log_dir,
         control,
-        Verify::Tail,
+        VerifyScope::Tail,
         visit,
         &mut |_, _| {},
     )?;
@@ -220,13 +225,13 @@ fn read(
     log_dir: &Path,
     control: &Control,
     until: u64,
-    verify: Verify,
-    visit: &mut dyn FnMut(&Found<'_>),
+    verify: VerifyScope,
+    visit: &mut dyn FnMut(&FoundRecord<'_>),
     progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
+) -> Result<(Scan, UnappliedByDisk)> {
     let until = until.saturating_add(u64::from(planted(Mutant::PointReadsNewer)));
-    let mut disks = Disks::of(control, until);
-    let visit = &mut |found: Found<'_>| {
+    let mut disks = LogReplay::of(control, until);
+    let visit = &mut |found: FoundRecord<'_>| {
         visit(&found);
         if found.lsn <= until {
             disks.take(&found);
@@ -234,15 +239,15 @@ fn read(
     };
     let mut scan = scan::scan(medium, log_dir, control, verify, visit, progress)?;
     let indexes = disks.finish(log_dir)?;
-    // Readers need no block that a later record has replaced.
+    // Blocks overwritten by later records don't matter.
     scan.damaged.retain(|damaged| {
-        let needed = |waiting: &Waiting| damaged.is_needed(&waiting.extents);
+        let needed = |unapplied: &UnappliedRecords| damaged.is_needed(&unapplied.extents);
         indexes.get(&damaged.disk_id).is_some_and(needed)
     });
     Ok((scan, indexes))
 }
 
-/// Reads what a log in use holds of one disk, up to LSN `until`. The records are in `segments`: see [`read_live`].
+/// Reads one disk's extents from a log in use, up to LSN `until`. `segments`: see [`read_live`].
 pub(crate) fn read_live_disk(
     segments: &[(Arc<Segment>, u64)],
     until: u64,
@@ -252,25 +257,25 @@ pub(crate) fn read_live_disk(
     threads: usize,
 ) -> Result<ExtentMap> {
     let newer = u64::from(planted(Mutant::PointReadsNewer));
-    let mut disks = Disks::of(control, until.saturating_add(newer));
-    let visit = &mut |found: Found<'_>| {
+    let mut disks = LogReplay::of(control, until.saturating_add(newer));
+    let visit = &mut |found: FoundRecord<'_>| {
         if found.descriptor.disk_id.get() == disk_id {
             disks.take(&found);
         }
     };
     read_live(segments, until, control, threads, visit)?;
-    let waiting = disks.finish(log_dir)?.remove(&disk_id);
-    Ok(waiting.unwrap_or_default().extents)
+    let unapplied = disks.finish(log_dir)?.remove(&disk_id);
+    Ok(unapplied.unwrap_or_default().extents)
 }
 
-/// Reads the log for recovery. Syncs the segments and drops their cached pages first, so that it reads what
-/// is on the medium.
+/// Reads the log for recovery. First syncs the segments and drops their cached pages, so that it reads what is on the
+/// medium.
 pub(crate) fn read_for_recovery(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &mut ControlFile,
     progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
+) -> Result<(Scan, UnappliedByDisk)> {
     read_durable(medium, log_dir, control, &mut |_| {}, progress)
 }
 
@@ -279,15 +284,15 @@ pub(crate) fn read_durable(
     medium: &dyn Medium,
     log_dir: &Path,
     control: &mut ControlFile,
-    visit: &mut dyn FnMut(&Found<'_>),
+    visit: &mut dyn FnMut(&FoundRecord<'_>),
     progress: Progress<'_>,
-) -> Result<(Scan, Indexes)> {
+) -> Result<(Scan, UnappliedByDisk)> {
     control.confirm()?;
     for (_, segment) in medium.segments()? {
         let dropped = segment.file.drop_cache();
         dropped.map_err(|e| Error::io("sync the log segment", &segment.path, e))?;
     }
-    let (until, verify) = (u64::MAX, Verify::Tail);
+    let (until, verify) = (u64::MAX, VerifyScope::Tail);
     let read = read(
         medium,
         log_dir,
@@ -297,42 +302,42 @@ pub(crate) fn read_durable(
         visit,
         progress,
     );
-    let (scan, waiting) = read?;
-    // What was read is on the medium. The next change of the control file notes that: then a block of the last batch that the medium
-    // changes later is not taken for a torn write, and the headers that void segments have are not needed to know it.
+    let (scan, unapplied) = read?;
+    // Everything read is on the medium. The next write of the control file records that, so that later damage to the
+    // last batch is not taken for a torn write, and the headers in void segments are no longer needed as proof.
     control.control.durable_lsn = U64::new(scan.last.lsn);
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
         tracing::error!(
-            "{dir}: {count} blocks of 4096 bytes are damaged, the first in record {}: reads of them fail; close the \
+            "{dir}: {count} blocks of 4096 bytes are damaged, the first in record {}; reading them fails; close the \
              disk, then 'walvisor disk check' lists sectors and LSNs",
             first.lsn
         );
     }
-    Ok((scan, waiting))
+    Ok((scan, unapplied))
 }
 
-/// Gives the disks their parts of the log, and makes the log's end durable. `keeps_history`: the log keeps its records. Returns the
-/// segments that hold no part of the log, too.
+/// Gives each disk its part of the log, and makes the log's end durable. `keeps_history`: the log keeps its records.
+/// Also returns the segments that hold no part of the log.
 pub(crate) fn recover(
     control: &mut ControlFile,
     states: &[Arc<DiskState>],
-    (mut scan, mut indexes): (Scan, Indexes),
+    (mut scan, mut indexes): (Scan, UnappliedByDisk),
     keeps_history: bool,
 ) -> Result<(Scan, Vec<Arc<Segment>>)> {
-    // Unless the log keeps its records, the indexes are frozen at once. The first checkpoint then copies only what was recovered, whatever is written
-    // meanwhile, and so needs no room in a ring that may be full.
+    // Unless the log keeps its records, freeze the indexes at once. The first checkpoint then copies exactly what was
+    // recovered, whatever is written in the meantime, and so needs no room in a ring that may be full.
     for state in states {
-        if let Some(waiting) = indexes.remove(&state.id) {
+        if let Some(unapplied) = indexes.remove(&state.id) {
             let mut index = state.index_mut();
-            index.active = waiting.extents;
+            index.active = unapplied.extents;
             if !keeps_history {
                 index.freeze();
             }
-            state.last_lsn.store(waiting.last_lsn, Ordering::Release);
+            state.last_lsn.store(unapplied.last_lsn, Ordering::Release);
         }
     }
-    // The bytes behind the end must never be taken for part of the log again.
+    // What lies after the end must never be taken for part of the log again.
     let free = scan.release(control)?;
     Ok((scan, free))
 }

@@ -1,14 +1,14 @@
-//! Saved files: what the disks had as of a snapshot where the base images have gone on since.
+//! Saved files: what the disks held at a snapshot, where the base images have changed since.
 //!
 //! ```text
 //!   as of the snapshot  =  saved files of the snapshot ─ gaps ─▶ those of later snapshots ─ gaps ─▶ base image
 //! ```
-//! A copy to the base images that goes past a snapshot first saves what it is about to overwrite, once for each sector. So the
-//! log keeps nothing for a snapshot, and a snapshot takes no more room than what has changed since.
+//! A copy that moves the base images past a snapshot first saves what it is about to overwrite, once for each sector.
+//! So the log keeps nothing for the snapshot, and the snapshot takes no more room than what has changed since.
 //!
-//! A saved file looks like a segment: a header, and batches of records. The records of a snapshot count from the one behind its
-//! LSN, and the control file says how many there are: all of them are durable. The first ones have no sectors: they name the
-//! disks that the snapshot has.
+//! A saved file looks like a segment: a header, and batches of records. A snapshot's records are numbered
+//! from the LSN after its own, and the control file says how many there are; all of those are durable. The first ones
+//! have no sectors: they list the disks of the snapshot.
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
@@ -18,32 +18,33 @@ use std::path::{Path, PathBuf};
 
 use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader, Uuid};
-use crate::index::{Builder, ExtentMap};
+use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader, Uuid};
+use crate::index::{ExtentMap, IndexBuilder};
 use crate::medium::file::Segment;
-use crate::medium::filesystem::{FileSystem, Open};
+use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::segment::LogRead;
 use crate::recovery::batch::Batch;
 use crate::recovery::replay::place;
 use crate::sync::Arc;
 use crate::{Buffer, SECTOR_SIZE};
 
-/// The place where the next batch of a snapshot's saved files goes.
-pub(crate) struct End {
+/// Where the next batch of a snapshot's saved files goes.
+pub(crate) struct SavedTail {
     pub segment: Arc<Segment>,
     pub header: SegmentHeader,
     /// Byte offset in the file.
     pub offset: u64,
-    /// CRC of the batch before, or of the header.
+    /// CRC of the previous batch, or of the header.
     pub previous_crc: u32,
 }
 
-/// The path of a saved file of the log in `dir`, of the snapshots as of an LSN. Each has up to a gigabyte; the first is part 0.
+/// The path of a saved file of the log in `dir`, for the snapshots at an LSN. Parts have up to a gigabyte each; the
+/// first is part 0.
 pub(crate) fn path(dir: &Path, lsn: u64, part: u64) -> PathBuf {
     dir.join(format!("saved-{lsn:020}-{part:05}"))
 }
 
-/// The LSN of the snapshots to which a file of this name belongs, if it is a saved file.
+/// The LSN of the snapshots that a saved file of this name belongs to; `None` if it is not a saved file's name.
 pub(crate) fn lsn_of(dir: &Path, name: &OsStr) -> Option<u64> {
     let (lsn, part) = name.to_str()?.strip_prefix("saved-")?.split_once('-')?;
     let (lsn, part) = (lsn.parse().ok()?, part.parse().ok()?);
@@ -57,15 +58,15 @@ pub(crate) fn sizes(files: &dyn FileSystem, dir: &Path) -> BTreeMap<u64, u64> {
         let Some(lsn) = lsn_of(dir, &name) else {
             continue;
         };
-        let file = files.open(&dir.join(&name), Open::Read);
-        // A file that was removed meanwhile has none.
+        let file = files.open(&dir.join(&name), OpenMode::Read);
+        // A file that has just been removed has none.
         let bytes = file.and_then(|file| file.len()).unwrap_or(0);
         *sizes.entry(lsn).or_default() += bytes;
     }
     sizes
 }
 
-/// The snapshots of a log, oldest first, with the sizes of their files, and the size of all saved files.
+/// The snapshots of a log, oldest first, with the sizes of their files; and the size of all saved files.
 pub(crate) fn snapshots(
     files: &dyn FileSystem,
     dir: &Path,
@@ -79,7 +80,7 @@ pub(crate) fn snapshots(
     (all, sizes.values().sum())
 }
 
-/// A file that does not have what the control file says.
+/// The error for a file without what the control file says it has.
 fn damaged(path: &Path, what: &str) -> Error {
     let message = format!(
         "{}: {what}, so the disks can't be seen as of its snapshot; restore the file from a copy, or delete the snapshot",
@@ -88,9 +89,10 @@ fn damaged(path: &Path, what: &str) -> Error {
     Error::new(ErrorKind::Damaged, message)
 }
 
-/// Calls `visit` with each of the first `count` records of the saved files of the snapshots as of `lsn`: the file, the record, and
-/// the byte offset of its payload. Payloads are verified where their bytes are used. `how`: how the files are opened. Returns
-/// where the next record goes; `None` if there are no records, or once `over` returns `true`: not all was visited then.
+/// Calls `visit` with each of the first `count` records in the saved files of the snapshots at `lsn`: the file, the
+/// record, and the byte offset of its payload. Payloads are verified when they are read. `how`: how to open the files.
+/// Returns where the next record goes; `None` if there are no records, or if `over` returned `true` before all were
+/// visited.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if a record is not there.
@@ -99,10 +101,10 @@ pub(crate) fn read(
     dir: &Path,
     log: &Uuid,
     (lsn, count): (u64, u32),
-    how: Open,
+    how: OpenMode,
     visit: &mut dyn FnMut(&Arc<Segment>, &Descriptor, u64),
     over: &mut dyn FnMut() -> bool,
-) -> Result<Option<End>> {
+) -> Result<Option<SavedTail>> {
     let (mut number, last) = (lsn, lsn + u64::from(count));
     let (mut part, mut end) = (0, None);
     while number < last {
@@ -138,8 +140,8 @@ pub(crate) fn read(
     Ok(end)
 }
 
-/// Reads all saved files, and every byte of them that a look may read. Returns what is wrong, each with the LSN of the snapshots whose
-/// files these are.
+/// Reads all saved files, every byte that a look may read. Returns what is wrong, each with the LSN of the snapshots it
+/// affects.
 pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> Vec<(u64, String)> {
     let mut wrong = Vec::new();
     for &(lsn, count) in saved.counts() {
@@ -155,9 +157,15 @@ pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> V
             }
         };
         let of = (lsn, count);
-        let read = read(files, dir, saved.log(), of, Open::Read, visit, &mut || {
-            false
-        });
+        let read = read(
+            files,
+            dir,
+            saved.log(),
+            of,
+            OpenMode::Read,
+            visit,
+            &mut || false,
+        );
         if let Err(error) = read {
             wrong.push((lsn, error.to_string()));
         }
@@ -165,14 +173,14 @@ pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> V
     wrong
 }
 
-/// Opens a part, whose records follow the one with this number.
+/// Opens a part whose first record follows the one with this number.
 fn open_part(
     files: &dyn FileSystem,
     path: PathBuf,
     log: &Uuid,
     (part, number): (u64, u64),
-    how: Open,
-) -> Result<End> {
+    how: OpenMode,
+) -> Result<SavedTail> {
     let file = files.open(&path, how).map_err(|error| match error.kind() {
         io::ErrorKind::NotFound => damaged(&path, "missing"),
         _ => Error::io("open", &path, error),
@@ -182,16 +190,16 @@ fn open_part(
         Err(error) if error.kind() != io::ErrorKind::UnexpectedEof => {
             return Err(Error::io("read", &path, error));
         }
-        // A file that is too short has no valid header.
+        // Too short for a valid header.
         _ => {}
     }
     match SegmentHeader::decode(&head) {
-        Decoded::Valid(header)
+        DecodeResult::Valid(header)
             if header.log == *log
                 && header.sequence == part + 1
                 && header.previous_lsn == number =>
         {
-            Ok(End {
+            Ok(SavedTail {
                 previous_crc: header.crc.get(),
                 segment: Arc::new(Segment::new(path, file)),
                 header,
@@ -202,8 +210,8 @@ fn open_part(
     }
 }
 
-/// The batch whose place this is, and the CRC of its header, if it follows the record with this number.
-fn next_batch(end: &End, log: &Uuid, number: u64, len: u64) -> Result<Option<(Batch, u32)>> {
+/// The batch here, with the CRC of its header, if it follows the record with this number.
+fn next_batch(end: &SavedTail, log: &Uuid, number: u64, len: u64) -> Result<Option<(Batch, u32)>> {
     let read = |bytes: usize| {
         let mut buffer = Buffer::zeroed(bytes.next_multiple_of(BLOCK));
         if end.offset + buffer.len() as u64 > len {
@@ -241,8 +249,9 @@ fn io_error(segment: &Segment, error: io::Error) -> Error {
     Error::io("read", &segment.path, error)
 }
 
-/// What a disk of so many bytes had as of the first of these LSNs where its base image may have gone on; where there is a gap, it has
-/// not. What was saved for snapshots behind these LSNs is left out. `None` if there are no files of snapshots as of the first.
+/// What a disk (number and bytes) held at the first of these LSNs, where its base image may have changed since; gaps
+/// have not changed. Leaves out what was saved for snapshots after the range. `None` if there are no saved files for
+/// the first LSN.
 ///
 /// # Errors
 /// [`ErrorKind::NotFound`] if the snapshot does not have the disk; or if the files can't be read.
@@ -256,38 +265,47 @@ pub(crate) fn read_saved(
     if !saved.has(lsns.start) {
         return Ok(None);
     }
-    let (mut extents, mut known) = (Builder::default(), false);
+    let (mut extents, mut known) = (IndexBuilder::default(), false);
     let has = |sector: u64, sectors: u32| {
         let end = sector.checked_add(u64::from(sectors));
         end.is_some_and(|end| end <= size / SECTOR_SIZE)
     };
-    // Of two places for a sector the later one counts: that of the older snapshot.
+    // Duplicates: the older snapshot wins.
     let counts = saved.counts().iter().rev();
     for &(lsn, count) in counts.filter(|(lsn, _)| lsns.contains(lsn)) {
         let visit = &mut |segment: &Arc<Segment>, descriptor: &Descriptor, at: u64| {
             let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
-            match () {
-                () if descriptor.disk_id != disk_id => {}
-                () if sectors == 0 => known |= lsn == lsns.start,
-                () if !has(sector, sectors) => {}
-                () => extents.add(sector, sectors, place(descriptor, lsn, segment, at)),
+            if descriptor.disk_id != disk_id {
+                return;
+            }
+            if sectors == 0 {
+                known |= lsn == lsns.start;
+            } else if has(sector, sectors) {
+                extents.add(sector, sectors, place(descriptor, lsn, segment, at));
             }
         };
         let of = (lsn, count);
-        read(files, dir, saved.log(), of, Open::Read, visit, &mut || {
-            false
-        })?;
+        read(
+            files,
+            dir,
+            saved.log(),
+            of,
+            OpenMode::Read,
+            visit,
+            &mut || false,
+        )?;
     }
-    match known {
-        true => Ok(Some(extents.finish())),
-        false => Err(Error::new(
+    if known {
+        Ok(Some(extents.finish()))
+    } else {
+        Err(Error::new(
             ErrorKind::NotFound,
             format!(
-                "{}: the snapshots as of LSN {} do not have this disk: it was not on the log then, or what the log had of it was \
-                 given up",
+                "{}: the snapshots as of LSN {} do not have this disk: it was not on the log then, or its records were \
+                 discarded",
                 dir.display(),
                 lsns.start
             ),
-        )),
+        ))
     }
 }

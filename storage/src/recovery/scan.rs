@@ -1,17 +1,15 @@
 //! Reading a log: which records it holds, where it ends, and whether its end is a torn write or damage.
 //!
-//! Segments are read in the order of their sequence, and batches in order within them. A segment says where it
-//! begins, and the next one where it ends. So several segments are read and verified at a time, and taken in order.
-//! A sealed segment's summary repeats its headers: then only the summary is read.
+//! Segments are processed in the order of their sequence, and batches in order within them. A segment says where it
+//! begins, and the next one says where it ends, so several segments can be read and verified in parallel. A sealed
+//! segment's summary repeats its headers, so only the summary is read.
 //!
-//! Every batch header says how far the log was durable when it was written, and so does the control file. That distinguishes a
+//! Every batch header says how far the log was durable when it was written, and so does the control file. That tells a
 //! torn write from rot:
-//! - A batch has a valid header and a wrong payload. If it was durable, the medium has changed it since: it stays
-//!   part of the log, and reads of the damaged blocks fail. Otherwise its write never completed, and the log ends
-//!   before it.
+//! - A batch has a valid header and a wrong payload. If it was durable, it was damaged later: it stays part of the log,
+//!   and reads of the damaged blocks fail. Otherwise its write never completed, and the log ends before it.
 //! - The log ends at the first thing that is not the next batch. If the log was durable beyond that, acknowledged
-//!   records are missing, which is reported and never repaired silently. Otherwise everything behind the end is
-//!   void.
+//!   records are missing, which is reported and never repaired silently. Otherwise everything after the end is void.
 
 use std::collections::VecDeque;
 use std::path::Path;
@@ -20,33 +18,33 @@ use std::sync::Arc;
 use zerocopy::little_endian::U64;
 
 use crate::catalog::control::{ControlFile, unknown_version};
-use crate::catalog::rewind::Lines;
+use crate::catalog::rewind::Timelines;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{BLOCK, BatchHeader, Control, Decoded, Descriptor, SegmentHeader};
+use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader};
 use crate::index::{ExtentMap, Place};
+use crate::log::clock::passed_between;
 use crate::log::history::Commit;
-use crate::log::ring::Live;
-use crate::log::stamp::passed_between;
+use crate::log::ring::LiveSegment;
 use crate::medium::directory::Medium;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::parallel::Progress;
 use crate::recovery::batch::Batch;
-use crate::recovery::contents::{Behind, Candidate, Contents, Verify};
+use crate::recovery::contents::{Candidate, SegmentContents, StaleTail, VerifyScope};
 use crate::{Buffer, SECTOR_SIZE, parallel};
 
 /// The state of a log, as a scan found it.
 #[derive(Default)]
 pub(crate) struct Scan {
-    /// The segments that hold parts of the log.
-    pub live: Vec<Live>,
-    /// Those that hold none: see [`release`](Self::release).
+    /// Segments that hold parts of the log.
+    pub live: Vec<LiveSegment>,
+    /// Segments that hold none, see [`release`](Self::release).
     free: Vec<Arc<Segment>>,
-    /// Segments behind the end of the log whose headers must be wiped before the log is written again.
+    /// Segments after the end of the log, whose headers must be wiped before the log is written again.
     void: Vec<Arc<Segment>>,
-    /// Segments whose own header is damaged: they may have been part of the log.
+    /// Segments with a damaged header, which may have been part of the log.
     suspects: Vec<Arc<Segment>>,
-    /// The highest numbers seen anywhere, void or not: they are never given out again.
+    /// The highest numbers seen anywhere, void or not; never reused.
     pub max_lsn: u64,
     pub max_cid: u64,
     pub max_sequence: u64,
@@ -54,8 +52,8 @@ pub(crate) struct Scan {
     pub last: Commit,
     /// Microseconds that have certainly passed from the oldest batch to the newest.
     pub passed: u64,
-    /// The record at the [horizon](Control::horizon), or, if it has left the log, that LSN with the group and the time of the oldest
-    /// record.
+    /// The record at the [horizon](Control::horizon); if it has left the log, its LSN with the group and the time of
+    /// the oldest record.
     pub horizon: Commit,
     pub batches: u64,
     /// One more than the highest number of a segment file.
@@ -63,11 +61,11 @@ pub(crate) struct Scan {
     /// Records that count now, and their payload bytes.
     pub records: u64,
     pub payload_bytes: u64,
-    /// Whether a write that never completed was found behind the end.
+    /// Whether a write that never completed was found after the end.
     pub torn_tail: bool,
-    /// Blocks of records that count now and that the medium has changed, as far as they were verified.
+    /// Damaged blocks of records that count now, as far as they were verified.
     pub damaged: Vec<DamagedBlock>,
-    /// Segment and byte offset of batch headers that the medium has changed, and that the segment's summary replaces.
+    /// Segment and byte offset of damaged batch headers that are intact in the segment's summary.
     pub damaged_headers: Vec<(Arc<Segment>, u64)>,
 }
 
@@ -77,56 +75,59 @@ impl Scan {
         self.live.len() + self.free.len() + self.void.len() + self.suspects.len()
     }
 
-    /// The segments that hold no part of a log that was [read durably](crate::recovery::replay::read_durable). There is no other way
-    /// to them, and whoever has them may overwrite or remove them: what they prove is in both slots of the control file by then. That
-    /// is how far the log was durable, so that damage is never taken for a torn write, and the highest numbers seen anywhere. What is
-    /// void is wiped.
+    /// Hands out the segments that hold no part of a log that was [read
+    /// durably](crate::recovery::replay::read_durable). This is the only way to get them, and the caller may overwrite
+    /// or remove them: by then, both slots of the control file have what these segments prove, namely how far the log
+    /// was durable (so that damage is never taken for a torn write) and the highest numbers seen anywhere. Void
+    /// segments are wiped.
     pub(crate) fn release(&mut self, control: &mut ControlFile) -> Result<Vec<Arc<Segment>>> {
-        let seen = match planted(Mutant::LsnRestart) {
-            true => self.last.lsn,
-            false => self.max_lsn.max(self.last.lsn),
+        let seen = if planted(Mutant::LsnRestart) {
+            self.last.lsn
+        } else {
+            self.max_lsn.max(self.last.lsn)
         };
         debug_assert_eq!(
             control.control.durable_lsn, self.last.lsn,
             "what was read is on the medium"
         );
         let next_cid = self.max_cid + 1;
-        let next_lsn = match planted(Mutant::LsnRestart) {
-            true => seen + 1,
-            // A disk that came with another image has taken one.
-            false => control.control.header.next_lsn.get().max(seen + 1),
+        let next_lsn = if planted(Mutant::LsnRestart) {
+            seen + 1
+        } else {
+            // A disk that came with another image has taken an LSN.
+            control.control.header.next_lsn.get().max(seen + 1)
         };
         let note = |control: &mut Control| {
             control.header.next_lsn = U64::new(next_lsn);
             control.header.next_cid = U64::new(next_cid);
         };
-        match planted(Mutant::ProofInOneSlot) {
-            true => control.change(note)?,
-            false => control.change_both(note)?,
+        if planted(Mutant::ProofInOneSlot) {
+            control.change(note)?
+        } else {
+            control.change_both(note)?
         }
         self.void.iter().try_for_each(|segment| wipe(segment))?;
         for suspect in &self.suspects {
             tracing::warn!(
-                "{}: its header is damaged; the log is whole without it, and uses the file again",
+                "{}: its header is damaged; the log is complete without it, and reuses the file",
                 suspect.path.display()
             );
         }
         let mut released = std::mem::take(&mut self.free);
-        // They come last: so they are the last ones to be overwritten.
+        // Last, so that they are overwritten last.
         released.append(&mut self.void);
         released.append(&mut self.suspects);
         Ok(released)
     }
 
-    /// Refuses to remove files of a log of which something is damaged, as far as it was verified. Those files may be what is left
-    /// of it.
+    /// Refuses to remove files of a log in which damage was found: those files may be all that is left of the data.
     pub(crate) fn refuse_damaged(&self, log_dir: &Path) -> Result<()> {
         let dir = log_dir.display();
         let told = match (self.damaged.first(), self.suspects.first()) {
             (Some(block), _) => format!(
-                "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; 'walvisor disk check' names the \
-                 disk and the sectors: overwrite them, restore the disk from a copy, or give up what the log has of it with \
-                 'walvisor disk check --discard-log'",
+                "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; 'walvisor disk check' \
+                 lists the disk and the sectors: overwrite them, restore the disk from a copy, or discard its records \
+                 with 'walvisor disk check --discard-log'",
                 block.segment.path.display(),
                 block.lsn,
                 block.offset,
@@ -141,7 +142,7 @@ impl Scan {
         Err(Error::new(ErrorKind::Damaged, told))
     }
 
-    /// As of when the disks of the log are.
+    /// The newest state of the log's disks.
     pub(crate) fn newest(&self, control: &Control) -> Commit {
         Commit {
             lsn: control.with_rewinds(self.last.lsn),
@@ -149,14 +150,14 @@ impl Scan {
         }
     }
 
-    /// Notes the numbers of a batch, which may be part of the log or not.
-    fn saw(&mut self, batch: &Batch) {
+    /// Notes the numbers of a batch, whether or not it is part of the log.
+    fn note_numbers(&mut self, batch: &Batch) {
         self.max_lsn = self.max_lsn.max(batch.last_lsn());
         self.max_cid = self.max_cid.max(batch.header.cid.get());
     }
 }
 
-/// A block of a record's payload that was durable and has changed since.
+/// A block of a payload that was durable and was damaged later.
 #[derive(Clone, Debug)]
 pub(crate) struct DamagedBlock {
     pub lsn: u64,
@@ -170,7 +171,7 @@ pub(crate) struct DamagedBlock {
 }
 
 impl DamagedBlock {
-    /// Whether a layer of the block's disk refers to its bytes.
+    /// Whether a layer of its disk refers to the block.
     pub(crate) fn is_needed(&self, layer: &ExtentMap) -> bool {
         let mut needed = false;
         let (sector, sectors) = (self.sector, self.sectors);
@@ -187,7 +188,7 @@ impl DamagedBlock {
 }
 
 /// A record in the log.
-pub(crate) struct Found<'a> {
+pub(crate) struct FoundRecord<'a> {
     pub lsn: u64,
     pub descriptor: &'a Descriptor,
     /// The batch that contains the record.
@@ -197,16 +198,16 @@ pub(crate) struct Found<'a> {
     pub checksums: &'a [u32],
     /// Byte offset of the payload in the segment.
     pub offset: u64,
-    /// Whether the base image has the record (it is at or below the checkpoint LSN), or the record was given up.
+    /// Whether the base image has the record (at or below the checkpoint LSN), or the record was discarded.
     pub in_base: bool,
-    /// Whether the record counts now: the base image does not have it, and no rewind has undone it.
+    /// Whether the record counts: it is not in the base image, and no rewind has undone it.
     pub counts: bool,
     /// Whether the payload is damaged, as far as it was verified.
     pub damaged: bool,
 }
 
-impl Found<'_> {
-    /// The place of the record in the history of the log.
+impl FoundRecord<'_> {
+    /// The record's position in the log's history.
     pub(crate) fn commit(&self) -> Commit {
         Commit {
             lsn: self.lsn,
@@ -222,11 +223,10 @@ impl Found<'_> {
 }
 
 /// Called for each record found.
-pub(crate) type Visitor<'a> = &'a mut dyn FnMut(Found<'_>);
+pub(crate) type Visitor<'a> = &'a mut dyn FnMut(FoundRecord<'_>);
 
-/// Reads the whole log in `dir` and calls `visit` for each record in segments still in use, in LSN order. Changes
-/// nothing. Calls `progress` after each segment. The result does not depend on `verify`, except for what it says of
-/// damage.
+/// Reads the whole log in `dir` and calls `visit` for each record in segments in use, in LSN order. Changes nothing.
+/// Calls `progress` after each segment. `verify` affects only what is found out about damage.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if acknowledged records are missing or a segment file is truncated.
@@ -234,7 +234,7 @@ pub(crate) fn scan(
     medium: &dyn Medium,
     dir: &Path,
     control: &Control,
-    verify: Verify,
+    verify: VerifyScope,
     visit: Visitor<'_>,
     progress: Progress<'_>,
 ) -> Result<Scan> {
@@ -256,15 +256,15 @@ pub(crate) fn scan(
     let (candidates, suspects) = classify(medium, control, &mut scan)?;
 
     let total = (candidates.len() + suspects.len()) as u64 * size;
-    // The first segment follows any of the recycled ones; each other segment names the one that it follows.
+    // The first segment follows a recycled one; every other segment names its predecessor.
     let begins = candidates.first().is_some_and(|first| {
         first.header.previous_sequence.get() < first_sequence
             && first.header.previous_lsn.get() <= scan.last.lsn
     });
-    let mut taker = Taker {
+    let mut taker = LogAssembler {
         candidates: &candidates,
         control,
-        lines: control.lines(u64::MAX),
+        timelines: control.timelines(u64::MAX),
         // No record has the LSN of a rewind.
         durable: control.without_rewinds(control.horizon()),
         last: Vec::new(),
@@ -272,7 +272,7 @@ pub(crate) fn scan(
         visit,
     };
     let (mut read, mut read_end) = (0_usize, BLOCK as u64);
-    // Progress has been reported for so many segments.
+    // Segments for which progress has been reported.
     let mut told = 0;
     if let (true, Some(first)) = (begins, candidates.first()) {
         scan.last.lsn = first.header.previous_lsn.get();
@@ -286,7 +286,7 @@ pub(crate) fn scan(
         for summaries in [true, false] {
             let parts = (read..candidates.len()).map(part);
             let read_part = |(candidate, limit)| {
-                let contents = Contents::read(candidate, size, limit, verify, summaries);
+                let contents = SegmentContents::read(candidate, size, limit, verify, summaries);
                 (limit, contents)
             };
             parallel::in_order(medium.threads(), parts, read_part, |(limit, contents)| {
@@ -296,10 +296,10 @@ pub(crate) fn scan(
                     told = read;
                     progress(read as u64 * size, total);
                 }
-                // Without a limit no segment follows this one.
+                // Without a limit, this is the last segment.
                 Ok::<_, Error>(limit == Some(last_lsn))
             })?;
-            // From the first summary on whose batches may be torn, the segments are read again.
+            // From the first summary with batches that may be torn, read the segments again.
             match taker.distrust(&mut scan) {
                 Some(part) => read = part,
                 None => break,
@@ -307,7 +307,7 @@ pub(crate) fn scan(
         }
     }
 
-    // The rest is stale bytes, a torn tail, or evidence that acknowledged records are missing.
+    // What is left is stale bytes, a torn tail, or evidence that acknowledged records are missing.
     let taken = match taker.held.front() {
         Some(held) => (held.part, held.batch.offset),
         None => (read.saturating_sub(1), read_end),
@@ -327,7 +327,7 @@ pub(crate) fn scan(
         .map(|candidate| &candidate.segment);
     let behind = behind.chain(&suspects);
     let behind = behind.map(|segment| (segment, None, BLOCK as u64));
-    let look = |(segment, salt, offset)| Behind::look(segment, root, salt, offset);
+    let look = |(segment, salt, offset)| StaleTail::look(segment, root, salt, offset);
     let mut passed = taken.0.min(read) as u64;
     parallel::in_order(medium.threads(), tails.chain(behind), look, |seen| {
         let seen = seen?;
@@ -342,22 +342,22 @@ pub(crate) fn scan(
         }
         Ok::<_, Error>(true)
     })?;
-    // This comes last: which summaries are trusted must not depend on what an earlier recovery has found.
+    // This comes last: which summaries are trusted must not depend on what an earlier recovery found.
     if !planted(Mutant::DurableLsnIgnored) {
         taker.durable = taker.durable.max(control.durable_lsn.get());
     }
     taker.settle(&mut scan);
-    // Batches that are still held were never durable: the log ends before them.
+    // Batches still held were never durable; the log ends before them.
     let (mut end, mut end_offset) = (read, read_end);
     for held in taker.held.iter().rev() {
         (end, end_offset) = (held.part + 1, held.batch.offset);
         scan.torn_tail = true;
-        scan.saw(&held.batch);
+        scan.note_numbers(&held.batch);
     }
     let evidence = taker.durable;
     let lives = candidates[..end].iter().zip(&taker.last);
     scan.live = lives
-        .map(|(candidate, &(last, passed))| Live {
+        .map(|(candidate, &(last, passed))| LiveSegment {
             segment: candidate.segment.clone(),
             sequence: candidate.header.sequence.get(),
             last,
@@ -385,7 +385,7 @@ pub(crate) fn scan(
         ));
     }
     if passed {
-        // All that the segments hold is in the base images, and the next one is to follow the checkpoint.
+        // Everything in the segments is in the base images, and the next segment follows the checkpoint.
         scan.live.clear();
         end = 0;
     }
@@ -436,8 +436,8 @@ fn classify(
         let read = segment.file.read_exact_at(&mut head, 0);
         read.map_err(|error| Error::io("read the log segment", &segment.path, error))?;
         match SegmentHeader::decode(&head) {
-            Decoded::Version(version) => return Err(unknown_version(&segment.path, version)),
-            Decoded::Valid(header)
+            DecodeResult::Version(version) => return Err(unknown_version(&segment.path, version)),
+            DecodeResult::Valid(header)
                 if header.log == root.log
                     && (header.sequence >= root.first_sequence
                         || planted(Mutant::RecoveryAcceptsStale)) =>
@@ -445,56 +445,57 @@ fn classify(
                 scan.max_sequence = scan.max_sequence.max(header.sequence.get());
                 candidates.push(Candidate { segment, header });
             }
-            Decoded::Valid(_) => scan.free.push(segment),
-            Decoded::Invalid => suspects.push(segment),
+            DecodeResult::Valid(_) => scan.free.push(segment),
+            DecodeResult::Invalid => suspects.push(segment),
         }
     }
     candidates.sort_by_key(|candidate| candidate.header.sequence.get());
     Ok((candidates, suspects))
 }
 
-/// Takes the batches that were read as part of the log, in order.
-struct Taker<'a> {
+/// Assembles the log from the batches that were read, in order.
+struct LogAssembler<'a> {
     candidates: &'a [Candidate],
     control: &'a Control,
     /// The records that count now.
-    lines: Lines,
-    /// The log was durable up to this LSN, as far as it has been read.
+    timelines: Timelines,
+    /// The log is known to have been durable up to this LSN.
     durable: u64,
-    /// For each segment that was read: the last record taken from it or from segments before it, and the time that passed up to it.
+    /// For each segment read: the last record taken from it or an earlier one, and the time that had passed by then.
     last: Vec<(Commit, u64)>,
-    /// Batches from the first one with a wrong payload on: it is not known yet whether that one was durable.
-    held: VecDeque<Held>,
+    /// Batches from the first one with a wrong payload, as long as it is unknown whether that one was durable.
+    held: VecDeque<HeldBatch>,
     visit: Visitor<'a>,
 }
 
-/// A batch that has been read but not taken.
-struct Held {
+/// A batch that was read but not taken yet.
+struct HeldBatch {
     /// The index of its candidate.
     part: usize,
     batch: Batch,
-    /// The segment's summary has the batch: whether it is whole at its place does not count.
+    /// The batch is in the segment's summary, so it need not be whole in place.
     summarised: bool,
-    /// The batch is part of the log if that was durable up to here.
+    /// The batch is part of the log if the log was durable up to here.
     certain_from: u64,
 }
 
-impl Taker<'_> {
-    /// Takes the batches of the next segment. Returns the segment's last LSN, taken or not.
-    fn take_segment(&mut self, contents: Contents, scan: &mut Scan) -> Result<u64> {
+impl LogAssembler<'_> {
+    /// Processes the batches of the next segment. Returns the segment's last LSN, taken or not.
+    fn take_segment(&mut self, contents: SegmentContents, scan: &mut Scan) -> Result<u64> {
         let part = self.last.len();
         self.last.push((scan.last, scan.passed));
         let summarised = contents.summarised;
         let segment_end = contents.batches.last().map_or(0, Batch::last_lsn);
         for batch in contents.batches {
             self.durable = self.durable.max(batch.header.durable_lsn.get());
-            // A summary is trusted as a whole or not at all. Otherwise the next opening, which may find that the log
-            // ends in this segment and then does not use the summary, could find something else.
-            let certain_from = match summarised {
-                true => segment_end,
-                false => batch.last_lsn(),
+            // Trust a summary as a whole or not at all. Otherwise the next open, which may find that the log ends in
+            // this segment and then does not use the summary, could come to another result.
+            let certain_from = if summarised {
+                segment_end
+            } else {
+                batch.last_lsn()
             };
-            self.held.push_back(Held {
+            self.held.push_back(HeldBatch {
                 part,
                 batch,
                 summarised,
@@ -508,13 +509,14 @@ impl Taker<'_> {
             .map_or(Ok(last.unwrap_or(scan.last.lsn)), Err)
     }
 
-    /// Takes the batches that are known to be part of the log: all up to the next one that may be torn.
+    /// Takes the batches known to be part of the log, up to the next one that may be torn.
     fn settle(&mut self, scan: &mut Scan) {
         let durable = self.durable;
-        let known = |held: &mut Held| {
-            let whole = match held.summarised {
-                true => planted(Mutant::SummaryTrustedUnsynced),
-                false => held.batch.is_whole(),
+        let known = |held: &mut HeldBatch| {
+            let whole = if held.summarised {
+                planted(Mutant::SummaryTrustedUnsynced)
+            } else {
+                held.batch.is_whole()
             };
             whole || held.certain_from <= durable
         };
@@ -523,7 +525,7 @@ impl Taker<'_> {
         }
     }
 
-    /// Drops all batches from the first segment on whose summary has batches that may be torn. Returns that segment's
+    /// Drops all batches from the first segment whose summary has batches that may be torn. Returns that segment's
     /// index.
     fn distrust(&mut self, scan: &mut Scan) -> Option<usize> {
         let durable = self.durable;
@@ -531,14 +533,14 @@ impl Taker<'_> {
         let first = held.find(|held| held.summarised && held.certain_from > durable)?;
         let part = first.part;
         let dropped = self.held.iter().filter(|held| held.part >= part);
-        dropped.for_each(|held| scan.saw(&held.batch));
+        dropped.for_each(|held| scan.note_numbers(&held.batch));
         self.held.retain(|held| held.part < part);
         self.last.truncate(part);
         Some(part)
     }
 
-    fn take(&mut self, held: &Held, scan: &mut Scan) {
-        let Held { part, batch, .. } = held;
+    fn take(&mut self, held: &HeldBatch, scan: &mut Scan) {
+        let HeldBatch { part, batch, .. } = held;
         let (header, last_lsn) = (&batch.header, batch.last_lsn());
         let segment = &self.candidates[*part].segment;
         let wrong = batch.verified.as_ref().map_or(&[][..], |v| &v.wrong);
@@ -557,7 +559,7 @@ impl Taker<'_> {
                 planted(Mutant::RecoveryAcceptsStale),
             );
             let in_base = lsn <= self.control.applied_lsn(disk_id) && !stale;
-            let counts = self.lines.of(disk_id).has(lsn) || stale;
+            let counts = self.timelines.of(disk_id).has(lsn) || stale;
             let wrong = wrong.iter().filter(|block| blocks.contains(block));
             let damaged = wrong.clone().next().is_some();
             if counts && !header.is_mark(descriptor) {
@@ -575,7 +577,7 @@ impl Taker<'_> {
                     }
                 }));
             }
-            (self.visit)(Found {
+            (self.visit)(FoundRecord {
                 lsn,
                 descriptor,
                 checksums: &batch.checksums[blocks],
@@ -592,7 +594,7 @@ impl Taker<'_> {
             scan.passed += passed_between(scan.last.unix_us, unix_us);
         }
         if unix_us < scan.last.unix_us {
-            // What came before was not written later.
+            // Earlier records were not written later.
             let before = self.last.iter_mut().map(|(last, _)| last);
             let times = before.chain([&mut scan.horizon]);
             times.for_each(|last| last.unix_us = last.unix_us.min(unix_us));
@@ -610,11 +612,11 @@ impl Taker<'_> {
             };
         }
         self.last[*part..].fill((scan.last, scan.passed));
-        scan.saw(batch);
+        scan.note_numbers(batch);
     }
 }
 
-/// Wipes the first block of a void segment, so that it can't be taken for part of the log again.
+/// Wipes the first block of a void segment, so that it is never taken for part of the log.
 fn wipe(segment: &Segment) -> Result<()> {
     let wiped = segment.file.write_all_at(&SegmentHeader::blank(), 0);
     let wiped = wiped.and_then(|()| segment.file.sync_data());

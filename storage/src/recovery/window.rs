@@ -10,11 +10,11 @@ use crate::error::{Error, Result};
 use crate::medium::file::Segment;
 use crate::{Buffer, format};
 
-/// Room in front of a piece for the end of the piece before it: a batch header may span both.
+/// Room before a piece for the end of the previous one: a batch header may span both.
 const LEAD: usize = format::batch_header_len(format::MAX_DESCRIPTORS, format::MAX_CHECKSUMS);
 /// Bytes read at a time.
 const PIECE: usize = (1 << 20) - LEAD;
-/// Pieces that were read and wait to be checked. One more is being read, and one is being checked.
+/// Pieces that may be read ahead. One more is being read, and one is being checked.
 const AHEAD: usize = 1;
 
 /// The part of a segment file that has been read and is still needed.
@@ -22,10 +22,10 @@ pub(crate) struct Window {
     segment: Arc<Segment>,
     /// Bytes of the segment.
     size: u64,
-    /// Offset in the segment of the first byte at hand, and the index of that byte in the buffer.
+    /// Offset in the segment of the first byte in the buffer, and its index there.
     first: u64,
     at: usize,
-    /// Offset behind the last byte at hand.
+    /// Offset after the last byte in the buffer.
     end: u64,
     buffer: Buffer,
     ahead: Option<ReaderThread>,
@@ -72,9 +72,9 @@ impl Window {
         Ok(&self.buffer[at..at + len])
     }
 
-    /// Some of the bytes from `offset` to `end`, at least one. The limits of [`bytes`](Self::bytes) hold here too,
-    /// except for the length.
-    pub(crate) fn some(&mut self, offset: u64, end: u64) -> Result<&[u8]> {
+    /// Some of the bytes from `offset` to `end`, at least one. As for [`bytes`](Self::bytes), but without a limit on
+    /// the length.
+    pub(crate) fn bytes_up_to(&mut self, offset: u64, end: u64) -> Result<&[u8]> {
         while offset >= self.end {
             self.advance(offset)?;
         }
@@ -110,7 +110,7 @@ fn read_piece(segment: &Segment, offset: u64, size: u64) -> io::Result<Buffer> {
 }
 
 impl ReaderThread {
-    /// `None` if a thread would gain nothing, or the system can start none.
+    /// `None` if a thread would gain nothing or can't be started.
     fn start(segment: &Arc<Segment>, from: u64, size: u64) -> Option<Self> {
         if size - from <= PIECE as u64 {
             return None;
@@ -145,10 +145,10 @@ impl ReaderThread {
 }
 
 impl Drop for ReaderThread {
-    /// Waits for the thread, because a segment that the thread still holds can't be recycled.
+    /// Wait for the thread, because it holds the segment, which could not be recycled.
     fn drop(&mut self) {
         self.pieces = None;
-        // Only a bug makes the thread panic, and the panic message has been printed then.
+        // A panic would be a bug, and has been printed.
         let _ = self.thread.take().map(JoinHandle::join);
     }
 }
@@ -194,7 +194,7 @@ mod tests {
                 at += BLOCK;
                 let end = (at + payload).min(bytes.len());
                 while at < end {
-                    let some = window.some(at as u64, end as u64).unwrap();
+                    let some = window.bytes_up_to(at as u64, end as u64).unwrap();
                     assert!(!some.is_empty() && some == &bytes[at..at + some.len()]);
                     at += some.len();
                 }
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_ends_early_is_an_error_there_and_not_before() {
+    fn a_truncated_file_is_an_error_at_its_end_and_not_before() {
         let directory = tempfile::tempdir().unwrap();
         let (segment, bytes) = segment(directory.path());
         let file = std::fs::OpenOptions::new()

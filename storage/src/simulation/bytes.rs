@@ -7,21 +7,21 @@ use std::sync::{Arc, LazyLock, OnceLock};
 pub(super) const SECTOR: usize = 512;
 const BLOCK: usize = 8 * SECTOR;
 
-/// The bytes of a file. Those behind its end are zero.
+/// The bytes of a file. Those after its end are zero.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Bytes {
-    blocks: Vec<Arc<Block>>,
+    blocks: Vec<Arc<ByteBlock>>,
     len: usize,
 }
 
 #[derive(Debug)]
-struct Block {
+struct ByteBlock {
     bytes: [u8; BLOCK],
-    /// Computed when it is first asked for.
+    /// Computed on first use.
     hash: OnceLock<u64>,
 }
 
-impl Clone for Block {
+impl Clone for ByteBlock {
     /// For a copy that is about to change.
     fn clone(&self) -> Self {
         Self {
@@ -31,8 +31,8 @@ impl Clone for Block {
     }
 }
 
-static ZEROES: LazyLock<Arc<Block>> = LazyLock::new(|| {
-    Arc::new(Block {
+static ZEROES: LazyLock<Arc<ByteBlock>> = LazyLock::new(|| {
+    Arc::new(ByteBlock {
         bytes: [0; BLOCK],
         hash: OnceLock::new(),
     })
@@ -96,7 +96,7 @@ impl From<&[u8]> for Bytes {
             let mut bytes = [0; BLOCK];
             bytes[..part.len()].copy_from_slice(part);
             let hash = OnceLock::new();
-            Arc::new(Block { bytes, hash })
+            Arc::new(ByteBlock { bytes, hash })
         };
         Self {
             blocks: bytes.chunks(BLOCK).map(block).collect(),

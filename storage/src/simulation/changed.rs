@@ -2,11 +2,15 @@
 
 use super::exports::{Bench, SECTORS};
 use crate::mutant::{Mutant, PLANTED};
-use crate::{Backend, Retain};
+use crate::{Backend, Retention};
 
-/// Whether each sector that has changed since a snapshot is told to have.
+/// Whether each sector that has changed since a snapshot is reported as changed.
 fn changes_are_told(seed: u64) -> bool {
-    let kept = [Retain::Nothing, Retain::All, Retain::Bytes(64 << 10)][seed as usize % 3];
+    let kept = [
+        Retention::Nothing,
+        Retention::All,
+        Retention::Bytes(64 << 10),
+    ][seed as usize % 3];
     let mut bench = Bench::keeping(seed, kept);
     bench.changes();
     let keeper = &mut bench.running.keeper;
@@ -36,14 +40,14 @@ fn changes_are_told(seed: u64) -> bool {
 }
 
 #[test]
-fn all_that_has_changed_is_told() {
+fn everything_that_has_changed_is_reported() {
     for seed in 1..200 {
         assert!(changes_are_told(seed), "seed {seed}");
     }
 }
 
 #[test]
-fn a_discard_that_is_not_told_is_noticed() {
+fn a_discard_missing_from_the_changes_is_noticed() {
     PLANTED.set(Some(Mutant::ChangesMissDiscard));
     let killed = (1..100).any(|seed| !changes_are_told(seed));
     PLANTED.set(None);

@@ -2,9 +2,9 @@
 
 use std::collections::HashSet;
 
-use super::fixture::{Fixture, Running};
-use super::oracle::{Broken, Oracle};
-use crate::log::pipeline::Marked;
+use super::fixture::{Fixture, RunningStore};
+use super::oracle::{Oracle, Violation};
+use crate::log::pipeline::MarkCommit;
 use crate::{Backend, BackendQueue, Completion, MarkText, Operation, Port};
 
 /// Ports that one thread uses.
@@ -12,15 +12,15 @@ pub(super) struct Clients {
     /// The disk of each port, and the port; `None` while the disk is not on the log.
     ports: Vec<(usize, Option<Port>)>,
     next_token: u64,
-    /// Tokens of changes whose port has not been asked yet to complete them only once they are written.
+    /// Tokens of changes for which the port has not been asked yet to notify once they are written.
     unasked: HashSet<u64>,
-    /// Whether the thread that uses the ports makes quick syncs itself.
+    /// Whether the thread that uses the ports runs quick syncs itself.
     alone: bool,
 }
 
 impl Clients {
     /// Opens `count` ports on the disks in turn.
-    pub(super) fn open(running: &Running, count: usize, alone: bool) -> Self {
+    pub(super) fn open(running: &RunningStore, count: usize, alone: bool) -> Self {
         let port = |i: usize| {
             let place = i % running.disks.len();
             let port = running.disks[place].open_port().expect("a port");
@@ -51,7 +51,7 @@ impl Clients {
     }
 
     /// A disk is on the log again.
-    pub(super) fn reopen(&mut self, running: &Running, disk: usize) {
+    pub(super) fn reopen(&mut self, running: &RunningStore, disk: usize) {
         let opened = running.disk(disk).expect("an open disk");
         let ports = self.ports.iter_mut().filter(|(of, _)| *of == disk);
         ports.for_each(|(_, port)| *port = Some(opened.open_port().expect("a port")));
@@ -66,7 +66,7 @@ impl Clients {
     pub(super) fn submit(
         &mut self,
         oracle: &mut Oracle,
-        running: &Running,
+        running: &RunningStore,
         which: usize,
         operation: Operation,
     ) {
@@ -88,7 +88,7 @@ impl Clients {
     pub(super) fn mark(
         &mut self,
         oracle: &mut Oracle,
-        running: &Running,
+        running: &RunningStore,
         which: usize,
         number: u32,
         text: &MarkText,
@@ -99,15 +99,15 @@ impl Clients {
         self.next_token += 1;
         let before = running.appended();
         oracle.submit_mark(which, self.next_token, *disk, number);
-        port.mark(self.next_token, text, Marked::default());
+        port.mark(self.next_token, text, MarkCommit::default());
         oracle.place(which, running.appended() - before);
     }
 
-    /// Starts submitted requests and takes those that have ended.
+    /// Starts submitted requests and takes completions.
     pub(super) fn poll(
         &mut self,
         oracle: &mut Oracle,
-        running: &Running,
+        running: &RunningStore,
         which: usize,
     ) -> Vec<Completion> {
         let before = running.appended();
@@ -116,15 +116,16 @@ impl Clients {
             running.step_writer();
             return done;
         };
-        match self.alone {
-            true => port.kick_alone(),
-            false => port.kick(),
+        if self.alone {
+            port.kick_alone()
+        } else {
+            port.kick()
         }
         running.step_writer();
         port.completions(&mut done);
         done.retain(|end| {
             let ask = self.unasked.remove(&end.token) && end.result.is_ok();
-            !ask || port.when_written(end.token)
+            !ask || port.notify_written(end.token)
         });
         oracle.place(which, running.appended() - before);
         done
@@ -133,11 +134,11 @@ impl Clients {
     /// Reports to the oracle which requests have ended.
     pub(super) fn complete(
         oracle: &mut Oracle,
-        running: &Running,
+        running: &RunningStore,
         fixture: &Fixture,
         which: usize,
         done: Vec<Completion>,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Violation> {
         for completion in done {
             let world = fixture.medium.lock();
             let good = !running.poisoned() && !world.crashed;

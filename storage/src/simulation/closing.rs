@@ -1,12 +1,12 @@
-//! A close that may copy only so long, cut after each number of steps.
+//! A close with a time limit, which runs out after each possible number of steps.
 
-use super::fixture::{Fixture, Running, Shape, carry_out, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
 use crate::{BackendQueue, CommitWait, Operation};
 
 const WRITES: u32 = 12;
 
-fn work(running: &mut Running, first: u32) {
+fn work(running: &mut RunningStore, first: u32) {
     let mut port = running.disks[0].open_port().unwrap();
     for number in first..first + WRITES {
         // Extents that are not adjacent are copied one by one.
@@ -16,8 +16,8 @@ fn work(running: &mut Running, first: u32) {
     port.kick();
 }
 
-/// Wherever it is cut, alone or after a checkpoint that was under way, everything is there after a power loss; and
-/// without being asked the next process copies it.
+/// Wherever it is cut, with or without an unfinished checkpoint before it, everything survives a power loss, and the
+/// next process copies it unasked.
 #[test]
 fn a_close_is_cut_anywhere_and_the_next_open_goes_on() {
     let shape = Shape::one_disk(384, 16);
@@ -45,7 +45,7 @@ fn a_close_is_cut_anywhere_and_the_next_open_goes_on() {
         fixture.lose_power();
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         assert_eq!(running.read().unwrap(), all, "{steps} steps");
-        let counters = |running: &Running| running.disks[0].log.counters.snapshot();
+        let counters = |running: &RunningStore| running.disks[0].log.counters.snapshot();
         running.keeper.step(false).unwrap();
         assert_eq!(counters(&running).checkpoints, u64::from(!closed));
         assert_eq!(fixture.bases(), all, "{steps} steps");

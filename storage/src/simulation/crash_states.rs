@@ -1,15 +1,15 @@
 //! All states that a power cut may leave of writes that were not synced.
 
-use super::medium::Stored;
-use super::names::Kept;
+use super::medium::StoredFiles;
+use super::names::NameFate;
 
 /// Up to this many states, all are built.
 const MOST: usize = 4096;
 
-/// A part of the state that a power cut may leave in several ways.
-enum Open {
-    /// A sector may hold its durable bytes, or those of any write to it since. `cached`: the file's cached writes
-    /// that may have been the last to reach the medium.
+/// A part of the state of which a power cut may leave several versions.
+enum CutChoice {
+    /// A sector may hold its durable bytes or those of any later write. `cached`: the cached writes that may have been
+    /// the last to reach the medium.
     Sector { file: usize, cached: Vec<usize> },
     /// A file may have its durable length, or one of `new` lengths that it got since.
     Length { file: usize, new: usize },
@@ -19,8 +19,8 @@ enum Open {
     Name { change: usize, renames: bool },
 }
 
-impl Open {
-    /// The number of ways. In the first nothing of the change is left, in the last all of it.
+impl CutChoice {
+    /// The number of versions. In the first, nothing of the change is left; in the last, all of it.
     fn ways(&self) -> usize {
         match self {
             Self::Sector { cached, .. } => 1 + cached.len(),
@@ -32,7 +32,7 @@ impl Open {
 
 /// The states that a power cut may leave.
 pub(super) struct CrashStates {
-    pub states: Vec<Stored>,
+    pub states: Vec<StoredFiles>,
     /// Whether there are more states than these. Then only those are built where the changes up to some time, or
     /// from some time on, or only one, or all but one, reached the medium.
     pub bounded: bool,
@@ -40,10 +40,10 @@ pub(super) struct CrashStates {
 
 /// Builds the states. Any subset of the written sectors may be there, each in any version. Different subsets that
 /// leave the same bytes are one state.
-pub(super) fn crash_states(stored: &Stored) -> CrashStates {
+pub(super) fn crash_states(stored: &StoredFiles) -> CrashStates {
     let named = (0..stored.files.len()).filter(|&file| stored.names.leads_to(file));
-    let mut open: Vec<Open> = named.flat_map(|file| of_file(file, stored)).collect();
-    open.extend((0..stored.names.unsynced()).map(|change| Open::Name {
+    let mut open: Vec<CutChoice> = named.flat_map(|file| of_file(file, stored)).collect();
+    open.extend((0..stored.names.unsynced()).map(|change| CutChoice::Name {
         change,
         renames: stored.names.renames(change),
     }));
@@ -64,7 +64,7 @@ pub(super) fn crash_states(stored: &Stored) -> CrashStates {
 }
 
 /// The length of a file and those of its sectors that may hold different bytes.
-fn of_file(file: usize, stored: &Stored) -> Vec<Open> {
+fn of_file(file: usize, stored: &StoredFiles) -> Vec<CutChoice> {
     let state = &stored.files[file];
     let mut offsets: Vec<usize> = Vec::new();
     for (offset, _) in &state.cached {
@@ -83,13 +83,13 @@ fn of_file(file: usize, stored: &Stored) -> Vec<Open> {
                 cached.push(i);
             }
         }
-        Open::Sector { file, cached }
+        CutChoice::Sector { file, cached }
     };
-    let length = Open::Length {
+    let length = CutChoice::Length {
         file,
         new: state.lengths.len(),
     };
-    let mark = Open::Mark {
+    let mark = CutChoice::Mark {
         file,
         new: state.marks.len(),
     };
@@ -98,8 +98,8 @@ fn of_file(file: usize, stored: &Stored) -> Vec<Open> {
 }
 
 /// The `number`-th combination.
-fn digits(mut number: usize, open: &[Open]) -> Vec<usize> {
-    let digit = |open: &Open| {
+fn digits(mut number: usize, open: &[CutChoice]) -> Vec<usize> {
+    let digit = |open: &CutChoice| {
         let digit = number % open.ways();
         number /= open.ways();
         digit
@@ -107,7 +107,7 @@ fn digits(mut number: usize, open: &[Open]) -> Vec<usize> {
     open.iter().map(digit).collect()
 }
 
-fn extremes(open: &[Open]) -> Vec<Vec<usize>> {
+fn extremes(open: &[CutChoice]) -> Vec<Vec<usize>> {
     let pick = |keep: &dyn Fn(usize) -> bool| {
         let newest = |i: usize| if keep(i) { open[i].ways() - 1 } else { 0 };
         (0..open.len()).map(newest).collect::<Vec<_>>()
@@ -124,21 +124,23 @@ fn extremes(open: &[Open]) -> Vec<Vec<usize>> {
         .collect()
 }
 
-fn state(stored: &Stored, open: &[Open], picks: &[usize]) -> Stored {
+fn state(stored: &StoredFiles, open: &[CutChoice], picks: &[usize]) -> StoredFiles {
     let mut stored = stored.clone();
     let picked = || open.iter().zip(picks);
     for (number, state) in stored.files.iter_mut().enumerate() {
         let cached = std::mem::take(&mut state.cached);
         let kept = picked().filter_map(|(open, pick)| match open {
-            Open::Sector { file, cached } if *file == number => cached.get(pick.checked_sub(1)?),
+            CutChoice::Sector { file, cached } if *file == number => {
+                cached.get(pick.checked_sub(1)?)
+            }
             _ => None,
         });
         let length = picked().find_map(|(open, pick)| match open {
-            Open::Length { file, .. } if *file == number => Some(*pick),
+            CutChoice::Length { file, .. } if *file == number => Some(*pick),
             _ => None,
         });
         let mark = picked().find_map(|(open, pick)| match open {
-            Open::Mark { file, .. } if *file == number => Some(*pick),
+            CutChoice::Mark { file, .. } if *file == number => Some(*pick),
             _ => None,
         });
         let kept = kept.map(|&version| &cached[version]);
@@ -146,13 +148,13 @@ fn state(stored: &Stored, open: &[Open], picks: &[usize]) -> Stored {
     }
     stored.names.settle(|n| {
         let pick = picked().find_map(|(open, pick)| match open {
-            Open::Name { change, .. } if *change == n => Some((*pick, open.ways())),
+            CutChoice::Name { change, .. } if *change == n => Some((*pick, open.ways())),
             _ => None,
         });
         match pick {
-            None | Some((0, _)) => Kept::Lost,
-            Some((pick, ways)) if pick + 1 == ways => Kept::Whole,
-            Some(_) => Kept::Added,
+            None | Some((0, _)) => NameFate::Lost,
+            Some((pick, ways)) if pick + 1 == ways => NameFate::Whole,
+            Some(_) => NameFate::Added,
         }
     });
     stored

@@ -1,16 +1,16 @@
-//! Histories of logs whose bytes the medium has changed.
+//! Histories of damaged logs.
 
 use std::path::Path;
 
 use super::fixture::control_of;
 use super::history::History;
 use super::medium::LOG;
-use super::oracle::Broken;
+use super::oracle::Violation;
 use crate::CommitWait;
 use crate::catalog::snapshot::Snapshot;
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, BatchHeader};
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log;
 
 impl History {
@@ -18,7 +18,7 @@ impl History {
     /// by errors of reads. Otherwise it hit records that can't be known to have been acknowledged, or unused bytes.
     /// Neither reads nor a checkpoint ever show data that is no prefix of what was written. Returns whether the
     /// damage was reported.
-    pub(super) fn run_damaged(mut self) -> Result<bool, Broken> {
+    pub(super) fn run_damaged(mut self) -> Result<bool, Violation> {
         self.lively = false;
         let mut running = self
             .fixture
@@ -32,8 +32,8 @@ impl History {
             let damages = 1 + self.random.below(3);
             (0..damages).for_each(|_| world.damage());
         }
-        // A check, which reads every payload, and an opening find the same log.
-        if self.scanned(Verify::All) != self.scanned(Verify::Tail) {
+        // A check, which reads every payload, and an open must find the same log.
+        if self.scanned(VerifyScope::All) != self.scanned(VerifyScope::Tail) {
             return Err("a check and an opening find different logs".into());
         }
         match self.fixture.open(false, CommitWait::NONE) {
@@ -45,14 +45,14 @@ impl History {
                 // Damaged extents stay in the log, and everything else goes to the base images.
                 let damaged = found.iter().flatten().any(Option::is_none);
                 let mut copied = running.keeper.step(true);
-                // A step may leave a part of the checkpoint to the next one, and then asks for it.
+                // A step may leave a part of the checkpoint to the next one, which it then requests.
                 if copied.is_ok() && running.keeper.log.lock().keeper.checkpoint {
                     copied = running.keeper.step(true);
                 }
                 let pins = Snapshot::all(&running.keeper.control.control);
                 let saved = copied.as_ref().err().map(|error| error.kind());
                 if !damaged && saved == Some(ErrorKind::Damaged) && !pins.is_empty() {
-                    // A damaged saved file keeps the base images from going past its snapshot until that is deleted.
+                    // A damaged saved file stops the base images at its snapshot until that is deleted.
                     for pin in pins {
                         let removed = running
                             .keeper
@@ -91,7 +91,7 @@ impl History {
     }
 
     /// The last LSN, the records and the batches that a scan of the log finds; `None` if the log is damaged.
-    fn scanned(&self, verify: Verify) -> Option<(u64, u64, u64)> {
+    fn scanned(&self, verify: VerifyScope) -> Option<(u64, u64, u64)> {
         let medium = &self.fixture.medium;
         let control = control_of(medium).ok()?;
         let progress = &mut |_, _| {};
@@ -101,7 +101,7 @@ impl History {
     }
 
     /// The last LSN that the medium shows to have been durable.
-    fn known_durable(&self) -> Result<u64, Broken> {
+    fn known_durable(&self) -> Result<u64, Violation> {
         let control = control_of(&self.fixture.medium).map_err(|error| error.to_string())?;
         let root = control.control.header;
         let mut durable = root.checkpoint_lsn.get().max(root.copying_lsn.get());

@@ -4,29 +4,31 @@ use std::io;
 use std::path::Path;
 use std::time::Duration;
 
-use super::files::Simulated;
-use super::medium::{LOG, Pace};
+use super::files::SimulatedMedium;
+use super::medium::{EngineTiming, LOG};
 use crate::Buffer;
 use crate::error::Result;
 use crate::medium::cost::MediumCost;
 use crate::medium::directory::Medium;
 use crate::medium::engine::{self, EngineKind};
-use crate::medium::file::{self, Append, Appended, Done, Engine, Io, Segment, SyncScope, Written};
+use crate::medium::file::{
+    self, AppendResult, AppendStats, Appender, Engine, Io, IoCompletion, Segment, SyncScope,
+};
 use crate::medium::filesystem::FileSystem;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event, thread};
 
 /// Writes reach the cache when they are submitted or later, syncs happen later still, and operations end in any
 /// order.
 pub(super) struct SimulatedEngine {
-    medium: Simulated,
+    medium: SimulatedMedium,
     event: Event,
-    queued: Vec<Queued>,
-    failed: Vec<Done>,
+    queued: Vec<QueuedIo>,
+    failed: Vec<IoCompletion>,
 }
 
-pub(super) struct Queued {
+pub(super) struct QueuedIo {
     id: u64,
     pub io: Io,
     /// Whether an append's bytes are in the cache; `cached`: in the page cache.
@@ -34,7 +36,7 @@ pub(super) struct Queued {
     cached: bool,
 }
 
-impl Queued {
+impl QueuedIo {
     pub(super) fn new(id: u64, io: Io) -> Self {
         let (written, cached) = (false, false);
         Self {
@@ -69,15 +71,15 @@ impl Queued {
     }
 
     /// What an append has written.
-    fn appended(&self) -> Written {
-        Written {
+    fn appended(&self) -> AppendStats {
+        AppendStats {
             cached: self.cached,
-            ..Written::DIRECT
+            ..AppendStats::DIRECT
         }
     }
 
     /// Leaves the unwritten bytes in flight on the medium: the process is killed.
-    fn leave(self, medium: &Simulated) {
+    fn leave(self, medium: &SimulatedMedium) {
         let (file, offset, chunks) = match &self.io {
             Io::Append {
                 segment,
@@ -103,16 +105,17 @@ fn sync_segments(scope: &SyncScope) -> io::Result<()> {
     let SyncScope::Segments(segments) = scope else {
         return Ok(());
     };
-    let last = match planted(Mutant::SyncLastSegmentOnly) {
-        true => segments.len() - 1,
-        false => 0,
+    let last = if planted(Mutant::SyncLastSegmentOnly) {
+        segments.len() - 1
+    } else {
+        0
     };
     let mut segments = segments[last..].iter();
     segments.try_for_each(|segment| segment.file.sync_data())
 }
 
 impl SimulatedEngine {
-    pub(super) fn new(medium: Simulated, event: Event) -> Self {
+    pub(super) fn new(medium: SimulatedMedium, event: Event) -> Self {
         Self {
             medium,
             event,
@@ -122,7 +125,7 @@ impl SimulatedEngine {
     }
 }
 
-impl Simulated {
+impl SimulatedMedium {
     pub(super) fn simulated(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         let engine = SimulatedEngine::new(self.clone(), event.try_clone()?);
         Ok(Box::new(engine))
@@ -159,9 +162,10 @@ impl Simulated {
                     }
                     segments => sync_segments(&segments).map(|()| None),
                 };
-                match planted(Mutant::FailedSyncRetried) {
-                    true => Ok(None),
-                    false => synced,
+                if planted(Mutant::FailedSyncRetried) {
+                    Ok(None)
+                } else {
+                    synced
                 }
             }
             Io::Read {
@@ -194,20 +198,20 @@ impl Drop for SimulatedEngine {
 impl Engine for SimulatedEngine {
     fn submit(&mut self, id: u64, io: Io) {
         self.event.signal();
-        let mut queued = Queued::new(id, io);
+        let mut queued = QueuedIo::new(id, io);
         if self.medium.lock().crashed {
             let result = Err(io::Error::other("power lost"));
-            return self.failed.push(Done { id, result });
+            return self.failed.push(IoCompletion { id, result });
         }
         let at_once = {
             let mut world = self.medium.lock();
             match world.pace {
-                Pace::Random => world.random.one_in(2),
-                pace => pace == Pace::AtOnce,
+                EngineTiming::Random => world.random.one_in(2),
+                pace => pace == EngineTiming::AtOnce,
             }
         };
         if at_once && let Err(error) = queued.write() {
-            self.failed.push(Done {
+            self.failed.push(IoCompletion {
                 id,
                 result: Err(error),
             });
@@ -218,7 +222,7 @@ impl Engine for SimulatedEngine {
 
     fn enter(&mut self) {}
 
-    fn poll(&mut self, done: &mut Vec<Done>) {
+    fn poll(&mut self, done: &mut Vec<IoCompletion>) {
         done.append(&mut self.failed);
         if self.queued.is_empty() {
             return;
@@ -226,7 +230,7 @@ impl Engine for SimulatedEngine {
         if self.medium.lock().crashed {
             for queued in self.queued.drain(..) {
                 let (id, result) = (queued.id, Err(io::Error::other("power lost")));
-                done.push(Done { id, result });
+                done.push(IoCompletion { id, result });
                 queued.leave(&self.medium);
             }
             return;
@@ -234,15 +238,15 @@ impl Engine for SimulatedEngine {
         let end = {
             let world = &mut self.medium.lock();
             match world.pace {
-                Pace::Random => {
+                EngineTiming::Random => {
                     let random = &mut world.random;
                     let count = random.below(self.queued.len() as u64 + 1) as usize;
                     (0..count)
                         .map(|i| random.below((self.queued.len() - i) as u64) as usize)
                         .collect::<Vec<_>>()
                 }
-                Pace::AtOnce => vec![0; self.queued.len()],
-                Pace::Late => vec![0],
+                EngineTiming::AtOnce => vec![0; self.queued.len()],
+                EngineTiming::Late => vec![0],
             }
         };
         let blocked = self.medium.lock().base_blocked;
@@ -256,7 +260,7 @@ impl Engine for SimulatedEngine {
                 let ended = sync.count() == 0;
                 match queued.write() {
                     Ok(()) if !ended => self.queued.insert(index, queued),
-                    result => done.push(Done {
+                    result => done.push(IoCompletion {
                         id,
                         result: result.map(|()| None),
                     }),
@@ -264,7 +268,7 @@ impl Engine for SimulatedEngine {
                 continue;
             }
             let result = self.medium.end(queued.io);
-            done.push(Done { id, result });
+            done.push(IoCompletion { id, result });
         }
         if !self.queued.is_empty() {
             self.event.signal();
@@ -272,7 +276,7 @@ impl Engine for SimulatedEngine {
     }
 }
 
-impl Medium for Simulated {
+impl Medium for SimulatedMedium {
     fn create_segment(
         &self,
         slot: u32,
@@ -289,20 +293,22 @@ impl Medium for Simulated {
     }
 
     fn segments(&self) -> Result<Vec<(u32, Segment)>> {
-        Segment::open_all(self, Path::new(LOG), Use::Log)
+        Segment::open_all(self, Path::new(LOG), Access::Log)
     }
 
     fn salt(&self) -> u64 {
-        match planted(Mutant::ReuseSalt) {
-            true => 7,
-            false => self.lock().random.next(),
+        if planted(Mutant::ReuseSalt) {
+            7
+        } else {
+            self.lock().random.next()
         }
     }
 
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
-        match self.blocking(event)? {
-            true => engine::create(EngineKind::Blocking, event),
-            false => self.simulated(event),
+        if self.blocking(event)? {
+            engine::create(EngineKind::Blocking, event)
+        } else {
+            self.simulated(event)
         }
     }
 
@@ -313,20 +319,20 @@ impl Medium for Simulated {
         }
     }
 
-    fn appender(&self) -> Box<dyn Append> {
+    fn appender(&self) -> Box<dyn Appender> {
         Box::new(self.clone())
     }
 }
 
-impl Append for Simulated {
+impl Appender for SimulatedMedium {
     /// Lets other threads run before the sync.
-    fn append(&self, io: Io) -> Appended {
-        let mut queued = Queued::new(0, io);
+    fn append(&self, io: Io) -> AppendResult {
+        let mut queued = QueuedIo::new(0, io);
         let written = queued.write();
         let appended = queued.appended();
         thread::yield_now();
         let ended = written.and_then(|()| self.end(queued.io));
-        Appended {
+        AppendResult {
             result: ended.map(|_| appended),
             list: Vec::new(),
         }

@@ -27,11 +27,11 @@ use std::rc::Rc;
 
 use super::clients::Clients;
 use super::crash_states::crash_states;
-use super::fixture::{Fixture, Running, Shape, filled};
-use super::medium::{Pace, Stored, World};
-use super::oracle::{Broken, Contents, Oracle};
+use super::fixture::{Fixture, RunningStore, Shape, filled};
+use super::medium::{EngineTiming, StoredFiles, World};
+use super::oracle::{DiskContents, Oracle, Violation};
 use super::{Total, on_all_cores};
-use crate::log::stamp::Stamps;
+use crate::log::clock::LogClock;
 use crate::mutant::{Mutant, PLANTED};
 use crate::{CommitWait, Operation};
 
@@ -41,7 +41,7 @@ const FAR_FUTURE: u64 = 1 << 63;
 #[derive(Clone, Copy, Debug)]
 struct Setting {
     disks: usize,
-    pace: Pace,
+    pace: EngineTiming,
     through: bool,
     /// Whether changes complete once they are written.
     written: bool,
@@ -52,7 +52,7 @@ struct Setting {
 fn settings() -> Vec<Setting> {
     let setting = |i: usize| Setting {
         disks: 1 + i % 2,
-        pace: [Pace::AtOnce, Pace::Late][i / 2 % 2],
+        pace: [EngineTiming::AtOnce, EngineTiming::Late][i / 2 % 2],
         through: i / 4 == 2,
         written: i / 4 == 1,
     };
@@ -139,41 +139,41 @@ impl Total for Totals {
 }
 
 /// The result of a recovery.
-struct Recovered {
-    found: Contents,
+struct RecoveryResult {
+    found: DiskContents,
     /// The state at each of its syncs.
-    moments: Vec<Stored>,
-    end: Stored,
+    moments: Vec<StoredFiles>,
+    end: StoredFiles,
 }
 
 /// What crash points and the recoveries of states showed, by the hashes of the states. Many histories leave equal
 /// states; of those one is recovered. All are judged, for what they may show differs. (Two states among a million have
 /// the same hash once in 40 million runs.)
 #[derive(Default)]
-struct Recoveries {
+struct RecoveryCache {
     crash_points: HashMap<u64, Rc<Outcome>>,
     /// A recovery may lose power.
     first: HashMap<u64, Rc<Outcome>>,
     /// The recovery after that does not.
-    second: HashMap<u64, Rc<Contents>>,
+    second: HashMap<u64, Rc<DiskContents>>,
     /// All contents that were found.
-    contents: HashSet<Rc<Contents>>,
+    contents: HashSet<Rc<DiskContents>>,
 }
 
 /// What may be found after a crash. Equal contents are in it once.
 #[derive(Default)]
 struct Outcome {
-    /// By the recovery from the state as it is, without a power cut.
-    plain: Rc<Contents>,
-    /// By all others.
-    others: HashSet<Rc<Contents>>,
-    /// What was tried for it.
+    /// Found by a recovery from the state as it is, without a power cut.
+    plain: Rc<DiskContents>,
+    /// Found by all other recoveries.
+    others: HashSet<Rc<DiskContents>>,
+    /// What was tried to find them.
     tried: Totals,
 }
 
-impl Recoveries {
+impl RecoveryCache {
     /// Returns the same contents for equal ones, to save memory.
-    fn shared(&mut self, contents: Contents) -> Rc<Contents> {
+    fn shared(&mut self, contents: DiskContents) -> Rc<DiskContents> {
         if let Some(known) = self.contents.get(&contents) {
             return known.clone();
         }
@@ -191,7 +191,7 @@ impl Outcome {
     }
 }
 
-fn hash(stored: &Stored) -> u64 {
+fn hash(stored: &StoredFiles) -> u64 {
     let mut hasher = DefaultHasher::new();
     stored.hash(&mut hasher);
     hasher.finish()
@@ -201,7 +201,7 @@ struct Explorer<'a> {
     fixture: Fixture,
     oracle: Oracle,
     totals: Totals,
-    recoveries: &'a mut Recoveries,
+    recoveries: &'a mut RecoveryCache,
     next_value: u32,
     /// Whether power is lost in recoveries too.
     deep: bool,
@@ -210,11 +210,11 @@ struct Explorer<'a> {
 impl<'a> Explorer<'a> {
     /// Runs one history. Moments before step `from` were judged in another history with the same beginning.
     fn run(
-        part: Part,
+        part: Exploration,
         steps: &[Step],
         from: usize,
-        recoveries: &'a mut Recoveries,
-    ) -> Result<Totals, Broken> {
+        recoveries: &'a mut RecoveryCache,
+    ) -> Result<Totals, Violation> {
         let setting = part.setting;
         let shape = Shape {
             disks: setting.disks,
@@ -237,8 +237,8 @@ impl<'a> Explorer<'a> {
             deep: part.full,
         };
         explorer.oracle.written = setting.written;
-        // The clock stands still: then different histories may leave the same bytes.
-        running.disks[0].log.lock().stamps = Stamps::standing(FAR_FUTURE);
+        // Stop the clock, so that different histories may leave the same bytes.
+        running.disks[0].log.lock().clock = LogClock::stopped(FAR_FUTURE);
         let mut clients = Clients::open(&running, 2, false);
         running
             .keeper
@@ -273,11 +273,11 @@ impl<'a> Explorer<'a> {
 
     fn step(
         &mut self,
-        running: &mut Running,
+        running: &mut RunningStore,
         clients: &mut Clients,
         step: Step,
         judged: bool,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Violation> {
         let mut submit = |which, operation| {
             clients.submit(&mut self.oracle, running, which, operation);
             Ok(())
@@ -318,11 +318,11 @@ impl<'a> Explorer<'a> {
 
     fn serve(
         &mut self,
-        running: &Running,
+        running: &RunningStore,
         clients: &mut Clients,
         which: usize,
         judged: bool,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Violation> {
         let done = clients.poll(&mut self.oracle, running, which);
         // Judges before the oracle learns which requests have ended.
         self.judge_moments(judged)?;
@@ -332,10 +332,10 @@ impl<'a> Explorer<'a> {
     /// Serves both ports until nothing is left to do.
     fn drain(
         &mut self,
-        running: &mut Running,
+        running: &mut RunningStore,
         clients: &mut Clients,
         judged: bool,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Violation> {
         for _ in 0..50 {
             if self.oracle.idle() {
                 break;
@@ -353,7 +353,7 @@ impl<'a> Explorer<'a> {
         Ok(())
     }
 
-    fn judge_moments(&mut self, judged: bool) -> Result<(), Broken> {
+    fn judge_moments(&mut self, judged: bool) -> Result<(), Violation> {
         let moments = {
             let mut world = self.fixture.medium.lock();
             world.moments.replace(Vec::new()).unwrap_or_default()
@@ -368,7 +368,7 @@ impl<'a> Explorer<'a> {
 
     /// Judges the states that a power loss at this moment may leave, and the one that a kill leaves: its writes are
     /// still in the cache, and power may be lost later.
-    fn judge_crash(&mut self, stored: &Stored) -> Result<(), Broken> {
+    fn judge_crash(&mut self, stored: &StoredFiles) -> Result<(), Violation> {
         let hash = hash(stored);
         let outcome = match self.recoveries.crash_points.get(&hash) {
             Some(outcome) => outcome.clone(),
@@ -386,7 +386,7 @@ impl<'a> Explorer<'a> {
         Ok(())
     }
 
-    fn explore_crash(&mut self, stored: &Stored) -> Result<Outcome, Broken> {
+    fn explore_crash(&mut self, stored: &StoredFiles) -> Result<Outcome, Violation> {
         let left = crash_states(stored);
         let mut outcome = Outcome::default();
         outcome.tried.crash_points = 1;
@@ -403,12 +403,12 @@ impl<'a> Explorer<'a> {
     }
 
     /// Recovers, with another power cut at every moment of the recovery and after it.
-    fn recover(&mut self, stored: Stored) -> Result<Rc<Outcome>, Broken> {
+    fn recover(&mut self, stored: StoredFiles) -> Result<Rc<Outcome>, Violation> {
         let hash = hash(&stored);
         if let Some(outcome) = self.recoveries.first.get(&hash) {
             return Ok(outcome.clone());
         }
-        let Recovered {
+        let RecoveryResult {
             found,
             moments,
             end,
@@ -442,7 +442,7 @@ impl<'a> Explorer<'a> {
     }
 
     /// Recovers once more, without another power cut.
-    fn recover_again(&mut self, stored: Stored) -> Result<Rc<Contents>, Broken> {
+    fn recover_again(&mut self, stored: StoredFiles) -> Result<Rc<DiskContents>, Violation> {
         let hash = hash(&stored);
         if let Some(found) = self.recoveries.second.get(&hash) {
             return Ok(found.clone());
@@ -454,11 +454,11 @@ impl<'a> Explorer<'a> {
     }
 
     /// Opens and reads what is left; `noted`: also records the state at each sync.
-    fn read(&self, stored: Stored, noted: bool) -> Result<Recovered, Broken> {
-        // A later time on the same medium: its random numbers go on.
+    fn read(&self, stored: StoredFiles, noted: bool) -> Result<RecoveryResult, Violation> {
+        // Later on the same medium, so its random numbers go on.
         let mut world = self.fixture.medium.lock().clone();
         (world.files, world.names) = (stored.files, stored.names);
-        world.pace = Pace::AtOnce;
+        world.pace = EngineTiming::AtOnce;
         world.moments = noted.then(Vec::new);
         let fixture = self.fixture.with(world);
         let running = fixture
@@ -469,7 +469,7 @@ impl<'a> Explorer<'a> {
         let found = running
             .read()
             .map_err(|failure| format!("reading: {failure}"))?;
-        Ok(Recovered {
+        Ok(RecoveryResult {
             found,
             moments,
             end,
@@ -484,18 +484,18 @@ fn differ(one: &[Step], other: &[Step]) -> usize {
 
 /// One setting with histories of one length.
 #[derive(Clone, Copy, Debug)]
-struct Part {
+struct Exploration {
     setting: Setting,
     requests: usize,
     full: bool,
 }
 
-impl Part {
+impl Exploration {
     /// Runs all histories of the part; stops at the first that breaks a promise.
-    fn explore(self) -> Result<Totals, Broken> {
+    fn explore(self) -> Result<Totals, Violation> {
         let histories = histories(self.requests, self.full);
         let mut totals = Totals::default();
-        let mut recoveries = Recoveries::default();
+        let mut recoveries = RecoveryCache::default();
         let mut last: &[Step] = &[];
         for steps in &histories {
             let ran = Explorer::run(self, steps, differ(last, steps), &mut recoveries);
@@ -513,19 +513,19 @@ impl Part {
 fn all_small_histories_keep_the_promises() {
     let full = std::env::var_os("WALVISOR_EXHAUSTIVE").is_some();
     let settings = settings();
-    // The long parts go first.
+    // The long parts first.
     let three = settings
         .iter()
         .filter(|setting| full || !(setting.through || setting.written));
-    let mut parts: Vec<Part> = three
-        .map(|&setting| Part {
+    let mut parts: Vec<Exploration> = three
+        .map(|&setting| Exploration {
             setting,
             requests: 3,
             full,
         })
         .collect();
     for requests in [2, 1] {
-        parts.extend(settings.iter().map(|&setting| Part {
+        parts.extend(settings.iter().map(|&setting| Exploration {
             setting,
             requests,
             full: true,
@@ -562,7 +562,7 @@ fn small_histories_notice_planted_faults() {
         PLANTED.set(Some(mutant));
         let killed = [1, 2].into_iter().find_map(|requests| {
             settings().into_iter().find_map(|setting| {
-                let part = Part {
+                let part = Exploration {
                     setting,
                     requests,
                     full: false,

@@ -3,21 +3,21 @@
 use std::fs::File;
 use std::path::PathBuf;
 
-use super::fixture::{Fixture, Running, Shape, carry_out, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
 use super::oracle::value_of;
 use crate::error::ErrorKind;
 use crate::log::export::Export;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::Arc;
-use crate::{BackendQueue, CommitWait, Operation, Retain, SECTOR_SIZE};
+use crate::{BackendQueue, CommitWait, Operation, Retention, SECTOR_SIZE};
 
 /// Twelve blocks of an export.
 pub(super) const SECTORS: u64 = 192;
 
 /// A disk, what each of its sectors must be, and a place for copies.
 pub(super) struct Bench {
-    pub(super) running: Running,
+    pub(super) running: RunningStore,
     pub(super) values: Vec<u32>,
     newest: u32,
     random: u64,
@@ -26,11 +26,11 @@ pub(super) struct Bench {
 
 impl Bench {
     pub(super) fn new(seed: u64) -> Self {
-        Self::keeping(seed, Retain::Nothing)
+        Self::keeping(seed, Retention::Nothing)
     }
 
     /// The same with a log that keeps history.
-    pub(super) fn keeping(seed: u64, retain: Retain) -> Self {
+    pub(super) fn keeping(seed: u64, retain: Retention) -> Self {
         let shape = Shape::one_disk(SECTORS, 16);
         let mut fixture = Fixture::new(World::new(seed), shape);
         fixture.retain = retain;
@@ -61,16 +61,17 @@ impl Bench {
             self.newest += 1;
             let value = if zeroes { 0 } else { self.newest };
             self.values[sector as usize..(sector + sectors) as usize].fill(value);
-            let operation = match zeroes {
-                true => Operation::WriteZeroes {
+            let operation = if zeroes {
+                Operation::WriteZeroes {
                     sector,
                     sectors: sectors as u32,
                     unmap: self.newest.is_multiple_of(2),
-                },
-                false => Operation::Write {
+                }
+            } else {
+                Operation::Write {
                     sector,
                     data: filled(value, sectors),
-                },
+                }
             };
             carry_out(&mut self.running, &mut port, operation).unwrap();
         }
@@ -121,7 +122,7 @@ impl Bench {
             }
         }
         self.end(&export);
-        // What comes later is not in the copy any more.
+        // Later writes are not in the copy.
         self.changes();
         self.checkpoint();
         assert!(!self.has_exports());
@@ -183,7 +184,7 @@ fn exports_overlap() {
     }
 }
 
-/// The file is checked before the disk is touched, and an error of the export is no error of the disk.
+/// The file is checked before the disk is touched, and an export's error does not affect the disk.
 #[test]
 fn an_export_that_can_not_be_written_fails_alone() {
     let mut bench = Bench::new(5);
@@ -204,9 +205,9 @@ fn an_export_that_can_not_be_written_fails_alone() {
     bench.checkpoint();
 }
 
-/// An export that was given up holds up no checkpoint, and gets nothing more.
+/// An abandoned export holds up no checkpoint, and gets nothing more.
 #[test]
-fn an_export_that_was_given_up_is_left_alone() {
+fn an_abandoned_export_gets_nothing_more() {
     let mut bench = Bench::new(6);
     bench.changes();
     let (path, export) = bench.begin();

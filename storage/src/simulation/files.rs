@@ -12,27 +12,27 @@ use super::medium::{LateWrite, World, due};
 use super::names::DIRECTORY;
 use crate::Buffer;
 use crate::medium::file::{CachedFile, DataFile, ReadFile, Segment};
-use crate::medium::filesystem::{FileSystem, Open, PathKind, SIMULATED};
-use crate::medium::mark::{Inode, Mark};
+use crate::medium::filesystem::{FileSystem, OpenMode, PathKind, SIMULATED};
+use crate::medium::mark::{ImageMark, Inode};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, Event, Mutex, MutexGuard};
 
 /// The medium as the store uses it; all clones share one world.
 #[derive(Clone, Debug)]
-pub(super) struct Simulated {
+pub(super) struct SimulatedMedium {
     pub world: Arc<Mutex<World>>,
 }
 
-impl Simulated {
+impl SimulatedMedium {
     pub(super) fn lock(&self) -> MutexGuard<'_, World> {
         self.world.lock().expect("world lock")
     }
 
     /// Makes this medium the thread's file system until the returned guard is dropped.
-    pub(super) fn enter(&self) -> Entered {
+    pub(super) fn enter(&self) -> FileSystemGuard {
         let files: Arc<dyn FileSystem> = Arc::new(self.clone());
-        Entered(SIMULATED.replace(Some(files)))
+        FileSystemGuard(SIMULATED.replace(Some(files)))
     }
 
     pub(super) fn file(&self, name: &str) -> Box<dyn DataFile> {
@@ -82,10 +82,10 @@ impl Simulated {
     }
 }
 
-/// Returned by [`Simulated::enter`]. Holds the thread's former file system.
-pub(super) struct Entered(Option<Arc<dyn FileSystem>>);
+/// Returned by [`SimulatedMedium::enter`]. Holds the thread's former file system.
+pub(super) struct FileSystemGuard(Option<Arc<dyn FileSystem>>);
 
-impl Drop for Entered {
+impl Drop for FileSystemGuard {
     fn drop(&mut self) {
         SIMULATED.set(self.0.take());
     }
@@ -101,7 +101,7 @@ const FIRST_DESCRIPTOR: RawFd = 1 << 30;
 
 #[derive(Debug)]
 struct SimulatedFile {
-    medium: Simulated,
+    medium: SimulatedMedium,
     index: usize,
     descriptor: usize,
     locked: AtomicBool,
@@ -120,7 +120,7 @@ impl Drop for SimulatedFile {
     }
 }
 
-impl Simulated {
+impl SimulatedMedium {
     /// Reads from a file, past the page cache unless `from_cache`.
     fn read(
         &self,
@@ -139,9 +139,10 @@ impl Simulated {
             world.fail("read")?;
         }
         world.bytes_read += buffer.len() as u64;
-        match world.read(file, buffer, offset as usize, from_cache) {
-            true => Ok(()),
-            false => Err(io::ErrorKind::UnexpectedEof.into()),
+        if world.read(file, buffer, offset as usize, from_cache) {
+            Ok(())
+        } else {
+            Err(io::ErrorKind::UnexpectedEof.into())
         }
     }
 
@@ -157,9 +158,10 @@ impl Simulated {
         let bytes = slices.concat();
         let mut world = self.lock();
         let sectors = bytes.len() / SECTOR;
-        let part = match world.short_writes && sectors > 1 && world.random.one_in(3) {
-            true => 1 + world.random.below(sectors as u64 - 1) as usize,
-            false => sectors,
+        let part = if world.short_writes && sectors > 1 && world.random.one_in(3) {
+            1 + world.random.below(sectors as u64 - 1) as usize
+        } else {
+            sectors
         };
         world.write(file, &bytes[..part * SECTOR], offset, to_cache)?;
         Ok(part * SECTOR)
@@ -179,7 +181,7 @@ impl ReadFile for SimulatedFile {
 /// A file through the simulated page cache.
 #[derive(Debug)]
 struct SimulatedCache {
-    medium: Simulated,
+    medium: SimulatedMedium,
     index: usize,
     descriptor: usize,
     /// The descriptor that it was opened by.
@@ -204,7 +206,7 @@ impl CachedFile for SimulatedCache {
     fn write_back(&self, range: Range<u64>) -> io::Result<()> {
         let (range, mut world) = (range.start as usize..range.end as usize, self.medium.lock());
         if planted(Mutant::WriteBackTakesError) {
-            // Its own result comes too late for the sync that follows.
+            // Its own result comes too late for the following sync.
             let _ = world.write_back(self.syncing, range);
             return Ok(());
         }
@@ -279,9 +281,10 @@ impl DataFile for SimulatedFile {
         }
         // A killed process's writes in flight hold the lock until they are done.
         world.await_late(self.index);
-        match shared {
-            true => world.shared.push(self.index),
-            false => world.locked.push(self.index),
+        if shared {
+            world.shared.push(self.index)
+        } else {
+            world.locked.push(self.index)
         }
         self.locked.store(true, Ordering::Relaxed);
         Ok(true)
@@ -301,13 +304,13 @@ impl DataFile for SimulatedFile {
         })
     }
 
-    fn read_mark(&self) -> io::Result<Option<Mark>> {
+    fn read_mark(&self) -> io::Result<Option<ImageMark>> {
         let world = self.medium.lock();
         let mark = world.files[self.index].mark();
         Ok(mark.filter(|_| !world.without_attributes))
     }
 
-    fn write_mark(&self, mark: Option<&Mark>) -> io::Result<bool> {
+    fn write_mark(&self, mark: Option<&ImageMark>) -> io::Result<bool> {
         let mut world = self.medium.lock();
         if world.without_attributes {
             return Ok(false);
@@ -335,8 +338,8 @@ impl DataFile for SimulatedFile {
     }
 }
 
-impl FileSystem for Simulated {
-    fn open(&self, path: &Path, how: Open) -> io::Result<Box<dyn DataFile>> {
+impl FileSystem for SimulatedMedium {
+    fn open(&self, path: &Path, how: OpenMode) -> io::Result<Box<dyn DataFile>> {
         let index = self.lock().open(path, how)?;
         Ok(self.numbered(index))
     }
@@ -359,9 +362,10 @@ impl FileSystem for Simulated {
 
     fn names(&self, dir: &Path) -> io::Result<Vec<OsString>> {
         let world = self.lock();
-        match world.names.has_directory(dir) {
-            true => Ok(world.names.in_directory(dir)),
-            false => Err(io::ErrorKind::NotFound.into()),
+        if world.names.has_directory(dir) {
+            Ok(world.names.in_directory(dir))
+        } else {
+            Err(io::ErrorKind::NotFound.into())
         }
     }
 
@@ -379,9 +383,10 @@ impl FileSystem for Simulated {
 
     fn real_path(&self, path: &Path) -> io::Result<PathBuf> {
         let there = path.parent().is_none() || self.exists(path)?;
-        match there {
-            true => Ok(path.to_owned()),
-            false => Err(io::ErrorKind::NotFound.into()),
+        if there {
+            Ok(path.to_owned())
+        } else {
+            Err(io::ErrorKind::NotFound.into())
         }
     }
 

@@ -6,22 +6,22 @@ use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::U64;
 
-use super::files::Simulated;
-use super::medium::{LOG, Stored, World};
+use super::files::SimulatedMedium;
+use super::medium::{LOG, StoredFiles, World};
 use super::names::DIRECTORY;
-use super::oracle::{Contents, Readable, value_of};
+use super::oracle::{DiskContents, ReadableContents, value_of};
 use crate::catalog::control::{ControlFile, open_control, read_control};
 use crate::catalog::options::{CacheMode, DiskOptions};
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::format::{Control, ControlHeader, DiskEntry};
+use crate::log::clock::{ClockReading, LogClock};
 use crate::log::committer::Leader;
 use crate::log::group::Group;
-use crate::log::stamp::{Reading, Stamps};
 use crate::log::state::Log;
-use crate::medium::file::{Append, Appended, Engine, Io, SyncScope, Written};
-use crate::medium::lock::Use;
+use crate::medium::file::{AppendResult, AppendStats, Appender, Engine, Io, SyncScope};
+use crate::medium::lock::Access;
 use crate::mutant::PLANTED;
 use crate::store::attach::OpenBase;
 use crate::store::open::open_log;
@@ -29,8 +29,8 @@ use crate::store::rewind::rewind;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event, Mutex};
 use crate::{
-    Backend, BackendQueue, Buffer, CommitWait, Failure, MarkText, Operation, Point, Port, Rewound,
-    StoreOptions, create_disk,
+    Backend, BackendQueue, Buffer, CommitWait, Failure, MarkText, Operation, Point, Port,
+    RewindReport, StoreOptions, create_disk,
 };
 
 /// The sizes of a log and its disks.
@@ -67,12 +67,12 @@ impl Shape {
 
 /// A log's shape, and the medium that it is on.
 pub(super) struct Fixture {
-    pub medium: Simulated,
+    pub medium: SimulatedMedium,
     pub shape: Shape,
     /// Whether base images are moved now and then, so that the next control writes change many sectors.
     pub moves: bool,
     /// How much history the log keeps.
-    pub retain: Retain,
+    pub retain: Retention,
     /// The disks that have left the log.
     pub left: Vec<bool>,
     /// The next opening finds the base images where they are.
@@ -80,7 +80,7 @@ pub(super) struct Fixture {
 }
 
 /// An open store without threads.
-pub(super) struct Running {
+pub(super) struct RunningStore {
     /// The open disks, and the number of each in the fixture.
     pub disks: Vec<Disk>,
     pub places: Vec<usize>,
@@ -90,7 +90,7 @@ pub(super) struct Running {
 
 /// The log's writer, which takes one step at a time.
 struct SteppedWriter {
-    medium: Simulated,
+    medium: SimulatedMedium,
     leader: Leader,
     engine: Box<dyn Engine>,
     under_way: Option<Group>,
@@ -99,8 +99,8 @@ struct SteppedWriter {
 impl SteppedWriter {
     fn step(&mut self) {
         let Some(group) = self.under_way.take() else {
-            if self.leader.until().is_some() && self.medium.lock().is_over() {
-                self.leader.over();
+            if self.leader.deadline().is_some() && self.medium.lock().is_over() {
+                self.leader.end_delay();
             }
             match self.leader.begin() {
                 Some((io, group)) if is_cached(&io) => {
@@ -123,8 +123,8 @@ impl SteppedWriter {
             self.under_way = Some(group);
             return;
         };
-        let ran = Appended {
-            result: end.result.map(|_| Written::DIRECT),
+        let ran = AppendResult {
+            result: end.result.map(|_| AppendStats::DIRECT),
             list: Vec::new(),
         };
         if self.leader.end(group, ran, true) {
@@ -150,10 +150,10 @@ impl Fixture {
         (world.files, world.names) = (made.files, made.names);
         let world = Arc::new(Mutex::new(world));
         Self {
-            medium: Simulated { world },
+            medium: SimulatedMedium { world },
             shape,
             moves: false,
-            retain: Retain::Nothing,
+            retain: Retention::Nothing,
             left: vec![false; shape.disks],
             stays: false,
         }
@@ -164,7 +164,7 @@ impl Fixture {
         (world.locked, world.shared) = Default::default();
         let world = Arc::new(Mutex::new(world));
         Self {
-            medium: Simulated { world },
+            medium: SimulatedMedium { world },
             shape: self.shape,
             moves: self.moves,
             retain: self.retain,
@@ -175,7 +175,11 @@ impl Fixture {
 
     /// Recovers the log; `through`: in writethrough mode. `commit_wait` is never adaptive: adaptive waits look at
     /// the clock, so a seed would not reproduce the same run.
-    pub(super) fn open(&self, through: bool, commit_wait: CommitWait) -> crate::Result<Running> {
+    pub(super) fn open(
+        &self,
+        through: bool,
+        commit_wait: CommitWait,
+    ) -> crate::Result<RunningStore> {
         let options = StoreOptions {
             commit_wait,
             // Sometimes so little that writes wait for checkpoints.
@@ -189,9 +193,10 @@ impl Fixture {
         if self.moves && self.medium.lock().random.one_in(3) && !self.stays {
             self.move_images();
         }
-        let cache = match through {
-            true => CacheMode::Writethrough,
-            false => CacheMode::Writeback,
+        let cache = if through {
+            CacheMode::Writethrough
+        } else {
+            CacheMode::Writeback
         };
         let disk = |disk: &usize| DiskOptions {
             cache,
@@ -204,19 +209,19 @@ impl Fixture {
         let medium = Box::new(self.medium.clone());
         let _files = self.medium.enter();
         let opened = open_log(medium, Path::new(LOG), &disks, &options, &mut |_, _| {});
-        let mut running = Running::new(&self.medium, opened?);
+        let mut running = RunningStore::new(&self.medium, opened?);
         running.places = places;
         Ok(running)
     }
 
     /// Restores a disk in place, to an LSN.
-    pub(super) fn rewind(&self, disk: usize, to: u64) -> crate::Result<Rewound> {
+    pub(super) fn rewind(&self, disk: usize, to: u64) -> crate::Result<RewindReport> {
         let (log, image) = (Path::new(LOG), DiskOptions::new(self.image(disk)));
         let _files = self.medium.enter();
-        let mut control = open_control(log, Use::Log)?;
-        let base = OpenBase::open(&image, Use::Write, true)?;
-        // At the time of the newest record, since the clock was never set: a seed reproduces one run.
-        let (at, now) = (Point::Lsn(to), Reading::default());
+        let mut control = open_control(log, Access::Log)?;
+        let base = OpenBase::open(&image, Access::Write, true)?;
+        // At the time of the newest record, as if the clock was never set, so that a seed reproduces one run.
+        let (at, now) = (Point::Lsn(to), ClockReading::default());
         rewind(&self.medium, log, &mut control, &base, at, now)
     }
 
@@ -235,7 +240,7 @@ impl Fixture {
         let mark = world.files[world.names.get(&path)?].mark();
         drop(world);
         let mut entries = control.disks.iter();
-        // An image that was moved while it was closed is known by its mark.
+        // An image that was moved while closed is recognized by its mark.
         let marked = entries.find(|entry| mark.is_some_and(|mark| mark.disk == entry.disk));
         marked.or_else(|| {
             let mut entries = control.disks.iter();
@@ -256,7 +261,7 @@ impl Fixture {
     }
 
     /// The contents of the base images, without the log.
-    pub(super) fn bases(&self) -> Contents {
+    pub(super) fn bases(&self) -> DiskContents {
         let values = |disk: usize| {
             let path = self.image(disk);
             let world = self.medium.lock();
@@ -272,9 +277,9 @@ impl Fixture {
     }
 }
 
-impl Running {
+impl RunningStore {
     /// An open store on `medium`.
-    pub(super) fn new(medium: &Simulated, opened: (Arc<Log>, Vec<Disk>, Keeper)) -> Self {
+    pub(super) fn new(medium: &SimulatedMedium, opened: (Arc<Log>, Vec<Disk>, Keeper)) -> Self {
         let (log, disks, keeper) = opened;
         let event = Event::new().expect("an event");
         let writer = SteppedWriter {
@@ -335,7 +340,7 @@ impl Running {
     }
 
     /// Reads all disks completely.
-    pub(super) fn read(&self) -> Result<Contents, Failure> {
+    pub(super) fn read(&self) -> Result<DiskContents, Failure> {
         let read_disk = |disk: &Disk| {
             let mut port = disk.open_port().expect("a port");
             let whole = Operation::Read {
@@ -349,7 +354,7 @@ impl Running {
     }
 
     /// Reads all disks sector by sector; sectors that can't be read are `None`.
-    pub(super) fn read_sectors(&self) -> Readable {
+    pub(super) fn read_sectors(&self) -> ReadableContents {
         let read_disk = |disk: &Disk| {
             let mut port = disk.open_port().expect("a port");
             let mut sector = |sector| {
@@ -364,7 +369,7 @@ impl Running {
 }
 
 /// The control file, as the medium has it.
-pub(super) fn control_of(medium: &Simulated) -> crate::Result<ControlFile> {
+pub(super) fn control_of(medium: &SimulatedMedium) -> crate::Result<ControlFile> {
     read_control(medium.file("control"), "control".into(), "/".into())
 }
 
@@ -380,9 +385,9 @@ fn elsewhere() -> PathBuf {
 }
 
 /// A new log with empty disks, as it is on the medium. It is built once for each shape and thread.
-fn made(shape: Shape, without_attributes: bool) -> Stored {
+fn made(shape: Shape, without_attributes: bool) -> StoredFiles {
     thread_local! {
-        static MADE: RefCell<HashMap<(Shape, bool), Stored>> = RefCell::default();
+        static MADE: RefCell<HashMap<(Shape, bool), StoredFiles>> = RefCell::default();
     }
     let key = (shape, without_attributes);
     if let Some(made) = MADE.with_borrow(|made| made.get(&key).cloned()) {
@@ -394,7 +399,7 @@ fn made(shape: Shape, without_attributes: bool) -> Stored {
     world.without_attributes = without_attributes;
     world.names.set(&elsewhere(), DIRECTORY);
     world.names.sync(Path::new("/"));
-    let medium = Simulated {
+    let medium = SimulatedMedium {
         world: Arc::new(Mutex::new(world)),
     };
     let options = StoreOptions {
@@ -416,7 +421,7 @@ fn made(shape: Shape, without_attributes: bool) -> Stored {
 
 /// Runs one request to its end, with no other under way.
 fn end(
-    running: &Running,
+    running: &RunningStore,
     port: &mut Port,
     operation: Operation,
 ) -> Result<Option<Buffer>, Failure> {
@@ -433,10 +438,10 @@ fn end(
     panic!("a request alone never ends");
 }
 
-/// Carries out a request; the keeper takes a step as often as the port.
+/// Carries out a request, with one step of the keeper for each of the port.
 #[cfg(not(feature = "shuttle"))]
 pub(super) fn carry_out(
-    running: &mut Running,
+    running: &mut RunningStore,
     port: &mut Port,
     operation: Operation,
 ) -> Result<Option<Buffer>, Failure> {
@@ -467,8 +472,8 @@ pub(super) fn filled(value: u32, sectors: u64) -> Buffer {
     Buffer::from(&value.to_le_bytes().repeat(sectors as usize * 128)[..])
 }
 
-/// A header change that did not reach the medium is not taken for done: a checkpoint that is tried again must write
-/// again how far it copies.
+/// A header change that did not reach the medium does not count: a retried checkpoint must note again how far it
+/// copies.
 #[test]
 fn a_control_write_that_fails_changes_nothing() {
     let shape = Shape::one_disk(8, 4);
@@ -488,13 +493,13 @@ fn a_control_write_that_fails_changes_nothing() {
     assert_eq!(read.control.header.copying_lsn.get(), 9);
 }
 
-/// A clock that was an hour ahead and is right again does not give later records an earlier time than older ones,
-/// neither in the running log nor after it was reopened.
+/// After the clock was an hour ahead and is right again, later records still do not get earlier times than older ones,
+/// whether or not the log was reopened.
 #[test]
 fn times_in_a_log_never_go_back() {
     let shape = Shape::one_disk(64, 16);
     let fixture = Fixture::new(World::new(1), shape);
-    let commit = |running: &mut Running, value| {
+    let commit = |running: &mut RunningStore, value| {
         // The keeper makes room, and the records stay in the log.
         running.disks[0].log.lock().keeper.checkpoint = false;
         running.keeper.step(false).unwrap();
@@ -509,8 +514,8 @@ fn times_in_a_log_never_go_back() {
         commit(&mut running, 2 * opened);
         if opened == 0 {
             let mut state = running.disks[0].log.lock();
-            ahead = state.stamps.next().unix_us + 3_600_000_000;
-            state.stamps = Stamps::standing(ahead);
+            ahead = state.clock.next().unix_us + 3_600_000_000;
+            state.clock = LogClock::stopped(ahead);
         }
         commit(&mut running, 2 * opened + 1);
         drop(running);
@@ -522,7 +527,7 @@ fn times_in_a_log_never_go_back() {
         &fixture.medium,
         Path::new(LOG),
         &control.control,
-        crate::recovery::contents::Verify::All,
+        crate::recovery::contents::VerifyScope::All,
         &mut |found| times.push(found.batch.unix_us.get()),
         &mut |_, _| {},
     )
@@ -531,21 +536,21 @@ fn times_in_a_log_never_go_back() {
     assert!(times[1..].iter().all(|&time| time == ahead), "{times:?}");
 }
 
-/// A run with a clock that is a year ahead, between two with the right time: it lets nothing expire, and afterwards times are right
+/// A run with a clock a year ahead, between two with the right time: nothing expires, and afterwards times are right
 /// again.
 #[test]
 #[cfg(not(feature = "shuttle"))]
 fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
     const YEAR: u64 = 365 * 86_400_000_000;
     let mut fixture = Fixture::new(World::new(2), Shape::one_disk(64, 64));
-    fixture.retain = Retain::Time(std::time::Duration::from_secs(3600));
+    fixture.retain = Retention::Time(std::time::Duration::from_secs(3600));
     let mut times = Vec::new();
     for run in 0..3 {
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         running.keeper.step(false).unwrap();
         if run == 1 {
-            let ahead = Reading::now().wall + YEAR;
-            running.disks[0].log.lock().stamps = Stamps::standing(ahead);
+            let ahead = ClockReading::now().wall + YEAR;
+            running.disks[0].log.lock().clock = LogClock::stopped(ahead);
         }
         let mut port = running.disks[0].open_port().unwrap();
         for sector in 0..8 {
@@ -555,7 +560,7 @@ fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
         }
         running.finish_writer();
         let mut state = running.disks[0].log.lock();
-        let now = state.stamps.now();
+        let now = state.clock.now();
         let hour = |hours: u64| now.passed + hours * 3_600_000_000 + 1_000_000;
         let (retain, all) = (state.keeper.retain, u64::MAX);
         let freed = |now| state.ring.expired(retain, now, true, all);
@@ -586,7 +591,7 @@ fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
                 &fixture.medium,
                 log,
                 &control,
-                crate::recovery::contents::Verify::Tail,
+                crate::recovery::contents::VerifyScope::Tail,
                 &mut |found| visit(&found.commit()),
                 &mut |_, _| {},
             )
@@ -604,10 +609,10 @@ fn a_run_with_a_clock_that_is_ahead_spoils_no_time() {
 #[cfg(not(feature = "shuttle"))]
 fn every_step_checks_the_state_of_the_log() {
     use crate::log::pipeline::tests::panics;
-    use crate::log::state::State;
+    use crate::log::state::LogState;
 
     let shape = Shape::one_disk(64, 16);
-    type Fault = fn(&Log, &mut State);
+    type Fault = fn(&Log, &mut LogState);
     let broken: [(&str, Fault); 3] = [
         ("applied 9", |_, state| state.pipeline.set_applied(9)),
         ("written watermark", |log, _| {
@@ -619,7 +624,7 @@ fn every_step_checks_the_state_of_the_log() {
         }),
     ];
     for (message, change) in broken {
-        // All is dropped while the panic unwinds: the log's lock is poisoned.
+        // Everything is dropped while the panic unwinds, with the log's lock poisoned.
         panics(message, || {
             let fixture = Fixture::new(World::new(1), shape);
             let mut running = fixture.open(false, CommitWait::NONE).unwrap();
@@ -627,7 +632,7 @@ fn every_step_checks_the_state_of_the_log() {
             let mut port = running.disks[0].open_port().unwrap();
             let data = filled(1, 8);
             end(&running, &mut port, Operation::Write { sector: 0, data }).unwrap();
-            assert!(!port.when_written(7));
+            assert!(!port.notify_written(7));
             let mut done = Vec::new();
             while done.is_empty() {
                 port.completions(&mut done);

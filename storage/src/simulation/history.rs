@@ -4,17 +4,17 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::clients::Clients;
-use super::fixture::{Fixture, Running, Shape, control_of, filled, mark_text};
-use super::live::{Clock, InUse};
+use super::fixture::{Fixture, RunningStore, Shape, control_of, filled, mark_text};
+use super::live::{LiveHandles, TestClocks};
 use super::medium::World;
 use super::offline::Backup;
-use super::oracle::{Broken, Contents, Oracle, Restored, agrees, difference, readable};
+use super::oracle::{DiskContents, Oracle, RestoredState, Violation, agrees, difference, readable};
 use super::random::Random;
-use super::tell;
-use crate::catalog::retain::Retain;
+use super::trace;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::ErrorKind;
-use crate::format::{BLOCK, BatchHeader, Decoded, SegmentHeader};
+use crate::format::{BLOCK, BatchHeader, DecodeResult, SegmentHeader};
 use crate::{CommitWait, Operation};
 
 /// Sectors of each disk.
@@ -52,17 +52,17 @@ pub(super) struct Totals {
     pub looked_back: u64,
     /// Of these, looks at a log with a snapshot.
     pub pinned: u64,
-    /// Snapshots that were looked at where the base images have gone past them.
+    /// Looks at snapshots that the base images have moved past.
     pub saved: u64,
     /// Disks that were restored in place.
     pub rewound: u64,
     /// Of these, restores during which power was lost.
     pub cut_rewinds: u64,
-    /// States from before a restore in place, or an earlier crash, that were looked at again.
+    /// Looks at states from before a restore in place or an earlier crash.
     pub seen_again: u64,
     /// Marks that were found after a crash.
     pub marks: u64,
-    /// Looks at a disk that is not in use, by the way that copies are made.
+    /// Looks at a disk that is not in use, by the code that makes copies.
     pub looks_at_the_past: u64,
     /// Steps of the wall clock.
     pub clock_steps: u64,
@@ -70,7 +70,7 @@ pub(super) struct Totals {
     pub live_looks: u64,
     /// Of these, looks at times.
     pub looks_at_times: u64,
-    /// Points that were refused because the base images have gone past them.
+    /// Points refused because the base images have moved past them.
     pub refused_points: u64,
     /// Exports of disks in use that began.
     pub exports: u64,
@@ -78,7 +78,7 @@ pub(super) struct Totals {
     pub exported: u64,
     /// Restores in place of disks in use.
     pub live_rewinds: u64,
-    /// Those of which only the next process learns whether they count.
+    /// Of these, restores of which only the next process learns whether they count.
     pub live_rewinds_cut: u64,
     /// Snapshots that were deleted while the log was in use.
     pub deleted: u64,
@@ -88,8 +88,8 @@ pub(super) struct Totals {
     pub deleted_in_use: u64,
     /// Disks that left the log while it was in use.
     pub removed: u64,
-    /// Of these, disks that a log with history has only set aside.
-    pub set_aside: u64,
+    /// Of these, disks that a log with history has only detached.
+    pub detached: u64,
     /// Disks that came to the log while it was in use.
     pub added: u64,
     /// Of these, raw images.
@@ -102,7 +102,7 @@ pub(super) struct Totals {
     pub logs_grown: u64,
     /// Logs that were made smaller.
     pub logs_shrunk: u64,
-    /// Disks whose records were given up.
+    /// Disks whose records were discarded.
     pub given_up: u64,
     /// Disks that left a log that is not in use.
     pub left: u64,
@@ -155,7 +155,7 @@ impl super::Total for Totals {
         self.deleted_in_copies += other.deleted_in_copies;
         self.deleted_in_use += other.deleted_in_use;
         self.removed += other.removed;
-        self.set_aside += other.set_aside;
+        self.detached += other.detached;
         self.added += other.added;
         self.joined_live += other.joined_live;
         self.commands_cut += other.commands_cut;
@@ -172,7 +172,8 @@ impl super::Total for Totals {
 }
 
 impl Totals {
-    /// Of so many histories, enough did each of the things that half of them do beside requests and crashes.
+    /// Asserts that enough of so many histories did each of the things that half of them do beside requests and
+    /// crashes.
     pub(super) fn assert_lively(&self, count: u64) {
         let often = [
             self.looks_at_the_past,
@@ -198,7 +199,7 @@ impl Totals {
             self.live_rewinds_cut,
             self.deleted_in_use,
             self.deleted_in_copies,
-            self.set_aside,
+            self.detached,
             self.joined_live,
             self.commands_refused,
             self.refused_points,
@@ -217,7 +218,7 @@ impl Totals {
             self.live_looks,
             self.live_rewinds,
             self.deleted,
-            self.set_aside,
+            self.detached,
             self.logs_grown,
             self.given_up,
         ];
@@ -242,22 +243,22 @@ pub(super) struct History {
     /// The log always keeps history, and all of it is looked at.
     pub keeps: bool,
     /// What the disks were as of LSNs before the oracle's first change.
-    pub past: Vec<(u64, Contents)>,
+    pub past: Vec<(u64, DiskContents)>,
     /// Decides what is done beside requests, checkpoints and crashes, if anything is.
     pub acts: Random,
     pub lively: bool,
-    pub in_use: InUse,
+    pub in_use: LiveHandles,
     /// Snapshots of which nobody knows whether they are deleted.
     pub unpinned: Vec<SnapshotName>,
-    pub clock: Clock,
+    pub clock: TestClocks,
     /// The LSN that came next when each disk last joined the log.
     pub joined: Vec<u64>,
     /// The LSN that came next when each disk last got another image.
     pub replaced: Vec<u64>,
     /// Copies of images that were closed.
     pub backups: Vec<Backup>,
-    /// Each disk whose records were given up, and the newest LSN then. As of that LSN the log has the disk without them, as it is from
-    /// then on: the oracle does not say which is right.
+    /// Each disk whose records were discarded, and the newest LSN then. At that LSN the log has the disk without them,
+    /// as from then on; the oracle does not say which is right.
     pub given_up: Vec<(usize, u64)>,
     pub totals: Totals,
 }
@@ -289,9 +290,9 @@ impl History {
             keeps: false,
             acts,
             lively,
-            in_use: InUse::default(),
+            in_use: LiveHandles::default(),
             unpinned: Vec::new(),
-            clock: Clock::new(),
+            clock: TestClocks::new(),
             joined: vec![0; disks],
             replaced: vec![0; disks],
             backups: Vec::new(),
@@ -308,7 +309,7 @@ impl History {
     }
 
     /// Runs the history to its end.
-    pub(super) fn run(mut self) -> Result<Totals, Broken> {
+    pub(super) fn run(mut self) -> Result<Totals, Violation> {
         let incarnations = 1 + self.random.below(3);
         let mut running = None;
         for _ in 0..incarnations {
@@ -329,35 +330,37 @@ impl History {
     }
 
     /// Opens the log with random options.
-    fn open(&mut self) -> crate::Result<Running> {
+    fn open(&mut self) -> crate::Result<RunningStore> {
         let through = self.random.one_in(4);
         self.oracle.written = self.random.one_in(2);
-        let wait = match self.random.one_in(3) {
-            true => CommitWait {
+        let wait = if self.random.one_in(3) {
+            CommitWait {
                 longest: Some(Duration::from_micros(1)),
                 count: Some(2 + self.random.below(3) as u32),
-            },
-            false => CommitWait::NONE,
+            }
+        } else {
+            CommitWait::NONE
         };
-        // The base images are more often to go past a restore in place.
+        // Let the base images pass a restore in place more often.
         let often = self.keeps || self.totals.rewound > 0;
         self.fixture.retain = match self.random.below(if often { 2 } else { 6 }) {
-            0 => Retain::All,
-            1 => Retain::Bytes((1 + self.random.below(3)) << 16),
-            _ => Retain::Nothing,
+            0 => Retention::All,
+            1 => Retention::Bytes((1 + self.random.below(3)) << 16),
+            _ => Retention::Nothing,
         };
         if self.lively && self.acts.one_in(6) {
             let time = Duration::from_millis(1 + self.acts.below(200));
-            self.fixture.retain = Retain::Time(time);
+            self.fixture.retain = Retention::Time(time);
         }
         let mut running = self.fixture.open(through, wait)?;
         self.find_pins(&running.keeper.control.control)?;
         for pin in std::mem::take(&mut self.pins) {
-            match self.random.one_in(2) {
-                true => self.pins.push(pin),
-                false => running
+            if self.random.one_in(2) {
+                self.pins.push(pin)
+            } else {
+                running
                     .keeper
-                    .change_history(|control| Snapshot::remove(pin.name, control))?,
+                    .change_history(|control| Snapshot::remove(pin.name, control))?
             }
         }
         if self.random.one_in(if self.keeps { 2 } else { 6 }) {
@@ -367,12 +370,12 @@ impl History {
     }
 
     /// Makes a snapshot of all disks, or of the first one.
-    fn snapshot(&mut self, running: &mut Running) -> crate::Result<()> {
+    fn snapshot(&mut self, running: &mut RunningStore) -> crate::Result<()> {
         self.next_value += 1;
         let name: SnapshotName = format!("pin{}", self.next_value).parse()?;
         let alone = self.random.one_in(3).then_some(running.disks[0].state.id);
         let made = running.keeper.snapshot(name, alone);
-        // If this failed, it may be there nevertheless.
+        // Even if this failed, it may exist.
         if let Ok(made) = Snapshot::find(name, &running.keeper.control.control) {
             self.pins.push(made);
         }
@@ -382,7 +385,7 @@ impl History {
     /// Kills the process, or cuts power; returns `true` if only the process was killed.
     pub(super) fn end_process(&mut self) -> bool {
         let killed = self.random.one_in(3);
-        tell(|| format!("the process ends, killed: {killed}"));
+        trace(|| format!("the process ends, killed: {killed}"));
         if killed {
             // The cache is kept, unsynced.
             self.totals.kills += 1;
@@ -393,7 +396,7 @@ impl History {
         killed
     }
 
-    /// Only a process has ended and nothing was lost. So every change that was completed as written is there, and
+    /// Only a process has ended and nothing was lost, so every change that was completed as written is there, and
     /// durable once recovered.
     fn expect_written(&mut self) {
         self.oracle.killed();
@@ -402,14 +405,18 @@ impl History {
 
     /// Works, and loses power or closes; then reopens the log and judges it. Returns the log if it is still open
     /// then.
-    fn incarnation(&mut self, mut running: Running) -> Result<Option<Running>, Broken> {
+    fn incarnation(
+        &mut self,
+        mut running: RunningStore,
+    ) -> Result<Option<RunningStore>, Violation> {
         let crash = !self.random.one_in(5);
         if crash {
             let (ticks, control) = (self.random.below(80), self.random.one_in(6));
             let mut world = self.fixture.medium.lock();
-            match control {
-                true => world.cut_control = Some(ticks / 13),
-                false => world.ticks = Some(ticks),
+            if control {
+                world.cut_control = Some(ticks / 13)
+            } else {
+                world.ticks = Some(ticks)
             }
         }
         if self.random.one_in(if crash { 8 } else { 3 }) {
@@ -422,11 +429,12 @@ impl History {
         self.first_lsn = running.log().lock().pipeline.next_lsn();
         self.work(&mut running)?;
         let crashed = self.fixture.medium.lock().crashed;
-        let closed = match crashed {
-            true => None,
-            false => self.close(&mut running),
+        let closed = if crashed {
+            None
+        } else {
+            self.close(&mut running)
         };
-        self.in_use = InUse::default();
+        self.in_use = LiveHandles::default();
         drop(running);
         match closed {
             Some(true) => {
@@ -441,7 +449,7 @@ impl History {
         }
         let failed = self.fixture.medium.lock().failed;
         self.totals.faults += u64::from(failed);
-        // A sync that fails may drop from the cache the bytes that it was to write.
+        // A failed sync may drop the bytes it should have written from the cache.
         let mut kept = self.end_process() && !failed;
         let control = control_of(&self.fixture.medium);
         let control = control.map_err(|error| format!("the control file: {error}"))?;
@@ -451,16 +459,17 @@ impl History {
             let (ticks, control) = (self.random.below(20), self.random.one_in(6));
             {
                 let mut world = self.fixture.medium.lock();
-                match control {
-                    true => world.cut_control = Some(ticks / 5),
-                    false => world.ticks = Some(ticks),
+                if control {
+                    world.cut_control = Some(ticks / 5)
+                } else {
+                    world.ticks = Some(ticks)
                 }
             }
             self.plan_faults();
             let opened = self.fixture.open(false, CommitWait::NONE);
             if let Err(error) = &opened {
                 let world = self.fixture.medium.lock();
-                // A read error during recovery is no damage.
+                // A read error during recovery is not damage.
                 let io = error.kind() == ErrorKind::Io;
                 if !(world.crashed || world.failed && io) {
                     return Err(format!("recovery failed: {error}"));
@@ -486,7 +495,7 @@ impl History {
 
     /// Closes the log, often with only a few steps of copying, of which a checkpoint that is under way may take some.
     /// Returns whether the base images have everything; `None` if closing fails.
-    fn close(&mut self, running: &mut Running) -> Option<bool> {
+    fn close(&mut self, running: &mut RunningStore) -> Option<bool> {
         if self.random.one_in(4) {
             let steps = self.random.below(8);
             running.log().lock().keeper.copy_steps = Some(steps);
@@ -511,10 +520,9 @@ impl History {
         }
     }
 
-    /// Opens what is left and finds the prefix that it is. That must be durable from now on, and the next
-    /// incarnation begins there: after a power cut, after a kill, or at once in the log that was opened, which is
-    /// then returned.
-    fn judge(&mut self, kept: bool) -> Result<Option<Running>, Broken> {
+    /// Opens what is left and finds which prefix it is. That must be durable from now on, and the next incarnation
+    /// begins there: after a power cut, after a kill, or at once in the opened log, which is then returned.
+    fn judge(&mut self, kept: bool) -> Result<Option<RunningStore>, Violation> {
         let control = control_of(&self.fixture.medium);
         let control = control.map_err(|error| format!("the control file: {error}"))?;
         self.settle(&control.control, false);
@@ -545,7 +553,7 @@ impl History {
         for (disk, values) in running.places.iter().zip(read) {
             found[*disk] = values;
         }
-        // So are those whose records were given up. The log has nothing of them.
+        // So are those whose records were discarded; the log has nothing of them.
         let mut seen = readable(&found);
         for disk in given_up {
             let image = self.image_values(disk);
@@ -558,8 +566,9 @@ impl History {
             seen[disk].fill(None);
         }
         match rewound {
-            Some(Restored { may_be, .. }) if may_be.iter().any(|state| agrees(state, &seen)) => {}
-            Some(Restored { may_be, certain }) if certain => {
+            Some(RestoredState { may_be, .. })
+                if may_be.iter().any(|state| agrees(state, &seen)) => {}
+            Some(RestoredState { may_be, certain }) if certain => {
                 return Err(format!(
                     "after a restore in place the disks differ: {}",
                     difference(&seen, &may_be[0])
@@ -581,12 +590,12 @@ impl History {
         Ok(None)
     }
 
-    /// Numbers seen on the medium are never given out again: no LSN, no salt.
-    fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Broken> {
+    /// Numbers seen on the medium, LSNs and salts, are never reused.
+    fn check_numbers(&mut self, next_lsn: u64) -> Result<(), Violation> {
         let segments = self.fixture.medium.lock().segments();
         for (name, bytes) in segments {
             // Without its header a segment's batches can't be taken for part of the log.
-            let Decoded::Valid(life) = SegmentHeader::decode(&bytes) else {
+            let DecodeResult::Valid(life) = SegmentHeader::decode(&bytes) else {
                 continue;
             };
             let (salt, sequence) = (life.salt.get(), life.sequence.get());
@@ -611,16 +620,17 @@ impl History {
         Ok(())
     }
 
-    pub(super) fn work(&mut self, running: &mut Running) -> Result<(), Broken> {
+    pub(super) fn work(&mut self, running: &mut RunningStore) -> Result<(), Violation> {
         let ports = 1 + self.random.below(3) as usize;
         let mut clients = Clients::open(running, ports, self.random.one_in(2));
         // The steps during which there is no space; the second number says whether base images, the log or both are
         // full.
         let full = self.random.one_in(6).then(|| {
             let from = self.random.below(200);
-            let until = match self.random.one_in(3) {
-                true => u64::MAX,
-                false => from + self.random.below(2000),
+            let until = if self.random.one_in(3) {
+                u64::MAX
+            } else {
+                from + self.random.below(2000)
             };
             (from..until, 1 + self.random.below(3))
         });
@@ -677,16 +687,17 @@ impl History {
                 7 if pause == 0 && running.log().lock().is_idle() => {
                     let forced = self.random.one_in(4) && !running.keeper.must_keep();
                     let named = self.pins.len() < 4 && self.random.one_in(8);
-                    let done = match named {
-                        true => self.snapshot(running),
-                        false => running.keeper.step(forced),
+                    let done = if named {
+                        self.snapshot(running)
+                    } else {
+                        running.keeper.step(forced)
                     };
                     match done {
                         // The shortage is over for requests that come from now on.
                         Ok(()) if scarce == 0 && !named => {
                             self.oracle.excused = self.oracle.excused.min(clients.newest())
                         }
-                        // A snapshot makes room first if need be; whether that failed is not its result.
+                        // A snapshot first makes room if necessary; whether that failed is not its result.
                         Ok(()) if running.log().lock().keeper.failed => {
                             self.oracle.excused = u64::MAX;
                         }
@@ -726,14 +737,14 @@ impl History {
         &mut self,
         clients: &mut Clients,
         which: usize,
-        running: &Running,
-    ) -> Result<(), Broken> {
+        running: &RunningStore,
+    ) -> Result<(), Violation> {
         let oracle = &mut self.oracle;
         let done = clients.poll(oracle, running, which);
         Clients::complete(oracle, running, &self.fixture, which, done)
     }
 
-    fn submit(&mut self, clients: &mut Clients, which: usize, running: &Running) {
+    fn submit(&mut self, clients: &mut Clients, which: usize, running: &RunningStore) {
         let sectors = 1 + self.random.below(8);
         // Few sectors, so that requests overlap.
         let sector = self.random.below(SECTORS - sectors);

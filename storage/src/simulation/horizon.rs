@@ -1,20 +1,20 @@
-//! The horizon that a log tells of is a point, also while or after a checkpoint is under way.
+//! The horizon that a log reports is a valid point, even during or after an interrupted checkpoint.
 
 use std::path::Path;
 
 use super::fixture::{Fixture, Shape, carry_out, control_of, filled};
 use super::medium::{LOG, World};
 use crate::format::Control;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::scan::scan;
-use crate::{CommitWait, LogHistory, Operation, Point, Result, Retain};
+use crate::{CommitWait, LogHistory, Operation, Point, Result, Retention};
 
-/// The LSN as of which the disk comes back at a point, by what the medium has.
+/// The LSN to which the disk is restored at a point, given what is on the medium.
 fn resolve(fixture: &Fixture, control: &Control, point: Point) -> Result<u64> {
     let (log, disk) = (Path::new(LOG), control.disks[0].id.get());
     point.resolve(log, control, disk, |visit| {
-        let visit = &mut |found: crate::recovery::scan::Found<'_>| visit(&found.commit());
-        let (tail, none) = (Verify::Tail, &mut |_, _| {});
+        let visit = &mut |found: crate::recovery::scan::FoundRecord<'_>| visit(&found.commit());
+        let (tail, none) = (VerifyScope::Tail, &mut |_, _| {});
         scan(&fixture.medium, log, control, tail, visit, none).map(drop)
     })
 }
@@ -30,13 +30,13 @@ fn is_a_point(fixture: &Fixture, control: &Control, told: &LogHistory, when: &st
 }
 
 #[test]
-fn the_horizon_that_is_told_is_a_point_wherever_a_checkpoint_is_cut() {
+fn the_reported_horizon_is_a_point_wherever_a_checkpoint_is_cut() {
     let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
-    fixture.retain = Retain::All;
+    fixture.retain = Retention::All;
     let (mut copying, mut whole) = (0, false);
     for ticks in 0.. {
         let fixture = Fixture {
-            retain: Retain::All,
+            retain: Retention::All,
             ..fixture.with(fixture.medium.lock().clone())
         };
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
@@ -54,16 +54,16 @@ fn the_horizon_that_is_told_is_a_point_wherever_a_checkpoint_is_cut() {
         let told = running.disks[0].log.history();
         drop((port, running));
         fixture.medium.lock().restart();
-        // What the process that was killed told.
+        // What the killed process reported.
         let control = control_of(&fixture.medium).unwrap().control;
         let when = format!("after {ticks} operations");
         if whole || told.horizon.lsn > 0 {
             is_a_point(&fixture, &control, &told, &when);
         }
         copying += u32::from(control.header.copying_lsn > control.header.checkpoint_lsn);
-        // What 'disk info' tells, and the next process.
+        // What 'disk info' reports, and the next process.
         let (log, none) = (Path::new(LOG), &mut |_, _| {});
-        let tail = Verify::Tail;
+        let tail = VerifyScope::Tail;
         let found = scan(&fixture.medium, log, &control, tail, &mut |_| {}, none);
         let told = LogHistory {
             horizon: found.unwrap().horizon,

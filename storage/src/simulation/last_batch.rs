@@ -2,19 +2,19 @@
 
 use std::path::Path;
 
-use super::fixture::{Fixture, Running, Shape, carry_out, control_of, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, control_of, filled};
 use super::medium::{LOG, World};
 use crate::error::ErrorKind;
 use crate::format::{BLOCK, CONTROL_SLOT};
 use crate::mutant::{Mutant, PLANTED};
-use crate::recovery::contents::Verify;
-use crate::recovery::scan::{Found, scan};
-use crate::{BackendQueue, CommitWait, Operation, Retain};
+use crate::recovery::contents::VerifyScope;
+use crate::recovery::scan::{FoundRecord, scan};
+use crate::{BackendQueue, CommitWait, Operation, Retention};
 
-/// How a log is left, after which the medium changes its last batch.
+/// How a log is left before its last batch is damaged.
 #[derive(Clone, Copy, Debug)]
-enum Left {
-    /// It was written, and the process was killed: the batch may be torn, for all that is known.
+enum EndState {
+    /// It was written, and the process was killed: for all that is known, the batch may be torn.
     Killed,
     /// The process was killed, and the next one recovered the log, wrote nothing, and was killed too.
     Recovered,
@@ -25,7 +25,7 @@ enum Left {
 }
 
 /// Writes to sectors 8 to 15, durably.
-fn write(running: &mut Running, value: u32) {
+fn write(running: &mut RunningStore, value: u32) {
     let mut port = running.disks[0].open_port().unwrap();
     let data = filled(value, 8);
     carry_out(running, &mut port, Operation::Write { sector: 8, data }).unwrap();
@@ -33,9 +33,9 @@ fn write(running: &mut Running, value: u32) {
 }
 
 /// An open log that keeps its history, with two durable batches.
-fn two_batches() -> (Fixture, Running) {
+fn two_batches() -> (Fixture, RunningStore) {
     let mut fixture = Fixture::new(World::new(1), Shape::one_disk(64, 8));
-    fixture.retain = Retain::All;
+    fixture.retain = Retention::All;
     let mut running = fixture.open(false, CommitWait::NONE).unwrap();
     running.keeper.step(false).unwrap();
     write(&mut running, 1);
@@ -43,20 +43,20 @@ fn two_batches() -> (Fixture, Running) {
     (fixture, running)
 }
 
-/// Whether a read fails of what the last batch has, once the medium has changed that.
-fn last_batch_is_missed(left: Left) -> bool {
+/// Whether a read of the last batch's data fails once that is damaged.
+fn last_batch_is_missed(left: EndState) -> bool {
     let (fixture, mut running) = two_batches();
     running.finish_writer();
     let keeper = &mut running.keeper;
     match left {
-        Left::Killed => {}
-        Left::Recovered => {
+        EndState::Killed => {}
+        EndState::Recovered => {
             drop(running);
             fixture.lose_power();
             running = fixture.open(false, CommitWait::NONE).unwrap();
         }
-        Left::Snapshot => keeper.snapshot("then".parse().unwrap(), None).unwrap(),
-        Left::Closed => assert!(!keeper.close().unwrap()),
+        EndState::Snapshot => keeper.snapshot("then".parse().unwrap(), None).unwrap(),
+        EndState::Closed => assert!(!keeper.close().unwrap()),
     }
     drop(running);
     fixture.lose_power();
@@ -66,9 +66,18 @@ fn last_batch_is_missed(left: Left) -> bool {
             control_of(&fixture.medium).unwrap().control,
         );
         let mut last = None;
-        let visit = &mut |found: Found<'_>| last = Some((found.segment.path.clone(), found.offset));
+        let visit =
+            &mut |found: FoundRecord<'_>| last = Some((found.segment.path.clone(), found.offset));
         let log = Path::new(LOG);
-        scan(medium, log, &control, Verify::Tail, visit, &mut |_, _| {}).unwrap();
+        scan(
+            medium,
+            log,
+            &control,
+            VerifyScope::Tail,
+            visit,
+            &mut |_, _| {},
+        )
+        .unwrap();
         let (path, payload) = last.expect("a record");
         let name = path.file_name().unwrap().to_str().unwrap();
         let mut world = medium.lock();
@@ -86,15 +95,15 @@ fn last_batch_is_missed(left: Left) -> bool {
     sectors.contains(&None)
 }
 
-/// A batch that was known to be durable is never dropped as torn, also if no later header has the proof.
+/// A batch known to be durable is never dropped as torn, even if no later header proves it.
 #[test]
-fn the_last_batch_of_a_log_that_was_known_to_be_durable_is_missed() {
-    for left in [Left::Recovered, Left::Snapshot, Left::Closed] {
+fn a_lost_last_batch_that_was_known_to_be_durable_is_noticed() {
+    for left in [EndState::Recovered, EndState::Snapshot, EndState::Closed] {
         assert!(last_batch_is_missed(left), "{left:?}");
     }
-    assert!(!last_batch_is_missed(Left::Killed));
+    assert!(!last_batch_is_missed(EndState::Killed));
     PLANTED.set(Some(Mutant::DurableLsnIgnored));
-    let killed = !last_batch_is_missed(Left::Closed);
+    let killed = !last_batch_is_missed(EndState::Closed);
     PLANTED.set(None);
     assert!(killed);
 }
@@ -108,15 +117,15 @@ fn change(world: &mut World, name: &str, offset: u64, len: usize, to: impl Fn(u8
     world.replace(file, &bytes);
 }
 
-/// A killed process leaves a log whose last durable batch the medium has changed since. Only the header of a void segment proves
-/// that it was durable: a power cut took the batch between them.
+/// A killed process leaves a log whose last durable batch is then damaged. Only the header of a void segment proves
+/// that it was durable, because a power cut took the batch in between.
 fn proved_by_a_void_segment() -> Fixture {
     let (fixture, mut running) = two_batches();
     let mut port = running.disks[0].open_port().unwrap();
     for token in 0..3 {
         let (sector, data) = (32, filled(9, 32));
         carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
-        let (mut written, mut done) = (port.when_written(token), Vec::new());
+        let (mut written, mut done) = (port.notify_written(token), Vec::new());
         for _ in 0..100 {
             port.kick();
             port.completions(&mut done);
@@ -127,12 +136,20 @@ fn proved_by_a_void_segment() -> Fixture {
     drop((port, running));
     let control = control_of(&fixture.medium).unwrap().control;
     let mut records = Vec::new();
-    let visit = &mut |found: Found<'_>| {
+    let visit = &mut |found: FoundRecord<'_>| {
         let name = found.segment.path.file_name().unwrap();
         records.push((name.to_str().unwrap().to_owned(), found.offset));
     };
     let (medium, log) = (&fixture.medium, Path::new(LOG));
-    scan(medium, log, &control, Verify::Tail, visit, &mut |_, _| {}).unwrap();
+    scan(
+        medium,
+        log,
+        &control,
+        VerifyScope::Tail,
+        visit,
+        &mut |_, _| {},
+    )
+    .unwrap();
     let mut world = fixture.medium.lock();
     world.restart();
     let (segment, payload) = &records[1];
@@ -142,7 +159,7 @@ fn proved_by_a_void_segment() -> Fixture {
     for (name, payload) in records[2..].iter().filter(|(name, _)| name == segment) {
         change(&mut world, name, payload - BLOCK as u64, BLOCK, |_| 0);
     }
-    // All else has reached the medium.
+    // Everything else has reached the medium.
     for (name, bytes) in world.segments() {
         let file = world.find(&name);
         world.replace(file, &bytes);
@@ -151,7 +168,7 @@ fn proved_by_a_void_segment() -> Fixture {
     fixture
 }
 
-/// How often a recovery that was cut, and then lost a slot of its control file, shows the bytes from before the last durable batch.
+/// How often a recovery that was cut, and then lost a control slot, shows the bytes from before the last durable batch.
 fn forgotten_proofs() -> u32 {
     let left = proved_by_a_void_segment();
     let mut forgotten = 0;
@@ -184,9 +201,9 @@ fn forgotten_proofs() -> u32 {
     forgotten
 }
 
-/// Before recovery wipes what proves that a batch was durable, both slots of the control file have the proof.
+/// Before recovery wipes the proof that a batch was durable, both slots of the control file have it.
 #[test]
-fn a_cut_recovery_and_a_rotten_slot_do_not_make_a_durable_batch_a_torn_one() {
+fn a_cut_recovery_and_a_rotten_slot_do_not_turn_a_durable_batch_into_a_torn_one() {
     assert_eq!(forgotten_proofs(), 0);
     PLANTED.set(Some(Mutant::ProofInOneSlot));
     let forgotten = forgotten_proofs();

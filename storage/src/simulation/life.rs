@@ -1,24 +1,23 @@
 //! Disks that are created, imported, adopted, resized, used and closed, with power lost at any point.
 //!
-//! After a cut, each action is finished or has not begun: a disk that is being created or imported is absent or
-//! complete, and one that is being resized has its old or its new size and loses no byte. After a close everything
-//! is in the base image. An action that returned before the cut is durable. The next opening is cut too, up to
-//! twice.
+//! After a cut, each action is finished or has not begun: a disk being created or imported is absent or complete, and
+//! one being resized has its old or its new size and loses no byte. After a close everything is in the base image. An
+//! action that returned before the cut is durable. The next opening is cut too, up to twice.
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
-use super::files::Simulated;
-use super::fixture::{Running, carry_out, filled};
+use super::files::SimulatedMedium;
+use super::fixture::{RunningStore, carry_out, filled};
 use super::medium::{LOG, World};
-use super::oracle::{Broken, value_of};
+use super::oracle::{Violation, value_of};
 use super::random::Random;
 use crate::catalog::options::DiskOptions;
 use crate::disk::handle::Disk;
-use crate::log::orders::{KeeperTask, Order};
+use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::store::discard::discard_log;
 use crate::store::log_size::resize_log;
-use crate::store::members::{adding_of, leave_log, move_to_log};
+use crate::store::members::{add_task, leave_log, move_to_log};
 use crate::store::open::open_log;
 use crate::sync::{Arc, Mutex, mpsc};
 use crate::{
@@ -27,7 +26,7 @@ use crate::{
 };
 
 /// The value of each sector of a disk.
-type Sectors = Vec<u32>;
+type SectorValues = Vec<u32>;
 
 /// Counters of a run, which show whether it tried what it should.
 #[derive(Clone, Copy, Debug, Default)]
@@ -48,7 +47,7 @@ pub(super) struct Totals {
     pub cut_openings: u64,
     /// Disks that were absent after a cut during their creation.
     pub absent: u64,
-    /// Disks that a cut left with the oldest contents that they might have.
+    /// Disks left by a cut with the oldest contents they might have.
     pub oldest: u64,
     /// Logs that got another size.
     pub log_sizes: u64,
@@ -56,7 +55,7 @@ pub(super) struct Totals {
     pub moved: u64,
     /// Disks that left their log, and came back as raw images.
     pub left: u64,
-    /// Disks whose records were given up.
+    /// Disks whose records were discarded.
     pub given_up: u64,
     /// Disks that left a log in use, and came back.
     pub removed: u64,
@@ -86,12 +85,12 @@ impl super::Total for Totals {
 
 /// A disk, and the contents that it may have. The last of them has all changes.
 #[derive(Clone, Debug)]
-pub(super) struct Known {
+pub(super) struct KnownDisk {
     path: PathBuf,
-    may_hold: Vec<Sectors>,
+    may_hold: Vec<SectorValues>,
 }
 
-impl Known {
+impl KnownDisk {
     /// All changes are durable: only the newest contents are possible.
     fn settle(&mut self) {
         self.may_hold.drain(..self.may_hold.len() - 1);
@@ -101,8 +100,8 @@ impl Known {
 /// A run: the medium and the disks on it.
 pub(super) struct Life {
     random: Random,
-    pub medium: Simulated,
-    pub disks: Vec<Known>,
+    pub medium: SimulatedMedium,
+    pub disks: Vec<KnownDisk>,
     next_value: u32,
     totals: Totals,
 }
@@ -116,11 +115,11 @@ impl Life {
     }
 
     /// A life that begins with these disks on a medium.
-    pub(super) fn on(world: World, random: Random, disks: Vec<Known>) -> Self {
+    pub(super) fn on(world: World, random: Random, disks: Vec<KnownDisk>) -> Self {
         let world = Arc::new(Mutex::new(world));
         Self {
             random,
-            medium: Simulated { world },
+            medium: SimulatedMedium { world },
             disks,
             next_value: 0,
             totals: Totals::default(),
@@ -128,7 +127,7 @@ impl Life {
     }
 
     /// Runs the life to its end.
-    pub(super) fn run(mut self) -> Result<Totals, Broken> {
+    pub(super) fn run(mut self) -> Result<Totals, Violation> {
         let _files = self.medium.enter();
         for _ in 0..2 + self.random.below(5) {
             if self.random.one_in(2) {
@@ -172,7 +171,7 @@ impl Life {
     }
 
     /// Excuses an error after a power cut or a failed sync.
-    fn excuse<T>(&self, what: &str, done: Result<T, Error>) -> Result<Option<T>, Broken> {
+    fn excuse<T>(&self, what: &str, done: Result<T, Error>) -> Result<Option<T>, Violation> {
         let world = self.medium.lock();
         match done {
             Ok(done) => Ok(Some(done)),
@@ -190,12 +189,12 @@ impl Life {
         self.next_value
     }
 
-    fn values(&mut self, count: u64) -> Sectors {
+    fn values(&mut self, count: u64) -> SectorValues {
         (0..count).map(|_| self.value()).collect()
     }
 
     /// Adds a durable file with these contents.
-    fn put(&self, path: &Path, contents: &Sectors) {
+    fn put(&self, path: &Path, contents: &SectorValues) {
         let bytes = contents.iter().flat_map(|&value| filled(value, 1).to_vec());
         self.medium.lock().put_file(path, bytes.collect());
     }
@@ -205,13 +204,14 @@ impl Life {
     }
 
     /// Creates a disk, or imports one.
-    fn make(&mut self) -> Result<(), Broken> {
+    fn make(&mut self) -> Result<(), Violation> {
         let path = PathBuf::from(format!("/disk-{}", self.disks.len()));
         let sectors = self.sectors();
         let import = self.random.one_in(2);
-        let contents = match import {
-            true => self.values(sectors),
-            false => vec![0; sectors as usize],
+        let contents = if import {
+            self.values(sectors)
+        } else {
+            vec![0; sectors as usize]
         };
         self.put(Path::new(RAW), &contents);
         let done = make_one(&path, sectors, import);
@@ -221,7 +221,7 @@ impl Life {
         self.end_process();
         self.cut_openings(Some(&path))?;
         if !done && !self.there(&path) {
-            // The leftovers of the attempt are in no other disk's way, and the next attempt reuses them.
+            // Leftovers of the attempt are in no other disk's way, and the next attempt reuses them.
             self.totals.absent += 1;
             self.verify()?;
             make_one(&path, sectors, import)
@@ -232,13 +232,13 @@ impl Life {
         self.verify()
     }
 
-    pub(super) fn know(&mut self, path: PathBuf, contents: Sectors) {
+    pub(super) fn know(&mut self, path: PathBuf, contents: SectorValues) {
         let may_hold = vec![contents];
-        self.disks.push(Known { path, may_hold });
+        self.disks.push(KnownDisk { path, may_hold });
     }
 
     /// Uses an existing image that has no log.
-    fn adopt(&mut self) -> Result<(), Broken> {
+    fn adopt(&mut self) -> Result<(), Violation> {
         let path = PathBuf::from("/disk-0");
         let sectors = self.sectors();
         let contents = self.values(sectors);
@@ -249,7 +249,7 @@ impl Life {
     }
 
     /// Resizes a disk that is not in use.
-    fn resize(&mut self) -> Result<(), Broken> {
+    fn resize(&mut self) -> Result<(), Violation> {
         let sectors = self.sectors() as usize;
         let which = self.random.below(self.disks.len() as u64) as usize;
         let lose_data = self.random.one_in(2);
@@ -271,12 +271,12 @@ impl Life {
         Ok(())
     }
 
-    /// Runs a command on a log that is not in use. If it is cut, the process ends, and the same command goes on.
+    /// Runs a command on a log that is not in use. If it is cut, the process ends, and the same command continues.
     fn run_to_end<T>(
         &mut self,
         what: &str,
         command: impl Fn() -> Result<T, Error>,
-    ) -> Result<T, Broken> {
+    ) -> Result<T, Violation> {
         let done = command();
         if let Some(done) = self.excuse(what, done)? {
             return Ok(done);
@@ -286,7 +286,7 @@ impl Life {
     }
 
     /// A disk moves to another log and back. The images have all bytes then.
-    fn move_there_and_back(&mut self) -> Result<(), Broken> {
+    fn move_there_and_back(&mut self) -> Result<(), Violation> {
         let path = self.some_disk().1;
         let other = Path::new("/other-log");
         let there = || move_to_log(&path, Path::new(LOG), other, &options());
@@ -298,7 +298,7 @@ impl Life {
     }
 
     /// A disk leaves its log, and comes back as a raw image.
-    fn leave_and_join(&mut self) -> Result<(), Broken> {
+    fn leave_and_join(&mut self) -> Result<(), Violation> {
         let path = self.some_disk().1;
         // Cut after the log has forgotten the disk, it has left.
         let left = leave_log(&path, Path::new(LOG));
@@ -318,8 +318,8 @@ impl Life {
         (which, self.disks[which].path.clone())
     }
 
-    /// The log gets another size, or the records of a disk are given up: the disk is what its image has.
-    fn give_up_or_resize_log(&mut self) -> Result<(), Broken> {
+    /// The log gets another size, or a disk's records are discarded, so that the disk is what its image has.
+    fn give_up_or_resize_log(&mut self) -> Result<(), Violation> {
         if self.random.one_in(2) {
             let size = (4 + self.random.below(6)) << 16;
             let done = resize_log(Path::new(LOG), size);
@@ -343,19 +343,22 @@ impl Life {
     }
 
     /// Opens the disks at `paths`.
-    fn open_all<'a>(&self, paths: impl Iterator<Item = &'a PathBuf>) -> Result<Running, Error> {
+    fn open_all<'a>(
+        &self,
+        paths: impl Iterator<Item = &'a PathBuf>,
+    ) -> Result<RunningStore, Error> {
         let disks: Vec<_> = paths.map(DiskOptions::new).collect();
         let medium = Box::new(self.medium.clone());
         let opened = open_log(medium, Path::new(LOG), &disks, &options(), &mut |_, _| {});
-        opened.map(|opened| Running::new(&self.medium, opened))
+        opened.map(|opened| RunningStore::new(&self.medium, opened))
     }
 
-    fn open(&self) -> Result<Running, Error> {
+    fn open(&self) -> Result<RunningStore, Error> {
         self.open_all(self.disks.iter().map(|disk| &disk.path))
     }
 
     /// Opens all disks, writes to one and grows it, flushes, does checkpoints, and closes.
-    fn work(&mut self) -> Result<(), Broken> {
+    fn work(&mut self) -> Result<(), Violation> {
         let opened = self.open();
         let Some(mut running) = self.excuse("opening", opened)? else {
             return Ok(());
@@ -372,21 +375,22 @@ impl Life {
             }
         }
         drop(port);
-        match done && self.random.one_in(2) {
-            true => self.close(which, running),
-            false => Ok(()),
+        if done && self.random.one_in(2) {
+            self.close(which, running)
+        } else {
+            Ok(())
         }
     }
 
     /// A disk leaves the log in use, and comes back. Returns `false` if that was cut.
-    fn remove_and_add(&mut self, running: &mut Running) -> Result<bool, Broken> {
+    fn remove_and_add(&mut self, running: &mut RunningStore) -> Result<bool, Violation> {
         let last = running.disks.len() - 1;
         let Some(disk) = running.disks.pop_if(|_| last > 0) else {
             return Ok(true);
         };
         let mut order = |task| {
             let (answer, answered) = mpsc::channel();
-            let order = Order { task, answer };
+            let order = KeeperOrder { task, answer };
             running.log().lock().keeper.orders.push(order);
             running.keeper.serve_orders();
             answered.try_recv().expect("an answer")
@@ -398,7 +402,7 @@ impl Life {
         self.disks[last].settle();
         let options = DiskOptions::new(&self.disks[last].path);
         let (added, adding) = mpsc::channel();
-        let added = order(adding_of(&disk.log, &options, added));
+        let added = order(add_task(&disk.log, &options, added));
         if self.excuse("adding a disk", added)?.is_none() {
             return Ok(false);
         }
@@ -414,9 +418,9 @@ impl Life {
     fn step(
         &mut self,
         which: usize,
-        running: &mut Running,
+        running: &mut RunningStore,
         port: &mut Port,
-    ) -> Result<bool, Broken> {
+    ) -> Result<bool, Violation> {
         let newest = self.disks[which].may_hold.last().expect("some");
         let len = newest.len() as u64;
         match self.random.below(12) {
@@ -429,7 +433,7 @@ impl Life {
                 self.disks[which].resize((len + more) as usize, grown);
                 return Ok(grown);
             }
-            // The checkpoint waits for groups that others have begun: with one thread there may be none.
+            // The checkpoint waits for groups begun by others, of which there may be none with one thread.
             1 if running.disks[which].log.lock().is_idle() => {
                 let copied = running.keeper.step(true);
                 self.excuse("a checkpoint", copied)?;
@@ -455,15 +459,16 @@ impl Life {
             }
         }
         let world = self.medium.lock();
-        match world.crashed || world.failed {
-            true => Ok(false),
-            false => Err("a request failed for no reason".into()),
+        if world.crashed || world.failed {
+            Ok(false)
+        } else {
+            Err("a request failed for no reason".into())
         }
     }
 
     /// After a close the base images alone have everything, even after a power loss; after one that was cut, the
     /// base images and the log.
-    fn close(&mut self, which: usize, mut running: Running) -> Result<(), Broken> {
+    fn close(&mut self, which: usize, mut running: RunningStore) -> Result<(), Violation> {
         if self.random.one_in(2) {
             let steps = self.random.below(4);
             running.disks[which].log.lock().keeper.copy_steps = Some(steps);
@@ -483,12 +488,12 @@ impl Life {
         self.check_bases()
     }
 
-    pub(super) fn check_bases(&self) -> Result<(), Broken> {
+    pub(super) fn check_bases(&self) -> Result<(), Violation> {
         for disk in &self.disks {
             let world = self.medium.lock();
             let file = world.names.get(&disk.path);
             let file = &world.files[file.ok_or("a closed disk is gone")?];
-            let found: Sectors = file.current.to_vec().chunks(512).map(value_of).collect();
+            let found: SectorValues = file.current.to_vec().chunks(512).map(value_of).collect();
             if found != disk.may_hold[0] {
                 return Err(format!("{}: closed, and not whole", disk.path.display()));
             }
@@ -502,8 +507,8 @@ impl Life {
         Ok(())
     }
 
-    /// Opens all disks up to twice, and loses power or is killed meanwhile. `new`: a disk that may exist too.
-    fn cut_openings(&mut self, new: Option<&Path>) -> Result<(), Broken> {
+    /// Opens all disks up to twice, losing power or being killed in between. `new`: a disk that may exist too.
+    fn cut_openings(&mut self, new: Option<&Path>) -> Result<(), Violation> {
         for _ in 0..self.random.below(3) {
             let new = new.filter(|path| self.there(path)).map(Path::to_owned);
             let known = self.disks.iter().map(|disk| &disk.path);
@@ -527,7 +532,7 @@ impl Life {
     }
 
     /// Verifies that all disks can be opened and have contents that they may have.
-    pub(super) fn verify(&mut self) -> Result<(), Broken> {
+    pub(super) fn verify(&mut self) -> Result<(), Violation> {
         if self.disks.is_empty() {
             return Ok(());
         }
@@ -551,14 +556,15 @@ impl Life {
     }
 }
 
-impl Known {
+impl KnownDisk {
     /// The disk has another size, or may have it if the resize is not `done`.
     fn resize(&mut self, sectors: usize, done: bool) {
         let mut resized = self.may_hold.clone();
         resized.iter_mut().for_each(|held| held.resize(sectors, 0));
-        match done {
-            true => self.may_hold = resized,
-            false => self.may_hold.extend(resized),
+        if done {
+            self.may_hold = resized
+        } else {
+            self.may_hold.extend(resized)
         }
     }
 }
@@ -578,8 +584,9 @@ fn options() -> StoreOptions {
 
 fn make_one(path: &Path, sectors: u64, import: bool) -> Result<(), Error> {
     let (log, options) = (Path::new(LOG), options());
-    match import {
-        true => import_disk(path, Path::new(RAW), log, &options, &mut |_, _| {}).map(drop),
-        false => create_disk(path, sectors * 512, log, &options),
+    if import {
+        import_disk(path, Path::new(RAW), log, &options, &mut |_, _| {}).map(drop)
+    } else {
+        create_disk(path, sectors * 512, log, &options)
     }
 }

@@ -1,8 +1,9 @@
 //! What is done to a log in use in a random history, beside its requests: looks, exports, restores in place, snapshots that are
 //! deleted while they are in use, disks that leave and come back, and steps of the clock.
 //!
-//! All of it is mixed with itself and with faults. What a look or an export shows is what the oracle knows of its LSN, as long as it
-//! is open, whatever is copied, deleted or restored meanwhile. A point is refused only if the base images have gone past it.
+//! All of these are mixed with each other and with faults. As long as it is open, a look or an export shows what the
+//! oracle knows about its LSN, whatever is copied, deleted or restored meanwhile. A point is refused only if the base
+//! images have moved past it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -10,29 +11,29 @@ use std::os::unix::fs::FileExt;
 use rustix::fs::MemfdFlags;
 
 use super::clients::Clients;
-use super::fixture::Running;
+use super::fixture::RunningStore;
 use super::history::{History, SECTORS};
-use super::oracle::{Broken, Contents, value_of};
-use super::tell;
+use super::oracle::{DiskContents, Violation, value_of};
+use super::trace;
 use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
+use crate::log::clock::{CLOCKS, ClockReading};
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::held::Held;
 use crate::log::history::Commit;
-use crate::log::orders::{KeeperTask, Order};
-use crate::log::rewinding::Rewinding;
-use crate::log::stamp::{CLOCKS, Reading};
+use crate::log::orders::{KeeperOrder, KeeperTask};
+use crate::log::pinned_log::PinnedLog;
+use crate::log::rewind_request::RewindRequest;
 use crate::recovery::live::read_live;
-use crate::recovery::scan::Found;
+use crate::recovery::scan::FoundRecord;
 use crate::store::look::Look;
-use crate::store::members::adding_of;
+use crate::store::members::add_task;
 use crate::store::point::Point;
-use crate::store::view::{Data, Layers};
+use crate::store::view::{DataPlace, Layers};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, mpsc};
 
@@ -41,11 +42,11 @@ const LOOKS: usize = 3;
 const HOUR: u64 = 3_600_000_000;
 
 /// The clocks of a history.
-pub(super) struct Clock(Reading);
+pub(super) struct TestClocks(ClockReading);
 
-impl Clock {
+impl TestClocks {
     pub(super) fn new() -> Self {
-        let clock = Self(Reading {
+        let clock = Self(ClockReading {
             wall: 1_800_000_000_000_000,
             steady: HOUR,
         });
@@ -53,7 +54,7 @@ impl Clock {
         clock
     }
 
-    /// What this thread takes for the time from now on.
+    /// Sets the time for this thread.
     fn show(&self) {
         CLOCKS.set(Some(self.0));
     }
@@ -66,21 +67,21 @@ impl Clock {
     }
 }
 
-impl Drop for Clock {
+impl Drop for TestClocks {
     fn drop(&mut self) {
         CLOCKS.set(None);
     }
 }
 
-/// What is open of a log in use, beside its ports.
+/// What is open on a log in use, beside its ports.
 #[derive(Default)]
-pub(super) struct InUse {
-    looks: Vec<Looked>,
-    exports: Vec<Exported>,
-    rewind: Option<Planned>,
+pub(super) struct LiveHandles {
+    looks: Vec<OpenLook>,
+    exports: Vec<RunningExport>,
+    rewind: Option<PlannedRestore>,
 }
 
-impl InUse {
+impl LiveHandles {
     /// Whether anything is open of this disk.
     fn has(&self, disk: usize) -> bool {
         self.looks.iter().any(|look| look.disk == disk)
@@ -90,7 +91,7 @@ impl InUse {
 }
 
 /// A look, and what it must show.
-struct Looked {
+struct OpenLook {
     look: Look,
     disk: usize,
     lsn: u64,
@@ -98,7 +99,7 @@ struct Looked {
 }
 
 /// An export that is under way, and what it must have in the end.
-struct Exported {
+struct RunningExport {
     export: Arc<Export>,
     state: Arc<DiskState>,
     disk: usize,
@@ -108,23 +109,23 @@ struct Exported {
 }
 
 /// A restore in place that the keeper has not carried out yet.
-struct Planned {
+struct PlannedRestore {
     disk: usize,
     state: Arc<DiskState>,
     to: u64,
     then: Vec<u32>,
-    rewinding: Rewinding,
+    rewinding: RewindRequest,
     /// It pins the base images.
-    _held: Held,
+    _held: PinnedLog,
 }
 
-/// Whether a log may refuse a disk as of an LSN that is that of a point: the base image has gone past it, and no saved file has what it
-/// had.
+/// Whether a log may refuse a disk at the LSN of a point: the base image has moved past it, and no saved file has its
+/// old contents.
 fn has_passed(control: &Control, disk_id: u32, lsn: u64) -> bool {
     let entry = control.disk(disk_id);
     let void = entry.map_or(0, |entry| entry.void_lsn.get());
     let saved = control.has_saved(lsn, disk_id);
-    // Where a snapshot of another disk has saved files, they are looked at.
+    // If a snapshot of another disk has saved files, they are checked.
     let others = control.saved(lsn) > 0 && !saved;
     let copying = control.header.copying_lsn.get();
     others || lsn < control.applied_lsn(disk_id).max(copying) && !(saved && void <= lsn)
@@ -136,7 +137,7 @@ pub(super) fn values(layers: Layers<'_>) -> Result<Vec<u32>> {
     let mut bytes = vec![0; size as usize];
     for part in layers.data(0..size, u64::MAX) {
         let (range, data) = part?;
-        if matches!(data, Data::Zero) {
+        if matches!(data, DataPlace::Zero) {
             continue;
         }
         layers.read(range, &data, &mut |at, some: &[u8]| {
@@ -155,7 +156,7 @@ fn file_in_memory() -> File {
 
 impl History {
     /// What the disks were as of an LSN, if the oracle knows that.
-    fn as_of(&self, lsn: u64) -> Option<Contents> {
+    fn as_of(&self, lsn: u64) -> Option<DiskContents> {
         if lsn >= self.first_lsn {
             return Some(self.after(lsn));
         }
@@ -163,7 +164,7 @@ impl History {
         known.map(|(_, contents)| contents.clone())
     }
 
-    /// Whether a log may refuse a disk as of an LSN that is that of a point.
+    /// Whether a log may refuse a disk at the LSN of a point.
     pub(super) fn may_refuse(&self, control: &Control, disk: usize, lsn: u64) -> bool {
         let entry = self.fixture.entry(control, disk);
         // A snapshot that was made while the disk was not on the log does not have it.
@@ -171,19 +172,20 @@ impl History {
             || entry.is_none_or(|entry| has_passed(control, entry.id.get(), lsn))
     }
 
-    /// Whether the oracle does not say what the log has of a disk as of an LSN: its records were given up then, or it was not on the log.
+    /// Whether the oracle can't tell what the log has of a disk at an LSN: its records were discarded then, or it was
+    /// not on the log.
     pub(super) fn is_unknown(&self, disk: usize, lsn: u64) -> bool {
         lsn < self.joined[disk] || self.given_up.contains(&(disk, lsn))
     }
 
-    /// Whether what a disk was as of an LSN may be gone with its image, which was replaced since. A snapshot never shows something else, but
-    /// may be refused. An LSN alone may be that of the image that is there now.
+    /// Whether a disk's state at an LSN may be gone with its image, which was replaced since. A snapshot never shows
+    /// something else, but may be refused. A bare LSN may belong to the present image.
     pub(super) fn is_replaced(&self, disk: usize, lsn: u64) -> bool {
         lsn < self.replaced[disk]
     }
 
-    /// A random point, and what the disks were then. The base images may have gone past it.
-    fn some_point(&mut self, running: &Running) -> Option<(u64, Contents)> {
+    /// A random point, and what the disks were then. The base images may have moved past it.
+    fn some_point(&mut self, running: &RunningStore) -> Option<(u64, DiskContents)> {
         let (first, newest) = (self.first_lsn, running.appended());
         let here = newest >= first && (self.past.is_empty() || !self.acts.one_in(3));
         if here {
@@ -197,19 +199,19 @@ impl History {
     /// An error that a fault excuses, or a log that is full or has to keep what it has.
     fn excuse(
         &mut self,
-        running: &Running,
+        running: &RunningStore,
         what: &str,
         error: &Error,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let world = self.fixture.medium.lock();
         let fault = world.crashed || world.failed || world.failed_read || running.poisoned();
         drop(world);
-        // The keeper may need more than the last segment has, although nobody waits for room yet.
+        // The keeper may need more room than the last segment has, even if nobody waits for room yet.
         let fault = fault || running.log().lock().ring.is_used_up();
         if !fault && self.oracle.excused == 0 && !running.keeper.must_keep() {
             return Err(format!("{what} failed for no reason: {error}"));
         }
-        tell(|| format!("{what}: {error}"));
+        trace(|| format!("{what}: {error}"));
         self.oracle.excused = u64::MAX;
         Ok(())
     }
@@ -217,9 +219,9 @@ impl History {
     /// Does something beside the requests. Nothing of the log is in flight.
     pub(super) fn act(
         &mut self,
-        running: &mut Running,
+        running: &mut RunningStore,
         clients: &mut Clients,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let medium = self.fixture.medium.clone();
         let _files = medium.enter();
         // The keeper waits for readers, which have no thread of their own here.
@@ -243,7 +245,7 @@ impl History {
     }
 
     /// Goes on with the exports, and looks at what is open.
-    pub(super) fn go_on(&mut self) -> std::result::Result<(), Broken> {
+    pub(super) fn go_on(&mut self) -> std::result::Result<(), Violation> {
         if self.acts.one_in(4)
             && let Some(place) = (self.in_use.exports.len() as u64).checked_sub(1)
         {
@@ -272,7 +274,7 @@ impl History {
     }
 
     /// Opens a look at a disk: at an LSN, at a snapshot, or at a time.
-    fn begin_look(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn begin_look(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         if self.in_use.looks.len() == LOOKS {
             return Ok(());
         }
@@ -312,7 +314,7 @@ impl History {
                     return Ok(());
                 }
                 let shows = then[disk].clone();
-                self.in_use.looks.push(Looked {
+                self.in_use.looks.push(OpenLook {
                     look,
                     disk,
                     lsn,
@@ -334,12 +336,13 @@ impl History {
         }
     }
 
-    /// The time of a record that the log has of a disk, and the last point up to that time. `None`: the log has no record.
-    fn time_of(&mut self, live: &Disk, held: &Held) -> Result<Option<(u64, u64)>> {
+    /// The time of one of a disk's records in the log, and the last point up to that time. `None`: the log has no
+    /// record.
+    fn time_of(&mut self, live: &Disk, held: &PinnedLog) -> Result<Option<(u64, u64)>> {
         let (mut commits, control): (Vec<Commit>, _) = (Vec::new(), &held.control);
-        let visit = &mut |found: Found<'_>| commits.push(found.commit());
+        let visit = &mut |found: FoundRecord<'_>| commits.push(found.commit());
         read_live(&held.segments, held.newest, control, 1, visit)?;
-        // A record was not written later than the next one.
+        // No record was written later than the next one.
         let mut lowest = u64::MAX;
         for commit in commits.iter_mut().rev() {
             lowest = lowest.min(commit.unix_us);
@@ -358,7 +361,7 @@ impl History {
     }
 
     /// Whether a look shows what it must.
-    fn check(&self, place: usize) -> std::result::Result<(), Broken> {
+    fn check(&self, place: usize) -> std::result::Result<(), Violation> {
         let looked = &self.in_use.looks[place];
         match values(looked.look.layers()) {
             Ok(shown) if shown == looked.shows => Ok(()),
@@ -368,9 +371,10 @@ impl History {
             )),
             Err(error) => {
                 let world = self.fixture.medium.lock();
-                match world.crashed || world.failed_read {
-                    true => Ok(()),
-                    false => Err(format!("a look failed for no reason: {error}")),
+                if world.crashed || world.failed_read {
+                    Ok(())
+                } else {
+                    Err(format!("a look failed for no reason: {error}"))
                 }
             }
         }
@@ -384,7 +388,7 @@ impl History {
     }
 
     /// Begins an export of the base image of a disk.
-    fn begin_export(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn begin_export(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         if running.log().lock().keeps_history() || !self.in_use.exports.is_empty() {
             return Ok(());
         }
@@ -401,7 +405,7 @@ impl History {
         let lsn = running.keeper.control.control.header.checkpoint_lsn.get();
         // Nothing may have changed since the log was opened.
         let shows = self.after(lsn.max(self.first_lsn - 1))[disk].clone();
-        self.in_use.exports.push(Exported {
+        self.in_use.exports.push(RunningExport {
             export,
             state,
             disk,
@@ -413,7 +417,7 @@ impl History {
     }
 
     /// Copies the next part of an export, and compares the whole at its end.
-    fn go_on_with(&mut self, place: usize) -> std::result::Result<(), Broken> {
+    fn go_on_with(&mut self, place: usize) -> std::result::Result<(), Violation> {
         let exported = &self.in_use.exports[place];
         let ended = match exported.export.step() {
             Ok((passed, size, _)) if passed < size => return Ok(()),
@@ -426,7 +430,7 @@ impl History {
                 false
             }
         };
-        let Exported {
+        let RunningExport {
             export,
             state,
             disk,
@@ -442,16 +446,17 @@ impl History {
         let mut copy = vec![0; (SECTORS * SECTOR_SIZE) as usize];
         file.read_exact_at(&mut copy, 0).expect("the whole file");
         let copy: Vec<u32> = copy.chunks(SECTOR_SIZE as usize).map(value_of).collect();
-        match copy == shows {
-            true => Ok(()),
-            false => Err(format!(
+        if copy == shows {
+            Ok(())
+        } else {
+            Err(format!(
                 "an export of disk {disk} as of LSN {lsn} has {copy:?} for {shows:?}"
-            )),
+            ))
         }
     }
 
     /// Plans a restore in place, or carries one out that was planned before.
-    fn plan_or_rewind(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn plan_or_rewind(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         match self.in_use.rewind.take() {
             Some(planned) => return self.rewind_live(running, planned),
             None => self.plan_rewind(running)?,
@@ -463,7 +468,7 @@ impl History {
         }
     }
 
-    fn plan_rewind(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn plan_rewind(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         let which = self.acts.below(running.disks.len() as u64) as usize;
         let (live, disk) = (running.disks[which].clone(), running.places[which]);
         let Some((lsn, then)) = self.some_point(running) else {
@@ -477,7 +482,7 @@ impl History {
         match live.plan_rewind(Point::Lsn(lsn), newest, &held) {
             Ok(_) if self.is_unknown(disk, lsn) || self.is_replaced(disk, lsn) => Ok(()),
             Ok((_, Some(rewinding))) => {
-                self.in_use.rewind = Some(Planned {
+                self.in_use.rewind = Some(PlannedRestore {
                     disk,
                     state: live.state,
                     to: lsn,
@@ -491,7 +496,7 @@ impl History {
             Ok((_, None)) => Err(format!(
                 "a restore of disk {disk} to LSN {lsn} is taken for one that changes nothing"
             )),
-            // It may be a snapshot that the base images have gone past, or the log has no record of the disk.
+            // It may be a snapshot that the base images have moved past, or the log may have no record of the disk.
             Err(error) if matches!(error.kind(), ErrorKind::NotFound | ErrorKind::InvalidInput) => {
                 Ok(())
             }
@@ -501,10 +506,10 @@ impl History {
 
     fn rewind_live(
         &mut self,
-        running: &mut Running,
-        planned: Planned,
-    ) -> std::result::Result<(), Broken> {
-        let Planned {
+        running: &mut RunningStore,
+        planned: PlannedRestore,
+    ) -> std::result::Result<(), Violation> {
+        let PlannedRestore {
             disk,
             state,
             to,
@@ -519,7 +524,7 @@ impl History {
         let unknown = crashed || running.poisoned();
         match &done {
             Ok(_) => {
-                tell(|| format!("disk {disk} is restored in place to LSN {to}"));
+                trace(|| format!("disk {disk} is restored in place to LSN {to}"));
                 self.totals.live_rewinds += 1;
                 self.oracle.restored(disk, to, &then, Some(true));
             }
@@ -534,46 +539,45 @@ impl History {
             return Ok(());
         };
         let written = state.last_lsn.load(Ordering::Acquire) != newest;
-        let aside = state.aside.load(Ordering::Relaxed);
+        let detached = state.detached.load(Ordering::Relaxed);
         match error.kind() {
-            ErrorKind::Locked if written || aside => Ok(()),
+            ErrorKind::Locked if written || detached => Ok(()),
             _ => self.excuse(running, "a restore in place", &error),
         }
     }
 
     /// Orders the keeper to do something, and lets it do that at once.
-    fn order(running: &mut Running, task: KeeperTask) -> Result<()> {
+    fn order(running: &mut RunningStore, task: KeeperTask) -> Result<()> {
         let (answer, answered) = mpsc::channel();
-        let order = Order { task, answer };
+        let order = KeeperOrder { task, answer };
         running.log().lock().keeper.orders.push(order);
         running.keeper.serve_orders();
         answered.try_recv().expect("an answer")
     }
 
     /// Deletes a snapshot, perhaps while a copy is under way that saves for it. Looks at it may be open.
-    fn delete_in_use(&mut self, running: &mut Running) -> std::result::Result<(), Broken> {
+    fn delete_in_use(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         let Some(last) = (self.pins.len() as u64).checked_sub(1) else {
             return Ok(());
         };
         let pin = self.pins[self.acts.below(last + 1) as usize];
         let within = self.acts.one_in(2) && !running.keeper.must_keep() && !self.oracle.reads();
-        let deleted = match within {
-            false => Self::order(running, KeeperTask::DeleteSnapshot(pin.name)),
-            true => {
-                let (answer, answered) = mpsc::channel();
-                let task = KeeperTask::DeleteSnapshot(pin.name);
-                let order = Order { task, answer };
-                running.log().lock().keeper.orders.push(order);
-                if let Err(error) = running.keeper.step(true) {
-                    self.excuse(running, "a checkpoint", &error)?;
-                }
-                let at_once = answered.try_recv();
-                self.totals.deleted_in_copies += u64::from(at_once.is_ok());
-                at_once.unwrap_or_else(|_| {
-                    running.keeper.serve_orders();
-                    answered.try_recv().expect("an answer")
-                })
+        let deleted = if within {
+            let (answer, answered) = mpsc::channel();
+            let task = KeeperTask::DeleteSnapshot(pin.name);
+            let order = KeeperOrder { task, answer };
+            running.log().lock().keeper.orders.push(order);
+            if let Err(error) = running.keeper.step(true) {
+                self.excuse(running, "a checkpoint", &error)?;
             }
+            let at_once = answered.try_recv();
+            self.totals.deleted_in_copies += u64::from(at_once.is_ok());
+            at_once.unwrap_or_else(|_| {
+                running.keeper.serve_orders();
+                answered.try_recv().expect("an answer")
+            })
+        } else {
+            Self::order(running, KeeperTask::DeleteSnapshot(pin.name))
         };
         let looks = &self.in_use.looks;
         match deleted {
@@ -593,9 +597,9 @@ impl History {
     /// A disk leaves the log, which has another one. Its requests have ended; looks, exports and restores of it go on.
     fn remove_live(
         &mut self,
-        running: &mut Running,
+        running: &mut RunningStore,
         clients: &mut Clients,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let which = self.acts.below(running.disks.len() as u64) as usize;
         let disk = running.places[which];
         if running.disks.len() < 2 || self.oracle.uses(disk) {
@@ -606,51 +610,50 @@ impl History {
         if let Err(error) = Self::order(running, KeeperTask::Remove(state)) {
             return self.excuse(running, "removing a disk", &error);
         }
-        tell(|| format!("disk {disk} has left the log in use, history kept: {keeps_history}"));
+        trace(|| format!("disk {disk} has left the log in use, history kept: {keeps_history}"));
         self.totals.removed += 1;
         running.disks.remove(which);
         running.places.remove(which);
         clients.close(disk);
         self.oracle.drained(disk);
         if keeps_history {
-            self.totals.set_aside += 1;
+            self.totals.detached += 1;
             return Ok(());
         }
-        match self.fixture.bases()[disk] == self.oracle.newest()[disk] {
-            true => Ok(()),
-            false => Err(format!(
+        if self.fixture.bases()[disk] == self.oracle.newest()[disk] {
+            Ok(())
+        } else {
+            Err(format!(
                 "disk {disk} has left the log, and its image is not whole"
-            )),
+            ))
         }
     }
 
     /// A disk comes to the log: one that has left it in use, or a raw image that belonged to it before.
     fn add_live(
         &mut self,
-        running: &mut Running,
+        running: &mut RunningStore,
         clients: &mut Clients,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let absent = (0..self.fixture.shape.disks).find(|disk| !running.places.contains(disk));
         let Some(disk) = absent.filter(|disk| !self.in_use.has(*disk)) else {
             return Ok(());
         };
-        let cache = match self.acts.one_in(4) {
-            true => CacheMode::Writethrough,
-            false => CacheMode::Writeback,
+        let cache = if self.acts.one_in(4) {
+            CacheMode::Writethrough
+        } else {
+            CacheMode::Writeback
         };
         let options = DiskOptions {
             cache,
             ..DiskOptions::new(self.fixture.image(disk))
         };
         let (added, adding) = mpsc::channel();
-        let (task, before) = (
-            adding_of(running.log(), &options, added),
-            running.appended(),
-        );
+        let (task, before) = (add_task(running.log(), &options, added), running.appended());
         if let Err(error) = Self::order(running, task) {
             return self.excuse(running, "adding a disk", &error);
         }
-        tell(|| format!("disk {disk} has come to the log in use"));
+        trace(|| format!("disk {disk} has come to the log in use"));
         (before..running.appended()).for_each(|_| self.oracle.came(disk));
         self.totals.added += 1;
         if std::mem::take(&mut self.fixture.left[disk]) {
@@ -666,7 +669,7 @@ impl History {
         Ok(())
     }
 
-    /// Whether a restore in place of a disk in use counts that a fault has cut. `certain`: from now on that is known.
+    /// Whether a restore in place that a fault has cut counts. `certain`: this is now known.
     pub(super) fn settle(&mut self, control: &Control, certain: bool) {
         let Some(index) = self.oracle.doubtful() else {
             return;
@@ -711,8 +714,8 @@ mod tests {
 
     const SHAPE: Shape = Shape::two_disks(64, 8);
 
-    /// Wherever a sync fails while a disk leaves a log in use, the disk either has left, or stays and can be used as before; and what is
-    /// written to it then is there for the next process.
+    /// Wherever a sync fails while a disk leaves a log in use, the disk has either left, or stays and can be used as
+    /// before, and what is then written to it is there for the next process.
     #[test]
     fn a_disk_that_could_not_leave_a_log_in_use_is_used_as_before() {
         let (mut stayed, mut left) = (0, 0);
@@ -720,7 +723,7 @@ mod tests {
             let fixture = Fixture::new(World::new(1 + failing), SHAPE);
             let mut running = fixture.open(false, CommitWait::NONE).unwrap();
             running.keeper.step(false).unwrap();
-            let write = |running: &mut Running, value| {
+            let write = |running: &mut RunningStore, value| {
                 let mut port = running.disks[1].open_port().unwrap();
                 let data = filled(value, 8);
                 let written = carry_out(running, &mut port, Operation::Write { sector: 8, data });

@@ -3,13 +3,13 @@
 use super::exports::{Bench, SECTORS};
 use super::oracle::value_of;
 use crate::catalog::snapshot::Snapshot;
-use crate::log::orders::{KeeperTask, Order};
+use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::mutant::{Mutant, PLANTED};
 use crate::store::look::Look;
-use crate::store::view::Data;
+use crate::store::view::DataPlace;
 use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
-use crate::{Point, Retain, SECTOR_SIZE, SnapshotName};
+use crate::{Point, Retention, SECTOR_SIZE, SnapshotName};
 
 /// What a look at a bench's disk shows.
 fn values(look: &Look) -> Vec<u32> {
@@ -23,7 +23,7 @@ pub(super) fn values_of(look: &Look, sectors: u64) -> Vec<u32> {
     let mut bytes = vec![0; size as usize];
     for part in layers.data(0..size, u64::MAX) {
         let (range, data) = part.unwrap();
-        if matches!(data, Data::Zero) {
+        if matches!(data, DataPlace::Zero) {
             continue;
         }
         let read = layers.read(range, &data, &mut |at, some: &[u8]| {
@@ -37,7 +37,7 @@ pub(super) fn values_of(look: &Look, sectors: u64) -> Vec<u32> {
 
 /// Whether looks at some points show these, whatever follows.
 fn looks(bench: &mut Bench) -> bool {
-    // What is not held back is copied first, so that the log has room for what follows.
+    // First copy whatever may be copied, so that the log has room for what follows.
     bench.running.keeper.step(false).unwrap();
     let mut points = vec![(bench.running.appended(), bench.values.clone())];
     let mut open = Vec::new();
@@ -82,15 +82,19 @@ fn looks(bench: &mut Bench) -> bool {
 }
 
 /// A bench whose log has room for what happens while looks are open: also in memory.
-fn roomy(seed: u64, kept: Retain) -> Option<Bench> {
+fn roomy(seed: u64, kept: Retention) -> Option<Bench> {
     let bench = Bench::keeping(seed, kept);
     let roomy = bench.running.disks[0].log.index_limit > 1000;
     roomy.then_some(bench)
 }
 
-/// So many that a log goes round.
+/// Enough to go around the log.
 const ROUNDS: usize = 16;
-const KEPT: [Retain; 3] = [Retain::Nothing, Retain::All, Retain::Bytes(64 << 10)];
+const KEPT: [Retention; 3] = [
+    Retention::Nothing,
+    Retention::All,
+    Retention::Bytes(64 << 10),
+];
 
 #[test]
 fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
@@ -106,9 +110,9 @@ fn a_look_is_the_disk_at_one_moment_whatever_is_copied() {
     }
 }
 
-/// A bench with a snapshot of this name that its base image has gone past, and what the snapshot shows.
+/// A bench with a snapshot of this name that its base image has moved past, and what the snapshot shows.
 fn past_snapshot(seed: u64, name: SnapshotName) -> Option<(Bench, Vec<u32>)> {
-    let mut bench = roomy(seed, Retain::Nothing)?;
+    let mut bench = roomy(seed, Retention::Nothing)?;
     bench.changes();
     bench.running.keeper.snapshot(name, None).unwrap();
     let shown = bench.values.clone();
@@ -140,9 +144,13 @@ fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
         let (answer, answered) = mpsc::channel();
         let task = KeeperTask::DeleteSnapshot(newer);
         let disk = bench.running.disks[0].clone();
-        disk.log.lock().keeper.orders.push(Order { task, answer });
+        disk.log
+            .lock()
+            .keeper
+            .orders
+            .push(KeeperOrder { task, answer });
         bench.running.keeper.step(true).unwrap();
-        // If nothing was copied, nobody has looked at the orders.
+        // If nothing was copied, nobody has served the orders.
         let Ok(deleted) = answered.try_recv() else {
             continue;
         };
@@ -153,7 +161,7 @@ fn a_snapshot_deleted_while_a_copy_saves_for_it_leaves_the_older_one_whole() {
     assert!(tried > 10, "{tried}");
 }
 
-/// An order for a snapshot is carried out while a copy saves for an older one, in a log with little room. It begins no copy of its own.
+/// A snapshot is made while a copy saves for an older one, in a log with little room. It begins no copy of its own.
 #[test]
 fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
     let [older, newer]: [SnapshotName; 2] = ["older", "newer"].map(|name| name.parse().unwrap());
@@ -175,7 +183,7 @@ fn a_snapshot_made_while_a_copy_saves_begins_no_other_copy() {
             let task = KeeperTask::Snapshot(newer, None);
             let mut state = disk.log.lock();
             few += u64::from(state.ring.unused_bytes() <= little);
-            state.keeper.orders.push(Order { task, answer });
+            state.keeper.orders.push(KeeperOrder { task, answer });
             drop(state);
             bench.running.keeper.step(true).unwrap();
             if answered.try_recv().is_ok_and(|made| made.is_ok()) {
@@ -220,7 +228,7 @@ fn a_snapshot_copies_nothing() {
 }
 
 #[test]
-fn what_is_copied_under_a_look_is_noticed() {
+fn a_copy_under_a_look_is_noticed() {
     for mutant in [
         Mutant::LookUnpinned,
         Mutant::FoldPassesPin,

@@ -9,10 +9,10 @@
 //! A process that is killed leaves the cache as it is. The writes that its engines had in flight reach the cache at
 //! any later time, unless a new opener waits for them by locking the file.
 //!
-//! Before the medium's cache there is the kernel's page cache, which has a view of each file of its own. What is written to it
-//! is written back at any later time, and that may fail: then readers of the medium see the bytes from before, readers of the
-//! page cache may see the lost ones for a while, and each descriptor that was open is told once, by the first of its calls
-//! that asks. A descriptor opened later is told if none was before it. A kill leaves the page cache, a power cut does not.
+//! In front of the medium's cache is the kernel's page cache, with its own view of each file. What is written to it is
+//! written back at any later time, which may fail. Then readers of the medium see the old bytes, readers of the page
+//! cache may see the lost ones for a while, and each open descriptor gets the error once, in its first call that asks.
+//! A descriptor opened later gets it if no other one did. The page cache survives a kill, but not a power cut.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
@@ -23,8 +23,8 @@ use std::path::Path;
 use super::bytes::{Bytes, SECTOR};
 use super::names::{DIRECTORY, Names, last};
 use super::random::Random;
-use crate::medium::filesystem::Open;
-use crate::medium::mark::Mark;
+use crate::medium::filesystem::OpenMode;
+use crate::medium::mark::ImageMark;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Event};
 
@@ -42,22 +42,22 @@ pub(super) struct FileState {
     /// The lengths that the file got since the last sync, in order.
     pub lengths: Vec<usize>,
     /// The file's durable attribute; `marks` has its values since, in order.
-    mark: Option<Mark>,
-    pub marks: Vec<Option<Mark>>,
-    /// A sync failed: readers may see sectors that are neither durable nor will be written by the next sync.
+    mark: Option<ImageMark>,
+    pub marks: Vec<Option<ImageMark>>,
+    /// A sync failed: readers may see sectors that are not durable and that the next sync will not write.
     unwritten: bool,
-    /// Of the cached sectors those that the page cache has not begun to write back.
+    /// The cached sectors for which the page cache has not started write-back.
     dirty: BTreeSet<usize>,
     /// Sectors of the page cache whose write-back failed.
     lost: BTreeMap<usize, [u8; SECTOR]>,
-    /// How many write-backs have failed, and whether a descriptor was told of the last.
+    /// How many write-backs have failed, and whether any descriptor got the last error.
     errors: u64,
     told: bool,
 }
 
 /// An open descriptor.
 #[derive(Clone, Copy, Debug)]
-struct Descriptor {
+struct OpenDescriptor {
     file: usize,
     /// How many failed write-backs of its file it knows of.
     known: u64,
@@ -65,7 +65,7 @@ struct Descriptor {
 
 /// The state of all files and names.
 #[derive(Clone, Debug, Default, Hash)]
-pub(super) struct Stored {
+pub(super) struct StoredFiles {
     pub files: Vec<FileState>,
     pub names: Names,
 }
@@ -89,7 +89,7 @@ impl FileState {
     }
 
     /// The attribute as a reader sees it.
-    pub(super) fn mark(&self) -> Option<Mark> {
+    pub(super) fn mark(&self) -> Option<ImageMark> {
         *self.marks.last().unwrap_or(&self.mark)
     }
 
@@ -159,12 +159,12 @@ pub(super) struct LateWrite {
 
 /// When the engine carries out its operations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pace {
+pub(super) enum EngineTiming {
     /// At any time, in any order.
     Random,
     /// Writes reach the cache at once, everything else happens at the next poll.
     AtOnce,
-    /// Each poll brings the oldest operation one step on.
+    /// Each poll advances the oldest operation by one step.
     Late,
 }
 
@@ -178,7 +178,7 @@ pub(super) struct World {
     pub names: Names,
     /// Files that an opener has locked, alone or, once for each of them, with other readers.
     pub locked: Vec<usize>,
-    descriptors: Vec<Descriptor>,
+    descriptors: Vec<OpenDescriptor>,
     /// When each file was last written to, as it is in memory and on the medium, in changes of all files.
     modified: Vec<[u64; 2]>,
     changes: u64,
@@ -225,12 +225,12 @@ pub(super) struct World {
     pub base_blocked: bool,
     /// Whether each engine has a thread that writes and syncs appends, as where there is no io_uring.
     pub blocking: bool,
-    pub pace: Pace,
-    /// What a checkpoint takes for the price of an operation: with a high price it copies in stripes.
+    pub pace: EngineTiming,
+    /// The price of an operation that checkpoints assume; with a high one, they copy in stripes.
     pub operation_bytes: u64,
     /// The state before each sync, if that is asked for. Any state that a power cut may leave at any time, it may
     /// also leave at the next of these moments or at the end.
-    pub moments: Option<Vec<Stored>>,
+    pub moments: Option<Vec<StoredFiles>>,
     /// Writes that a killed process left in flight.
     pub late: Vec<LateWrite>,
     /// How many of those reached the cache.
@@ -239,7 +239,7 @@ pub(super) struct World {
     pub torn_slots: u64,
     /// Bytes that were read from all files.
     pub bytes_read: u64,
-    /// Signalled when power is lost: a thread that slept on would never wake.
+    /// Signalled when power is lost, so that no thread sleeps for ever.
     pub events: Vec<Arc<Event>>,
 }
 
@@ -276,7 +276,7 @@ impl World {
             create_panics: false,
             base_blocked: false,
             blocking: false,
-            pace: Pace::Random,
+            pace: EngineTiming::Random,
             operation_bytes: if seed.is_multiple_of(4) { 1 << 20 } else { 0 },
             moments: None,
             late: Vec::new(),
@@ -296,15 +296,15 @@ impl World {
     }
 
     /// Opens a file. Returns its number.
-    pub(super) fn open(&mut self, path: &Path, how: Open) -> io::Result<usize> {
+    pub(super) fn open(&mut self, path: &Path, how: OpenMode) -> io::Result<usize> {
         if self.crashed {
             return Err(io::Error::other("power lost"));
         }
         let found = self.names.get(path).filter(|file| *file != DIRECTORY);
-        let made = matches!(how, Open::Kept { .. } | Open::Emptied);
+        let made = matches!(how, OpenMode::Kept { .. } | OpenMode::Emptied);
         let parent = path.parent().unwrap_or(Path::new("/"));
         match found {
-            Some(file) if how != Open::Emptied => return Ok(file),
+            Some(file) if how != OpenMode::Emptied => return Ok(file),
             None if !made || !self.names.has_directory(parent) => {
                 return Err(io::ErrorKind::NotFound.into());
             }
@@ -324,7 +324,7 @@ impl World {
     pub(super) fn describe(&mut self, file: usize) -> usize {
         let FileState { errors, told, .. } = self.files[file];
         let known = errors - u64::from(errors > 0 && !told);
-        self.descriptors.push(Descriptor { file, known });
+        self.descriptors.push(OpenDescriptor { file, known });
         self.descriptors.len() - 1
     }
 
@@ -333,9 +333,9 @@ impl World {
         self.descriptors[descriptor].file
     }
 
-    /// Tells a descriptor once of write-backs of its file that failed.
-    fn tell(&mut self, descriptor: usize) -> io::Result<()> {
-        let Descriptor { file, known } = &mut self.descriptors[descriptor];
+    /// Reports failed write-backs of its file to a descriptor, once.
+    fn report_error(&mut self, descriptor: usize) -> io::Result<()> {
+        let OpenDescriptor { file, known } = &mut self.descriptors[descriptor];
         let file = &mut self.files[*file];
         if *known == file.errors {
             return Ok(());
@@ -380,7 +380,7 @@ impl World {
         Ok(())
     }
 
-    pub(super) fn set_mark(&mut self, file: usize, mark: Option<Mark>) -> io::Result<()> {
+    pub(super) fn set_mark(&mut self, file: usize, mark: Option<ImageMark>) -> io::Result<()> {
         self.tick()?;
         self.files[file].marks.push(mark);
         Ok(())
@@ -399,9 +399,10 @@ impl World {
         if self.log_full && self.is_segment(file) {
             return Err(no_space());
         }
-        match self.files[file].current.len() < len as usize {
-            true => self.set_len(file, len),
-            false => Ok(()),
+        if self.files[file].current.len() < len as usize {
+            self.set_len(file, len)
+        } else {
+            Ok(())
         }
     }
 
@@ -437,15 +438,14 @@ impl World {
         names.into_iter().map(segment).collect()
     }
 
-    pub(super) fn stored(&self) -> Stored {
-        Stored {
+    pub(super) fn stored(&self) -> StoredFiles {
+        StoredFiles {
             files: self.files.clone(),
             names: self.names.clone(),
         }
     }
 
-    /// Notes the state, unless everything is durable: a power cut can then leave the same state at the moment
-    /// before.
+    /// Records the state, unless everything is durable: a power cut a moment earlier can then leave the same.
     fn note(&mut self) {
         let settled = |file: &FileState| {
             file.cached.is_empty() && file.lengths.is_empty() && file.marks.is_empty()
@@ -459,7 +459,7 @@ impl World {
 
     /// Whether a wait is over.
     pub(super) fn is_over(&mut self) -> bool {
-        self.pace != Pace::Random || self.random.one_in(2)
+        self.pace != EngineTiming::Random || self.random.one_in(2)
     }
 
     pub(super) fn fail(&mut self, what: &str) -> io::Result<()> {
@@ -506,17 +506,19 @@ impl World {
         );
         let to_cache = to_cache || self.buffered;
         let full = self.base_full && self.files[file].name.starts_with("base");
-        let fits = match full {
-            true => self.random.below((bytes.len() / SECTOR) as u64 + 1) as usize * SECTOR,
-            false => bytes.len(),
+        let fits = if full {
+            self.random.below((bytes.len() / SECTOR) as u64 + 1) as usize * SECTOR
+        } else {
+            bytes.len()
         };
         let bytes = &bytes[..fits];
         let offset = offset as usize;
         let fails = due(&mut self.fail_write);
         // At most half of the bytes reach the cache.
-        let mut bytes = match fails {
-            true => &bytes[..bytes.len() / SECTOR / 2 * SECTOR],
-            false => bytes,
+        let mut bytes = if fails {
+            &bytes[..bytes.len() / SECTOR / 2 * SECTOR]
+        } else {
+            bytes
         };
         // A process that is killed while it writes to the page cache has written the first bytes. What it writes past the page
         // cache may still be in flight.
@@ -541,7 +543,7 @@ impl World {
             let cached = state.cached.iter().map(|(at, _)| *at);
             state.dirty.extend(cached.filter(|at| range.contains(at)));
         }
-        // The write at which power is lost is in the cache too: any part of it may have reached the medium.
+        // The write during which power is lost is in the cache too, because any part of it may have reached the medium.
         self.tick()?;
         match (fails, full) {
             (true, _) => self.fail("write"),
@@ -644,15 +646,15 @@ impl World {
         state.forget_unwritten();
         (state.errors, state.told) = (state.errors + 1, false);
         self.failed_write_backs += 1;
-        // What is lost can't be read any more either.
+        // What is lost can't be read any more.
         (self.failed, self.failed_read) = (true, true);
     }
 
-    /// Starts to write a range of the page cache back; a descriptor that is told of an earlier failure gets the error.
+    /// Starts write-back of a range. The descriptor gets the error of an earlier failure that it does not know of.
     pub(super) fn write_back(&mut self, descriptor: usize, range: Range<usize>) -> io::Result<()> {
         self.tick()?;
         self.write_back_range(self.file_of(descriptor), &range);
-        self.tell(descriptor)
+        self.report_error(descriptor)
     }
 
     /// Lets the kernel write a part of the page cache back, or take a page from it that could not be written, by chance.
@@ -667,9 +669,10 @@ impl World {
         let file = used[self.random.below(used.len() as u64) as usize];
         let len = self.files[file].current.len() as u64;
         let from = self.random.below(len / SECTOR as u64 + 1) as usize * SECTOR;
-        match self.random.one_in(2) {
-            true => self.write_back_range(file, &(from..len as usize)),
-            false => self.files[file].lost.retain(|at, _| *at < from),
+        if self.random.one_in(2) {
+            self.write_back_range(file, &(from..len as usize))
+        } else {
+            self.files[file].lost.retain(|at, _| *at < from)
         }
     }
 
@@ -730,7 +733,7 @@ impl World {
         self.note();
         let len = self.files[file].current.len();
         self.write_back_range(file, &range.clone().unwrap_or(0..len));
-        self.tell(descriptor)?;
+        self.report_error(descriptor)?;
         let counts = !self.fail_control || self.files[file].name.as_ref() == "control";
         if counts && due(&mut self.fail_sync) {
             let readable = self
@@ -771,11 +774,12 @@ impl World {
 
     /// Keeps any subset of a file's cached sectors; the others are lost, from the cache too. Returns the lengths
     /// and marks that are lost.
-    fn settle(&mut self, file: usize) -> (Vec<usize>, Vec<Option<Mark>>) {
+    fn settle(&mut self, file: usize) -> (Vec<usize>, Vec<Option<ImageMark>>) {
         // Keeps all, none, about half, or all but a few: mistakes hide at the extremes.
-        let mode = match self.forgetful {
-            true => 1,
-            false => self.random.below(4),
+        let mode = if self.forgetful {
+            1
+        } else {
+            self.random.below(4)
         };
         let random = &mut self.random;
         let keep = |_: &&_| match mode {
@@ -808,9 +812,10 @@ impl World {
         let mut world = self.clone();
         while !world.late.is_empty() {
             let which = world.random.below(world.late.len() as u64) as usize;
-            match world.random.one_in(2) {
-                true => world.land(which),
-                false => drop(world.late.swap_remove(which)),
+            if world.random.one_in(2) {
+                world.land(which)
+            } else {
+                drop(world.late.swap_remove(which))
             }
         }
         (0..world.files.len()).for_each(|file| drop(world.settle(file)));
@@ -863,7 +868,7 @@ impl World {
         self.replace(file, &bytes);
     }
 
-    /// The medium has other bytes from now on.
+    /// Damages the medium's bytes.
     pub(super) fn replace(&mut self, file: usize, bytes: &[u8]) {
         let state = &mut self.files[file];
         state.current = Bytes::from(bytes);
@@ -874,7 +879,7 @@ impl World {
     }
 
     /// The image has other bytes and another mark from now on.
-    pub(super) fn replace_image(&mut self, file: usize, bytes: &[u8], mark: Option<Mark>) {
+    pub(super) fn replace_image(&mut self, file: usize, bytes: &[u8], mark: Option<ImageMark>) {
         self.replace(file, bytes);
         let [now, durable] = self.modify(file);
         *durable = *now;
@@ -883,14 +888,14 @@ impl World {
         state.mark = mark;
     }
 
-    /// Works again after a kill, with all or most of the cache: the kernel may drop clean pages at any time.
+    /// Continues after a kill, with all or most of the cache: the kernel may drop clean pages at any time.
     pub(super) fn restart(&mut self) {
         for file in 0..self.files.len() {
             let state = &self.files[file];
             if (state.unwritten || !state.lost.is_empty()) && self.random.one_in(2) {
                 self.drop_clean(file);
             }
-            // Another program's sync was told of what failed. Else opening fails once, which is no broken promise.
+            // Some other program's sync got the error. Otherwise opening would fail once, which breaks no promise.
             self.files[file].told = true;
         }
         self.crashed = false;

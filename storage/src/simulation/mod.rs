@@ -1,9 +1,9 @@
 //! Crash tests on a simulated medium, judged by an oracle that knows only what the disk promises.
 //!
 //! Small histories are tried exhaustively ([`exhaustive`]), and threads have tests of their own (`interleavings`).
-//! Otherwise a *history* is a run of random requests on a few ports of a few disks of one log, cut by power losses:
-//! in the middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one seed
-//! decides, so one seed reproduces one run.
+//! Apart from those, a *history* is a run of random requests on a few ports of a few disks of one log, cut by power
+//! losses: in the middle of requests, of checkpoints, of recoveries. One thread does everything in an order that one
+//! seed decides, so one seed reproduces one run.
 //!
 //! The oracle keeps every modification in LSN order, and a *floor*: how much of that order must survive. In half of
 //! the runs changes are completed only once they are written, and a second floor is how much of them must survive a
@@ -63,7 +63,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use history::History;
 #[cfg(not(feature = "shuttle"))]
 use life::Life;
-use oracle::Broken;
+use oracle::Violation;
 
 use crate::mutant::{Mutant, PLANTED};
 
@@ -78,8 +78,8 @@ fn seeds(count: &str, usual: u64) -> Range<u64> {
     seeds_from(number("WALVISOR_SEED"), number(count), usual)
 }
 
-/// Prints what happens in a history, if the environment has `WALVISOR_TELL`: who replays a seed sees what led to its end.
-fn tell(what: impl FnOnce() -> String) {
+/// Prints what happens in a history, if the environment has `WALVISOR_TELL`, for whoever replays a seed.
+fn trace(what: impl FnOnce() -> String) {
     static TELLS: LazyLock<bool> = LazyLock::new(|| std::env::var_os("WALVISOR_TELL").is_some());
     if *TELLS {
         println!("{}", what());
@@ -128,7 +128,7 @@ fn on_all_cores<T: Total>(numbers: &Range<u64>, one: impl Fn(u64) -> T + Sync) -
 fn run_all<T: Total>(
     seeds: &Range<u64>,
     name: &str,
-    run: impl Fn(u64) -> Result<T, Broken> + Sync,
+    run: impl Fn(u64) -> Result<T, Violation> + Sync,
 ) -> T {
     let replay = |seed| {
         format!(
@@ -230,7 +230,7 @@ fn a_range_of_seeds_starts_anywhere() {
 /// Promise 4 for bytes that rot, vanish or land in the wrong place. No panic, and no read past the end, may happen.
 #[test]
 fn damage_is_reported_or_harmless() {
-    // The last one's first step asks for another.
+    // The last one's first step requests another.
     let reported = (1..=5000u64)
         .chain([100_131])
         .filter(|&seed| {
@@ -245,12 +245,12 @@ fn damage_is_reported_or_harmless() {
     );
 }
 
-/// The promise that a run with a planted fault broke. A panic is no broken promise, unless a panic is the promised
+/// The promise broken by a run with a planted fault. A panic is not a broken promise, unless it is the promised
 /// reaction: `promised` is then a part of its message.
 fn broken<T>(
-    ran: std::thread::Result<Result<T, Broken>>,
+    ran: std::thread::Result<Result<T, Violation>>,
     promised: Option<&str>,
-) -> Option<Broken> {
+) -> Option<Violation> {
     let panic = match ran {
         Ok(ended) => return ended.err(),
         Err(panic) => panic,
@@ -303,7 +303,7 @@ fn disks_are_made_resized_and_closed_whole_or_not_at_all() {
 fn survivors<T>(
     all: &[Mutant],
     seeds: Range<u64>,
-    run: impl Fn(u64) -> Result<T, Broken>,
+    run: impl Fn(u64) -> Result<T, Violation>,
 ) -> Vec<Mutant> {
     let mut survivors = Vec::new();
     for &mutant in all {

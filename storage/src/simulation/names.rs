@@ -17,13 +17,13 @@ pub(super) const DIRECTORY: usize = usize::MAX;
 
 /// One change of names.
 #[derive(Clone, Debug, Hash)]
-enum Change {
+enum NameChange {
     Set(PathBuf, usize),
     Rename(PathBuf, PathBuf, usize),
     Unset(PathBuf),
 }
 
-impl Change {
+impl NameChange {
     /// The name that is changed or created.
     fn path(&self) -> &Path {
         match self {
@@ -66,7 +66,7 @@ pub(super) struct Names {
     durable: BTreeMap<PathBuf, usize>,
     current: BTreeMap<PathBuf, usize>,
     /// Changes since the last sync of their directories, in order.
-    changes: Vec<Change>,
+    changes: Vec<NameChange>,
 }
 
 impl Names {
@@ -98,21 +98,21 @@ impl Names {
 
     /// Whether a file has a name, now or possibly after a power cut.
     pub(super) fn leads_to(&self, file: usize) -> bool {
-        let changed = |change: &Change| matches!(change, Change::Set(_, other) | Change::Rename(_, _, other) if *other == file);
+        let changed = |change: &NameChange| matches!(change, NameChange::Set(_, other) | NameChange::Rename(_, _, other) if *other == file);
         let mut names = self.current.values().chain(self.durable.values());
         names.any(|other| *other == file) || self.changes.iter().any(changed)
     }
 
     pub(super) fn set(&mut self, path: &Path, file: usize) {
-        self.change(Change::Set(path.to_owned(), file));
+        self.change(NameChange::Set(path.to_owned(), file));
     }
 
     pub(super) fn unset(&mut self, path: &Path) {
-        self.change(Change::Unset(path.to_owned()));
+        self.change(NameChange::Unset(path.to_owned()));
     }
 
     pub(super) fn rename(&mut self, from: &Path, to: &Path, file: usize) {
-        self.change(Change::Rename(from.to_owned(), to.to_owned(), file));
+        self.change(NameChange::Rename(from.to_owned(), to.to_owned(), file));
     }
 
     /// Moves a file, durably.
@@ -126,7 +126,7 @@ impl Names {
         }
     }
 
-    fn change(&mut self, change: Change) {
+    fn change(&mut self, change: NameChange) {
         change.apply(&mut self.current, true);
         self.changes.push(change);
     }
@@ -134,7 +134,7 @@ impl Names {
     /// Makes the names in a directory durable.
     pub(super) fn sync(&mut self, dir: &Path) {
         let here =
-            |change: &mut Change| change.path().parent() == Some(dir) && !change.is_left_out();
+            |change: &mut NameChange| change.path().parent() == Some(dir) && !change.is_left_out();
         for change in self.changes.extract_if(.., here) {
             change.apply(&mut self.durable, true);
         }
@@ -147,16 +147,16 @@ impl Names {
 
     /// Whether the n-th change is a rename.
     pub(super) fn renames(&self, n: usize) -> bool {
-        matches!(self.changes[n], Change::Rename(..))
+        matches!(self.changes[n], NameChange::Rename(..))
     }
 
     /// The names after a power cut. `kept` says for the n-th change whether it is lost, kept without removing the
     /// old name, or kept.
-    pub(super) fn settle(&mut self, mut kept: impl FnMut(usize) -> Kept) {
+    pub(super) fn settle(&mut self, mut kept: impl FnMut(usize) -> NameFate) {
         for (n, change) in std::mem::take(&mut self.changes).into_iter().enumerate() {
             match kept(n) {
-                Kept::Lost => {}
-                kept => change.apply(&mut self.durable, kept == Kept::Whole),
+                NameFate::Lost => {}
+                kept => change.apply(&mut self.durable, kept == NameFate::Whole),
             }
         }
         let lost = |names: &BTreeMap<PathBuf, usize>| {
@@ -180,18 +180,18 @@ impl Names {
         }
         let (mode, end) = (random.below(4), random.below(changes + 1) as usize);
         self.settle(|n| match mode {
-            0 => Kept::Lost,
-            1 => Kept::Whole,
-            2 if n < end => Kept::Whole,
-            2 => Kept::Lost,
-            _ => [Kept::Lost, Kept::Added, Kept::Whole][random.below(3) as usize],
+            0 => NameFate::Lost,
+            1 => NameFate::Whole,
+            2 if n < end => NameFate::Whole,
+            2 => NameFate::Lost,
+            _ => [NameFate::Lost, NameFate::Added, NameFate::Whole][random.below(3) as usize],
         });
     }
 }
 
 /// The fate of a change of names in a power cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kept {
+pub(super) enum NameFate {
     Lost,
     /// The new name of a rename exists, and the old one too.
     Added,

@@ -1,28 +1,28 @@
-//! Commands on a log that is not in use, between the openings of a random history: its size changes, records are given up, disks leave
-//! it, come back, and move to another log. Power is lost within, and operations of the medium fail.
+//! Commands on a log that is not in use, between two opens in a random history: the log changes its size, records are
+//! discarded, and disks leave, come back and move to another log. Power is lost in the middle, and I/O fails.
 //!
-//! None of them loses a byte, except that the records of a disk which are given up are gone as a whole: the disk is then what its image
-//! has. Wherever a command is cut, the same command goes on.
+//! None of them loses a byte, except that discarded records are gone all at once: the disk is then what its image has.
+//! Wherever a command is cut, the same command continues.
 
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use super::fixture::{Running, control_of};
+use super::fixture::{RunningStore, control_of};
 use super::history::{History, SECTORS};
 use super::live::values;
 use super::medium::LOG;
-use super::oracle::{Broken, value_of};
-use super::tell;
+use super::oracle::{Violation, value_of};
+use super::trace;
 use crate::catalog::control::open_control;
 use crate::catalog::options::DiskOptions;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
-use crate::medium::lock::Use;
-use crate::medium::mark::Mark;
+use crate::medium::lock::Access;
+use crate::medium::mark::ImageMark;
 use crate::recovery::replay::read_log_until;
 use crate::store::discard::discard_log;
 use crate::store::log_size::resize_log;
@@ -32,7 +32,7 @@ use crate::store::point::Point;
 use crate::store::view::View;
 use crate::{CommitWait, StoreOptions};
 
-/// The directory of the other log. Its name comes behind that of the log of the history.
+/// The directory of the other log. Its name sorts after that of the history's log.
 const OTHER: &str = "/other-log";
 /// No log is here.
 const NOWHERE: &str = "/nowhere";
@@ -42,13 +42,13 @@ const NOWHERE: &str = "/nowhere";
 pub(super) struct Backup {
     disk: usize,
     bytes: Vec<u8>,
-    mark: Option<Mark>,
+    mark: Option<ImageMark>,
 }
 
 /// How a command has ended.
-enum Ran<T> {
+enum CommandOutcome<T> {
     Done(T),
-    /// It was refused for a reason that counts.
+    /// It was refused for a valid reason.
     Refused,
     /// A fault has ended it.
     Cut,
@@ -63,18 +63,18 @@ fn options() -> StoreOptions {
     }
 }
 
-/// Whether a disk may be refused to leave a log: what the log keeps of its history would end.
+/// Whether a log may refuse to let a disk leave, because that would end its history.
 fn keeps(control: &Control) -> bool {
-    Retain::of(&control.history) != Retain::Nothing || !Snapshot::all(control).is_empty()
+    Retention::of(&control.history) != Retention::Nothing || !Snapshot::all(control).is_empty()
 }
 
 impl History {
-    /// Runs up to two commands. `kept`: what a killed process left must survive, so power is not lost, and nothing fails. Returns the disks
-    /// whose records were given up.
+    /// Runs up to two commands. `kept`: what a killed process left must survive, so power is not lost and nothing
+    /// fails. Returns the disks whose records were discarded.
     pub(super) fn run_commands(
         &mut self,
         kept: bool,
-    ) -> std::result::Result<BTreeSet<usize>, Broken> {
+    ) -> std::result::Result<BTreeSet<usize>, Violation> {
         let mut given_up = BTreeSet::new();
         if !self.lively {
             return Ok(given_up);
@@ -106,7 +106,7 @@ impl History {
         what: &str,
         run: impl FnOnce() -> Result<T>,
         may_refuse: impl FnOnce(&Error) -> bool,
-    ) -> std::result::Result<Ran<T>, Broken> {
+    ) -> std::result::Result<CommandOutcome<T>, Violation> {
         if !kept && self.acts.one_in(2) {
             let (ticks, after) = (self.acts.below(40), self.acts.below(12));
             let mut world = self.fixture.medium.lock();
@@ -129,28 +129,28 @@ impl History {
         );
         drop(world);
         let ran = match done {
-            Ok(done) => Ran::Done(done),
-            Err(_) if fault => Ran::Cut,
-            Err(error) if may_refuse(&error) => Ran::Refused,
+            Ok(done) => CommandOutcome::Done(done),
+            Err(_) if fault => CommandOutcome::Cut,
+            Err(error) if may_refuse(&error) => CommandOutcome::Refused,
             Err(error) => return Err(format!("{what} failed for no reason: {error}")),
         };
         let ended = match &ran {
-            Ran::Done(_) => "done",
-            Ran::Refused => "refused",
-            Ran::Cut => "cut",
+            CommandOutcome::Done(_) => "done",
+            CommandOutcome::Refused => "refused",
+            CommandOutcome::Cut => "cut",
         };
-        tell(|| format!("{what}: {ended}, power lost: {crashed}"));
-        self.totals.commands_cut += u64::from(matches!(ran, Ran::Cut));
-        self.totals.commands_refused += u64::from(matches!(ran, Ran::Refused));
+        trace(|| format!("{what}: {ended}, power lost: {crashed}"));
+        self.totals.commands_cut += u64::from(matches!(ran, CommandOutcome::Cut));
+        self.totals.commands_refused += u64::from(matches!(ran, CommandOutcome::Refused));
         match kept {
             true => self.fixture.medium.lock().restart(),
             false if crashed || fault || self.acts.one_in(2) => drop(self.end_process()),
             false => self.fixture.medium.lock().restart(),
         }
-        if matches!(ran, Ran::Cut) {
+        if matches!(ran, CommandOutcome::Cut) {
             // What the control file has now counts from here on.
             let _files = self.fixture.medium.enter();
-            let confirmed = open_control(Path::new(LOG), Use::Log);
+            let confirmed = open_control(Path::new(LOG), Access::Log);
             let confirmed = confirmed.and_then(|mut control| control.confirm());
             confirmed.map_err(|error| format!("after {what} was cut: {error}"))?;
         }
@@ -158,14 +158,14 @@ impl History {
     }
 
     /// The control file of the log.
-    fn control(&self) -> std::result::Result<Control, Broken> {
+    fn control(&self) -> std::result::Result<Control, Violation> {
         let control = control_of(&self.fixture.medium);
         control
             .map(|control| control.control)
             .map_err(|error| format!("the control file: {error}"))
     }
 
-    fn resize_log(&mut self, kept: bool) -> std::result::Result<(), Broken> {
+    fn resize_log(&mut self, kept: bool) -> std::result::Result<(), Violation> {
         let count = 4 + self.acts.below(9);
         // It is rounded up.
         let size = (count << 16) - self.acts.below(1000);
@@ -173,12 +173,14 @@ impl History {
         let run = move || resize_log(Path::new(LOG), size);
         let refused =
             |error: &Error| error.kind() == ErrorKind::InvalidInput && count < u64::from(old);
-        if let Ran::Done(done) = self.run_command(kept, "a resize of the log", run, refused)? {
+        if let CommandOutcome::Done(done) =
+            self.run_command(kept, "a resize of the log", run, refused)?
+        {
             self.totals.logs_grown += u64::from(done.size > done.old_size);
             self.totals.logs_shrunk += u64::from(done.size < done.old_size);
             let most = self.control()?.header.max_segments.get();
             let files = self.fixture.medium.lock().segments();
-            // What a process left that was cut while it made a segment is no segment.
+            // The leftover of a process that was cut while making a segment is not a segment.
             let mut made = files.iter().filter(|(name, _)| !name.ends_with(".new"));
             let beyond = made.any(|(name, _)| *name >= format!("segment-{most:05}"));
             if u64::from(most) != count || beyond {
@@ -191,31 +193,31 @@ impl History {
         Ok(())
     }
 
-    /// Gives up the records of a disk.
+    /// Discards a disk's records.
     fn discard(
         &mut self,
         disk: usize,
         kept: bool,
         given_up: &mut BTreeSet<usize>,
-    ) -> std::result::Result<(), Broken> {
-        // Otherwise most of what is there would be given up.
+    ) -> std::result::Result<(), Violation> {
+        // Otherwise most of what is there would be discarded.
         if self.fixture.left[disk] || self.acts.one_in(2) {
             return Ok(());
         }
         let void = |history: &Self| {
             let control = history.control()?;
             let entry = history.fixture.entry(&control, disk);
-            Ok::<_, Broken>(entry.map(|entry| entry.void_lsn.get()))
+            Ok::<_, Violation>(entry.map(|entry| entry.void_lsn.get()))
         };
         let (before, image) = (void(self)?, self.fixture.image(disk));
         let run = || discard_log(&image, Path::new(LOG));
         let done = match self.run_command(kept, "giving up records", run, |_| false)? {
-            Ran::Done(done) if !done.image_fits => {
+            CommandOutcome::Done(done) if !done.image_fits => {
                 return Err(format!("the image of disk {disk} is not its own"));
             }
-            Ran::Done(_) => true,
-            Ran::Refused => false,
-            Ran::Cut => void(self)? != before,
+            CommandOutcome::Done(_) => true,
+            CommandOutcome::Refused => false,
+            CommandOutcome::Cut => void(self)? != before,
         };
         if done {
             self.totals.given_up += 1;
@@ -226,7 +228,7 @@ impl History {
         Ok(())
     }
 
-    /// Whether the log's table has the paths of the images as they are: a process that was cut may have left others.
+    /// Whether the log's table has the images' present paths; an interrupted process may have left others.
     fn knows_paths(&self, control: &Control) -> bool {
         (0..self.fixture.shape.disks).all(|disk| {
             let entry = self.fixture.entry(control, disk);
@@ -236,7 +238,7 @@ impl History {
     }
 
     /// A disk leaves the log.
-    fn leave(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Broken> {
+    fn leave(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Violation> {
         let control = self.control()?;
         if self.fixture.left[disk] || !self.knows_paths(&control) {
             return Ok(());
@@ -252,41 +254,43 @@ impl History {
             let control = self.control()?;
             let known = self.fixture.entry(&control, disk).is_some();
             match ran {
-                Ran::Done(()) if known => {
+                CommandOutcome::Done(()) if known => {
                     return Err(format!("disk {disk} has left the log, which has it still"));
                 }
-                Ran::Refused if !known => {
+                CommandOutcome::Refused if !known => {
                     return Err(format!(
                         "disk {disk} was refused to leave the log, and has left"
                     ));
                 }
-                Ran::Cut if known && self.knows_paths(&control) && self.acts.one_in(2) => {
+                CommandOutcome::Cut
+                    if known && self.knows_paths(&control) && self.acts.one_in(2) =>
+                {
                     cuts += 1;
                     continue;
                 }
-                // If the image has no mark any more, the log knows it by its path, and its past may be gone.
-                Ran::Cut if known => {
+                // Without a mark, the log identifies the image by its path, and its past may be gone.
+                CommandOutcome::Cut if known => {
                     self.fixture.stays = true;
                     self.replaced[disk] = u64::MAX;
                 }
-                Ran::Done(()) | Ran::Cut => {
+                CommandOutcome::Done(()) | CommandOutcome::Cut => {
                     self.totals.left += 1;
                     self.fixture.left[disk] = true;
                     self.joined[disk] = u64::MAX;
                 }
                 // The first attempt may have taken its mark.
-                Ran::Refused if cuts > 0 => {
+                CommandOutcome::Refused if cuts > 0 => {
                     self.fixture.stays = true;
                     self.replaced[disk] = u64::MAX;
                 }
-                Ran::Refused => {}
+                CommandOutcome::Refused => {}
             }
             return Ok(());
         }
     }
 
     /// A disk that has left the log comes back, as a raw image.
-    fn join(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Broken> {
+    fn join(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Violation> {
         if !self.fixture.left[disk] {
             return Ok(());
         }
@@ -307,15 +311,19 @@ impl History {
         kept: bool,
         what: &str,
         run: impl Fn() -> Result<()>,
-    ) -> std::result::Result<(), Broken> {
-        if let Ran::Cut = self.run_command(kept, what, &run, |_| false)? {
+    ) -> std::result::Result<(), Violation> {
+        if let CommandOutcome::Cut = self.run_command(kept, what, &run, |_| false)? {
             self.run_command(true, what, &run, |_| false)?;
         }
         Ok(())
     }
 
     /// A disk moves to another log, is used there, and moves back.
-    fn move_there_and_back(&mut self, disk: usize, kept: bool) -> std::result::Result<(), Broken> {
+    fn move_there_and_back(
+        &mut self,
+        disk: usize,
+        kept: bool,
+    ) -> std::result::Result<(), Violation> {
         let control = self.control()?;
         if self.fixture.left[disk] || !self.knows_paths(&control) {
             return Ok(());
@@ -324,7 +332,7 @@ impl History {
         let there = || move_to_log(&image, Path::new(LOG), Path::new(OTHER), &options());
         let refused = |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control);
         let mut ran = self.run_command(kept, "moving to another log", there, refused)?;
-        if let Ran::Cut = ran {
+        if let CommandOutcome::Cut = ran {
             // The cut may have taken the newest paths of other images from the log. Only an open with all disks has them.
             // A disk that has moved already is in it no more.
             let now = self.control()?;
@@ -332,18 +340,18 @@ impl History {
             if moved || self.knows_paths(&now) {
                 ran = self.run_command(true, "moving on to another log", there, refused)?;
             } else {
-                ran = Ran::Refused;
+                ran = CommandOutcome::Refused;
             }
         }
         match ran {
-            Ran::Done(()) => {}
-            Ran::Refused => {
+            CommandOutcome::Done(()) => {}
+            CommandOutcome::Refused => {
                 // A first attempt may have taken its mark, and its past with it.
                 self.fixture.stays = true;
                 self.replaced[disk] = u64::MAX;
                 return Ok(());
             }
-            Ran::Cut => return Err("a command was cut without a fault".into()),
+            CommandOutcome::Cut => return Err("a command was cut without a fault".into()),
         }
         if self.acts.one_in(2) {
             self.use_on_the_other_log(disk)?;
@@ -356,28 +364,29 @@ impl History {
     }
 
     /// On the other log a disk is what its image has.
-    fn use_on_the_other_log(&mut self, disk: usize) -> std::result::Result<(), Broken> {
+    fn use_on_the_other_log(&mut self, disk: usize) -> std::result::Result<(), Violation> {
         let broken = |error| format!("on the other log: {error}");
         let wanted = self.fixture.bases()[disk].clone();
         let _files = self.fixture.medium.enter();
         let medium = Box::new(directory(Path::new(OTHER), EngineKind::Blocking));
         let disks = [DiskOptions::new(self.fixture.image(disk))];
         let opened = open_log(medium, Path::new(OTHER), &disks, &options(), &mut |_, _| {});
-        let mut running = Running::new(&self.fixture.medium, opened.map_err(broken)?);
+        let mut running = RunningStore::new(&self.fixture.medium, opened.map_err(broken)?);
         let found = running
             .read()
             .map_err(|failure| format!("on the other log: {failure}"))?;
         running.keeper.close().map_err(broken)?;
-        match found[0] == wanted {
-            true => Ok(()),
-            false => Err(format!(
+        if found[0] == wanted {
+            Ok(())
+        } else {
+            Err(format!(
                 "on the other log disk {disk} differs from its image"
-            )),
+            ))
         }
     }
 
-    /// Looks at a disk that is not in use as of a point that the log had, by the way that copies of it are made.
-    pub(super) fn look_at_the_past(&mut self) -> std::result::Result<(), Broken> {
+    /// Looks at a disk that is not in use, at a point that the log had, by the code that makes copies.
+    pub(super) fn look_at_the_past(&mut self) -> std::result::Result<(), Violation> {
         let disk = self.acts.below(self.fixture.shape.disks as u64) as usize;
         let all = self.past.len() as u64;
         if all == 0 || self.fixture.left[disk] {
@@ -423,13 +432,13 @@ impl History {
         (self.acts.next() as u32 | 1 << 31).to_le_bytes()
     }
 
-    /// Another program writes to the image of a disk of which the log has no records, an older copy is put in its place, or a strange image.
-    /// The disk is what that has from now on.
+    /// Changes the image of a disk without records in the log: another program writes to it, or it is replaced by an
+    /// older copy or by an unrelated image. That is the disk from now on.
     fn replace_image(
         &mut self,
         disk: usize,
         given_up: &mut BTreeSet<usize>,
-    ) -> std::result::Result<(), Broken> {
+    ) -> std::result::Result<(), Violation> {
         let control = self.control()?;
         let Some(entry) = self.fixture.entry(&control, disk) else {
             return Ok(());
@@ -470,14 +479,14 @@ impl History {
         };
         world.replace_image(file, &next.bytes, next.mark);
         drop(world);
-        tell(|| format!("disk {disk} has another image"));
+        trace(|| format!("disk {disk} has another image"));
         if self.acts.one_in(2) {
             self.backups.push(now);
         }
         self.totals.replaced += 1;
         self.replaced[disk] = u64::MAX;
         given_up.insert(disk);
-        // A strange image is known by its path.
+        // An unrelated image is identified by its path.
         self.fixture.stays |= next.mark.is_none();
         Ok(())
     }
@@ -497,14 +506,14 @@ impl History {
 mod tests {
     use super::super::fixture::{Fixture, Shape, carry_out, filled};
     use super::super::medium::World;
-    use super::super::oracle::Contents;
+    use super::super::oracle::DiskContents;
     use super::*;
     use crate::{BackendQueue, Operation};
 
     const SHAPE: Shape = Shape::two_disks(64, 8);
 
     /// A log that a killed process left with durable records of both disks, and what these are.
-    fn killed(seed: u64) -> (Fixture, Contents) {
+    fn killed(seed: u64) -> (Fixture, DiskContents) {
         let fixture = Fixture::new(World::new(seed), SHAPE);
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         running.keeper.step(false).unwrap();
@@ -524,19 +533,20 @@ mod tests {
         (fixture, contents)
     }
 
-    /// The next process is cut while it opens the log, then the records of a disk are given up, and power is lost within that too. The
-    /// disk can be opened all the same: it has its records, or what its image has.
+    /// The next process is cut while it opens the log; then a disk's records are discarded, and power is lost during
+    /// that too. The disk can still be opened, with its records or with what its image has.
     #[test]
-    fn a_disk_opens_wherever_giving_up_its_records_is_cut() {
+    fn a_disk_opens_wherever_discarding_its_records_is_cut() {
         let (mut whole, mut gone) = (0, 0);
         let cuts = (0..24).flat_map(|o| (0..14).map(move |d| (o, d)));
         for ((opening, discarding), kill) in cuts.flat_map(|cut| [(cut, false), (cut, true)]) {
             let (fixture, contents) = killed(1 + opening);
             fixture.medium.lock().ticks = Some(opening);
             drop(fixture.open(false, CommitWait::NONE));
-            match kill {
-                true => fixture.medium.lock().restart(),
-                false => fixture.lose_power(),
+            if kill {
+                fixture.medium.lock().restart()
+            } else {
+                fixture.lose_power()
             }
             let image = fixture.image(0);
             fixture.medium.lock().ticks = Some(discarding);
@@ -558,10 +568,10 @@ mod tests {
         assert!(whole > 30 && gone > 30, "{whole} whole, {gone} gone");
     }
 
-    /// The newest numbers of a log may be those of a torn write, and no record has them. A disk whose records were given up up to there
-    /// can leave the log.
+    /// A log's newest numbers may belong to a torn write, so that no record has them. A disk whose records were
+    /// discarded up to there can leave the log.
     #[test]
-    fn a_disk_leaves_its_log_after_its_records_were_given_up() {
+    fn a_disk_leaves_its_log_after_its_records_were_discarded() {
         let mut torn = 0;
         for seed in 1..60 {
             let fixture = Fixture::new(World::new(seed), SHAPE);
@@ -589,7 +599,8 @@ mod tests {
         assert!(torn > 5, "{torn}");
     }
 
-    /// A killed process was about to let a raw image join a log. The same command says that this is done only once no power cut undoes it.
+    /// A process was killed while a raw image was joining a log. The same command must not report success before a
+    /// power cut can't undo it.
     #[test]
     fn an_image_has_joined_a_log_once_the_command_says_so() {
         for (seed, ticks) in (1..9).flat_map(|seed| (0..20).map(move |ticks| (seed, ticks))) {

@@ -9,47 +9,47 @@ use std::sync::Arc;
 use crate::{Completion, MarkText, Operation};
 
 /// Why a history failed.
-pub(super) type Broken = String;
+pub(super) type Violation = String;
 
 /// The value of each sector of each disk.
-pub(super) type Contents = Vec<Vec<u32>>;
+pub(super) type DiskContents = Vec<Vec<u32>>;
 
-/// As [`Contents`]; sectors that can't be read are `None`.
-pub(super) type Readable = Vec<Vec<Option<u32>>>;
+/// As [`DiskContents`]; sectors that can't be read are `None`.
+pub(super) type ReadableContents = Vec<Vec<Option<u32>>>;
 
 /// What the disks are after a restore in place.
-pub(super) struct Restored {
+pub(super) struct RestoredState {
     /// One of these, whatever the log had.
-    pub may_be: Vec<Contents>,
+    pub may_be: Vec<DiskContents>,
     /// The restore has succeeded; otherwise it may have.
     pub certain: bool,
 }
 
-/// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and its number as `value`, or 0 if the log
-/// makes it itself.
+/// One modification: every sector of a range becomes `value` (0: zeroes). A mark has no sectors, and as `value` its
+/// number, or 0 if the log itself made it.
 #[derive(Clone, Debug)]
-struct Change {
+struct Effect {
     disk: usize,
     sector: u64,
     sectors: u64,
     value: u32,
     completed: bool,
     /// It is the mark of a restore in place.
-    restore: Option<Restore>,
+    restore: Option<PendingRestore>,
 }
 
 /// A restore in place of a disk in use.
 #[derive(Clone, Debug)]
-struct Restore {
+struct PendingRestore {
     to: u64,
     contents: Arc<[u32]>,
-    /// Otherwise there is its mark alone.
+    /// Otherwise there is only its mark.
     counts: bool,
 }
 
-impl Change {
+impl Effect {
     /// A mark in the order of a disk's records, perhaps that of a restore in place.
-    fn mark(disk: usize, number: u32, restore: Option<Restore>) -> Self {
+    fn mark(disk: usize, number: u32, restore: Option<PendingRestore>) -> Self {
         Self {
             disk,
             sector: 0,
@@ -60,7 +60,7 @@ impl Change {
         }
     }
 
-    fn apply(&self, contents: &mut Contents) {
+    fn apply(&self, contents: &mut DiskContents) {
         if let Some(restore) = &self.restore {
             if restore.counts {
                 contents[self.disk].copy_from_slice(&restore.contents);
@@ -74,7 +74,7 @@ impl Change {
 
 /// A request that has not ended.
 #[derive(Clone)]
-enum Open {
+enum OpenRequest {
     /// Its place in the order once it has an LSN, and whether it must be durable when it ends.
     Change { index: Option<usize>, through: bool },
     /// How much of the order must survive if it succeeds.
@@ -92,9 +92,9 @@ enum Open {
 #[derive(Clone)]
 pub(super) struct Oracle {
     /// The disks before the first change of `order`.
-    start: Contents,
+    start: DiskContents,
     /// All modifications, in the order of their LSNs.
-    order: Vec<Change>,
+    order: Vec<Effect>,
     /// How much of the order must survive.
     floor: usize,
     /// How much of the order must survive if only the process ends.
@@ -102,20 +102,20 @@ pub(super) struct Oracle {
     /// Whether a change that succeeds survives the end of the process.
     pub written: bool,
     /// The requests that have not ended, each with its disk.
-    open: HashMap<u64, (usize, Open)>,
+    open: HashMap<u64, (usize, OpenRequest)>,
     /// By client: the changes submitted that have no LSN yet, with their tokens, in order.
-    unplaced: HashMap<usize, VecDeque<(u64, Change)>>,
+    unplaced: HashMap<usize, VecDeque<(u64, Effect)>>,
     /// A change or FLUSH up to this token came when there was no space, and may fail.
     pub excused: u64,
     /// How many of those failed.
     pub refused: u64,
-    /// The place of a restore in use of which nobody knows whether it counts.
+    /// The index of a restore of a disk in use that may or may not count.
     doubtful: Option<usize>,
 }
 
 impl Oracle {
     /// Begins with the disks as they are now.
-    pub(super) fn new(start: Contents) -> Self {
+    pub(super) fn new(start: DiskContents) -> Self {
         Self {
             start,
             order: Vec::new(),
@@ -132,12 +132,12 @@ impl Oracle {
 
     /// Records that `client` is about to write a mark by way of a disk. It is durable when it ends.
     pub(super) fn submit_mark(&mut self, client: usize, token: u64, disk: usize, number: u32) {
-        let mark = Change::mark(disk, number, None);
+        let mark = Effect::mark(disk, number, None);
         let unplaced = self.unplaced.entry(client).or_default();
         unplaced.push_back((token, mark));
         let (index, through) = (None, true);
         self.open
-            .insert(token, (disk, Open::Change { index, through }));
+            .insert(token, (disk, OpenRequest::Change { index, through }));
     }
 
     /// The marks, in order: the index of each, its text, and whether it must survive.
@@ -164,13 +164,13 @@ impl Oracle {
         counts: Option<bool>,
     ) {
         let index = self.order.len();
-        let restore = Restore {
+        let restore = PendingRestore {
             to,
             contents: contents.into(),
-            // As long as the process lives it does not count: the log has failed.
+            // It does not count while the process lives, because the log has failed.
             counts: counts.unwrap_or(false),
         };
-        self.order.push(Change::mark(disk, 0, Some(restore)));
+        self.order.push(Effect::mark(disk, 0, Some(restore)));
         match counts {
             Some(true) => self.floor = index + 1,
             Some(false) => {}
@@ -180,15 +180,15 @@ impl Oracle {
 
     /// Records the mark of a disk that has come to a log in use with another image.
     pub(super) fn came(&mut self, disk: usize) {
-        self.order.push(Change::mark(disk, 0, None));
+        self.order.push(Effect::mark(disk, 0, None));
     }
 
-    /// The place of the restore in use of which nobody knows whether it counts.
+    /// The index of the restore of a disk in use that may or may not count.
     pub(super) fn doubtful(&self) -> Option<usize> {
         self.doubtful
     }
 
-    /// Takes the doubtful restore for one that counts, or not. `certain`: from now on that is known.
+    /// Decides whether the doubtful restore counts. `certain`: this is now known.
     pub(super) fn settle(&mut self, counts: bool, certain: bool) {
         if let Some(index) = self.doubtful
             && let Some(restore) = &mut self.order[index].restore
@@ -209,7 +209,7 @@ impl Oracle {
     /// Whether a read has not ended.
     pub(super) fn reads(&self) -> bool {
         let mut open = self.open.values();
-        open.any(|(_, open)| matches!(open, Open::Read { .. }))
+        open.any(|(_, open)| matches!(open, OpenRequest::Read { .. }))
     }
 
     /// Whether a request to this disk has not ended.
@@ -226,7 +226,7 @@ impl Oracle {
         operation: &Operation,
         through: bool,
     ) {
-        let change = |sector, sectors, value| Change {
+        let change = |sector, sectors, value| Effect {
             disk,
             sector,
             sectors,
@@ -243,14 +243,15 @@ impl Oracle {
                 sector, sectors, ..
             } => change(*sector, u64::from(*sectors), 0),
             Operation::Flush => {
-                let completed = |change: &Change| change.completed && change.disk == disk;
+                let completed = |change: &Effect| change.completed && change.disk == disk;
                 let floor = self.order.iter().rposition(completed).map_or(0, |i| i + 1);
-                self.open.insert(token, (disk, Open::Flush { floor }));
+                self.open
+                    .insert(token, (disk, OpenRequest::Flush { floor }));
                 return;
             }
             Operation::Read { sector, sectors } => {
                 let range = *sector as usize..*sector as usize + *sectors as usize;
-                let open = Open::Read {
+                let open = OpenRequest::Read {
                     disk,
                     sector: *sector,
                     then: self.newest()[disk][range].to_vec(),
@@ -264,7 +265,7 @@ impl Oracle {
         unplaced.push_back((token, change));
         let index = None;
         self.open
-            .insert(token, (disk, Open::Change { index, through }));
+            .insert(token, (disk, OpenRequest::Change { index, through }));
     }
 
     /// Places the oldest `count` changes of `client` that had no LSN: they have one now.
@@ -274,7 +275,7 @@ impl Oracle {
             let Some((token, change)) = unplaced.and_then(VecDeque::pop_front) else {
                 return;
             };
-            if let Some((_, Open::Change { index, .. })) = self.open.get_mut(&token) {
+            if let Some((_, OpenRequest::Change { index, .. })) = self.open.get_mut(&token) {
                 *index = Some(self.order.len());
             }
             self.order.push(change);
@@ -286,30 +287,31 @@ impl Oracle {
         self.open.is_empty()
     }
 
-    /// Records the end of a request. `good`: nothing has happened that excuses a failure; `good_read`: nor the
-    /// failure of a read.
+    /// Records the end of a request. `good`: nothing has happened that excuses a failure. `good_read`: nor that of a
+    /// read.
     pub(super) fn complete(
         &mut self,
         client: usize,
         completion: Completion,
         good: bool,
         good_read: bool,
-    ) -> Result<(), Broken> {
+    ) -> Result<(), Violation> {
         let Completion { token, result } = completion;
         let open = self.open.remove(&token);
         let (_, open) = open.ok_or("a request was answered twice")?;
         let failed = result.is_err();
-        let read = matches!(open, Open::Read { .. });
-        let excused = match read {
-            true => !good_read,
-            false => token <= self.excused,
+        let read = matches!(open, OpenRequest::Read { .. });
+        let excused = if read {
+            !good_read
+        } else {
+            token <= self.excused
         };
         self.refused += u64::from(failed && good && !read);
         if failed && good && !excused {
             return Err(format!("a good request failed: {result:?}"));
         }
         match open {
-            Open::Change { index, through } => {
+            OpenRequest::Change { index, through } => {
                 if let Some(unplaced) = self.unplaced.get_mut(&client) {
                     unplaced.retain(|(other, _)| *other != token);
                 }
@@ -329,9 +331,9 @@ impl Oracle {
                     _ => {}
                 }
             }
-            Open::Flush { floor } if !failed => self.floor = self.floor.max(floor),
-            Open::Flush { .. } => {}
-            Open::Read {
+            OpenRequest::Flush { floor } if !failed => self.floor = self.floor.max(floor),
+            OpenRequest::Flush { .. } => {}
+            OpenRequest::Read {
                 disk,
                 sector,
                 then,
@@ -367,12 +369,12 @@ impl Oracle {
     }
 
     /// The disks after all changes.
-    pub(super) fn newest(&self) -> Contents {
+    pub(super) fn newest(&self) -> DiskContents {
         self.after(self.order.len())
     }
 
     /// The disks after the first `count` changes.
-    pub(super) fn after(&self, count: usize) -> Contents {
+    pub(super) fn after(&self, count: usize) -> DiskContents {
         let mut contents = self.start.clone();
         let changes = self.order.iter().take(count);
         changes.for_each(|change| change.apply(&mut contents));
@@ -380,7 +382,7 @@ impl Oracle {
     }
 
     /// Judges a clean close: everything is in the base images.
-    pub(super) fn closed(&mut self, bases: &Contents) -> Result<(), Broken> {
+    pub(super) fn closed(&mut self, bases: &DiskContents) -> Result<(), Violation> {
         let all = self.newest();
         if *bases != all {
             return Err(format!(
@@ -402,29 +404,29 @@ impl Oracle {
         self.floor = self.floor.max(self.kill_floor);
     }
 
-    /// Damage may have destroyed the last acknowledged records, if nothing that is left shows that they were
-    /// durable. All changes up to `durable`, an LSN of a log that began with 1, must survive.
+    /// After damage, the last acknowledged records may be gone if nothing that is left proves them durable. All changes
+    /// up to `durable`, an LSN of a log that began with 1, must survive.
     pub(super) fn damaged(&mut self, durable: u64) {
         self.floor = self.floor.min(durable as usize);
     }
 
     /// Judges the disks after a crash: they must be exactly what some prefix of the order made, not below the
     /// floor. Returns how many changes were lost.
-    pub(super) fn judge(&self, found: &Contents) -> Result<usize, Broken> {
+    pub(super) fn judge(&self, found: &DiskContents) -> Result<usize, Violation> {
         self.judge_readable(&readable(found))
     }
 
     /// As [`judge`](Self::judge), after a kill: changes that were completed as written must be there too.
-    pub(super) fn judge_killed(&self, found: &Contents) -> Result<usize, Broken> {
+    pub(super) fn judge_killed(&self, found: &DiskContents) -> Result<usize, Violation> {
         self.judge_from(self.floor.max(self.kill_floor), &readable(found))
     }
 
     /// As [`judge`](Self::judge), of the sectors that can be read.
-    pub(super) fn judge_readable(&self, found: &Readable) -> Result<usize, Broken> {
+    pub(super) fn judge_readable(&self, found: &ReadableContents) -> Result<usize, Violation> {
         self.judge_from(self.floor, found)
     }
 
-    fn judge_from(&self, floor: usize, found: &Readable) -> Result<usize, Broken> {
+    fn judge_from(&self, floor: usize, found: &ReadableContents) -> Result<usize, Violation> {
         let judged = self.judge_as_known(floor, found);
         let Some(restore) = self.doubtful.and_then(|at| self.order[at].restore.clone()) else {
             return judged;
@@ -436,7 +438,7 @@ impl Oracle {
         })
     }
 
-    fn judge_as_known(&self, floor: usize, found: &Readable) -> Result<usize, Broken> {
+    fn judge_as_known(&self, floor: usize, found: &ReadableContents) -> Result<usize, Violation> {
         let mut contents = self.start.clone();
         let (must, may) = self.order.split_at(floor);
         must.iter().for_each(|change| change.apply(&mut contents));
@@ -461,7 +463,7 @@ impl Oracle {
 }
 
 /// Whether all sectors that can be read agree.
-pub(super) fn agrees(contents: &Contents, found: &Readable) -> bool {
+pub(super) fn agrees(contents: &DiskContents, found: &ReadableContents) -> bool {
     let disks = contents.iter().zip(found);
     let mut sectors = disks.flat_map(|(contents, found)| contents.iter().zip(found));
     sectors.all(|(value, found)| found.is_none_or(|found| found == *value))
@@ -474,12 +476,12 @@ pub(super) fn value_of(sector: &[u8]) -> u32 {
     if pure { value } else { u32::MAX }
 }
 
-pub(super) fn readable(contents: &Contents) -> Readable {
+pub(super) fn readable(contents: &DiskContents) -> ReadableContents {
     let all = |disk: &Vec<u32>| disk.iter().map(|&value| Some(value)).collect();
     contents.iter().map(all).collect()
 }
 
-pub(super) fn difference(found: &Readable, wanted: &Contents) -> String {
+pub(super) fn difference(found: &ReadableContents, wanted: &DiskContents) -> String {
     let mut text = String::new();
     for (disk, (found, wanted)) in found.iter().zip(wanted).enumerate() {
         for (sector, (found, wanted)) in found.iter().zip(wanted).enumerate() {

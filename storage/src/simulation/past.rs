@@ -6,22 +6,22 @@ use std::path::Path;
 use super::fixture::control_of;
 use super::history::History;
 use super::medium::LOG;
-use super::oracle::{Broken, Contents, Restored, difference, readable, value_of};
+use super::oracle::{DiskContents, RestoredState, Violation, difference, readable, value_of};
 use crate::Buffer;
 use crate::error::ErrorKind;
 use crate::format::Control;
 use crate::index::{ExtentMap, Place};
 use crate::medium::segment::LogRead;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log_until;
 use crate::recovery::saved::read_saved;
-use crate::recovery::scan::{Found, scan};
+use crate::recovery::scan::{FoundRecord, scan};
 use crate::store::dump::text_of;
 
 impl History {
     /// Looks at the disks as they were after a random record since the last checkpoint, or after each if the log always keeps
     /// history, and at all older states that the log still has.
-    pub(super) fn look_back(&mut self) -> Result<(), Broken> {
+    pub(super) fn look_back(&mut self) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let (horizon, last) = self.span(&control)?;
@@ -37,12 +37,11 @@ impl History {
         let Some(records) = last.checked_sub(from) else {
             return Ok(());
         };
-        let points = match self.keeps {
-            true => from..=last,
-            false => {
-                let point = from + self.random.below(records + 1);
-                point..=point
-            }
+        let points = if self.keeps {
+            from..=last
+        } else {
+            let point = from + self.random.below(records + 1);
+            point..=point
         };
         for point in points {
             self.totals.looked_back += 1;
@@ -53,7 +52,7 @@ impl History {
     }
 
     /// Looks at all older states that the log still has.
-    pub(super) fn look_again(&mut self) -> Result<(), Broken> {
+    pub(super) fn look_again(&mut self) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let header = &control.header;
@@ -71,8 +70,8 @@ impl History {
         Ok(())
     }
 
-    /// The oldest and the newest LSN that the log has the disks as of.
-    fn span(&self, control: &Control) -> Result<(u64, u64), Broken> {
+    /// The oldest and the newest LSN at which the log has the disks.
+    fn span(&self, control: &Control) -> Result<(u64, u64), Violation> {
         let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, u64::MAX);
         let (scan, _) = read.map_err(|error| format!("looking back at a legal crash: {error}"))?;
         let horizon = control
@@ -83,13 +82,18 @@ impl History {
     }
 
     /// What the oracle knows the disks to have been as of an LSN, which is not before its first change.
-    pub(super) fn after(&self, lsn: u64) -> Contents {
+    pub(super) fn after(&self, lsn: u64) -> DiskContents {
         self.oracle
             .after((lsn + 1).saturating_sub(self.first_lsn) as usize)
     }
 
     /// Whether the disks as of an LSN are these.
-    fn expect_as_of(&self, control: &Control, lsn: u64, wanted: &Contents) -> Result<(), Broken> {
+    fn expect_as_of(
+        &self,
+        control: &Control,
+        lsn: u64,
+        wanted: &DiskContents,
+    ) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, lsn);
         let (_, indexes) = read.map_err(broken)?;
@@ -100,12 +104,13 @@ impl History {
         let horizon = header.checkpoint_lsn.max(header.copying_lsn).get();
         for (place, (sectors, wanted)) in found.iter_mut().zip(wanted).enumerate() {
             let entry = self.fixture.entry(control, place);
-            // A disk that has left the log, or whose records up to there were given up or copied when it left the log in use.
+            // A disk that has left the log, or whose records up to there were discarded, or copied when it left the log
+            // in use.
             let Some(disk) = entry.filter(|disk| disk.void_lsn.get() <= lsn) else {
                 sectors.clone_from(wanted);
                 continue;
             };
-            // Whoever reads the medium himself does not learn that another image is in its place.
+            // Reading the medium directly does not reveal that another image is in its place.
             if self.is_unknown(place, lsn) || self.is_replaced(place, lsn) {
                 sectors.clone_from(wanted);
                 continue;
@@ -121,7 +126,7 @@ impl History {
                     lsn..u64::MAX,
                 ),
                 false if lsn >= horizon => Ok(None),
-                // The base images have gone past a snapshot of the other disk alone.
+                // The base images have moved past a snapshot of the other disk only.
                 false => {
                     sectors.clone_from(wanted);
                     continue;
@@ -146,28 +151,29 @@ impl History {
                     .for_each(|(sector, value)| *sector = value);
             }
         }
-        match found == *wanted {
-            true => Ok(()),
-            false => Err(format!(
+        if found == *wanted {
+            Ok(())
+        } else {
+            Err(format!(
                 "as of LSN {lsn} the disks differ: {}",
                 difference(&readable(&found), wanted)
-            )),
+            ))
         }
     }
 
-    /// Whether the records of a disk up to an LSN were given up, or copied when it left the log in use.
+    /// Whether a disk's records up to an LSN were discarded, or copied when it left the log in use.
     fn is_void(&self, control: &Control, disk: usize, lsn: u64) -> bool {
         let entry = self.fixture.entry(control, disk);
         entry.is_some_and(|entry| lsn < entry.void_lsn.get())
     }
 
     /// Each mark that was durable is in the log, unless the base images have passed it, and no other.
-    pub(super) fn find_marks(&mut self) -> Result<(), Broken> {
+    pub(super) fn find_marks(&mut self) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let (mut found, mut failed) = (HashMap::new(), None);
         let (mut last, mut went_back) = (0, None);
-        let visit = &mut |record: Found<'_>| {
+        let visit = &mut |record: FoundRecord<'_>| {
             let time = record.batch.unix_us.get();
             if time < last {
                 went_back = Some(record.lsn);
@@ -186,7 +192,7 @@ impl History {
             medium,
             Path::new(LOG),
             &control,
-            Verify::Tail,
+            VerifyScope::Tail,
             visit,
             progress,
         );
@@ -218,7 +224,7 @@ impl History {
     /// Now and then restores a disk in place, perhaps while power is lost, to a record since the last checkpoint or to an older
     /// state that the log still has. `kept`: what a killed process left must survive, so power is not lost before the log is
     /// durable.
-    pub(super) fn rewind(&mut self, kept: bool) -> Result<Option<Restored>, Broken> {
+    pub(super) fn rewind(&mut self, kept: bool) -> Result<Option<RestoredState>, Violation> {
         if !self.random.one_in(3) {
             return Ok(None);
         }
@@ -233,7 +239,7 @@ impl History {
             return Ok(None);
         }
         let records = newest.checked_sub(from).filter(|_| self.random.one_in(2));
-        // The base images have gone past the others.
+        // The base images have moved past the others.
         let unknown = |lsn| {
             let disk = disk as usize;
             self.is_unknown(disk, lsn) || self.is_replaced(disk, lsn)
@@ -256,7 +262,7 @@ impl History {
         let done = self.fixture.rewind(disk as usize, to);
         let crashed = self.fixture.medium.lock().crashed;
         let disk = disk as usize;
-        let restored = |mut state: Contents| {
+        let restored = |mut state: DiskContents| {
             state[disk].clone_from(&then[disk]);
             state
         };
@@ -276,8 +282,8 @@ impl History {
                 let legal = before.filter(|before| self.oracle.judge(before).is_ok());
                 legal.map(restored).collect()
             }
-            // The record is not there, or the disk has none: these numbers are not those of points. Or the records of the disk were given
-            // up, and saved files have what a snapshot needs.
+            // There is no such record, or none of the disk, so the number is not a point. Or the disk's records were
+            // discarded, and saved files have what a snapshot needs.
             Err(error)
                 if error.kind() == ErrorKind::NotFound
                     || error.kind() == ErrorKind::InvalidInput
@@ -294,6 +300,6 @@ impl History {
             self.end_process();
         }
         let certain = may_be.len() == 1 && !crashed;
-        Ok(Some(Restored { may_be, certain }))
+        Ok(Some(RestoredState { may_be, certain }))
     }
 }

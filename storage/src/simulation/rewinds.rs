@@ -1,19 +1,24 @@
 //! Restores in place of a disk in use, cut by a power loss anywhere.
 
-use super::fixture::{Fixture, Running, Shape, carry_out, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
-use super::oracle::Contents;
+use super::oracle::DiskContents;
 use super::random::Random;
 use crate::sync::atomic::Ordering;
-use crate::{BackendQueue, CommitWait, Operation, Point, Retain};
+use crate::{BackendQueue, CommitWait, Operation, Point, Retention};
 
 const SHAPE: Shape = Shape::two_disks(64, 16);
 
 /// The disks' contents as of some LSNs.
-type States = Vec<(u64, Contents)>;
+type KnownStates = Vec<(u64, DiskContents)>;
 
 /// Writes to either disk, all durable at the end, and notes what the disks are after each.
-fn work(running: &mut Running, random: &mut Random, states: &mut States, newest: &mut u32) {
+fn work(
+    running: &mut RunningStore,
+    random: &mut Random,
+    states: &mut KnownStates,
+    newest: &mut u32,
+) {
     let mut now = states.last().expect("a state").1.clone();
     for _ in 0..1 + random.below(6) {
         *newest += 1;
@@ -30,15 +35,15 @@ fn work(running: &mut Running, random: &mut Random, states: &mut States, newest:
     running.finish_writer();
 }
 
-/// Restores a disk to one of these states while power is lost after so many operations of the medium. Returns the LSN of that, if it
-/// has succeeded, and the state that it makes; `None`: the log has no records of the disk any more.
+/// Restores a disk to one of these states, with power lost after a number of operations. Returns the LSN of the
+/// restore, if it succeeded, and the resulting state; `None`: the log no longer has records of the disk.
 fn rewind(
     fixture: &Fixture,
-    running: &mut Running,
+    running: &mut RunningStore,
     (disk, ticks): (usize, u64),
-    (to, then): &(u64, Contents),
-    now: &Contents,
-) -> Option<(Option<u64>, Contents)> {
+    (to, then): &(u64, DiskContents),
+    now: &DiskContents,
+) -> Option<(Option<u64>, DiskContents)> {
     let live = running.disks[disk].clone();
     let newest = live.state.last_lsn.load(Ordering::Relaxed);
     let held = running.keeper.hold(&live.state, true).unwrap();
@@ -63,17 +68,17 @@ fn rewind(
     Some((done.ok(), after))
 }
 
-/// Wherever it is cut, the disk is what it was before or what it was at the point; after an answer it is the latter. The other disk
-/// stays as it is, and all states before come back.
+/// Wherever it is cut, the disk is what it was before or what it was at the point, and after an answer the latter. The
+/// other disk does not change, and all earlier states can be restored.
 #[test]
 fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
     let (mut cut, mut whole) = (0, 0);
     for seed in 1..400 {
         let mut fixture = Fixture::new(World::new(seed), SHAPE);
-        fixture.retain = Retain::All;
+        fixture.retain = Retention::All;
         let (mut random, mut newest) = (Random(seed), 0);
         let empty = vec![vec![0; SHAPE.sectors as usize]; 2];
-        let mut states: States = vec![(0, empty)];
+        let mut states: KnownStates = vec![(0, empty)];
         let mut running = fixture.open(false, CommitWait::NONE).unwrap();
         for _ in 0..4 {
             work(&mut running, &mut random, &mut states, &mut newest);
@@ -110,7 +115,7 @@ fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
             }
             states.push((running.newest_point(), found));
         }
-        // All that the log still has comes back.
+        // Everything still in the log can be restored.
         for (lsn, contents) in &states {
             let live = running.disks[0].clone();
             let held = running.keeper.hold(&live.state, true).unwrap();

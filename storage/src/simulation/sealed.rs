@@ -1,6 +1,6 @@
-//! What opening a log reads of its sealed segments.
+//! How much opening a log reads from sealed segments.
 
-use super::fixture::{Fixture, Running, Shape, carry_out, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
 use crate::format::BLOCK;
 use crate::medium::directory::Medium;
@@ -11,7 +11,7 @@ const SEGMENT: u64 = 1 << 20;
 const WRITE: u64 = 128;
 const SECTORS: u64 = 64 * WRITE;
 
-/// A killed process leaves a log of about so many segments.
+/// A killed process leaves a log of about this many segments.
 fn killed(segments: u64) -> Fixture {
     let shape = Shape {
         disks: 1,
@@ -28,8 +28,9 @@ fn killed(segments: u64) -> Fixture {
         carry_out(&mut running, &mut port, Operation::Write { sector, data }).unwrap();
         carry_out(&mut running, &mut port, Operation::Flush).unwrap();
     }
-    let has_sealed = |running: &Running| running.disks[0].log.lock().ring.has_sealed();
-    while has_sealed(&running) {
+    let has_pending_summary =
+        |running: &RunningStore| running.disks[0].log.lock().ring.has_pending_summary();
+    while has_pending_summary(&running) {
         running.step_writer();
     }
     running.finish_writer();

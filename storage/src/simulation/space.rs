@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::fixture::{Fixture, Running, Shape, carry_out as end, filled};
+use super::fixture::{Fixture, RunningStore, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
 use crate::{
     Backend, BackendQueue, CommitWait, Completion, Condition, Failure, Operation, Port, Store,
@@ -15,11 +15,11 @@ const SEGMENTS: u32 = 4;
 const WRITE: u64 = 24;
 const WRITES_OF_A_SEGMENT: u32 = 3;
 
-fn open() -> (Fixture, Running) {
+fn open() -> (Fixture, RunningStore) {
     open_ring(SEGMENTS)
 }
 
-fn open_ring(max_segments: u32) -> (Fixture, Running) {
+fn open_ring(max_segments: u32) -> (Fixture, RunningStore) {
     let shape = Shape::one_disk(SECTORS, max_segments);
     let fixture = Fixture::new(World::new(1), shape);
     // A log that was created for an existing image has no segment yet.
@@ -42,7 +42,7 @@ fn shortage(fixture: &Fixture, base: bool, log: bool) {
 
 /// Writes and flushes, from `first` on, until a request fails; returns the number of the first write that was not
 /// flushed.
-fn fill(running: &mut Running, port: &mut Port, first: u32) -> u32 {
+fn fill(running: &mut RunningStore, port: &mut Port, first: u32) -> u32 {
     let mut number = first;
     while end(running, port, write(number)).is_ok() && end(running, port, Operation::Flush).is_ok()
     {
@@ -52,7 +52,7 @@ fn fill(running: &mut Running, port: &mut Port, first: u32) -> u32 {
     number
 }
 
-fn read(running: &mut Running, port: &mut Port, number: u32) {
+fn read(running: &mut RunningStore, port: &mut Port, number: u32) {
     let sector = u64::from(number) * WRITE % SECTORS;
     let sectors = WRITE as u32;
     let data = end(running, port, Operation::Read { sector, sectors }).unwrap();
@@ -147,7 +147,7 @@ fn closing_without_space_leaves_everything_in_the_log() {
 
 /// Without space for more segment files the ring keeps its size and is reused.
 #[test]
-fn a_log_that_can_not_grow_goes_round_in_what_it_has() {
+fn a_log_that_can_not_grow_recycles_its_segments() {
     let (fixture, mut running) = open();
     let mut port = running.disks[0].open_port().unwrap();
     for number in 1..=WRITES_OF_A_SEGMENT {
@@ -177,7 +177,7 @@ fn what_may_be_pending_fits_the_last_segment() {
         let mut port = running.disks[0].open_port().unwrap();
         let mut written = 0;
         // Whether the write is taken, by a store whose keeper does no checkpoint.
-        let mut is_taken = |sectors, running: &Running, port: &mut Port| {
+        let mut is_taken = |sectors, running: &RunningStore, port: &mut Port| {
             written += 1;
             let sector = u64::from(written) * WRITE % SECTORS;
             let data = filled(written, sectors);
@@ -230,7 +230,7 @@ fn a_panic_in_a_group_fails_the_log() {
     let [first, second] = &mut ports;
     // The leader is going to write the record.
     first.submit(1, write(1));
-    // A thread that panicked has left the disk's index half changed, so the next change panics too.
+    // A panicked thread has poisoned the disk's index, so the next change panics too.
     let disk = running.disks[0].state.clone();
     let panics = std::thread::spawn(move || {
         let _index = disk.index_mut();
@@ -274,8 +274,8 @@ fn a_panic_of_the_keeper_fails_the_log() {
     assert!(error.to_string().contains("panicked"), "{error}");
 }
 
-/// A slow checkpoint delays no request until the ring is full, and then only until it is done. A ring that is not
-/// full-grown grows meanwhile.
+/// A slow checkpoint delays no request until the ring is full, and then only until it is done. A ring below its limit
+/// grows in the meantime.
 #[test]
 fn writers_go_on_beside_a_slow_checkpoint_until_the_ring_is_full() {
     writers_go_on(SEGMENTS);
@@ -332,13 +332,13 @@ fn writers_go_on(segments: u32) {
 
 /// A copy goes on while the next segment is made, but not while writers need the segment.
 #[test]
-fn a_copy_gives_way_to_a_segment_that_is_needed() {
+fn a_copy_yields_to_a_segment_that_writers_need() {
     let shape = Shape::one_disk(64, 16);
     let fixture = Fixture::new(World::new(1), shape);
     let running = fixture.open(false, CommitWait::NONE).unwrap();
     let log = running.disks[0].log.clone();
     while log.lock().ring.next_file().is_some() {
-        log.provide(false, || {}).unwrap();
+        log.preallocate_segment(false, || {}).unwrap();
     }
     let mut taken = Vec::new();
     let mut steps_beside = |count: usize| {
@@ -346,7 +346,7 @@ fn a_copy_gives_way_to_a_segment_that_is_needed() {
         taken.extend((0..count).map(|_| state.ring.take_free()));
         drop(state);
         let mut steps = 0;
-        log.provide(true, || steps += 1).unwrap();
+        log.preallocate_segment(true, || steps += 1).unwrap();
         steps
     };
     assert_eq!(steps_beside(0), 0, "enough are ready");

@@ -2,10 +2,10 @@
 
 use std::time::Duration;
 
-use super::fixture::{Fixture, Running, Shape, filled};
+use super::fixture::{Fixture, RunningStore, Shape, filled};
 use super::medium::World;
 use crate::log::committer::Leader;
-use crate::log::group::{Group, Spare};
+use crate::log::group::{Group, GroupBuffers};
 use crate::medium::file::Io;
 use crate::mutant::{Mutant, PLANTED};
 use crate::sync::atomic::Ordering;
@@ -17,7 +17,7 @@ fn write(port: &mut Port, value: u32) {
 }
 
 /// An open log whose ring has all its segments.
-fn open(wait: CommitWait) -> (Fixture, Running) {
+fn open(wait: CommitWait) -> (Fixture, RunningStore) {
     let fixture = Fixture::new(World::new(1), Shape::one_disk(8, 4));
     let mut running = fixture.open(false, wait).unwrap();
     (0..4).for_each(|_| running.keeper.step(false).unwrap());
@@ -25,28 +25,34 @@ fn open(wait: CommitWait) -> (Fixture, Running) {
 }
 
 /// Takes the batch that a port would write next, as if its thread were in the middle of writing it.
-fn begin_batch(running: &Running) -> Option<(Io, Group)> {
+fn begin_batch(running: &RunningStore) -> Option<(Io, Group)> {
     let log = &running.disks[0].log;
-    log.write_behind(&mut log.lock(), &mut Spare::default())
+    log.write_behind(&mut log.lock(), &mut GroupBuffers::default())
 }
 
 /// Ends a batch that was begun so.
-fn end_batch(running: &Running, (io, group): (Io, Group)) {
+fn end_batch(running: &RunningStore, (io, group): (Io, Group)) {
     let log = &running.disks[0].log;
     let ran = log.appender.append(io);
-    log.end_group(group, ran.result, None, &mut Spare::default(), |_| ());
+    log.end_group(
+        group,
+        ran.result,
+        None,
+        &mut GroupBuffers::default(),
+        |_| (),
+    );
 }
 
 /// Whether a port learns that its record is written. The record came while the leader wrote a batch without a sync,
 /// for a port that has been closed since.
-fn is_told() -> bool {
+fn notifies_written() -> bool {
     let (_fixture, running) = open(CommitWait::NONE);
     let log = running.disks[0].log.clone();
     let [mut first, mut flushing, mut last] =
         [0, 1, 2].map(|_| running.disks[0].open_port().unwrap());
     // While the first batch is under way, the leader takes the records that the flushing port waits for.
     write(&mut first, 1);
-    assert!(!first.when_written(11));
+    assert!(!first.notify_written(11));
     let firsts = begin_batch(&running).expect("a batch");
     write(&mut flushing, 2);
     flushing.submit(12, Operation::Flush);
@@ -55,7 +61,7 @@ fn is_told() -> bool {
     assert_eq!(log.lock().pipeline.batched(), 2);
     drop(flushing);
     write(&mut last, 3);
-    assert!(!last.when_written(13));
+    assert!(!last.notify_written(13));
     last.kick();
     end_batch(&running, firsts);
     assert!(
@@ -76,17 +82,17 @@ fn is_told() -> bool {
 }
 
 #[test]
-fn who_waits_behind_the_writers_batch_is_told() {
-    assert!(is_told());
+fn a_waiter_behind_the_leaders_batch_is_notified() {
+    assert!(notifies_written());
     PLANTED.set(Some(Mutant::WrittenForgotten));
-    let told = is_told();
+    let told = notifies_written();
     PLANTED.set(None);
     assert!(!told, "the planted fault was not noticed");
 }
 
-/// A FLUSH whose group waits for more to join it is answered also if the leader writes a batch meanwhile.
+/// A FLUSH whose group is in its commit delay is answered even if the leader writes a batch in the meantime.
 #[test]
-fn a_groups_wait_outlives_a_batch_of_the_leader() {
+fn a_commit_delay_outlives_a_batch_of_the_leader() {
     let wait = CommitWait {
         longest: Some(Duration::from_secs(3600)),
         count: Some(3),
@@ -97,7 +103,7 @@ fn a_groups_wait_outlives_a_batch_of_the_leader() {
     flushing.submit(12, Operation::Flush);
     write(&mut writing, 2);
     // The leader finds both: the group waits, and the written waiter's batch does not.
-    assert!(!writing.when_written(13));
+    assert!(!writing.notify_written(13));
     let mut done = Vec::new();
     for _ in 0..1000 {
         running.step_writer();
@@ -112,13 +118,13 @@ fn batched_beside_a_batch(flush: bool) -> u64 {
     let (_fixture, running) = open(CommitWait::NONE);
     let [mut first, mut second] = [0, 1].map(|_| running.disks[0].open_port().unwrap());
     write(&mut first, 1);
-    assert!(!first.when_written(11));
+    assert!(!first.notify_written(11));
     let firsts = begin_batch(&running).expect("a batch");
     if flush {
         first.submit(12, Operation::Flush);
     }
     write(&mut second, 2);
-    assert!(!second.when_written(13));
+    assert!(!second.notify_written(13));
     second.kick();
     let batched = running.disks[0].log.lock().pipeline.batched();
     end_batch(&running, firsts);
@@ -126,7 +132,7 @@ fn batched_beside_a_batch(flush: bool) -> u64 {
 }
 
 #[test]
-fn records_gather_behind_a_batch_unless_clients_flush() {
+fn records_collect_during_a_batch_unless_clients_flush() {
     assert_eq!(batched_beside_a_batch(false), 1);
     assert_eq!(batched_beside_a_batch(true), 2);
 }

@@ -1,5 +1,5 @@
-//! Attaching disks to a log: opens the base images, and finds the entry of each in the table of disks or refuses
-//! the image.
+//! Attaching disks to a log: opens the base images, and finds each one's entry in the table of disks or refuses the
+//! image.
 //!
 //! | the image is | the log holds records of the disk | it holds none |
 //! |---|---|---|
@@ -14,24 +14,24 @@ use zerocopy::little_endian::{U16, U64};
 use crate::catalog::control::{ControlFile, real_path, register};
 use crate::catalog::identity::{Identity, written};
 use crate::catalog::options::{DiskOptions, default_log_dir};
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, DiskEntry};
 use crate::log::disk_state::DiskState;
 use crate::log::history::Commit;
 use crate::medium::file::{DataFile, set_size};
-use crate::medium::filesystem::{self, Open, PathKind, files};
-use crate::medium::lock::Use;
-use crate::medium::mark::{Mark, hex};
+use crate::medium::filesystem::{self, OpenMode, PathKind, files};
+use crate::medium::lock::Access;
+use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
-use crate::recovery::replay::{Indexes, Waiting};
+use crate::recovery::replay::{UnappliedByDisk, UnappliedRecords};
 use crate::store::image::{disk_len, open_base};
 use crate::store::other_format::refuse_other_format;
 use crate::store::point::Point;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 
-/// A base image that is open and locked, not yet known to the log.
+/// A base image that is open and locked, but not matched to a disk of the log yet.
 pub(crate) struct OpenBase {
     pub options: DiskOptions,
     /// The image's path, with links resolved.
@@ -42,14 +42,14 @@ pub(crate) struct OpenBase {
 }
 
 impl OpenBase {
-    /// Opens and locks the image. `in_log`: this process has the disk's log open, so no other user can have an
-    /// image that is marked as open.
-    pub(crate) fn open(options: &DiskOptions, using: Use, in_log: bool) -> Result<Self> {
+    /// Opens and locks the image. `in_log`: this process has the disk's log open, so nobody else can be using an image
+    /// that is marked as open.
+    pub(crate) fn open(options: &DiskOptions, access: Access, in_log: bool) -> Result<Self> {
         let path = &options.path;
-        let file = open_base(path, using, in_log)?;
+        let file = open_base(path, access, in_log)?;
         let identity = Identity::of(file.as_ref(), path)?;
         let size = disk_len(file.as_ref(), path);
-        // The files of other formats have any size.
+        // Files in other formats may have any size.
         let size = size.or_else(|error| {
             refuse_other_format(path, identity.mark.as_ref(), options.format).and(Err(error))
         })?;
@@ -62,25 +62,29 @@ impl OpenBase {
         })
     }
 
-    /// Opens several images; a file that is named twice is refused.
-    pub(crate) fn open_all(disks: &[DiskOptions], using: Use, in_log: bool) -> Result<Vec<Self>> {
+    /// Opens several images; refuses a file that is named twice.
+    pub(crate) fn open_all(
+        disks: &[DiskOptions],
+        access: Access,
+        in_log: bool,
+    ) -> Result<Vec<Self>> {
         let mut opened = Vec::new();
         for options in disks {
             refuse_twice(&options.path, &opened)?;
-            opened.push(Self::open(options, using, in_log)?);
+            opened.push(Self::open(options, access, in_log)?);
         }
         Ok(opened)
     }
 
-    /// Refuses an image that may not be taken for a raw one as it is: one of another format, and one that is marked as
-    /// open. The newest bytes of the latter are, or were, in a log, and a new log must not hide that.
+    /// Refuses an image that must not be used as a plain raw image: one in another format, or one marked as open, whose
+    /// newest bytes are, or were, in a log; a new log must not hide that.
     pub(crate) fn refuse_foreign(&self, log_dir: &Path) -> Result<()> {
         let mark = self.identity.mark.as_ref();
         refuse_other_format(&self.options.path, mark, self.options.format)?;
         match mark {
-            Some(Mark {
+            Some(ImageMark {
                 open: true, disk, ..
-            }) => Err(wrong(format!(
+            }) => Err(wrong_log_error(format!(
                 "{}: disk {} was not closed, and its log is not at {}; name the log with log=DIR, or discard what \
                  it holds with: {}",
                 self.options.path.display(),
@@ -92,7 +96,7 @@ impl OpenBase {
         }
     }
 
-    /// Whether the file is as long as the log says, or longer because a resize was interrupted.
+    /// Whether the file's length is what the log says, or longer because a resize was interrupted.
     pub(crate) fn size_fits(&self, entry: &DiskEntry) -> bool {
         let size = entry.size.get();
         self.size == size || (entry.resizing != 0 && self.size > size)
@@ -124,12 +128,12 @@ impl OpenBase {
         Some(why)
     }
 
-    /// Why the log's records of a disk can't be applied to this image; `None` if they can.
+    /// Why a disk's records can't be applied to this image; `None` if they can.
     fn why_not(&self, entry: &DiskEntry, home: &Path) -> Result<Option<&'static str>> {
         if let Some(why) = self.why_foreign(entry, home) {
             return Ok(Some(why));
         }
-        if matches!(self.identity.mark, Some(Mark { open: false, .. })) {
+        if matches!(self.identity.mark, Some(ImageMark { open: false, .. })) {
             return Ok(Some("it was closed with another copy of the log"));
         }
         self.why_changed(entry)
@@ -141,7 +145,7 @@ impl OpenBase {
         Ok((!same).then_some(why))
     }
 
-    /// Why the past of the disk can't be seen over this image; `None` if it can.
+    /// Why the disk's past can't be seen over this image; `None` if it can.
     pub(crate) fn why_no_past(
         &self,
         control: &Control,
@@ -149,7 +153,7 @@ impl OpenBase {
         home: &Path,
     ) -> Result<Option<&'static str>> {
         let entry = &control.disks[place];
-        // The log has not had an image of the disk yet.
+        // The disk has not had an image yet.
         if (entry.generation.get(), entry.inode.get()) == (0, 0) {
             return Ok(None);
         }
@@ -158,15 +162,15 @@ impl OpenBase {
             why => why,
         };
         let inode = &self.identity.inode;
-        // The time of a copy tells nothing.
+        // A copy's time means nothing.
         let same_file = entry.is_file(inode, entry.path(home) == self.path);
         let written = same_file && !control.written_fits(entry.id.get(), inode.written);
         let written = written.then_some("another program has written to it since the log did");
         Ok(why.or(written))
     }
 
-    /// As [`why_no_past`](Self::why_no_past), for who only reads. If there is a reason, the disk has no past up to LSN `newest` in the
-    /// control file in memory from now on.
+    /// As [`why_no_past`](Self::why_no_past), for a reader. If there is a reason, ends the disk's past at LSN `newest`,
+    /// only in the control file in memory.
     pub(crate) fn without_past(
         &self,
         control: &mut ControlFile,
@@ -182,12 +186,12 @@ impl OpenBase {
         Ok(why)
     }
 
-    /// The error for a point of the past that can't be seen over this image.
+    /// The error for a point in the past that can't be seen over this image.
     pub(crate) fn no_past(&self, at: Point, log_dir: &Path, why: &str) -> Error {
         let (log, image) = (log_dir.display(), self.options.path.display());
         let message = format!(
-            "{log}: the disk can't be brought back to {at}: {image} is not the image that its past is made of: {why}; put that \
-             image back"
+            "{log}: the disk can't be brought back to {at}: {image} is not the image that its past depends on: {why}; \
+             put that image back"
         );
         Error::new(ErrorKind::NotFound, message)
     }
@@ -195,39 +199,39 @@ impl OpenBase {
     /// Finds the place of the disk's entry in the log's table.
     ///
     /// # Errors
-    /// If the table has no entry for the disk, or the disk does not accept the image.
+    /// If the table has no entry for the disk, or the entry does not accept the image.
     pub(crate) fn find(
         &self,
         control: &ControlFile,
         log_dir: &Path,
-        waiting: &Indexes,
+        unapplied: &UnappliedByDisk,
     ) -> Result<usize> {
-        find(std::slice::from_ref(self), control, log_dir, waiting).map(|found| found[0])
+        find(std::slice::from_ref(self), control, log_dir, unapplied).map(|found| found[0])
     }
 }
 
-/// One way to tell whether an image belongs to an entry.
-type Way<'a> = &'a dyn Fn(&OpenBase, &DiskEntry) -> bool;
+/// One way to check whether an image belongs to an entry.
+type IdentityCheck<'a> = &'a dyn Fn(&OpenBase, &DiskEntry) -> bool;
 
 /// Finds the places of the disks' entries in the log's table. No two disks get the same place.
 pub(crate) fn find(
     bases: &[OpenBase],
     control: &ControlFile,
     log_dir: &Path,
-    waiting: &Indexes,
+    unapplied: &UnappliedByDisk,
 ) -> Result<Vec<usize>> {
     let found = bases.iter().zip(look_up(bases, control)?);
     found
         .map(|(base, place)| {
             let place = place.ok_or_else(|| unknown(base, control, log_dir))?;
             let entry = &control.control.disks[place];
-            accept(base, entry, &control.home, log_dir, waiting)?;
+            accept(base, entry, &control.home, log_dir, unapplied)?;
             Ok(place)
         })
         .collect()
 }
 
-/// Finds the place of the entry of an image in a log's table, whether or not the disk accepts the image.
+/// Finds the place of an image's entry in a log's table, whether or not the entry accepts the image.
 ///
 /// # Errors
 /// If the table has none.
@@ -236,23 +240,22 @@ pub(crate) fn locate(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> 
     found[0].ok_or_else(|| unknown(base, control, log_dir))
 }
 
-/// Whether a log's table has an entry for the image, whether or not the disk accepts it.
+/// Whether a log's table has an entry for the image, accepted or not.
 pub(crate) fn is_known(base: &OpenBase, control: &ControlFile) -> bool {
     look_up(std::slice::from_ref(base), control).is_ok_and(|found| found[0].is_some())
 }
 
-/// As [`find`], but the disks need not accept the images, and may have no entries.
+/// As [`find`], but entries need not accept the images, and may be missing.
 fn look_up(bases: &[OpenBase], control: &ControlFile) -> Result<Vec<Option<usize>>> {
     let (entries, home) = (&control.control.disks, control.home.as_path());
     let mut found: Vec<Option<usize>> = vec![None; bases.len()];
-    // A disk's own image goes before its path. Of two images that are both the disk's own, the one at its path
-    // wins.
+    // Identity beats path. Of two images that are both the disk's own, the one at its path wins.
     let own_at_path = |base: &OpenBase, entry: &DiskEntry| {
         base.is_of(entry, home) && entry.path(home) == base.path
     };
     let own = |base: &OpenBase, entry: &DiskEntry| base.is_of(entry, home);
     let at_path = |base: &OpenBase, entry: &DiskEntry| entry.path(home) == base.path;
-    let ways: [Way<'_>; 3] = [&own_at_path, &own, &at_path];
+    let ways: [IdentityCheck<'_>; 3] = [&own_at_path, &own, &at_path];
     for way in ways {
         for (i, base) in bases.iter().enumerate() {
             if found[i].is_some() {
@@ -272,26 +275,26 @@ fn look_up(bases: &[OpenBase], control: &ControlFile) -> Result<Vec<Option<usize
 
 /// The error for a second image of an open disk.
 fn a_copy(path: &Path, open: &Path) -> Error {
-    wrong(format!(
+    wrong_log_error(format!(
         "{}: a copy of the disk {}, which is open already; make the copy a disk of its own with 'walvisor disk import'",
         path.display(),
         open.display(),
     ))
 }
 
-/// Refuses an image that the disk with this entry does not accept.
+/// Refuses an image that this entry does not accept.
 fn accept(
     base: &OpenBase,
     entry: &DiskEntry,
     home: &Path,
     log_dir: &Path,
-    waiting: &Indexes,
+    unapplied: &UnappliedByDisk,
 ) -> Result<()> {
     let path = &base.options.path;
-    match waiting.get(&entry.id.get()) {
+    match unapplied.get(&entry.id.get()) {
         Some(records) => {
             if let Some(why) = base.why_not(entry, home)? {
-                return Err(wrong(format!(
+                return Err(wrong_log_error(format!(
                     "{}: {why}; the log in {} holds {} of its disk; put the image that they belong to back, or \
                      discard them with: {}",
                     path.display(),
@@ -304,9 +307,9 @@ fn accept(
         None if base.is_of(entry, home) => {}
         None => match base.identity.mark {
             Some(mark) if mark.open && mark.disk == entry.disk => {
-                return Err(wrong(format!(
-                    "{}: a copy of the image of an open disk, whose newest bytes the log in {} does not hold any \
-                     more; put the newest image back, or use this one as it is with: {}",
+                return Err(wrong_log_error(format!(
+                    "{}: a copy of the image of an open disk whose newest bytes are no longer in the log in {}; put \
+                     the newest image back, or use this one as it is with: {}",
                     path.display(),
                     log_dir.display(),
                     discard_command(path, log_dir),
@@ -319,17 +322,18 @@ fn accept(
         return Ok(());
     }
     let (path, size, want) = (path.display(), base.size, entry.size.get());
-    let remedy = match size < want {
-        true => format!("lengthen it with 'truncate -s {want} {path}', which keeps all bytes"),
-        false => "make it a disk of its own with 'walvisor disk import'".to_owned(),
+    let remedy = if size < want {
+        format!("lengthen it with 'truncate -s {want} {path}', which keeps all bytes")
+    } else {
+        "make it a disk of its own with 'walvisor disk import'".to_owned()
     };
-    Err(wrong(format!(
+    Err(wrong_log_error(format!(
         "{path}: the image has {size} bytes, but its log in {} expects {want}; put the right image back, or {remedy}",
         log_dir.display(),
     )))
 }
 
-/// Refuses an image that is nowhere in the table, but has the mark of a disk that is.
+/// Refuses an image that is not in the table but carries the mark of a disk that is.
 pub(crate) fn refuse_other_copy(
     base: &OpenBase,
     control: &ControlFile,
@@ -339,7 +343,7 @@ pub(crate) fn refuse_other_copy(
     let marked = |entry: &&DiskEntry| mark.is_some_and(|mark| mark.disk == entry.disk);
     match control.control.disks.iter().find(marked) {
         None => Ok(()),
-        Some(entry) => Err(wrong(format!(
+        Some(entry) => Err(wrong_log_error(format!(
             "{}: a copy, older or changed separately, of the disk that the log in {} has at {}; move it there \
              to use it instead, or make it a disk of its own with 'walvisor disk import'",
             base.options.path.display(),
@@ -349,7 +353,7 @@ pub(crate) fn refuse_other_copy(
     }
 }
 
-/// The error for an image that is nowhere in the table.
+/// The error for an image that is not in the table.
 fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
     if let Err(error) = refuse_other_copy(base, control, log_dir) {
         return error;
@@ -360,20 +364,23 @@ fn unknown(base: &OpenBase, control: &ControlFile, log_dir: &Path) -> Error {
         .iter()
         .map(|path| path.display().to_string())
         .collect();
-    wrong(format!(
+    wrong_log_error(format!(
         "{path}: the log in {} belongs to {}, not to this disk; name the right one with log=DIR",
         log_dir.display(),
-        match others.is_empty() {
-            true => "no disk yet".to_owned(),
-            false => others.join(", "),
+        if others.is_empty() {
+            "no disk yet".to_owned()
+        } else {
+            others.join(", ")
         },
     ))
 }
 
-/// Refuses a file that is already open here: waiting for its lock would be in vain.
+/// Refuses a file that is already open here: waiting for its lock would be useless.
 fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
     let inode = match files().kind(path) {
-        Ok(PathKind::File) => files().open(path, Open::Read).and_then(|file| file.inode()),
+        Ok(PathKind::File) => files()
+            .open(path, OpenMode::Read)
+            .and_then(|file| file.inode()),
         _ => return Ok(()),
     };
     let Ok(inode) = inode else {
@@ -396,19 +403,19 @@ fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
     }
 }
 
-/// Finds the disks' entries in the log and updates them in memory. Cuts off what an interrupted resize left behind
-/// the end of a disk. Disks that have records in the log but were not asked for are opened too, so that the log can
-/// be checkpointed and recycled. They come last. `newest`: as of when the disks are now.
+/// Finds the disks' entries in the log and updates them in memory. Cuts off what an interrupted resize left beyond the
+/// end of a disk. Disks that were not asked for but have records in the log are opened too, so that the log can be
+/// checkpointed and recycled; they come last. `newest`: the disks' present state.
 pub(crate) fn attach(
     mut bases: Vec<OpenBase>,
     control: &mut ControlFile,
     log_dir: &Path,
-    waiting: &Indexes,
+    unapplied: &UnappliedByDisk,
     newest: Commit,
 ) -> Result<Vec<Arc<DiskState>>> {
-    let mut found = find(&bases, control, log_dir, waiting)?;
+    let mut found = find(&bases, control, log_dir, unapplied)?;
     for (place, entry) in control.control.disks.iter().enumerate() {
-        if let Some(records) = waiting.get(&entry.id.get())
+        if let Some(records) = unapplied.get(&entry.id.get())
             && !found.contains(&place)
         {
             bases.push(open_absent(entry, &control.home, log_dir, records, &bases)?);
@@ -425,17 +432,17 @@ pub(crate) fn attach(
         .collect()
 }
 
-/// Ends the past of the disk at this place if the image is not the one that it is made of, and says what is lost. `newest`: as of when the
-/// disk is now.
+/// Ends a disk's past if the image is not the one it depends on, and warns about what is lost. `newest`: the disk's
+/// present state.
 pub(crate) fn end_past(
     base: &OpenBase,
     place: usize,
     control: &mut ControlFile,
     newest: Commit,
 ) -> Result<()> {
-    // Another disk may have taken one.
+    // Another disk may have just taken an LSN.
     let lsn = control.control.with_rewinds(newest.lsn);
-    let ended = tell_past(base, place, control, lsn)?;
+    let ended = check_past(base, place, control, lsn)?;
     if ended {
         let disk_id = control.control.disks[place].id.get();
         let taken = control.control.take_lsn(disk_id, lsn, newest.unix_us);
@@ -445,7 +452,7 @@ pub(crate) fn end_past(
 }
 
 /// As [`end_past`], but takes no LSN. Returns whether one is needed.
-pub(crate) fn tell_past(
+pub(crate) fn check_past(
     base: &OpenBase,
     place: usize,
     control: &mut ControlFile,
@@ -453,7 +460,7 @@ pub(crate) fn tell_past(
 ) -> Result<bool> {
     let known = &mut control.control;
     let disk_id = known.disks[place].id.get();
-    // Nothing was there before.
+    // The log was empty.
     let is_new = newest == 0 && known.snapshots.is_empty();
     let Some(why) = base.why_no_past(known, place, &control.home)? else {
         return Ok(false);
@@ -462,24 +469,24 @@ pub(crate) fn tell_past(
         return Ok(false);
     }
     let path = base.options.path.display();
-    let retain = Retain::of(&known.history);
-    let kept = retain != Retain::Nothing && known.applied_lsn(disk_id) < newest;
+    let retain = Retention::of(&known.history);
+    let kept = retain != Retention::Nothing && known.applied_lsn(disk_id) < newest;
     let lost = known.end_past(disk_id, newest);
     let lost = lost.map_err(|error| error.of_file(&control.path))?;
     let names: Vec<_> = lost.iter().map(|name| name.as_str()).collect();
     if !names.is_empty() {
         let names = names.join(", ");
         tracing::warn!(
-            "{path}: {why}; the disk is what the image is now, and these snapshots, which are of the image before, are lost for it: \
-             {names}"
+            "{path}: {why}; the disk now has the contents of this image, and loses these snapshots, which depend on \
+             the previous one: {names}"
         );
     } else if kept {
-        tracing::warn!("{path}: {why}; its history begins anew, behind LSN {newest}");
+        tracing::warn!("{path}: {why}; its history starts over after LSN {newest}");
     }
     Ok(true)
 }
 
-/// The images at these places take their paths and inodes over: no other entry keeps them.
+/// Gives the images' paths and inodes to their entries; no other entry keeps them.
 fn take_over(bases: &[OpenBase], found: &[usize], control: &mut ControlFile) {
     for (place, entry) in control.control.disks.iter_mut().enumerate() {
         if found.contains(&place) {
@@ -498,10 +505,10 @@ fn take_over(bases: &[OpenBase], found: &[usize], control: &mut ControlFile) {
     }
 }
 
-/// Updates the entry of an image in memory, and makes the image's state.
+/// Updates an image's entry in memory, and creates the disk's state.
 fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<DiskState>> {
     let disk_id = control.control.disks[place].id.get();
-    // Until it is certain that this is what the medium has.
+    // Unknown until it is certain what the medium has.
     control.control.set_written(disk_id, 0);
     let entry = &mut control.control.disks[place];
     let own = base.is_of(entry, &control.home);
@@ -517,8 +524,8 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     }
     filesystem::settle_name(&base.path)?;
     if !planted(Mutant::AttachTrustsCache) {
-        // The entry's mark and samples describe the image on the medium. A power cut may take what a killed
-        // process left in the page cache, and the image would then be refused.
+        // The entry's mark and samples describe the image on the medium. A power cut may take what a killed process
+        // left in the page cache, and then the image would be refused.
         let settled = base.file.sync_all().and_then(|()| base.file.drop_cache());
         settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
     }
@@ -532,8 +539,8 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     Ok(Arc::new(state))
 }
 
-/// Announces that a disk's image is about to be marked as open. `salt`: two copies of a disk that are both used from here
-/// on must not reach the same generation.
+/// Announces that a disk's image is about to be marked as open. `salt`: so that two copies of a disk that are both used
+/// from now on never reach the same generation.
 pub(crate) fn announce_open(control: &mut ControlFile, state: &DiskState, salt: u64) {
     if let Some(entry) = control.control.disk_mut(state.id) {
         entry.announce(1 + (salt >> 32));
@@ -542,8 +549,8 @@ pub(crate) fn announce_open(control: &mut ControlFile, state: &DiskState, salt: 
     }
 }
 
-/// Attaches a disk to a log in use, which has no records of it: to its own entry, or to a new one. `open`: the disks that
-/// the log has open. `newest`: the log's newest record.
+/// Attaches a disk to a log in use that has no records of it, with its own entry or a new one. `open`: the log's open
+/// disks. `newest`: the log's newest record.
 pub(crate) fn adopt(
     base: OpenBase,
     control: &mut ControlFile,
@@ -563,7 +570,7 @@ pub(crate) fn adopt(
     let state = entered.inspect_err(|_| {
         (control.control.disks, control.control.images) = before;
     })?;
-    // As when a log is opened, the mark must be durable before the first record is logged.
+    // As at open, the mark must be durable before the first record is logged.
     let marked = state.mark(true)?;
     let settled = control.change(|control| {
         if let Some(entry) = control.disk_mut(state.id) {
@@ -579,7 +586,7 @@ pub(crate) fn adopt(
     Ok(state)
 }
 
-/// Finds or makes the entry of an image in a log in use, and updates it in memory.
+/// Finds or creates an image's entry in a log in use, and updates it in memory.
 fn enter_alone(
     base: OpenBase,
     control: &mut ControlFile,
@@ -595,8 +602,8 @@ fn enter_alone(
                 return Err(a_copy(&bases[0].options.path, &other.path));
             }
             let home = &control.home;
-            accept(&bases[0], entry, home, log_dir, &Indexes::new())?;
-            tell_past(&bases[0], place, control, newest)?;
+            accept(&bases[0], entry, home, log_dir, &UnappliedByDisk::new())?;
+            check_past(&bases[0], place, control, newest)?;
             place
         }
         None => {
@@ -610,19 +617,19 @@ fn enter_alone(
     enter(base, place, control)
 }
 
-/// Opens a disk that has records in the log but was not asked for.
+/// Opens a disk that was not asked for but has records in the log.
 fn open_absent(
     entry: &DiskEntry,
     home: &Path,
     log_dir: &Path,
-    records: &Waiting,
+    records: &UnappliedRecords,
     opened: &[OpenBase],
 ) -> Result<OpenBase> {
     let path = entry.path(home);
     let refused = |kind, why: &dyn std::fmt::Display| {
         let message = format!(
-            "{}: the log holds {} of another disk, last at {}, which can't be opened ({why}); put its image back, \
-             open both disks together, or discard those with: {}",
+            "{}: the log holds {} of another disk, last at {}, which can't be opened ({why}); put its image back, open \
+             both disks together, or discard those records with: {}",
             log_dir.display(),
             count(records.records),
             path.display(),
@@ -636,7 +643,7 @@ fn open_absent(
     };
     let open = || {
         refuse_twice(&path, opened)?;
-        OpenBase::open(&options, Use::Write, true)
+        OpenBase::open(&options, Access::Write, true)
     };
     let base = open().map_err(|error| refused(error.kind(), &error))?;
     match base.why_not(entry, home)? {
@@ -646,7 +653,7 @@ fn open_absent(
     }
 }
 
-fn wrong(message: String) -> Error {
+fn wrong_log_error(message: String) -> Error {
     Error::new(ErrorKind::WrongLog, message)
 }
 
@@ -655,16 +662,17 @@ fn count(records: u64) -> String {
     format!("{records} record{}", if records == 1 { "" } else { "s" })
 }
 
-/// The command that gives up the records of a disk.
+/// The command that discards a disk's records.
 pub(crate) fn discard_command(path: &Path, log_dir: &Path) -> String {
     let discard = format!("walvisor disk check --discard-log {}", path.display());
     with_log(discard, path, log_dir)
 }
 
-/// The command for the disk at `path`, which names the disk's log if it must.
+/// Adds the log to a command for the disk at `path`, if that is not the default.
 pub(crate) fn with_log(command: String, path: &Path, log_dir: &Path) -> String {
-    match default_log_dir(path) == log_dir {
-        true => command,
-        false => format!("{command} --log {}", log_dir.display()),
+    if default_log_dir(path) == log_dir {
+        command
+    } else {
+        format!("{command} --log {}", log_dir.display())
     }
 }

@@ -8,7 +8,7 @@ use crate::catalog::options::DiskOptions;
 use crate::error::{Result, invalid};
 use crate::index::Place;
 use crate::store::point::Point;
-use crate::store::view::Located;
+use crate::store::view::LocatedDisk;
 use crate::{Allocation, SECTOR_SIZE};
 
 /// The changes of a disk between two points.
@@ -21,27 +21,27 @@ pub struct Changes {
     /// The LSN of the last record of the changes, or `from_lsn`.
     pub to_lsn: u64,
     /// In the order of their offsets. No two overlap, and neighbours differ in `now`.
-    pub ranges: Vec<Changed>,
+    pub ranges: Vec<ChangedRange>,
 }
 
 /// A range of a disk that was changed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Changed {
+pub struct ChangedRange {
     /// In bytes.
     pub offset: u64,
     /// In bytes.
     pub len: u64,
-    /// What the last change made of it: bytes were written ([`Data`](Allocation::Data)), or zeroes
+    /// The last change: bytes were written ([`Data`](Allocation::Data)), zeroes were written
     /// ([`Zero`](Allocation::Zero)), or it was discarded ([`Hole`](Allocation::Hole)).
     pub now: Allocation,
 }
 
-/// The ranges of the disk at `path` that changed after the point `from`, up to the point `to` (`None`: the newest record).
-/// They are exact: a range is there if a record touched it, also if the bytes are the same as before. The log is read on
-/// `threads` threads; `None`: one for each processor.
+/// The ranges of the disk at `path` that changed after the point `from`, up to the point `to` (`None`: the newest
+/// record). They are exact: a range is included if a record touched it, even if the bytes did not change. The log is
+/// read on `threads` threads; `None`: one per processor.
 ///
-/// What a restore in place between the points undid has changed too. If the bytes are those of the base image again, it is
-/// told as [`Data`](Allocation::Data).
+/// What a restore in place between the points undid counts as changed. If the bytes are the base image's again, it is
+/// reported as [`Data`](Allocation::Data).
 ///
 /// # Errors
 /// As [`restore_disk`](crate::restore_disk), for either point; or if `to` is before `from`.
@@ -52,7 +52,7 @@ pub fn disk_changes(
     to: Option<Point>,
     threads: Option<NonZeroUsize>,
 ) -> Result<Changes> {
-    let (base, mut log) = Located::with_history(&DiskOptions::new(path), log_dir, threads)?;
+    let (base, mut log) = LocatedDisk::with_history(&DiskOptions::new(path), log_dir, threads)?;
     let from_lsn = log.resolve(from, &base)?;
     let to_lsn = match to {
         Some(to) => log.resolve(to, &base)?,
@@ -66,11 +66,11 @@ pub fn disk_changes(
     }
     let (control, disk_id) = (&log.control.control, log.entry().id.get());
     let (then, now) = (
-        control.line(disk_id, from_lsn),
-        control.line(disk_id, to_lsn),
+        control.timeline(disk_id, from_lsn),
+        control.timeline(disk_id, to_lsn),
     );
     let mut touched = log.read_records(|lsn| then.has(lsn) != now.has(lsn))?;
-    // What was saved for the snapshots from the one at `from` on has changed since, to what the base image has now.
+    // What was saved for snapshots, from the one at `from` on, has changed since, to what the base image has now.
     let saved = log.read_saved(from_lsn..to_lsn)?;
     if let Some(saved) = &saved {
         saved.iter().for_each(|piece| {
@@ -81,13 +81,13 @@ pub fn disk_changes(
             touched.insert(piece.sector, piece.sectors, 0, place);
         });
     }
-    // What a restore in place undid has changed too: to what the records that still count left there, or the base image has.
-    let as_of_to = match saved.is_none() && control.leads(disk_id, from_lsn, to_lsn) {
-        true => None,
-        false => {
-            log.read_until(to_lsn)?;
-            Some(log.take_extents())
-        }
+    // What a restore in place undid has changed too: to what the records that still count left there, or to the base
+    // image.
+    let as_of_to = if saved.is_none() && control.is_continuous(disk_id, from_lsn, to_lsn) {
+        None
+    } else {
+        log.read_until(to_lsn)?;
+        Some(log.take_extents())
     };
     let mut pieces = Vec::new();
     for piece in touched.iter() {
@@ -98,9 +98,9 @@ pub fn disk_changes(
             }
         }
     }
-    let mut ranges: Vec<Changed> = Vec::new();
+    let mut ranges: Vec<ChangedRange> = Vec::new();
     for piece in pieces {
-        let changed = Changed {
+        let changed = ChangedRange {
             offset: piece.sector * SECTOR_SIZE,
             len: piece.sectors * SECTOR_SIZE,
             now: match piece.place {

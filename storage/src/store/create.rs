@@ -5,7 +5,7 @@
 //!   2. the log's control file names the disk, at PATH    (the log is made if there is none)
 //!   3. PATH.walvisor-part becomes PATH                   the directory is synced
 //! ```
-//! If creation is cut before step 3, nothing is at PATH. The same command then finishes it: it reuses the file of
+//! If a crash cuts this before step 3, nothing is at PATH. The same command then finishes it: it reuses the file of
 //! step 1 and replaces the entry of step 2. A log with a disk whose image is missing still serves its other disks.
 
 use std::path::Path;
@@ -20,14 +20,14 @@ use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::parent;
-use crate::medium::lock::Use;
-use crate::medium::mark::Mark;
+use crate::medium::lock::Access;
+use crate::medium::mark::ImageMark;
 use crate::recovery::replay::read_log_until;
 use crate::store::attach::discard_command;
-use crate::store::log_size::advised;
-use crate::store::part::{Part, exists};
+use crate::store::log_size::advise_log_size;
+use crate::store::part_file::{PartFile, exists};
 
-/// The points where the creation of a disk can be cut.
+/// Points where a crash can cut the creation of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum CreateStep {
     /// The image is complete, under another name.
@@ -39,13 +39,14 @@ pub(crate) enum CreateStep {
 }
 
 /// Called at each step.
-type Reached<'a> = &'a mut dyn FnMut(CreateStep);
+type StepHook<'a> = &'a mut dyn FnMut(CreateStep);
 
-/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there is no log, it is
-/// created with `options`; an existing log ignores them, except for [`retain`](StoreOptions::retain). Leftovers of an earlier interrupted call are reused.
+/// Creates a sparse base image of `size` bytes and registers it in the log in `log_dir`. If there is no log, creates it
+/// with `options`; an existing log ignores them, except for [`retain`](StoreOptions::retain). Reuses what an earlier,
+/// interrupted call left.
 ///
 /// # Errors
-/// If the size is no positive multiple of 512, the file exists, or the log is open elsewhere. Nothing is left at
+/// If the size is not a positive multiple of 512, the file exists, or the log is open elsewhere. Leaves nothing at
 /// `path`.
 pub fn create_disk(path: &Path, size: u64, log_dir: &Path, options: &StoreOptions) -> Result<()> {
     create(path, size, log_dir, options, &mut |_| {})
@@ -56,15 +57,15 @@ fn create(
     size: u64,
     log_dir: &Path,
     options: &StoreOptions,
-    reached: Reached<'_>,
+    reached: StepHook<'_>,
 ) -> Result<()> {
     check_size(path, size)?;
     let new = NewDisk::begin(path, log_dir, options)?;
-    let part = Part::create(path, size, 0o666)?;
+    let part = PartFile::create(path, size, 0o666)?;
     new.finish(part, size, options, reached)
 }
 
-/// A disk that is being created: nothing is at its path, and its log, if it exists, is open.
+/// A disk being created: nothing is at its path, and its log, if it exists, is open.
 pub(crate) struct NewDisk<'a> {
     path: &'a Path,
     log_dir: &'a Path,
@@ -75,17 +76,17 @@ impl<'a> NewDisk<'a> {
     /// Checks that a disk can be created there.
     pub(crate) fn begin(path: &'a Path, log_dir: &'a Path, options: &StoreOptions) -> Result<Self> {
         check_options(options)?;
-        let log = find_control(log_dir, Use::Log)?;
+        let log = find_control(log_dir, Access::Log)?;
         let new = Self { path, log_dir, log };
         new.refuse(new.log.as_ref())?;
         Ok(new)
     }
 
-    /// Refuses to create the disk where a file or another disk's records are in the way.
+    /// Refuses if a file or another disk's records are in the way.
     fn refuse(&self, log: Option<&ControlFile>) -> Result<()> {
         let Self { path, log_dir, .. } = self;
         if exists(path)? {
-            return Err(occupied(path, log_dir, log));
+            return Err(occupied_error(path, log_dir, log));
         }
         match log {
             Some(log) => refuse_unapplied(path, log_dir, log),
@@ -96,15 +97,15 @@ impl<'a> NewDisk<'a> {
     /// Registers the complete image in the log and gives it its final name.
     pub(crate) fn finish(
         mut self,
-        part: Part,
+        part: PartFile,
         size: u64,
         options: &StoreOptions,
-        reached: Reached<'_>,
+        reached: StepHook<'_>,
     ) -> Result<()> {
         let (path, log_dir) = (self.path, self.log_dir);
         let mut marked = true;
         let mut adopt = |control: &mut ControlFile| {
-            marked = enrol(control, path, part.file(), part.path(), size)?;
+            marked = register_disk(control, path, part.file(), part.path(), size)?;
             let retain = options
                 .retain
                 .map(|retain| retain.set(&mut control.control));
@@ -123,17 +124,14 @@ impl<'a> NewDisk<'a> {
                 (control, made)
             }
         };
-        let before = match made {
-            true => {
-                first_segment(&control, log_dir)?;
-                Vec::new()
-            }
-            false => {
-                let before = control.control.disks.clone();
-                adopt(&mut control)?;
-                control.write()?;
-                before
-            }
+        let before = if made {
+            first_segment(&control, log_dir)?;
+            Vec::new()
+        } else {
+            let before = control.control.disks.clone();
+            adopt(&mut control)?;
+            control.write()?;
+            before
         };
         reached(CreateStep::Registered);
         part.publish(false).inspect_err(|_| {
@@ -144,19 +142,19 @@ impl<'a> NewDisk<'a> {
         let header = &control.control.header;
         let segment = header.segment_size.get();
         let bytes = u64::from(header.max_segments.get()) * segment;
-        if let Some(advised) = advised(bytes, segment, size) {
+        if let Some(advised) = advise_log_size(bytes, segment, size) {
             let log = log_dir.display();
             tracing::warn!(
-                "{}: its log of {bytes} bytes is small for a disk of {size}; writes all over the disk are faster with more: walvisor \
-                 log resize {log} --size {}M",
+                "{}: its log of {bytes} bytes is small for a disk of {size}; scattered writes are faster with a larger \
+                 log: walvisor log resize {log} --size {}M",
                 path.display(),
                 advised >> 20
             );
         }
         if !marked {
             tracing::warn!(
-                "{}: this file system has no extended attributes, so the log knows the image by its inode, and a copy of it \
-                 is not the disk; copy the disk with 'walvisor disk export'",
+                "{}: this file system has no extended attributes, so the log identifies the image by its inode, and \
+                 does not recognize a copy; copy the disk with 'walvisor disk export'",
                 path.display()
             );
         }
@@ -164,9 +162,9 @@ impl<'a> NewDisk<'a> {
     }
 }
 
-/// Registers the disk at `path` in memory, and marks its complete image, which is `file` at `image`, as the disk's and
-/// closed. Returns whether the image's file system has extended attributes.
-pub(crate) fn enrol(
+/// Registers the disk at `path` in memory, and marks its complete image, `file` at `image`, as its own and closed.
+/// Returns whether the image's file system has extended attributes.
+pub(crate) fn register_disk(
     control: &mut ControlFile,
     path: &Path,
     file: &dyn DataFile,
@@ -178,7 +176,7 @@ pub(crate) fn enrol(
     let entry = &mut control.control.disks[place];
     entry.announce(1);
     entry.settle();
-    let mark = Mark {
+    let mark = ImageMark {
         disk: entry.disk,
         generation: entry.generation.get(),
         open: false,
@@ -192,7 +190,7 @@ pub(crate) fn enrol(
     Ok(marked)
 }
 
-/// The LSN as of which the disks of a log are that nobody has open; 0 of one that is being made.
+/// The LSN of the present state of a log that nobody has open; 0 for one being created.
 fn newest(control: &ControlFile) -> Result<u64> {
     let known = &control.control;
     if known.header.generation.get() == 0 {
@@ -204,15 +202,15 @@ fn newest(control: &ControlFile) -> Result<u64> {
     Ok(known.with_rewinds(scan.last.lsn))
 }
 
-/// Makes the first segment of a log that was just made.
+/// Creates the first segment of a new log.
 pub(crate) fn first_segment(control: &ControlFile, log_dir: &Path) -> Result<()> {
     let size = control.control.header.segment_size.get();
     let medium = directory(log_dir, EngineKind::Blocking);
     medium.create_segment(0, size, &mut |_| {}).map(drop)
 }
 
-/// The error that says what is at the path of the new disk.
-fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
+/// The error that says what is at the new disk's path.
+fn occupied_error(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
     let real = real_path(path).unwrap_or_else(|_| path.to_owned());
     let what = match log {
         Some(log) if log.image_paths().contains(&real) => format!(
@@ -224,8 +222,8 @@ fn occupied(path: &Path, log_dir: &Path, log: Option<&ControlFile>) -> Error {
             log_dir.display()
         ),
         None => format!(
-            "exists already, without a log at {}; use it (the first use as a disk makes the log), choose another \
-             name, or move it away",
+            "exists already, without a log at {}; use it (its first use creates the log), choose another name, or move \
+             it away",
             log_dir.display()
         ),
     };
@@ -243,10 +241,9 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
         return Ok(());
     };
     let medium = directory(log_dir, EngineKind::Blocking);
-    let (_, waiting) = read_log_until(&medium, log_dir, &log.control, u64::MAX)?;
-    match waiting.contains_key(&old.id.get()) {
-        false => Ok(()),
-        true => Err(Error::new(
+    let (_, unapplied) = read_log_until(&medium, log_dir, &log.control, u64::MAX)?;
+    if unapplied.contains_key(&old.id.get()) {
+        Err(Error::new(
             ErrorKind::WrongLog,
             format!(
                 "{}: the log in {} holds unapplied records of the disk that was here before; put that disk back, or \
@@ -255,7 +252,9 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
                 log_dir.display(),
                 discard_command(path, log_dir),
             ),
-        )),
+        ))
+    } else {
+        Ok(())
     }
 }
 
@@ -282,9 +281,9 @@ mod tests {
         names
     }
 
-    /// The directory is looked at after the log was looked for, and another process may make it in between.
+    /// Another process may create the directory between the search for a log and the look at the directory.
     #[test]
-    fn a_log_that_was_made_meanwhile_is_not_in_the_way() {
+    fn a_log_created_in_the_meantime_is_not_in_the_way() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
         create_disk(&disk, MIB, &log, &options()).unwrap();
@@ -295,8 +294,7 @@ mod tests {
         assert_eq!(kind, crate::ErrorKind::Damaged);
     }
 
-    /// Wherever the creation of a disk is cut, the same command finishes it: beside another disk as well as on a
-    /// new log.
+    /// Wherever creation is cut, the same command finishes it, on a new log as well as beside another disk.
     #[test]
     fn cut_anywhere_it_is_finished_by_the_same_command() {
         for shared in [false, true] {
@@ -348,9 +346,9 @@ mod tests {
         }
     }
 
-    /// A log with a disk whose creation was cut serves its other disks.
+    /// A log with a half-created disk serves its other disks.
     #[test]
-    fn a_disk_that_was_never_finished_keeps_nobody_from_the_log() {
+    fn a_half_created_disk_does_not_block_its_log() {
         let dir = tempfile::tempdir().unwrap();
         let (other, log) = (dir.path().join("other"), dir.path().join("log"));
         create_disk(&other, MIB, &log, &options()).unwrap();
@@ -364,16 +362,16 @@ mod tests {
             .unwrap();
     }
 
-    /// A log that another process has created since a disk was begun takes that disk too.
+    /// If another process creates the log in the middle, that log takes the disk.
     #[test]
-    fn a_log_that_came_into_being_meanwhile_is_used() {
+    fn a_log_created_in_the_meantime_is_used() {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("log");
         let disks = ["one", "other"].map(|name| dir.path().join(name));
         let new = NewDisk::begin(&disks[0], &log, &options()).unwrap();
         let same = NewDisk::begin(&disks[1], &log, &options()).unwrap();
         create_disk(&disks[1], MIB, &log, &options()).unwrap();
-        let part = |path| Part::create(path, MIB, 0o666).unwrap();
+        let part = |path| PartFile::create(path, MIB, 0o666).unwrap();
         new.finish(part(&disks[0]), MIB, &options(), &mut |_| {})
             .unwrap();
         // This disk was begun before the file existed: the file that is there now stays.
@@ -384,12 +382,12 @@ mod tests {
         store.close().unwrap();
     }
 
-    /// The error names what is in the way and what can be done about it.
+    /// The error says what is in the way and what can be done about it.
     #[test]
-    fn an_image_that_is_there_is_told_apart() {
+    fn the_error_says_what_is_at_the_path() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk"), dir.path().join("log"));
-        // An image without a log, as earlier versions left it when they were cut.
+        // An image without a log, as earlier versions left it when interrupted.
         std::fs::File::create(&disk).unwrap().set_len(MIB).unwrap();
         let told = |log: &Path| {
             let error = create_disk(&disk, MIB, log, &options()).unwrap_err();
@@ -405,7 +403,7 @@ mod tests {
         create_disk(&dir.path().join("other"), MIB, &log, &options()).unwrap();
         let text = told(&log);
         assert!(text.contains("does not know it"), "{text}");
-        // As the first of these errors says: the image can be used, and then has a log.
+        // As the first error says, the image can be used, and then has a log.
         let own = dir.path().join("own");
         let disks = [DiskOptions::new(&disk)];
         Store::open(&own, &disks, &options())

@@ -1,8 +1,7 @@
-//! Giving up a log's records of one disk when the image that they belong to is gone.
+//! Discarding a log's records of one disk when the image that they belong to is gone.
 //!
-//! The records stay in the log; the disk's entry says that they are void. So a crash leaves all of them or none
-//! valid, and other disks of the log keep theirs. Then the image at the path, if it can be the disk's, is marked as
-//! closed.
+//! The records stay in the log, but the disk's entry says that they are void. So a crash leaves all of them valid or
+//! none, and other disks keep theirs. Then the image at the path, if it can be the disk's, is marked as closed.
 
 use std::path::{Path, PathBuf};
 
@@ -15,64 +14,64 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::log::history::Commit;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
-use crate::medium::lock::Use;
-use crate::medium::mark::{Mark, hex};
+use crate::medium::lock::Access;
+use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
-use crate::recovery::replay::{Waiting, read_for_recovery};
-use crate::store::attach::{OpenBase, tell_past};
+use crate::recovery::replay::{UnappliedRecords, read_for_recovery};
+use crate::store::attach::{OpenBase, check_past};
 
 /// The result of [`discard_log`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Discarded {
-    /// The disk, by its UUID: 32 hex digits.
+pub struct DiscardReport {
+    /// The disk's UUID: 32 hex digits.
     pub disk: String,
-    /// Where the disk's image was, as the log knows it; `None` if there was no log.
+    /// Where the disk's image was, according to the log; `None` if there was no log.
     pub image: Option<PathBuf>,
-    /// Records of the disk that were not in its image; `None` if there was no log, since they are then unknown.
+    /// Records of the disk that were not in its image; `None` (unknown) if there was no log.
     pub records: Option<u64>,
     /// Bytes of the payloads of those records; `None` if there was no log.
     pub payload_bytes: Option<u64>,
-    /// Whether the image at the path can be opened as the disk now.
+    /// Whether the image at the path can now be opened as the disk.
     pub image_fits: bool,
 }
 
-/// Gives up the records of the disk at `path` that the log in `log_dir` holds and its image does not. From now on
-/// the image at `path` is the disk, whichever image it is. The disk is the one that the log knows at `path`, else
-/// the one that the image's mark names. Other disks of the log keep their records. Without a log only the image is
-/// changed: it loses the mark that says that it is incomplete.
+/// Discards the records of the disk at `path` that are in the log in `log_dir` but not in its image. From now on,
+/// whatever image is at `path` is the disk. The disk is the one that the log has at `path`, or else the one named by
+/// the image's mark. Other disks keep their records. Without a log, only the image is changed: it loses the mark that
+/// says it is incomplete.
 ///
 /// # Errors
-/// [`ErrorKind::WrongLog`] if the log knows no such disk; [`ErrorKind::Damaged`] if it cannot be read;
-/// [`ErrorKind::Locked`] if the log or the image is in use. Nothing has been changed then.
-pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
+/// [`ErrorKind::WrongLog`] if the log has no such disk; [`ErrorKind::Damaged`] if it can't be read;
+/// [`ErrorKind::Locked`] if the log or the image is in use. Nothing is changed then.
+pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     let options = DiskOptions::new(path);
     if !has_log(log_dir) {
-        return unmark(&OpenBase::open(&options, Use::Write, false)?);
+        return unmark(&OpenBase::open(&options, Access::Write, false)?);
     }
-    let mut control = open_control(log_dir, Use::Log)?;
-    let base = match OpenBase::open(&options, Use::Write, true) {
+    let mut control = open_control(log_dir, Access::Log)?;
+    let base = match OpenBase::open(&options, Access::Write, true) {
         Err(error) if error.kind() == ErrorKind::NotFound => None,
         base => Some(base?),
     };
     let place = find(path, base.as_ref(), &control, log_dir)?;
     let medium = directory(log_dir, EngineKind::Blocking);
     // Records that only the page cache has could be lost after this, and the LSN that is taken here would follow none.
-    let (scan, mut waiting) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
+    let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
     let entry = control.control.disks[place];
-    let given_up = waiting.remove(&entry.id.get());
-    let given_up = given_up.unwrap_or_else(Waiting::default);
-    // LSNs seen on the medium are never given out again, so a record that is void now stays void.
+    let given_up = unapplied.remove(&entry.id.get());
+    let given_up = given_up.unwrap_or_else(UnappliedRecords::default);
+    // LSNs seen on the medium are never reused, so a record that is void now stays void.
     let newest = scan.max_lsn.max(scan.last.lsn);
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
     let Commit { lsn, unix_us, .. } = scan.newest(&control.control);
     if let Some(base) = &fits {
-        // Its mark may be what a killed process left in the page cache, which a power cut takes.
+        // The mark may be what a killed process left in the page cache, and a power cut may take that.
         let synced = base.file.sync_all();
         synced.map_err(|error| Error::io("sync the base image", path, error))?;
-        // Whichever image it is.
-        tell_past(base, place, &mut control, lsn)?;
+        // Whatever image it is.
+        check_past(base, place, &mut control, lsn)?;
     }
-    // Without its records the disk is not what it was as of the newest one, so what it is has an LSN of its own.
+    // Without its records, the disk is not what it was at the newest one, so its new state gets an LSN of its own.
     let taken = control.control.take_lsn(entry.id.get(), lsn, unix_us);
     let taken = taken.map_err(|error| error.of_file(log_dir))?;
     let newest = newest.max(taken);
@@ -81,19 +80,20 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
         let next_lsn = control.header.next_lsn.get().max(newest + 1);
         control.header.next_lsn = U64::new(next_lsn);
         let entry = &mut control.disks[place];
-        // The LSN that was taken is no record's.
+        // The LSN just taken is not a record's.
         let kept = 2 * u64::from(planted(Mutant::DiscardKeepsRecord));
         entry.void_lsn = U64::new(newest.saturating_sub(kept));
         if let Some(base) = &fits {
             entry.announce(1);
-            // Until the mark is written the image has this one: a crash may come first, and the disk is opened then.
+            // The image still has this mark. If a crash comes before the new one is written, the disk must open with
+            // it.
             if let Some(mark) = base.identity.mark.filter(|mark| mark.disk == entry.disk) {
                 entry.generation = U64::new(mark.generation);
             }
         }
     })?;
     if let Some(base) = &fits {
-        let mark = Mark {
+        let mark = ImageMark {
             disk: entry.disk,
             generation: control.control.disks[place].next_generation.get(),
             open: false,
@@ -113,7 +113,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<Discarded> {
             control.set_written(settled.id.get(), written);
         })?;
     }
-    Ok(Discarded {
+    Ok(DiscardReport {
         disk: hex(&entry.disk),
         image: Some(entry.path(&control.home)),
         records: Some(given_up.records),
@@ -154,7 +154,7 @@ fn find(
 /// Whether the image belongs to another disk: one of this log, or one that another log has open.
 fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
     let disks = &control.control.disks;
-    let foreign = |mark: &Mark| mark.open && mark.disk != disks[place].disk;
+    let foreign = |mark: &ImageMark| mark.open && mark.disk != disks[place].disk;
     base.identity.mark.as_ref().is_some_and(foreign)
         || disks.iter().enumerate().any(|(other, entry)| {
             other != place && entry.is_image(&base.identity, entry.path(&control.home) == base.path)
@@ -162,7 +162,7 @@ fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
 }
 
 /// Removes the mark of an image whose log is gone.
-fn unmark(base: &OpenBase) -> Result<Discarded> {
+fn unmark(base: &OpenBase) -> Result<DiscardReport> {
     let path = &base.options.path;
     let Some(mark) = base.identity.mark.filter(|mark| mark.open) else {
         return Err(Error::new(
@@ -177,7 +177,7 @@ fn unmark(base: &OpenBase) -> Result<Discarded> {
     let unmarked = base.file.write_mark(None);
     let unmarked = unmarked.and_then(|_| base.file.sync_all());
     unmarked.map_err(|error| Error::io("unmark", path, error))?;
-    Ok(Discarded {
+    Ok(DiscardReport {
         disk: hex(&mark.disk),
         image: None,
         records: None,

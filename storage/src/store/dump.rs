@@ -1,4 +1,4 @@
-//! Dumping a log record by record or commit group by commit group, for people and programs to read.
+//! Dumping a log by record or by commit group, for people and programs.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -7,13 +7,13 @@ use crate::SECTOR_SIZE;
 use crate::catalog::control::existing_log;
 use crate::catalog::mark_text::MarkText;
 use crate::error::Result;
-use crate::format::Kind;
+use crate::format::DescriptorKind;
 use crate::medium::checksum;
 use crate::medium::directory::directory_to_read;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
-use crate::recovery::contents::Verify;
-use crate::recovery::scan::{self, Found};
+use crate::recovery::contents::VerifyScope;
+use crate::recovery::scan::{self, FoundRecord};
 
 /// A record's effect on its disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -28,7 +28,7 @@ pub enum RecordKind {
     Mark,
 }
 
-/// One request in the log.
+/// One record of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogRecord<'a> {
     /// Log sequence number: the record's position in the log.
@@ -40,17 +40,17 @@ pub struct LogRecord<'a> {
     pub unix_us: u64,
     /// The disk's number in the log; 0 for a mark.
     pub disk_id: u32,
-    /// Where the disk's base image was when it was last open; empty if the log knows no such disk.
+    /// Where the disk's base image was when last open; empty if the log has no such disk.
     pub disk: &'a Path,
     /// The record's effect.
     pub kind: RecordKind,
-    /// The text of a mark; `None` for other records, and if the medium has changed it.
+    /// The text of a mark; `None` for other records, or if it is damaged.
     pub text: Option<&'a MarkText>,
     /// First sector, of 512 bytes.
     pub sector: u64,
     /// Number of sectors.
     pub sectors: u32,
-    /// Bytes of payload: 512 a sector for a write, else 0.
+    /// Bytes of payload: 512 a sector for a write, otherwise 0.
     pub payload_bytes: u64,
     /// CRC-32C of the payload as it was written; 0 if there is no payload.
     pub payload_crc: u32,
@@ -60,9 +60,9 @@ pub struct LogRecord<'a> {
     pub offset: u64,
     /// Whether the record is already in the base image.
     pub in_base: bool,
-    /// Whether a restore in place has undone the record: the disk is now as if it had never been.
+    /// Whether a restore in place has undone the record, so that it no longer counts.
     pub undone: bool,
-    /// Whether the medium has changed the payload since it was written.
+    /// Whether the payload is damaged.
     pub damaged: bool,
 }
 
@@ -83,7 +83,7 @@ pub struct LogGroup {
     pub payload_bytes: u64,
     /// When its last batch was built, in microseconds since 1970, by the wall clock.
     pub unix_us: u64,
-    /// The marks among the records, in the order of their LSNs; without those whose text the medium has changed.
+    /// The marks among the records, in LSN order, except damaged ones.
     pub marks: Vec<LogMark>,
 }
 
@@ -97,7 +97,7 @@ pub struct LogMark {
 }
 
 /// The text of a mark whose payload has the right checksums.
-pub(crate) fn text_of(found: &Found<'_>) -> Result<Option<MarkText>> {
+pub(crate) fn text_of(found: &FoundRecord<'_>) -> Result<Option<MarkText>> {
     let len = found.descriptor.payload_len();
     if len != SECTOR_SIZE {
         return Ok(None);
@@ -106,19 +106,19 @@ pub(crate) fn text_of(found: &Found<'_>) -> Result<Option<MarkText>> {
     Ok(MarkText::read(&read))
 }
 
-/// Reads the log in `log_dir`, verifies every checksum and calls `visit` for each record in segments still in use,
-/// in LSN order. Changes nothing.
+/// Reads the log in `log_dir`, verifies every checksum and calls `visit` for each record in segments in use, in LSN
+/// order. Changes nothing.
 ///
 /// # Errors
 /// As [`inspect`](crate::inspect). If acknowledged records are missing ([`ErrorKind::Damaged`](crate::ErrorKind::Damaged)), `visit` has been
 /// called for the records before them.
 pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Result<()> {
-    let control = existing_log(log_dir, Use::LogRead)?;
+    let control = existing_log(log_dir, Access::LogRead)?;
     let disks = control.control.disks.iter();
     let paths: HashMap<u32, PathBuf> = disks.map(|d| (d.id.get(), d.path(&control.home))).collect();
     let medium = directory_to_read(log_dir, None);
     let mut failed = None;
-    let mut each = |found: Found<'_>| {
+    let mut each = |found: FoundRecord<'_>| {
         let descriptor = found.descriptor;
         let disk_id = descriptor.disk_id.get();
         let (mark, mut text) = (found.is_mark(), None);
@@ -128,11 +128,11 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
                 Err(error) => drop(failed.get_or_insert(error)),
             }
         }
-        let kind = match Kind::from_raw(descriptor.kind.get()) {
+        let kind = match DescriptorKind::from_raw(descriptor.kind.get()) {
             _ if mark => RecordKind::Mark,
-            Some(Kind::Write) | None => RecordKind::Write,
-            Some(Kind::WriteZeroes) => RecordKind::WriteZeroes,
-            Some(Kind::Discard) => RecordKind::Discard,
+            Some(DescriptorKind::Write) | None => RecordKind::Write,
+            Some(DescriptorKind::WriteZeroes) => RecordKind::WriteZeroes,
+            Some(DescriptorKind::Discard) => RecordKind::Discard,
         };
         visit(&LogRecord {
             lsn: found.lsn,
@@ -145,7 +145,7 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
             sector: descriptor.sector.get(),
             sectors: descriptor.sectors.get(),
             payload_bytes: descriptor.payload_len(),
-            payload_crc: checksum::whole(found.checksums, descriptor.payload_len()),
+            payload_crc: checksum::combine(found.checksums, descriptor.payload_len()),
             segment: &found.segment.path,
             offset: found.offset,
             in_base: found.in_base,
@@ -157,14 +157,14 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
         &medium,
         log_dir,
         &control.control,
-        Verify::All,
+        VerifyScope::All,
         &mut each,
         &mut |_, _| {},
     )
     .and_then(|_| failed.map_or(Ok(()), Err))
 }
 
-/// As [`dump_records`], but calls `visit` once for each commit group. All batches of one cid are one group.
+/// As [`dump_records`], but calls `visit` once per commit group, that is, for all batches with the same cid.
 ///
 /// # Errors
 /// As [`dump_records`].

@@ -1,4 +1,4 @@
-//! An image that is used without a log, for servers of raw disks.
+//! Images used without a log, for serving raw disks.
 
 use std::fs::File;
 use std::io;
@@ -11,15 +11,15 @@ use crate::catalog::options::ImageFormat;
 use crate::disk::allocation::{LIMIT, file_extents};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{Open, PathKind, files};
+use crate::medium::filesystem::{OpenMode, PathKind, files};
 use crate::medium::host;
-use crate::medium::lock::{self, Holder, Use};
-use crate::medium::mark::{Mark, hex};
+use crate::medium::lock::{self, Access, Holder};
+use crate::medium::mark::{ImageMark, hex};
 use crate::store::other_format::refuse_other_format;
 use crate::{Extent, SECTOR_SIZE};
 
-/// A raw image, open for I/O without a log. It is locked as disks with a log are, so that neither another process of this
-/// program nor one of QEMU's programs opens it meanwhile, except that readers live beside each other.
+/// A raw image, open for I/O without a log. It is locked like a disk with a log, so that no other process of this
+/// program, and none of QEMU's programs, can open it at the same time; several readers can.
 #[derive(Debug)]
 pub struct Image {
     path: PathBuf,
@@ -29,12 +29,12 @@ pub struct Image {
 }
 
 impl Image {
-    /// Opens the image at `path`, a file or a block device: with O_DIRECT if the file takes direct I/O of single
-    /// sectors, else through the page cache. A block device must not be in use, by a mounted file system for instance;
-    /// a writer keeps it so (O_EXCL).
+    /// Opens the image at `path`, a file or a block device: with O_DIRECT if that works for single sectors, otherwise
+    /// through the page cache. A block device must not be in use, for instance by a mounted file system; a writer keeps
+    /// it that way (O_EXCL).
     ///
     /// # Errors
-    /// If it is neither, its size is no positive multiple of 512 bytes, it seems to be of another format than raw
+    /// If it is neither, its size is not a positive multiple of 512 bytes, it seems to be in another format than raw
     /// ([`ImageFormat::Unknown`]), another process has it open ([`ErrorKind::Locked`]), or its newest bytes may be in a
     /// log ([`ErrorKind::WrongLog`]).
     pub fn open(path: &Path, read_only: bool) -> Result<Self> {
@@ -48,7 +48,7 @@ impl Image {
     pub fn open_as(path: &Path, read_only: bool, format: ImageFormat) -> Result<Self> {
         let file = open_file(path, !read_only)?;
         let mark = Identity::of(&file, path)?.mark;
-        if let Some(Mark {
+        if let Some(ImageMark {
             open: true, disk, ..
         }) = mark
         {
@@ -76,7 +76,7 @@ impl Image {
         &self.path
     }
 
-    /// The file. Buffers, offsets and lengths of I/O are multiples of 512, and the memory is aligned as that of a
+    /// The file. I/O must use offsets and lengths that are multiples of 512, and memory aligned like a
     /// [`Buffer`](crate::Buffer).
     pub fn file(&self) -> &File {
         &self.file
@@ -92,9 +92,8 @@ impl Image {
         self.bytes
     }
 
-    /// The allocation of the file from `sector` on: at most `most` adjacent extents (at least one), which cover
-    /// `sectors` sectors or fewer. The range must lie in the file and not be empty. On a file system without holes
-    /// everything is data.
+    /// How the file is allocated from `sector` on: between 1 and `most` adjacent extents, `sectors` sectors in all or
+    /// fewer. The range must be in the file and not empty. On a file system without holes, everything is data.
     ///
     /// # Errors
     /// If the file system can't report the file's holes.
@@ -116,7 +115,7 @@ impl Image {
     }
 }
 
-/// What errors name as the failed action.
+/// The failed action, in errors.
 const OPEN: &str = "open the disk";
 
 /// Opens and locks the file or block device of an image without a log.
@@ -127,20 +126,21 @@ fn open_file(path: &Path, write: bool) -> Result<File> {
     };
     let open = || {
         let claimed = host::open_direct_with(path, write, claim)?;
-        match write || claim.is_empty() {
-            true => Ok(claimed),
-            // Other readers may come: that the device could be claimed is enough.
-            false => host::open_direct_with(path, write, OFlags::empty()),
+        if write || claim.is_empty() {
+            Ok(claimed)
+        } else {
+            // It is enough that the device could be claimed; other readers may come.
+            host::open_direct_with(path, write, OFlags::empty())
         }
     };
-    let using = if write { Use::Write } else { Use::Read };
-    lock::open_locked(path, OPEN, open, |file| file, using, |_| Holder::User)
+    let access = if write { Access::Write } else { Access::Read };
+    lock::open_locked(path, OPEN, open, |file| file, access, |_| Holder::User)
 }
 
 /// Opens and locks a base image. `in_log`: see [`OpenBase::open`](crate::store::attach::OpenBase::open).
-pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<Box<dyn DataFile>> {
+pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box<dyn DataFile>> {
     if image_kind(path)? == PathKind::BlockDevice {
-        // A log marks its disks, and a device has no attributes.
+        // A log marks its images, and a device has no attributes.
         return Err(invalid(format!(
             "{}: a block device; name a raw image file, or use backend=raw, which takes block devices",
             path.display()
@@ -148,15 +148,22 @@ pub(crate) fn open_base(path: &Path, using: Use, in_log: bool) -> Result<Box<dyn
     }
     let holder = |file: &dyn DataFile| {
         let open = matches!(file.read_mark(), Ok(Some(mark)) if mark.open);
-        match in_log && open {
-            true => Holder::Writes,
-            false => Holder::User,
+        if in_log && open {
+            Holder::Writes
+        } else {
+            Holder::User
         }
     };
-    lock::open_store_file(path, OPEN, using.how(Open::Direct), using, holder)
+    lock::open_store_file(
+        path,
+        OPEN,
+        access.open_mode(OpenMode::Direct),
+        access,
+        holder,
+    )
 }
 
-/// The kind of file at an image's path; refuses a kind that can't be an image.
+/// What is at an image's path. Refuses what can't be an image.
 fn image_kind(path: &Path) -> Result<PathKind> {
     let kind = files().kind(path);
     let missing = || {
@@ -174,7 +181,7 @@ fn image_kind(path: &Path) -> Result<PathKind> {
     }
 }
 
-/// The length of an image in bytes; refuses one that no disk can have. Under its lock no other process changes it.
+/// An image's length in bytes. Refuses a length that no disk can have. Under the lock, no other process changes it.
 pub(crate) fn disk_len(file: &dyn DataFile, path: &Path) -> Result<u64> {
     let size = file.len();
     let size = size.map_err(|error| Error::io("read its length", path, error))?;
@@ -197,7 +204,7 @@ mod tests {
     use crate::{Allocation, DiskOptions, Store, StoreOptions, create_disk};
 
     #[test]
-    fn an_image_is_opened_once_and_tells_its_holes() {
+    fn an_image_is_opened_once_and_reports_its_holes() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk.img");
         assert_eq!(

@@ -1,4 +1,4 @@
-//! Looking at a disk and its log without changing them.
+//! Inspecting a disk and its log without changing them.
 
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use crate::catalog::control::{ControlFile, find_control};
 use crate::catalog::options::DiskOptions;
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, Result};
 use crate::index::IndexMemory;
@@ -16,9 +16,9 @@ use crate::log::history::LogHistory;
 use crate::medium::directory::directory_to_read;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::files;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::parallel::Progress;
-use crate::recovery::contents::Verify;
+use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log;
 use crate::recovery::saved::{self, snapshots};
 use crate::recovery::scan::DamagedBlock;
@@ -33,7 +33,7 @@ pub struct LogReport {
     pub max_segments: u32,
     /// Size of a segment file in bytes.
     pub segment_size: u64,
-    /// Valid batches in segments that are still needed.
+    /// Valid batches in segments in use.
     pub batches: u64,
     /// Records that are not in the base images yet.
     pub records: u64,
@@ -43,23 +43,21 @@ pub struct LogReport {
     pub checkpoint_lsn: u64,
     /// LSN of the newest record.
     pub last_lsn: u64,
-    /// What it has of the history of its disks.
+    /// The history of its disks.
     pub history: LogHistory,
-    /// Whether a torn write lies behind the log's end. It was never acknowledged: this is normal after a crash, and
-    /// ignored.
+    /// Whether there is a torn write after the log's end. It was never acknowledged: normal after a crash, and ignored.
     pub torn_tail: bool,
-    /// Where the base images of all disks on the log were when they were last open.
+    /// Where the base images of all disks on the log were when last open.
     pub disks: Vec<PathBuf>,
-    /// Sectors whose newest bytes are in the log and were changed there by the medium: reads of them fail. Empty if
-    /// the log is clean.
+    /// Sectors whose newest bytes are in the log and damaged there, so that reads fail. Empty if the log is clean.
     pub damaged: Vec<DamagedSectors>,
-    /// Batch headers that were changed by the medium. Their segments' summaries still have them, so no record is lost.
+    /// Damaged batch headers. Their segments' summaries still have them, so no record is lost.
     pub damaged_headers: Vec<DamagedHeader>,
-    /// Snapshots that the disk can't be seen as of, or not as a whole.
+    /// Snapshots at which the disk can't be seen, or not completely.
     pub snapshot_faults: Vec<SnapshotFault>,
 }
 
-/// What is wrong with snapshots of a disk. It does not affect what the disk has now.
+/// What is wrong with snapshots of a disk. Does not affect the disk's present contents.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SnapshotFault {
     /// The snapshots, oldest first.
@@ -99,17 +97,17 @@ pub struct DamagedSectors {
 pub struct DiskReport {
     /// Size of the disk in bytes.
     pub size: u64,
-    /// Bytes that the base image takes on the file system.
+    /// Bytes that the base image takes on its file system.
     pub allocated: u64,
-    /// Whether the image carries a disk's mark. One without a log is then complete: the disk was closed. Without a mark
-    /// that is unknown: a copy may have lost it.
+    /// Whether the image carries a disk's mark. If so, an image without a log is complete, because the disk was closed;
+    /// if not, that is unknown, because a copy may have lost the mark.
     pub marked: bool,
     /// The log; `None` for a raw image that has none.
     pub log: Option<LogReport>,
 }
 
-/// Looks at a disk, reads its whole log and verifies every checksum, changing nothing. Damaged payloads in an
-/// otherwise complete log are no error: the report names them.
+/// Inspects a disk, reads its whole log and verifies every checksum. Changes nothing. Damaged payloads in an otherwise
+/// complete log are not an error; the report lists them.
 ///
 /// This reads every file that an open, a look or a restore trusts:
 ///
@@ -120,28 +118,28 @@ pub struct DiskReport {
 /// | `saved-...` | every header and payload that the control file counts, and that none is missing |
 /// | the base image | its mark (else its inode), its length, its samples, and the time of the last write, if snapshots need it; it has no checksums |
 ///
-/// Files that none of them trusts are left out: unused segments, `.new` files, and saved files of snapshots that are gone.
+/// It leaves out files that none of them trusts: unused segments, `.new` files, and saved files of deleted snapshots.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if acknowledged records are missing; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is
 /// open elsewhere; [`ErrorKind::WrongLog`](crate::ErrorKind::WrongLog) if the log is not this disk's.
 pub fn inspect(path: &Path, log_dir: &Path) -> Result<DiskReport> {
-    inspect_telling(path, log_dir, None, &mut |_, _| {})
+    inspect_with_progress(path, log_dir, None, &mut |_, _| {})
 }
 
-/// As [`inspect`], on `threads` threads (`None`: one for each processor), and reports its progress. The report is
-/// the same for any number of threads.
+/// As [`inspect`], on `threads` threads (`None`: one per processor), with progress reports. The result does not depend
+/// on the number of threads.
 ///
 /// # Errors
 /// As [`inspect`].
-pub fn inspect_telling(
+pub fn inspect_with_progress(
     path: &Path,
     log_dir: &Path,
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<DiskReport> {
-    let control = find_control(log_dir, Use::LogRead)?;
-    let base = OpenBase::open(&DiskOptions::new(path), Use::Read, control.is_some())?;
+    let control = find_control(log_dir, Access::LogRead)?;
+    let base = OpenBase::open(&DiskOptions::new(path), Access::Read, control.is_some())?;
     let metadata = base.file.host().map(File::metadata).transpose();
     let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
     let (size, marked) = (base.size, base.identity.mark.is_some());
@@ -156,8 +154,14 @@ pub fn inspect_telling(
         });
     };
     let medium = directory_to_read(log_dir, threads);
-    let (scan, mut waiting) = read_log(&medium, log_dir, &control.control, Verify::All, progress)?;
-    let found = base.find(&control, log_dir, &waiting)?;
+    let (scan, mut unapplied) = read_log(
+        &medium,
+        log_dir,
+        &control.control,
+        VerifyScope::All,
+        progress,
+    )?;
+    let found = base.find(&control, log_dir, &unapplied)?;
     let snapshot_faults = snapshot_faults(&base, &control, found, log_dir)?;
     let size = control.control.disks[found].size.get();
     let header = &control.control.header;
@@ -180,12 +184,12 @@ pub fn inspect_telling(
         offset: *offset,
     };
     let index = IndexMemory::default();
-    for records in waiting.values_mut() {
+    for records in unapplied.values_mut() {
         records.extents.count_in(&index);
     }
     let newer = |lsn| scan.live.iter().filter(move |live| live.last.lsn > lsn);
-    let staying = Snapshot::staying(&control.control);
-    let held = staying.first().map(|snapshot| snapshot.lsn);
+    let inside_rewinds = Snapshot::inside_rewinds(&control.control);
+    let held = inside_rewinds.first().map(|snapshot| snapshot.lsn);
     let bytes = |segments: usize| segments as u64 * header.segment_size.get();
     let (snapshots, saved_bytes) = snapshots(&*files(), log_dir, &control.control);
     let history = LogHistory {
@@ -194,7 +198,7 @@ pub fn inspect_telling(
         pinned_bytes: bytes(held.map_or(0, |lsn| newer(lsn).count())),
         room_bytes: bytes(header.max_segments.get() as usize),
         index_bytes: index.bytes(),
-        retain: Retain::of(&control.control.history),
+        retain: Retention::of(&control.control.history),
         saved_bytes,
         snapshots,
     };
@@ -254,11 +258,11 @@ fn snapshot_faults(
         faults.push(SnapshotFault {
             snapshots: ours,
             what: format!(
-                "{image} is not the image that its past is made of: {why}; put that image back"
+                "{image} is not the image that its past depends on: {why}; put that image back"
             ),
         });
     }
-    // Older snapshots read on in the files of newer ones.
+    // Older snapshots also need the files of newer ones.
     let damage = saved::check(&*files(), log_dir, &known.saved_files());
     faults.extend(damage.into_iter().map(|(lsn, what)| SnapshotFault {
         snapshots: names(&|snapshot| snapshot.lsn <= lsn),

@@ -1,4 +1,4 @@
-//! Copying a disk in use, as it is at one moment, to a file.
+//! Copying a disk in use, as of one moment, to a file.
 
 use std::fs::File;
 use std::ops::Range;
@@ -7,36 +7,38 @@ use std::path::Path;
 use crate::disk::handle::Disk;
 use crate::error::{Error, Result};
 use crate::log::export::{SYNC_BYTES, TARGET, ended_early, sized};
-use crate::medium::copying::{KERNEL_COPY_BYTES, Named, copy};
+use crate::medium::copying::{KERNEL_COPY_BYTES, NamedFile, copy};
 use crate::store::point::Point;
-use crate::store::view::{Data, Layers};
+use crate::store::view::{DataPlace, Layers};
 use crate::{Backend, SECTOR_SIZE, Transfer};
 
 impl Disk {
-    /// Copies the disk, as it is at one LSN, to `target`, an empty file open for writing, while requests go on: everything
-    /// that has completed before the call is in the copy. Holes stay holes. `progress` gets the number of bytes passed so far
-    /// and the disk's size; `false` ends the export.
+    /// Copies the disk, as of one LSN, to `target`, an empty file open for writing, while requests go on. Everything
+    /// that completed before the call is in the copy. Holes stay holes. `progress` gets the number of bytes passed so
+    /// far and the disk's size, and returns `false` to end the export.
     ///
-    /// If the log keeps history, this is a [look](Self::look) at the newest record, copied: the log needs room for what is
-    /// written meanwhile. Otherwise the log is first copied to the base images, as by [`checkpoint`](Self::checkpoint). From
-    /// then on each checkpoint copies to `target` what it overwrites, so it takes longer.
+    /// If the log keeps history, this copies a [look](Self::look) at the newest record, and the log needs room for what
+    /// is written in the meantime. Otherwise it first copies the log to the base images, as
+    /// [`checkpoint`](Self::checkpoint) does; until the export ends, each checkpoint first copies to `target` what it
+    /// is about to overwrite, so it takes longer.
     ///
     /// # Errors
-    /// As [`checkpoint`](Self::checkpoint), or [`look`](Self::look); if the disk can't be read or `target` can't be written;
-    /// if `progress` has ended the export. What was copied until then is left in `target`.
+    /// As [`checkpoint`](Self::checkpoint), or [`look`](Self::look); if the disk can't be read or `target` can't be
+    /// written; if `progress` has ended the export. `target` keeps what was copied so far.
     pub fn export(
         &self,
         target: File,
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Transfer> {
         let keeps_history = self.log.lock().keeps_history();
-        match keeps_history {
-            true => self.export_at(Point::Newest, target, progress),
-            false => self.export_base(target, progress),
+        if keeps_history {
+            self.export_at(Point::Newest, target, progress)
+        } else {
+            self.export_base(target, progress)
         }
     }
 
-    /// As [`export`](Self::export) of a log that keeps history, with the contents that the disk had at a point.
+    /// As [`export`](Self::export) with a log that keeps history, but as of a point in the past.
     ///
     /// # Errors
     /// As [`export`](Self::export) and [`look`](Self::look).
@@ -48,7 +50,7 @@ impl Disk {
     ) -> Result<Transfer> {
         let look = self.look(at, None)?;
         let size = look.sectors() * SECTOR_SIZE;
-        let to = Named {
+        let to = NamedFile {
             file: &sized(target, size)?,
             path: Path::new(TARGET),
         };
@@ -80,12 +82,17 @@ impl Disk {
 }
 
 /// Copies a part of a disk to a file of zeroes. Returns how many bytes.
-fn copy_part(layers: Layers<'_>, to: Named<'_>, range: Range<u64>, data: &Data) -> Result<u64> {
+fn copy_part(
+    layers: Layers<'_>,
+    to: NamedFile<'_>,
+    range: Range<u64>,
+    data: &DataPlace,
+) -> Result<u64> {
     let bytes = range.end - range.start;
     match data {
-        Data::Base => copy(layers.base, to, range)?,
-        Data::Zero => return Ok(0),
-        Data::Log { .. } => layers.read(range, data, &mut |at, bytes: &[u8]| {
+        DataPlace::Base => copy(layers.base, to, range)?,
+        DataPlace::Zero => return Ok(0),
+        DataPlace::Log { .. } => layers.read(range, data, &mut |at, bytes: &[u8]| {
             let written = to.file.write_all_at(bytes, at);
             written.map_err(|error| Error::io("write", to.path, error))?;
             Ok(true)

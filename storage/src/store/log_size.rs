@@ -1,8 +1,8 @@
-//! The size of a log: how large one is advised to be, and changing it while the log is not in use.
+//! The size of a log: the advised size, and changing it while the log is not in use.
 //!
-//! The size is the number of segment files that the log may have. A log that grows makes them when it needs them. One that
-//! shrinks gives up files that hold no part of it. Files are removed from the highest number down, and one that is needed takes
-//! the place of a free one with a lower number. So the log is whole wherever this is cut, and the control file has the new size
+//! The size is the number of segment files that the log may have. A log that grows makes them when it needs them. A log
+//! that shrinks removes files that hold no part of it, from the highest number down; a file that is needed replaces a
+//! free one with a lower number. So the log is whole wherever a crash cuts this, and the control file gets the new size
 //! last.
 
 use std::path::Path;
@@ -11,37 +11,37 @@ use zerocopy::little_endian::U32;
 
 use crate::catalog::control::{ControlFile, existing_log};
 use crate::catalog::options::{Resize, SEGMENTS};
-use crate::catalog::retain::Retain;
+use crate::catalog::retention::Retention;
 use crate::error::{Error, Result, invalid};
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::{self, files};
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::replay::read_for_recovery;
 use crate::recovery::scan::Scan;
 
-/// A log of less than this share of its image is small. A checkpoint copies about half of the log: with a share of 1/32, blocks
-/// of 4 KiB that were written all over the image are then one in each stripe of 256 KiB.
+/// A log smaller than this share of its image is small. A checkpoint copies about half of the log; at 1/32, scattered 4
+/// KiB writes then hit about one block in each stripe of 256 KiB.
 const SHARE: u64 = 32;
-/// The largest log that is advised.
+/// The largest advised log.
 const MOST_ADVISED: u64 = 64 << 30;
 
-/// The size in bytes that a log of `bytes` should rather have for an image of `image` bytes.
-pub(crate) fn advised(bytes: u64, segment_size: u64, image: u64) -> Option<u64> {
+/// The advised size in bytes for an image of `image` bytes, if a log of `bytes` is small for it.
+pub(crate) fn advise_log_size(bytes: u64, segment_size: u64, image: u64) -> Option<u64> {
     let advised = (image / SHARE).min(MOST_ADVISED);
     (bytes < advised).then(|| advised.next_multiple_of(segment_size))
 }
 
-/// Changes the size of the log in `log_dir`, which is not in use, to `size` bytes, rounded up to whole segments.
+/// Changes the size of the log in `log_dir`, which must not be in use, to `size` bytes, rounded up to whole segments.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if a log can't have this size, or what the log holds, or is to keep, needs
-/// more; [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if files would be removed while something of the log is damaged; or the
-/// log is in use or can't be read. The log is unchanged then.
+/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if a log can't have this size, or the log's contents or
+/// its retention need more; [`ErrorKind::Damaged`](crate::ErrorKind::Damaged) if files would be removed while something
+/// of the log is damaged; or the log is in use or can't be read. The log is unchanged then.
 pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
-    let mut control = existing_log(log_dir, Use::Log)?;
+    let mut control = existing_log(log_dir, Access::Log)?;
     let header = &control.control.header;
     let segment = header.segment_size.get();
     let old = header.max_segments.get();
@@ -59,7 +59,7 @@ pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
     refuse_less_than_kept(log_dir, &control, count)?;
     if count < old {
         let medium = directory(log_dir, EngineKind::Blocking);
-        // What is removed may have proved that the log's end is durable, as when the log is opened.
+        // As at open: what is removed may have been the proof that the log's end was durable.
         let read = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {});
         let (mut scan, _) = read?;
         scan.refuse_damaged(log_dir)?;
@@ -67,7 +67,7 @@ pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
         scan.release(&mut control)?;
         remove_files(log_dir, &scan, count)?;
     }
-    // Both slots: the older one must not know less of the log's files than there are.
+    // In both slots: the older one must not say that there are fewer files than there are.
     control.change_both(|control| control.header.max_segments = U32::new(count))?;
     Ok(Resize {
         old_size: u64::from(old) * segment,
@@ -75,15 +75,16 @@ pub fn resize_log(log_dir: &Path, size: u64) -> Result<Resize> {
     })
 }
 
-/// Refuses a log of `count` segments if it is to keep more: the next open would make it larger again.
+/// Refuses a log of `count` segments if its retention needs more: the next open would raise it again.
 fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> Result<()> {
     let segment = control.control.header.segment_size.get();
-    let retain = Retain::of(&control.control.history);
+    let retain = Retention::of(&control.control.history);
     let least = retain.least_segments(segment);
     match retain {
-        Retain::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
-            "{}: it keeps the newest {kept} bytes of its history, which takes a log of {} bytes, and {} were asked for; let it keep \
-             less first: open one of its disks with retain=SIZE or retain=off, or say 'walvisor ctl SOCKET set-retain' while it is in use",
+        Retention::Bytes(kept) if u64::from(count) < least => Err(invalid(format!(
+            "{}: it keeps the newest {kept} bytes of its history, which takes a log of {} bytes, and {} were asked \
+             for; first lower its retention: open one of its disks with retain=SIZE or retain=off, or use 'walvisor \
+             ctl SOCKET set-retain' while it is in use",
             log_dir.display(),
             least * segment,
             u64::from(count) * segment,
@@ -92,7 +93,7 @@ fn refuse_less_than_kept(log_dir: &Path, control: &ControlFile, count: u32) -> R
     }
 }
 
-/// Refuses a log of `count` segments if they would not hold the log, and one that is free.
+/// Refuses a log of `count` segments if those would not hold its contents plus one free segment.
 fn refuse_more(log_dir: &Path, control: &ControlFile, scan: &Scan, count: u32) -> Result<()> {
     let segment = control.control.header.segment_size.get();
     let needed = scan.live.len() as u64 + 1;
@@ -102,7 +103,7 @@ fn refuse_more(log_dir: &Path, control: &ControlFile, scan: &Scan, count: u32) -
     let disks = control.image_paths();
     let disk = disks.first().map(|disk| disk.display().to_string());
     Err(invalid(format!(
-        "{}: what it holds needs a log of {} bytes, and {} were asked for; copy that to the images first: walvisor disk \
+        "{}: its contents need a log of {} bytes, and {} were asked for; first copy them to the images: walvisor disk \
          checkpoint {} --log {0}",
         log_dir.display(),
         needed * segment,
@@ -111,7 +112,7 @@ fn refuse_more(log_dir: &Path, control: &ControlFile, scan: &Scan, count: u32) -
     )))
 }
 
-/// Removes the segment files from number `count` on, and keeps those that are live under lower numbers.
+/// Removes the segment files from number `count` on, moving live ones to lower numbers.
 fn remove_files(log_dir: &Path, scan: &Scan, count: u32) -> Result<()> {
     let is_live = |slot: u32| {
         let path = Segment::path(log_dir, slot);
@@ -152,7 +153,7 @@ mod tests {
             (2 * GIB, u64::MAX, Some(64 * GIB)),
             (64 * GIB, u64::MAX, None),
         ] {
-            assert_eq!(advised(log, 64 << 20, image), better, "{image}");
+            assert_eq!(advise_log_size(log, 64 << 20, image), better, "{image}");
         }
     }
 }

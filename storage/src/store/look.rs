@@ -1,4 +1,4 @@
-//! A look at the past: a disk as it was at a point of its history. The disk is not in use, or its owner opens the look.
+//! A look: a disk as it was at a point in its history. The disk is not in use, or its owner opens the look.
 //!
 //! ```text
 //!   LookQueue ──write──▶ scratch file (if there is one: else writes fail)
@@ -6,7 +6,7 @@
 //!      │                 └──▶ engine ──▶ verified, put together
 //!      └── completions ◀── event descriptor
 //! ```
-//! A look and a live disk read in the same way (`disk::reads`); a look has no log to write to.
+//! A look reads as a live disk does (`disk::reads`), but has no log to write to.
 
 use std::any::Any;
 use std::fs::File;
@@ -21,27 +21,27 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::options::{DiskOptions, StoreOptions};
 use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::disk::allocation::{disk_extents, push, push_piece};
-use crate::disk::changed::{Saved, Since, push_change, saved_since, unknown_point};
+use crate::disk::changed::{ChangesSince, SavedExtents, push_change, saved_since, unknown_point};
 use crate::disk::handle::Disk;
-use crate::disk::reads::{Origin, Part, Reads, check_range, check_read};
+use crate::disk::reads::{InFlightReads, Origin, ReadPart, check_range, check_read};
 use crate::error::Error;
 use crate::format::Control;
 use crate::index::{ExtentMap, IndexMemory, Piece};
-use crate::log::held::Held;
-use crate::log::history::{Borders, SavedSince};
+use crate::log::history::{PositionCache, SavedExtentsCache};
 use crate::log::orders::KeeperTask;
-use crate::log::ring::Live;
+use crate::log::pinned_log::PinnedLog;
+use crate::log::ring::LiveSegment;
 use crate::log::state::Log;
-use crate::medium::copying::Named;
+use crate::medium::copying::NamedFile;
 use crate::medium::engine;
-use crate::medium::file::{Chunk, DataFile, Done, Engine, Io};
+use crate::medium::file::{Chunk, DataFile, Engine, Io, IoCompletion};
 use crate::medium::filesystem::{FileSystem, shared_files};
 use crate::recovery::live::read_live;
 use crate::recovery::replay::read_live_disk;
 use crate::recovery::saved::read_saved;
-use crate::recovery::scan::Found;
+use crate::recovery::scan::FoundRecord;
 use crate::store::point::Point;
-use crate::store::scratch::{Content, Scratch};
+use crate::store::scratch::{Scratch, ScratchContent};
 use crate::store::view::{Layers, View};
 use crate::sync::{Arc, Event, mpsc};
 use crate::{
@@ -49,60 +49,59 @@ use crate::{
     Extent, Failure, MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE,
 };
 
-/// Engine ids from here on belong to writes; those below to reads.
+/// Engine ids from here on are writes; those below are reads.
 const WRITES: u64 = 1 << 63;
 
-/// A disk as it was at a point of its history. Reads that the medium answers with other bytes than were written fail. Writes
-/// fail too, or go to a scratch file. A FLUSH succeeds at once: nothing here outlives the look.
+/// A disk as it was at a point in its history. Reads of damaged bytes fail. Writes fail too, or go to a scratch file. A
+/// FLUSH succeeds at once, because nothing here outlives the look.
 ///
-/// Of a disk that is not in use, the disk and its log are locked as for [`export_disk`](crate::export_disk): other looks may
-/// be open beside this one, and nobody writes to the disk meanwhile. The owner of a disk in use opens looks with
-/// [`Disk::look`].
+/// If the disk is not in use, it and its log are locked as for [`export_disk`](crate::export_disk): other looks may be
+/// open at the same time, and nobody can write to the disk. The owner of a disk in use opens looks with [`Disk::look`].
 pub struct Look {
-    past: Arc<Past>,
+    past: Arc<PastDisk>,
 }
 
 /// The disk as of the point, for all queues.
-struct Past {
+struct PastDisk {
     path: PathBuf,
     sectors: u64,
     base: Arc<dyn DataFile>,
     extents: ExtentMap,
     scratch: Option<Scratch>,
     /// The log's segments, and their size in bytes.
-    live: Vec<Live>,
+    live: Vec<LiveSegment>,
     segment_size: u64,
-    borders: Borders,
-    /// The disk's number and the point.
+    positions: PositionCache,
+    /// The disk's number, and the LSN of the point.
     disk_id: u32,
     until: u64,
-    /// The saved files of the log, and what was last read of them.
+    /// The log's saved files, and what was last read from them.
     log_dir: PathBuf,
     files: SavedFiles,
-    saved_since: SavedSince,
+    saved_since: SavedExtentsCache,
     /// The snapshots before the point.
     points: Vec<PastPoint>,
-    /// The last of the fields: the log is used again once nothing else here needs it.
-    hold: Hold,
+    /// The last field: the log may move on only when nothing else here needs it.
+    hold: LogHold,
 }
 
-/// What keeps the log as it is.
-enum Hold {
-    /// The log of a disk that is not in use is locked.
+/// What keeps the log from changing.
+enum LogHold {
+    /// The disk is not in use: its log is locked.
     Closed {
         engine: EngineKind,
-        /// The memory of change maps, and how much an index may take.
+        /// The memory of change maps, and the index's limit.
         maps: (IndexMemory, u64),
         _log: Option<Box<ControlFile>>,
     },
-    /// The log of a disk in use is pinned.
+    /// The disk is in use: its log is pinned.
     Live {
         log: Arc<Log>,
         _pin: Box<dyn Any + Send + Sync>,
     },
 }
 
-impl Hold {
+impl LogHold {
     fn engine(&self, event: &Event) -> io::Result<Box<dyn Engine>> {
         match self {
             Self::Closed { engine, .. } => engine::create(*engine, event),
@@ -118,7 +117,7 @@ impl Hold {
         }
     }
 
-    /// Counts the memory of a change map.
+    /// Accounts for the memory of a change map, or refuses it.
     fn admit(&self, extents: &mut ExtentMap, log_dir: &Path) -> crate::Result<()> {
         match self {
             Self::Closed { maps, .. } => extents.count_beside(&maps.0, maps.1, log_dir),
@@ -134,20 +133,20 @@ impl Hold {
     }
 }
 
-/// A part of the disk.
-enum Seen {
+/// A piece of the disk.
+enum LookPiece {
     /// As it was.
     Past(Piece),
-    /// Written or zeroed since.
-    Changed(Range<u64>, Content),
+    /// Written or zeroed in the look.
+    Changed(Range<u64>, ScratchContent),
 }
 
-impl Past {
+impl PastDisk {
     /// Calls `each` with the parts of a range, in order.
-    fn visit(&self, sectors: Range<u64>, each: &mut impl FnMut(Seen)) {
-        let past = |sectors: Range<u64>, each: &mut dyn FnMut(Seen)| {
+    fn visit(&self, sectors: Range<u64>, each: &mut impl FnMut(LookPiece)) {
+        let past = |sectors: Range<u64>, each: &mut dyn FnMut(LookPiece)| {
             let (first, count) = (sectors.start, sectors.end - sectors.start);
-            let piece = &mut |piece| each(Seen::Past(piece));
+            let piece = &mut |piece| each(LookPiece::Past(piece));
             self.extents.visit(first, count, piece);
         };
         match &self.scratch {
@@ -156,17 +155,18 @@ impl Past {
                 .layer()
                 .visit(sectors, &mut |part, content| match content {
                     None => past(part, each),
-                    Some(content) => each(Seen::Changed(part, content)),
+                    Some(content) => each(LookPiece::Changed(part, content)),
                 }),
         }
     }
 
     /// What has changed since a snapshot.
-    fn since(&self, lsn: u64) -> crate::Result<Since> {
-        // The base images may have gone past the point of this look too.
-        let (passed, end) = match self.files.has(self.until) {
-            true => (true, self.until),
-            false => (false, u64::MAX),
+    fn since(&self, lsn: u64) -> crate::Result<ChangesSince> {
+        // The base images may have moved past this look's point too.
+        let (passed, end) = if self.files.has(self.until) {
+            (true, self.until)
+        } else {
+            (false, u64::MAX)
         };
         let (medium, disk) = (
             self.hold.files(),
@@ -186,21 +186,21 @@ impl Past {
         match saved {
             Some(extents) => {
                 let and_log = !passed;
-                Ok(Since::saved(lsn, Saved { extents, and_log }))
+                Ok(ChangesSince::saved(lsn, SavedExtents { extents, and_log }))
             }
-            None => Since::new(lsn, &self.live, self.segment_size, &self.borders),
+            None => ChangesSince::new(lsn, &self.live, self.segment_size, &self.positions),
         }
     }
 
     /// A part for a read.
-    fn part(&self, seen: Seen) -> Part {
+    fn part(&self, seen: LookPiece) -> ReadPart {
         match (seen, &self.scratch) {
-            (Seen::Past(piece), _) => Part::of(piece, &self.base),
-            (Seen::Changed(sectors, content), scratch) => Part {
+            (LookPiece::Past(piece), _) => ReadPart::of(piece, &self.base),
+            (LookPiece::Changed(sectors, content), scratch) => ReadPart {
                 sector: sectors.start,
                 sectors: sectors.end - sectors.start,
                 origin: match (content, scratch) {
-                    (Content::Written, Some(scratch)) => Origin::File(scratch.file()),
+                    (ScratchContent::Written, Some(scratch)) => Origin::File(scratch.file()),
                     _ => Origin::Zero,
                 },
             },
@@ -209,9 +209,9 @@ impl Past {
 }
 
 impl Look {
-    /// Opens the disk as it was at a point of its history, with its present size. Of `options` this takes the
-    /// engine and the number of threads that read the log. `scratch`: an empty file for what is written to the look, such
-    /// as [`scratch_file`](crate::scratch_file) makes; `None`: the look is read-only.
+    /// Opens the disk as it was at a point in its history, with its present size. Uses only the engine and the number
+    /// of threads from `options`. `scratch`: an empty file for writes to the look, for instance from
+    /// [`scratch_file`](crate::scratch_file); `None`: the look is read-only.
     ///
     /// # Errors
     /// As [`restore_disk`](crate::restore_disk); or if io_uring is asked for and the kernel has none, or the scratch file
@@ -232,22 +232,22 @@ impl Look {
             points(&log.control, disk_id, view.last_lsn)
         });
         let files = log.map_or_else(SavedFiles::default, |(log, _)| log.control.saved_files());
-        let past = Past {
+        let past = PastDisk {
             live: view.live,
             segment_size: log.map_or(0, |(log, _)| log.control.header.segment_size.get()),
-            borders: Borders::default(),
+            positions: PositionCache::default(),
             disk_id,
             until: view.last_lsn,
             log_dir: log_dir.to_path_buf(),
             files,
-            saved_since: SavedSince::default(),
+            saved_since: SavedExtentsCache::default(),
             points,
             scratch: sized(scratch, view.size, &disk.path)?,
             path: disk.path.clone(),
             sectors: view.size / SECTOR_SIZE,
             base: view.base.file.into(),
             extents: view.extents,
-            hold: Hold::Closed {
+            hold: LogHold::Closed {
                 engine,
                 maps: (IndexMemory::default(), options.index_memory),
                 _log: view.log.map(|(control, _)| Box::new(control)),
@@ -259,12 +259,12 @@ impl Look {
     }
 }
 
-/// The snapshots of a disk from which it is known what has changed up to this LSN.
+/// The disk's snapshots for which the changes up to this LSN are known.
 fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<PastPoint> {
     let from = control.applied_lsn(disk_id);
     let known = |lsn| {
         let there = from <= lsn || control.has_saved(lsn, disk_id);
-        there && control.leads(disk_id, lsn, last_lsn)
+        there && control.is_continuous(disk_id, lsn, last_lsn)
     };
     let all = Snapshot::all(control).into_iter();
     all.filter(|snapshot| snapshot.has(disk_id) && known(snapshot.lsn))
@@ -272,24 +272,25 @@ fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<PastPoint> {
         .collect()
 }
 
-/// The file, as long as a disk of `bytes` bytes.
+/// A scratch area in the file, if there is one, for a disk of `bytes` bytes.
 fn sized(file: Option<File>, bytes: u64, path: &Path) -> crate::Result<Option<Scratch>> {
     let scratch = file.map(|file| Scratch::new(file, bytes)).transpose();
     scratch.map_err(|error| Error::io("size the scratch file for", path, error))
 }
 
 impl Disk {
-    /// Opens the disk as it was at a point of its history, or as it is now, while it is in use: with its present
-    /// size, and with everything that has completed before the call if the point is [`Newest`](Point::Newest). `scratch`: as
-    /// for [`Look::open`].
+    /// Opens the disk as it was at a point in its history, or as it is now, while it is in use. The look has the disk's
+    /// present size. For [`Newest`](Point::Newest), it includes everything that completed before the call. `scratch`:
+    /// as for [`Look::open`].
     ///
-    /// Nothing is copied to the base images of the log while a look is open, whether the log keeps history or not. A log that
-    /// is full of what looks need refuses writes, with the reason, or lets them wait ([`OnFull`](crate::OnFull)), until one is
-    /// dropped. A copy that is under way ends before the look is open. Looks should be dropped before the store is closed:
-    /// otherwise their records stay in the log, and the disk stays locked.
+    /// While a look is open, nothing is copied to the log's base images, whether or not the log keeps history. A log
+    /// that is full of what looks need fails writes, with the reason, or makes them wait
+    /// ([`FullLogPolicy`](crate::FullLogPolicy)), until a look is dropped. A running copy ends before the look opens.
+    /// Drop looks before closing the store; otherwise their records stay in the log, and the disk stays locked.
     ///
-    /// The extents of all looks of a log, and what it keeps in memory for snapshots, take at most as many bytes as
-    /// [`StoreOptions::index_memory`](crate::StoreOptions::index_memory) beside the index, or 1 MiB if that is more.
+    /// The extents of all looks of a log, plus what it keeps in memory for snapshots, may take
+    /// [`StoreOptions::index_memory`](crate::StoreOptions::index_memory) bytes in addition to the index, or 1 MiB if
+    /// that is more.
     ///
     /// # Errors
     /// As [`restore_disk`](crate::restore_disk), for the point; or the look would take more memory than that
@@ -299,28 +300,27 @@ impl Disk {
         self.look_at(at, self.hold(false)?, scratch)
     }
 
-    /// Makes everything durable that was written, and holds what there is of the disk. `settled`: see
-    /// [`KeeperTask::Look`].
+    /// Makes everything written so far durable, and pins the log. `settled`: see [`KeeperTask::Look`].
     ///
     /// # Errors
     /// If the disk has left the log, or the log had failed, is being closed, is open for reading only, or can't be copied although it
     /// must.
-    pub(crate) fn hold(&self, settled: bool) -> crate::Result<Held> {
+    pub(crate) fn hold(&self, settled: bool) -> crate::Result<PinnedLog> {
         let (held, holds) = mpsc::channel();
         let task = KeeperTask::Look(self.state.clone(), settled, held);
         self.log.order(task)?;
         holds.recv().map_err(|_| self.log.closed())
     }
 
-    /// The look at a point of what is held.
+    /// Opens a look at a point, on a pinned log.
     pub(crate) fn look_at(
         &self,
         at: Point,
-        held: Held,
+        held: PinnedLog,
         scratch: Option<File>,
     ) -> crate::Result<Look> {
         let (log, disk) = (&self.log, &self.state);
-        let Held {
+        let PinnedLog {
             segments,
             newest,
             control,
@@ -330,7 +330,7 @@ impl Disk {
         let until = match at {
             Point::Newest => newest,
             at => at.resolve(&log.dir, &control, disk.id, |visit| {
-                let visit = &mut |found: Found<'_>| visit(&found.commit());
+                let visit = &mut |found: FoundRecord<'_>| visit(&found.commit());
                 read_live(&segments, newest, &control, threads, visit)
             })?,
         };
@@ -344,7 +344,7 @@ impl Disk {
             None => read_live_disk(&segments, until, &control, disk.id, &log.dir, threads)?,
         };
         log.admit(&mut extents)?;
-        let past = Past {
+        let past = PastDisk {
             scratch: sized(scratch, bytes, &disk.path)?,
             path: disk.path.clone(),
             sectors: bytes / SECTOR_SIZE,
@@ -352,14 +352,14 @@ impl Disk {
             extents,
             live: log.lock().ring.all_live(),
             segment_size: log.segment_size,
-            borders: Borders::default(),
+            positions: PositionCache::default(),
             disk_id: disk.id,
             until,
             log_dir: log.dir.clone(),
             files: saved_files,
-            saved_since: SavedSince::default(),
+            saved_since: SavedExtentsCache::default(),
             points: points(&control, disk.id, until),
-            hold: Hold::Live {
+            hold: LogHold::Live {
                 log: log.clone(),
                 _pin: pin,
             },
@@ -371,10 +371,10 @@ impl Disk {
 }
 
 impl Look {
-    /// What is looked at, without what was written to the scratch file.
+    /// The disk as of the point, without what was written to the scratch file.
     pub(crate) fn layers(&self) -> Layers<'_> {
         Layers {
-            base: Named {
+            base: NamedFile {
                 file: self.past.base.as_ref(),
                 path: &self.past.path,
             },
@@ -412,7 +412,7 @@ impl Backend for Look {
             past: self.past.clone(),
             engine: self.past.hold.engine(&event)?,
             event,
-            reads: Reads::default(),
+            reads: InFlightReads::default(),
             writes: Slab::new(),
             parts: Vec::new(),
             ended: Vec::new(),
@@ -430,14 +430,14 @@ impl Backend for Look {
         let append = |sector, sectors, extents: &mut Vec<Extent>| {
             let mut appended = Ok(());
             past.visit(sector..sector + sectors, &mut |seen| match seen {
-                Seen::Past(piece) if appended.is_ok() => {
+                LookPiece::Past(piece) if appended.is_ok() => {
                     appended = push_piece(extents, &piece, &*past.base, &past.path);
                 }
-                Seen::Past(_) => {}
-                Seen::Changed(part, content) => {
+                LookPiece::Past(_) => {}
+                LookPiece::Changed(part, content) => {
                     let allocation = match content {
-                        Content::Written => Allocation::Data,
-                        Content::Zero => Allocation::Hole,
+                        ScratchContent::Written => Allocation::Data,
+                        ScratchContent::Zero => Allocation::Hole,
                     };
                     push(extents, part.end - part.start, allocation);
                 }
@@ -452,7 +452,7 @@ impl Backend for Look {
         self.past.points.clone()
     }
 
-    /// What is written to a scratch disk has changed too.
+    /// Includes what was written to the scratch file.
     fn changes(
         &self,
         since: u64,
@@ -467,8 +467,8 @@ impl Backend for Look {
         let since = past.since(since)?;
         let append = |sector, sectors, changes: &mut Vec<Change>| {
             past.visit(sector..sector + sectors, &mut |seen| match seen {
-                Seen::Past(piece) => since.append(&piece, changes),
-                Seen::Changed(part, _) => push_change(changes, part.end - part.start, true),
+                LookPiece::Past(piece) => since.append(&piece, changes),
+                LookPiece::Changed(part, _) => push_change(changes, part.end - part.start, true),
             });
             Ok(())
         };
@@ -482,24 +482,24 @@ impl Backend for Look {
 
 /// One queue of a look.
 struct LookQueue {
-    past: Arc<Past>,
+    past: Arc<PastDisk>,
     engine: Box<dyn Engine>,
     event: Event,
-    reads: Reads,
+    reads: InFlightReads,
     /// The writes in flight: their tokens and sectors. The engine id of a write is its key here and [`WRITES`].
     writes: Slab<(u64, Range<u64>)>,
-    /// Requests that ended without the medium.
+    /// Completions of requests that needed no I/O.
     done: Vec<Completion>,
-    /// Memory for the next read's parts, and for ended operations.
-    parts: Vec<Part>,
-    ended: Vec<Done>,
+    /// Scratch lists for the next read's parts, and for ended operations.
+    parts: Vec<ReadPart>,
+    ended: Vec<IoCompletion>,
 }
 
-/// How far a request has come: it has ended, with the data of a read, or `None`: its completion comes later.
-type Begun = Option<Option<Buffer>>;
+/// The outcome of submitting a request: it has ended, with a read's data; or `None`: its completion comes later.
+type RequestOutcome = Option<Option<Buffer>>;
 
 impl LookQueue {
-    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<Begun, Failure> {
+    fn read(&mut self, token: u64, sector: u64, sectors: u32) -> Result<RequestOutcome, Failure> {
         let past = &self.past;
         check_read(sector, sectors, past.sectors)?;
         let range = sector..sector + u64::from(sectors);
@@ -510,7 +510,7 @@ impl LookQueue {
         Ok(read.map(Some))
     }
 
-    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<Begun, Failure> {
+    fn write(&mut self, token: u64, sector: u64, data: Buffer) -> Result<RequestOutcome, Failure> {
         let scratch = self.past.scratch.as_ref().ok_or(Failure::ReadOnly)?;
         let len = data.len();
         if !len.is_multiple_of(SECTOR_SIZE as usize) || len > MAX_REQUEST_BYTES {
@@ -534,15 +534,15 @@ impl LookQueue {
         Ok(None)
     }
 
-    fn zero(&mut self, sector: u64, sectors: u32) -> Result<Begun, Failure> {
+    fn zero(&mut self, sector: u64, sectors: u32) -> Result<RequestOutcome, Failure> {
         let scratch = self.past.scratch.as_ref().ok_or(Failure::ReadOnly)?;
         check_range(sector, u64::from(sectors), self.past.sectors)?;
         scratch.zero(sector..sector + u64::from(sectors));
         Ok(Some(None))
     }
 
-    /// Takes the end of an operation.
-    fn end(&mut self, end: Done) {
+    /// Handles the end of an operation.
+    fn end(&mut self, end: IoCompletion) {
         let past = &self.past;
         if end.id & WRITES == 0 {
             return self.done.extend(self.reads.end_part(&past.path, end));
@@ -553,8 +553,8 @@ impl LookQueue {
         };
         let result = match (end.result, &past.scratch) {
             (Ok(_), Some(scratch)) => {
-                // Only now do reads find it here: a write that fails leaves what was there before.
-                scratch.layer().set(sectors, Content::Written);
+                // Only now do reads find it: a failed write leaves what was there before.
+                scratch.layer().set(sectors, ScratchContent::Written);
                 Ok(None)
             }
             (Ok(_), None) => Ok(None),
@@ -595,7 +595,7 @@ impl BackendQueue for LookQueue {
     }
 
     fn completions(&mut self, done: &mut Vec<Completion>) {
-        // The event is cleared first, so that the next call sees every signal from here on.
+        // Clear the event first, so that no later signal is lost.
         self.event.clear();
         let mut ended = std::mem::take(&mut self.ended);
         self.engine.poll(&mut ended);

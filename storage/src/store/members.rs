@@ -1,7 +1,7 @@
-//! Disks that join or leave a log: one in use, and one that is closed.
+//! Disks that join or leave a log, in use or not.
 //!
-//! A disk that leaves an open log stays in the log's table, so it can be opened with the log again. [`leave_log`] also
-//! takes it out of the table:
+//! A disk that leaves a log in use stays in the log's table, so it can be opened with the log again. [`leave_log`] also
+//! removes it from the table:
 //!
 //! ```text
 //!   1. the log's records of the disk are copied to its image     (with all others: the checkpoint covers the log)
@@ -9,7 +9,7 @@
 //!   3. the new log's table names the disk                        (only [`move_to_log`]) it can be opened with either log
 //!   4. the old log's table names it no more
 //! ```
-//! Each step is durable before the next begins. Cut between two of them, the same command goes on.
+//! Each step is durable before the next begins. After a crash between two steps, the same command continues.
 
 use std::path::{Path, PathBuf};
 
@@ -21,12 +21,12 @@ use crate::catalog::snapshot::Snapshot;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::disk_state::DiskState;
-use crate::log::orders::{Adopt, KeeperTask};
+use crate::log::orders::{DiskAdoption, KeeperTask};
 use crate::log::state::Log;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::store::attach::{OpenBase, adopt, is_known, refuse_other_copy};
-use crate::store::create::{enrol, first_segment, refuse_unapplied};
+use crate::store::create::{first_segment, refuse_unapplied, register_disk};
 use crate::store::open::{Store, copy_closed};
 use crate::store::view::View;
 use crate::sync::{Arc, mpsc};
@@ -38,7 +38,7 @@ impl Store {
     /// As [`Store::open`] for this disk; the other disks are not affected.
     pub fn add_disk(&mut self, options: &DiskOptions) -> Result<&Disk> {
         let (added, adding) = mpsc::channel();
-        self.log.order(adding_of(&self.log, options, added))?;
+        self.log.order(add_task(&self.log, options, added))?;
         let state = adding.recv().map_err(|_| {
             let dir = self.log.dir.display();
             Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
@@ -50,12 +50,13 @@ impl Store {
         Ok(&self.disks[self.disks.len() - 1])
     }
 
-    /// Closes one disk while the others are in use: copies its records to its base image, which is then a plain raw image
-    /// and, once no [`Disk`] and [`Port`](crate::Port) of it is left, not locked any more. Those that are left fail their
-    /// writes. The log's table keeps the disk.
+    /// Closes one disk while the others stay in use: copies its records to its base image, which is then a plain raw
+    /// image, and unlocked once no [`Disk`] or [`Port`](crate::Port) of it is left. Writes through those that are left
+    /// fail. The disk stays in the log's table.
     ///
-    /// A log that keeps history copies nothing: it keeps the disk's records, and the image stays locked until the store is
-    /// closed. The disk can be [added](Self::add_disk) again. A log that is open for reading only copies nothing either.
+    /// If the log keeps history, nothing is copied: the log keeps the disk's records, and the image stays locked until
+    /// the store is closed. The disk can be [added](Self::add_disk) again. A log open for reading only copies nothing
+    /// either.
     ///
     /// # Errors
     /// If the disk is not one of [`disks`](Self::disks), or the copy fails. The disk then stays open.
@@ -71,7 +72,7 @@ impl Store {
                 ),
             )
         })?;
-        // A log that is open for reading only has no keeper, and nothing to copy.
+        // A log open for reading only has no keeper, and nothing to copy.
         if self.control.is_none() {
             let state = self.disks[place].state.clone();
             self.log.order(KeeperTask::Remove(state))?;
@@ -81,21 +82,21 @@ impl Store {
     }
 }
 
-/// The task to take on a disk, which is sent to `added`.
-pub(crate) fn adding_of(
+/// The task that adds a disk and sends it to `added`.
+pub(crate) fn add_task(
     log: &Log,
     options: &DiskOptions,
     added: mpsc::Sender<Arc<DiskState>>,
 ) -> KeeperTask {
     let (asked, dir, salt) = (options.clone(), log.dir.clone(), log.medium.salt());
-    let adopt: Adopt = Box::new(move |control, open, newest| {
-        let base = OpenBase::open(&asked, Use::Write, false)?;
+    let adopt: DiskAdoption = Box::new(move |control, open, newest| {
+        let base = OpenBase::open(&asked, Access::Write, false)?;
         adopt(base, control, open, &dir, (salt, newest))
     });
     KeeperTask::Add(options.clone(), adopt, added)
 }
 
-/// The points where taking a disk out of a log can be cut.
+/// Points where a crash can cut a disk's leaving of a log.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum LeaveStep {
     /// The image has all bytes.
@@ -107,19 +108,19 @@ enum LeaveStep {
 }
 
 /// Called at each step.
-type Reached<'a> = &'a mut dyn FnMut(LeaveStep);
+type StepHook<'a> = &'a mut dyn FnMut(LeaveStep);
 
-/// Takes the disk at `path` out of the log in `log_dir`: its image is a plain raw image afterwards, without a mark. The
-/// contents of the log's other disks stay as they are. Returns the images of those.
+/// Removes the disk at `path` from the log in `log_dir`: its image is then a plain raw image, without a mark. The
+/// contents of the log's other disks do not change. Returns their images.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect); or if the copy fails. The disk is then still one of the log.
+/// As [`inspect`](crate::inspect); or if the copy fails. The disk is then still on the log.
 pub fn leave_log(path: &Path, log_dir: &Path) -> Result<Vec<PathBuf>> {
     leave(path, log_dir, &mut |_| {})
 }
 
-fn leave(path: &Path, log_dir: &Path, reached: Reached<'_>) -> Result<Vec<PathBuf>> {
-    let (base, mut control, place) = emptied(path, log_dir)?;
+fn leave(path: &Path, log_dir: &Path, reached: StepHook<'_>) -> Result<Vec<PathBuf>> {
+    let (base, mut control, place) = open_emptied(path, log_dir)?;
     reached(LeaveStep::Copied);
     let unmarked = base.file.write_mark(None);
     let unmarked = unmarked.and_then(|_| base.file.sync_all());
@@ -131,8 +132,8 @@ fn leave(path: &Path, log_dir: &Path, reached: Reached<'_>) -> Result<Vec<PathBu
     Ok(control.image_paths())
 }
 
-/// Moves the disk at `path` from the log in `from` to the one in `to`, which is made with `options` if there is none. A
-/// disk that the log in `to` has and the one in `from` has not was moved before; a raw image that belongs to no log joins.
+/// Moves the disk at `path` from the log in `from` to the one in `to`, which is created with `options` if necessary. A
+/// disk that is only on the log in `to` has been moved already; a raw image on no log joins.
 ///
 /// # Errors
 /// As [`leave_log`] and [`import_disk`](crate::import_disk). The disk can then be opened with at least one of the logs.
@@ -145,7 +146,7 @@ fn move_log(
     from: &Path,
     to: &Path,
     options: &StoreOptions,
-    reached: Reached<'_>,
+    reached: StepHook<'_>,
 ) -> Result<()> {
     check_options(options)?;
     if real_path(from)? == real_path(to)? {
@@ -156,13 +157,13 @@ fn move_log(
     }
     let (base, old) = match knows(from, path)? {
         true => {
-            let (base, old, place) = emptied(path, from)?;
+            let (base, old, place) = open_emptied(path, from)?;
             (base, Some((old, place)))
         }
         // What a killed process wrote may be in the page cache only.
-        false if knows(to, path)? => return open_control(to, Use::Log)?.confirm(),
+        false if knows(to, path)? => return open_control(to, Access::Log)?.confirm(),
         false => {
-            let base = OpenBase::open(&DiskOptions::new(path), Use::Write, false)?;
+            let base = OpenBase::open(&DiskOptions::new(path), Access::Write, false)?;
             base.refuse_foreign(from)?;
             (base, None)
         }
@@ -173,17 +174,16 @@ fn move_log(
         if !is_known(&base, control) {
             refuse_other_copy(&base, control, to)?;
         }
-        enrol(control, path, base.file.as_ref(), path, base.size)?;
+        register_disk(control, path, base.file.as_ref(), path, base.size)?;
         reached(LeaveStep::Marked);
         Ok(())
     };
     let (mut new, made) = open_or_create_log(to, options, join)?;
-    match made {
-        true => first_segment(&new, to)?,
-        false => {
-            join(&mut new)?;
-            new.write()?;
-        }
+    if made {
+        first_segment(&new, to)?
+    } else {
+        join(&mut new)?;
+        new.write()?;
     }
     reached(LeaveStep::Joined);
     match old {
@@ -194,18 +194,18 @@ fn move_log(
     }
 }
 
-/// Whether there is a log that has an entry for the image.
+/// Whether there is a log with an entry for the image.
 fn knows(log_dir: &Path, path: &Path) -> Result<bool> {
-    let Some(control) = find_control(log_dir, Use::LogRead)? else {
+    let Some(control) = find_control(log_dir, Access::LogRead)? else {
         return Ok(false);
     };
-    let base = OpenBase::open(&DiskOptions::new(path), Use::Read, true)?;
+    let base = OpenBase::open(&DiskOptions::new(path), Access::Read, true)?;
     Ok(is_known(&base, &control))
 }
 
-/// Opens a disk and its log once the image has all bytes of the disk, and the log no record of it that a reader of the log
-/// would miss its entry for. Returns the image, the log, and the place of the disk's entry.
-fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)> {
+/// Opens a disk and its log, once the image has all of the disk's bytes and the log can do without the disk's entry.
+/// Returns the image, the log, and the place of the entry.
+fn open_emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)> {
     for copied in [false, true] {
         let View {
             base,
@@ -214,7 +214,7 @@ fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)
             rewound,
             last_lsn,
             ..
-        } = View::open(path, log_dir, Use::Write, None)?;
+        } = View::open(path, log_dir, Access::Write, None)?;
         let Some((control, place)) = log else {
             return Err(Error::new(
                 ErrorKind::NotFound,
@@ -228,7 +228,7 @@ fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)
         Snapshot::refuse_loss(&control.control, path, "the disk would leave its log")?;
         let entry = &control.control.disks[place];
         let applied = control.control.header.checkpoint_lsn.get();
-        // No record is behind the last one, whatever was given up.
+        // There is no record after the last one, whatever was discarded.
         let void = entry.void_lsn.get().min(last_lsn) > applied;
         if planted(Mutant::LeaveUncopied) {
             return Ok((base, control, place));
@@ -239,14 +239,14 @@ fn emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)
         if copied {
             break;
         }
-        // The extents have the segments open, and so locked.
+        // The extents keep the segments open, and so locked.
         drop((base, control, extents));
         copy_closed(path, log_dir)?;
     }
     Err(Error::new(
         ErrorKind::Locked,
         format!(
-            "{}: another process used the disk meanwhile; close it there, then try again",
+            "{}: another process used the disk in the meantime; close it there, then try again",
             path.display()
         ),
     ))
@@ -288,7 +288,7 @@ mod tests {
         Store::open(log, &disks, &options)
     }
 
-    /// The first page of a disk that is opened with this log.
+    /// The first page of a disk, opened with this log.
     fn first(log: &Path, disk: &Path) -> Result<u8> {
         let store = open(log, &[disk])?;
         let byte = byte(&mut store.disks()[0].open_port()?);
@@ -296,8 +296,8 @@ mod tests {
         Ok(byte)
     }
 
-    /// Two disks on one log that was closed without copying it: each with a record of its own byte.
-    fn unclosed(top: &Path) -> [PathBuf; 3] {
+    /// Two disks on a log that was closed without copying, each with a record of its own byte.
+    fn logged_disks(top: &Path) -> [PathBuf; 3] {
         let [a, b, log] = ["a", "b", "log"].map(|name| top.join("live").join(name));
         std::fs::create_dir_all(top.join("live")).unwrap();
         for disk in [&a, &b] {
@@ -314,10 +314,10 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_that_left_is_a_raw_image_and_the_others_have_what_they_had() {
+    fn a_disk_that_left_is_a_raw_image_and_the_others_are_unchanged() {
         for cut in [None, Some(LeaveStep::Copied), Some(LeaveStep::Marked)] {
             let dir = tempfile::tempdir().unwrap();
-            let [a, b, log] = unclosed(dir.path());
+            let [a, b, log] = logged_disks(dir.path());
             let again = dir.path().join("again");
             let others = leave(&a, &log, &mut |step| {
                 if Some(step) == cut {
@@ -329,7 +329,7 @@ mod tests {
                 None => [a, b, log],
                 Some(_) => {
                     let [a, b, log] = [a, b, log].map(|path| again.join(path.file_name().unwrap()));
-                    // What the cut left is a disk of the log still.
+                    // What the cut left is still a disk of the log.
                     assert_eq!(first(&log, &a).unwrap(), 7, "{cut:?}");
                     leave_log(&a, &log).unwrap();
                     [a, b, log]
@@ -348,7 +348,7 @@ mod tests {
         for shared in [false, true] {
             for cut in steps {
                 let dir = tempfile::tempdir().unwrap();
-                let [a, b, log] = unclosed(dir.path());
+                let [a, b, log] = logged_disks(dir.path());
                 let new = a.with_file_name("new");
                 if shared {
                     create_disk(&a.with_file_name("c"), MIB, &new, &options()).unwrap();
@@ -372,14 +372,14 @@ mod tests {
                 move_to_log(&a, &log, &new, &options()).unwrap();
                 assert_eq!(first(&new, &a).unwrap(), 7, "{cut:?}");
                 assert_eq!(first(&log, &b).unwrap(), 8, "{cut:?}");
-                let left = open_control(&log, Use::LogRead).unwrap().image_paths();
+                let left = open_control(&log, Access::LogRead).unwrap().image_paths();
                 assert_eq!(left, [b]);
                 assert_eq!(first(&log, &a).unwrap_err().kind(), ErrorKind::WrongLog);
             }
         }
     }
 
-    /// A raw image joins a log by being moved to it, and one that is imported is a copy on the log.
+    /// A raw image joins a log by being moved to it; an imported one is copied.
     #[test]
     fn raw_images_join_an_existing_log() {
         let dir = tempfile::tempdir().unwrap();
@@ -400,11 +400,11 @@ mod tests {
         assert!(same.unwrap_err().to_string().contains("already"));
     }
 
-    /// Where nothing is written, nothing is copied: the image stays as it is, and is not locked any more.
+    /// Nothing was written, so nothing is copied: the image does not change, and is unlocked.
     #[test]
     fn a_disk_leaves_a_log_that_is_open_for_reading_only() {
         let dir = tempfile::tempdir().unwrap();
-        let [a, b, log] = unclosed(dir.path());
+        let [a, b, log] = logged_disks(dir.path());
         let before = std::fs::read(&a).unwrap();
         let disks = [&a, &b].map(DiskOptions::new);
         let mut store = Store::open_read_only(&log, &disks, &options()).unwrap();
@@ -417,7 +417,7 @@ mod tests {
         assert_eq!(first(&log, &a).unwrap(), 7);
     }
 
-    /// A new disk at the path of one that left the log in use does not make the void records those of no disk.
+    /// A new disk at the path of one that left the log in use must not orphan the other's void records.
     #[test]
     fn a_disk_is_made_where_one_has_left_the_log_in_use() {
         let dir = tempfile::tempdir().unwrap();

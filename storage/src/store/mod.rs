@@ -13,7 +13,7 @@ pub(crate) mod look;
 pub(crate) mod members;
 pub(crate) mod open;
 pub(crate) mod other_format;
-pub(crate) mod part;
+pub(crate) mod part_file;
 pub(crate) mod point;
 pub(crate) mod resize;
 pub(crate) mod rewind;

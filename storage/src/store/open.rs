@@ -6,50 +6,49 @@ use crate::catalog::control::{
     ControlFile, find_control, has_log, open_control, open_or_create_log, register,
 };
 use crate::catalog::mark_text::MarkText;
-use crate::catalog::options::{DiskOptions, OnFull, StoreOptions, check_options};
-use crate::catalog::retain::Retain;
+use crate::catalog::options::{DiskOptions, FullLogPolicy, StoreOptions, check_options};
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::keeper::Keeper;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::log::clock::LogClock;
+use crate::log::commit_delay::CommitDelay;
 use crate::log::committer::Writer;
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
-use crate::log::gather::Gather;
-use crate::log::history::{Borders, Commit, SavedSince};
+use crate::log::history::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
-use crate::log::stamp::Stamps;
-use crate::log::state::{FailOnPanic, Log, State};
+use crate::log::state::{Log, LogState, PanicGuard};
 use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
 use crate::medium::engine::{self, EngineKind};
-use crate::medium::file::{Append, Segment};
+use crate::medium::file::{Appender, Segment};
 use crate::medium::filesystem;
-use crate::medium::lock::Use;
-use crate::medium::pace::{Pace, Slowed};
+use crate::medium::lock::Access;
+use crate::medium::pace::{Pace, SlowAppender};
 use crate::parallel::Progress;
-use crate::recovery::replay::{Indexes, read_for_recovery, read_log_until, recover};
+use crate::recovery::replay::{UnappliedByDisk, read_for_recovery, read_log_until, recover};
 use crate::recovery::scan::Scan;
 use crate::store::attach::{OpenBase, announce_open, attach, find};
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::thread::{self, JoinHandle};
-use crate::sync::{Arc, Call, Condvar, Mutex};
+use crate::sync::{Arc, Condvar, Mutex, WakeFlag};
 use crate::{LogCounters, MAX_REQUEST_BYTES, parallel};
 
-/// An open log with its disks. Dropping it closes it; [`close`](Self::close) also returns an error if closing
-/// fails.
+/// An open log with its disks. Dropping it closes it; [`close`](Self::close) also reports errors.
 pub struct Store {
     pub(crate) log: Arc<Log>,
     pub(crate) disks: Vec<Disk>,
     keeper: Option<JoinHandle<Result<()>>>,
     /// Dropped last: the log needs its writer until everything is durable.
     pub(crate) writer: Option<Writer>,
-    /// The control file of a log that is open for reading only: its lock keeps writers out. Otherwise the keeper has it.
+    /// The control file of a log open for reading only, whose lock keeps writers out. Otherwise the keeper has it.
     pub(crate) control: Option<ControlFile>,
 }
 
-/// Creates the log in `log_dir` for base images that belong to no log, or opens it if another process has created
-/// it meanwhile.
+/// Creates the log in `log_dir` for base images that belong to no log, or opens it if another process has just created
+/// it.
 fn first_control(
     bases: &[OpenBase],
     log_dir: &Path,
@@ -67,8 +66,8 @@ fn first_control(
 
 impl Store {
     /// Creates the log in `log_dir` for these disks if there is none, as [`open`](Self::open) would, and makes the
-    /// names of the log and the images durable. It is for a process that drops the privileges for this before it
-    /// opens the log.
+    /// names of the log and the images durable. For a process that drops the necessary privileges before it opens the
+    /// log.
     ///
     /// # Errors
     /// As [`open`](Self::open).
@@ -81,25 +80,25 @@ impl Store {
         if has_log(log_dir) {
             return filesystem::settle_name(log_dir);
         }
-        let bases = OpenBase::open_all(disks, Use::Write, false)?;
+        let bases = OpenBase::open_all(disks, Access::Write, false)?;
         first_control(&bases, log_dir, options).map(drop)
     }
 
-    /// Opens the log in `log_dir` with these disks and recovers it after a crash. If there is no log, it is created
-    /// for base images that belong to no other log.
+    /// Opens the log in `log_dir` with these disks, recovering it after a crash. If there is no log, creates it, for
+    /// base images that belong to no other log.
     ///
     /// # Errors
-    /// See [`ErrorKind`]. Unless it is [`ErrorKind::Io`], nothing was changed on the medium.
+    /// See [`ErrorKind`]. Unless it is [`ErrorKind::Io`], nothing on the medium has changed.
     pub fn open(log_dir: &Path, disks: &[DiskOptions], options: &StoreOptions) -> Result<Self> {
-        Self::open_telling(log_dir, disks, options, &mut |_, _| {})
+        Self::open_with_progress(log_dir, disks, options, &mut |_, _| {})
     }
 
-    /// As [`open`](Self::open), and reports the progress of recovery to `progress`. A log that was closed cleanly
-    /// needs no recovery: `progress` is not called.
+    /// As [`open`](Self::open), and reports the progress of recovery. For a cleanly closed log, which needs no
+    /// recovery, `progress` is not called.
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub fn open_telling(
+    pub fn open_with_progress(
         log_dir: &Path,
         disks: &[DiskOptions],
         options: &StoreOptions,
@@ -117,9 +116,9 @@ impl Store {
         Self::start(log, disks, keeper)
     }
 
-    /// Opens an existing log with these disks for reading only, whatever their options say: nothing is written, what is
-    /// only in the log is read from there. So the log and the images may be on a read-only file system, or of another user,
-    /// and several processes may have them open so at the same time.
+    /// Opens an existing log with these disks for reading only, whatever their options say. Nothing is written, and
+    /// what is only in the log is read from there. So the log and the images may be on a read-only file system or
+    /// belong to another user, and several processes may open them like this at the same time.
     ///
     /// # Errors
     /// As [`open`](Self::open); [`ErrorKind::NotFound`] if there is no log.
@@ -135,11 +134,11 @@ impl Store {
             engine,
             ..directory_to_read(log_dir, options.threads)
         };
-        let mut control = open_control(log_dir, Use::LogRead)?;
-        let bases = OpenBase::open_all(disks, Use::Read, true)?;
+        let mut control = open_control(log_dir, Access::LogRead)?;
+        let bases = OpenBase::open_all(disks, Access::Read, true)?;
         let read = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
-        let (scan, mut waiting) = read;
-        let found = find(&bases, &control, log_dir, &waiting)?;
+        let (scan, mut unapplied) = read;
+        let found = find(&bases, &control, log_dir, &unapplied)?;
         let newest = control.control.with_rewinds(scan.last.lsn);
         for (base, place) in bases.iter().zip(&found) {
             base.without_past(&mut control, *place, newest)?;
@@ -163,7 +162,7 @@ impl Store {
             state.rewinds = Mutex::new(control.rewinds_of(state.id).copied().collect());
             state.since_lsn = control.since(state.id);
             let mut index = state.index_mut();
-            index.active = waiting.remove(&state.id).unwrap_or_default().extents;
+            index.active = unapplied.remove(&state.id).unwrap_or_default().extents;
             index.count_in(&log.counters.index);
             drop(index);
             Disk {
@@ -184,14 +183,14 @@ impl Store {
     pub(crate) fn start(log: Arc<Log>, disks: Vec<Disk>, keeper: Keeper) -> Result<Self> {
         let failed = |error| Error::io("start the log's threads", &log.dir, error);
         for absent in &keeper.disks[disks.len()..] {
-            absent.aside.store(true, Ordering::Relaxed);
+            absent.detached.store(true, Ordering::Relaxed);
         }
         let writer = Some(Writer::start(&log).map_err(failed)?);
         let keeper = thread::Builder::new()
             .name("log-keeper".into())
             .spawn(move || {
                 let log = keeper.log.clone();
-                let _failing = FailOnPanic::new(&log);
+                let _failing = PanicGuard::new(&log);
                 keeper.run()
             });
         let keeper = Some(keeper.map_err(failed)?);
@@ -227,12 +226,11 @@ impl Store {
     }
 
     /// Makes everything durable, copies the log to the base images, and closes. The base images are then plain raw
-    /// images, unless [`StoreOptions::close_time`] has passed before: a warning in the log of the process then says
-    /// how much stays in the log, and the next open goes on copying it. Every [`Port`](crate::Port) should have been
-    /// dropped before.
+    /// images, unless [`StoreOptions::close_time`] ran out first: then a warning says how much stays in the log, and
+    /// the next open goes on copying. Drop every [`Port`](crate::Port) before.
     ///
     /// # Errors
-    /// If the log had failed, or the copy fails. Nothing acknowledged is lost: the next open recovers it.
+    /// If the log had failed, or the copy fails. Nothing acknowledged is lost; the next open recovers it.
     pub fn close(mut self) -> Result<()> {
         self.stop()
     }
@@ -240,7 +238,7 @@ impl Store {
     /// [Closes](Self::close) several logs at the same time.
     ///
     /// # Errors
-    /// The error of the first log that can't be closed; the others are closed all the same.
+    /// The error of the first log that can't be closed. The others are closed all the same.
     pub fn close_all(stores: Vec<Self>) -> Result<()> {
         stores.iter().for_each(|store| store.log.stop_keeper());
         let closed: Vec<_> = stores.into_iter().map(Self::close).collect();
@@ -274,7 +272,7 @@ impl Drop for Store {
 /// Opens a log with this disk, and closes it once the base images have everything.
 ///
 /// # Errors
-/// If the log keeps history, which would end.
+/// If the log keeps history, which this would end.
 pub(crate) fn copy_closed(path: &Path, log_dir: &Path) -> Result<()> {
     let medium = Box::new(directory(log_dir, EngineKind::Blocking));
     let (disks, options) = ([DiskOptions::new(path)], StoreOptions::default());
@@ -292,8 +290,7 @@ pub(crate) fn copy_closed(path: &Path, log_dir: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Opens the log in `log_dir` with these disks, as [`Store::open`] does, and makes it ready to run. The keeper's
-/// thread has not been started.
+/// Opens the log in `log_dir` with these disks, as [`Store::open`] does, ready to run but without starting threads.
 pub(crate) fn open_log(
     medium: Box<dyn Medium>,
     log_dir: &Path,
@@ -301,8 +298,8 @@ pub(crate) fn open_log(
     options: &StoreOptions,
     progress: Progress<'_>,
 ) -> Result<(Arc<Log>, Vec<Disk>, Keeper)> {
-    let control = find_control(log_dir, Use::Log)?;
-    let bases = OpenBase::open_all(disks, Use::Write, control.is_some())?;
+    let control = find_control(log_dir, Access::Log)?;
+    let bases = OpenBase::open_all(disks, Access::Write, control.is_some())?;
     let mut control = match control {
         Some(control) => control,
         None => first_control(&bases, log_dir, options)?,
@@ -321,24 +318,23 @@ pub(crate) fn open_log(
     Ok((log, disks, keeper))
 }
 
-/// Recovers a log that was read, for all disks that have records in it, and makes it ready to run. The keeper's
-/// thread has not been started.
+/// Recovers a log that was read, for all disks with records in it, and makes it ready to run without starting threads.
 fn assemble(
     medium: Box<dyn Medium>,
     log_dir: &Path,
     mut control: ControlFile,
     states: &[Arc<DiskState>],
-    read: (Scan, Indexes),
+    read: (Scan, UnappliedByDisk),
     options: &StoreOptions,
 ) -> Result<(Arc<Log>, Keeper)> {
     for state in states {
         announce_open(&mut control, state, medium.salt());
     }
     let history = &mut control.control.history;
-    let retain = options.retain.unwrap_or(Retain::of(history));
+    let retain = options.retain.unwrap_or(Retention::of(history));
     retain.set(&mut control.control)?;
     let pinned = control.control.pinned();
-    let keeps_history = retain != Retain::Nothing || pinned.is_some();
+    let keeps_history = retain != Retention::Nothing || pinned.is_some();
     let (scan, free) = recover(&mut control, states, read, keeps_history)?;
     // The marks must be durable before the first record is logged.
     let marked = states.iter().map(|state| state.mark(true));
@@ -351,7 +347,7 @@ fn assemble(
             }
         }
     })?;
-    // Also if no record counts: a restore in place has undone them all.
+    // Even if no record counts, because a restore in place has undone them all.
     let frozen = states.iter().any(|state| state.index().frozen.is_some());
     let recovered = frozen.then_some(scan.last.lsn);
     let log = Arc::new(new_log(log_dir, &control, medium, (scan, free), options));
@@ -363,13 +359,13 @@ fn assemble(
     Ok((log, keeper))
 }
 
-/// How the log's leader appends to the medium, as slowly as the options say.
-fn appender(medium: &dyn Medium, options: &StoreOptions) -> Box<dyn Append> {
+/// The log's appender, as slow as the options say.
+fn appender(medium: &dyn Medium, options: &StoreOptions) -> Box<dyn Appender> {
     let medium = medium.appender();
     if !options.leader_alone() && options.sync_latency.is_zero() {
         return medium;
     }
-    Box::new(Slowed {
+    Box::new(SlowAppender {
         medium,
         pace: Pace::new(options.operations_per_second, options.operation_latency),
         sync_latency: options.sync_latency,
@@ -395,19 +391,19 @@ fn new_log(
         scan.live.into(),
         free.into(),
     );
-    let gather = Gather::new(options.commit_wait);
+    let commit_delay = CommitDelay::new(options.commit_wait);
     let newest = (
         control.newest_time(scan.last.lsn, scan.last.unix_us),
         scan.passed,
     );
-    let stamps = Stamps::open(log_dir, newest, control.born());
-    let mut state = State::new(pipeline, ring, gather, stamps);
+    let clock = LogClock::open(log_dir, newest, control.created_us());
+    let mut state = LogState::new(pipeline, ring, commit_delay, clock);
     state.horizon = scan.horizon;
-    state.keeper.retain = Retain::of(&control.control.history);
+    state.keeper.retain = Retention::of(&control.control.history);
     state.keeper.snapshots = Snapshot::all(&control.control);
-    state.keeper.staying = Snapshot::staying(&control.control);
+    state.keeper.inside_rewinds = Snapshot::inside_rewinds(&control.control);
     state.keeper.reached = checkpoint_lsn;
-    state.keeper.pauses = options.on_full == OnFull::Pause;
+    state.keeper.pauses = options.on_full == FullLogPolicy::Pause;
     Log {
         dir: log_dir.to_path_buf(),
         uuid: header.log,
@@ -423,14 +419,13 @@ fn new_log(
         held_back: AtomicBool::new(false),
         reads: AtomicU64::new(0),
         counters: Counters::default(),
-        borders: Borders::default(),
-        saved_since: SavedSince::default(),
+        positions: PositionCache::default(),
+        saved_since: SavedExtentsCache::default(),
         state: Mutex::new(state),
-        leader_called: Call::default(),
+        leader_called: WakeFlag::default(),
         keeper_wanted: Condvar::new(),
     }
 }
 
-// A request longer than a quarter of a segment is refused. With the default segment size the documented limit must
-// fit.
+// Requests longer than a quarter of a segment are refused; the documented limit must fit the default segment size.
 const _: () = assert!(MAX_REQUEST_BYTES as u64 <= (64 << 20) / 4);

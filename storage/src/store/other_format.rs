@@ -1,19 +1,19 @@
-//! Images of formats other than raw, told by their first bytes.
+//! Detecting images in formats other than raw, by their first bytes.
 //!
-//! A guest too may write such bytes to its disk: whoever encrypts a whole disk writes a LUKS header. So only an image that
-//! is no disk of a log yet is suspicious.
+//! A guest may write such bytes to its disk too: encrypting a whole disk writes a LUKS header. So only an image that is
+//! not a disk on a log yet is suspicious.
 
 use std::path::Path;
 
 use crate::catalog::options::ImageFormat;
 use crate::error::{Error, Result, invalid};
-use crate::medium::filesystem::{Open, files};
-use crate::medium::mark::Mark;
+use crate::medium::filesystem::{OpenMode, files};
+use crate::medium::mark::ImageMark;
 
-/// How many bytes tell the format.
+/// How many bytes decide.
 const HEAD: u64 = 512;
 
-/// The formats: how an image begins from which byte on, and its name.
+/// The formats: offset and value of the magic, and the name.
 const FORMATS: [(usize, &[u8], &str); 9] = [
     (0, b"QFI\xfb", "qcow2"),
     (0, b"KDMV", "VMDK"),
@@ -28,19 +28,19 @@ const FORMATS: [(usize, &[u8], &str); 9] = [
 
 const LUKS: &[u8] = b"LUKS\xba\xbe";
 
-/// Refuses an image without a mark that begins as one of another format does, unless it is known to be raw. The image is
-/// open and locked.
+/// Refuses an image without a mark that starts like another format, unless it is known to be raw. The image is open and
+/// locked.
 pub(crate) fn refuse_other_format(
     path: &Path,
-    mark: Option<&Mark>,
+    mark: Option<&ImageMark>,
     format: ImageFormat,
 ) -> Result<()> {
     if mark.is_some() || format == ImageFormat::Raw {
         return Ok(());
     }
     let read = || {
-        // Through the page cache, because a short file has no whole sector.
-        let file = files().open(path, Open::Read)?;
+        // Through the page cache, because a short file may not have a whole sector.
+        let file = files().open(path, OpenMode::Read)?;
         let mut head = vec![0; file.len()?.min(HEAD) as usize];
         file.read_exact_at(&mut head, 0)?;
         Ok(head)
@@ -53,15 +53,16 @@ pub(crate) fn refuse_other_format(
         return Ok(());
     };
     let path = path.display();
-    let source = match *magic == LUKS {
-        true => format!(
+    let source = if *magic == LUKS {
+        format!(
             "--object secret,id=key,file=KEYFILE --image-opts driver=luks,key-secret=key,file.filename={path}"
-        ),
-        false => path.to_string(),
+        )
+    } else {
+        path.to_string()
     };
     Err(invalid(format!(
-        "{path}: begins as a {name} image does, and disks are raw images; convert it with 'qemu-img convert -O raw {source} \
-         NEW', or, if these are the first bytes of the disk itself, say so: format=raw with --disk, --format raw with \
-         'disk import'"
+        "{path}: starts like a {name} image, and disks are raw images; convert it with 'qemu-img convert -O raw \
+         {source} NEW', or, if these are the first bytes of the disk itself, say so: format=raw with --disk, --format \
+         raw with 'disk import'"
     )))
 }

@@ -4,7 +4,7 @@
 //!   base image ─ horizon ──▶ commit ──▶ commit ──▶ commit ─ newest
 //!                └──── each of these states of the disk can be brought back ────┘
 //! ```
-//! A checkpoint moves the horizon: the base image then holds all records up to the new one.
+//! A checkpoint moves the horizon: the base image then holds all records up to there.
 
 use std::cmp::Ordering;
 use std::fmt;
@@ -16,7 +16,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::log::history::Commit;
 use crate::medium::filesystem::parent;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 
 /// A point in the history of a log: after one of its records.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -25,20 +25,20 @@ pub enum Point {
     Lsn(u64),
     /// After the last record of the commit group with this ID.
     Cid(u64),
-    /// After the last record that was in the log at this time, in microseconds since 1970 by the wall clock. The times of
-    /// the log are those of its batches, and never go back.
+    /// After the last record that was in the log at this time, in microseconds since 1970 by the wall clock. The log's
+    /// times are those of its batches, and never go back.
     Time(u64),
-    /// The state that a snapshot names.
+    /// The state named by a snapshot.
     Snapshot(SnapshotName),
     /// After the newest record.
     Newest,
 }
 
 impl Point {
-    /// Where a record is, which has these numbers: [`Less`](Ordering::Less) before the point.
+    /// Compares a record with the point: [`Less`](Ordering::Less) if it comes before.
     ///
     /// # Panics
-    /// If the point is a snapshot, which has to be [found](Self::found) first.
+    /// If the point is a snapshot; [resolve](Self::resolve_snapshot) it first.
     pub fn compare(&self, lsn: u64, cid: u64, unix_us: u64) -> Ordering {
         match *self {
             Self::Snapshot(name) => panic!("the place of snapshot '{name}' is not known"),
@@ -49,22 +49,22 @@ impl Point {
         }
     }
 
-    /// The same point; a snapshot is looked up in the log.
+    /// Resolves a snapshot to its LSN by looking it up in the log; other points stay as they are.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] if the log, or the snapshot, does not exist; or the log can't be read.
-    pub fn found(self, log_dir: &Path) -> Result<Self> {
+    pub fn resolve_snapshot(self, log_dir: &Path) -> Result<Self> {
         match self {
             Self::Snapshot(_) => {
-                let control = open_control(log_dir, Use::LogRead)?;
-                self.numbered(&control.control, log_dir)
+                let control = open_control(log_dir, Access::LogRead)?;
+                self.resolve_snapshot_in(&control.control, log_dir)
             }
             point => Ok(point),
         }
     }
 
-    /// The same point; a snapshot is looked up in the control file of the log.
-    pub(crate) fn numbered(self, control: &Control, log_dir: &Path) -> Result<Self> {
+    /// As [`resolve_snapshot`](Self::resolve_snapshot), given the log's control file.
+    pub(crate) fn resolve_snapshot_in(self, control: &Control, log_dir: &Path) -> Result<Self> {
         match self {
             Self::Snapshot(name) => match Snapshot::find(name, control) {
                 Ok(snapshot) => Ok(Self::Lsn(snapshot.lsn)),
@@ -74,11 +74,12 @@ impl Point {
         }
     }
 
-    /// The LSN of the last record, or restore in place, up to this point, for a disk of the log. `read` calls its argument with
-    /// each record of the log, in LSN order.
+    /// Resolves the point, for a disk of the log, to the LSN of the last record or restore in place up to it. `read`
+    /// calls its argument with each record of the log, in LSN order.
     ///
     /// # Errors
-    /// [`ErrorKind::NotFound`] if the disk can't be brought back there; the error names the nearest points. Those of `read`.
+    /// [`ErrorKind::NotFound`] if the disk can't be restored to the point; the error names the nearest ones. Errors of
+    /// `read`.
     pub(crate) fn resolve(
         self,
         log_dir: &Path,
@@ -86,9 +87,9 @@ impl Point {
         disk_id: u32,
         read: impl FnOnce(&mut dyn FnMut(&Commit)) -> Result<()>,
     ) -> Result<u64> {
-        // These may be in the past of the disk's other image, and not be found for that reason.
+        // Check first whether these are in the past of another image, which would explain why they can't be found.
         if let Self::Lsn(_) | Self::Snapshot(_) = self
-            && let Self::Lsn(lsn) = self.numbered(control, log_dir)?
+            && let Self::Lsn(lsn) = self.resolve_snapshot_in(control, log_dir)?
         {
             self.refuse_lost(lsn, log_dir, control, disk_id)?;
         }
@@ -125,12 +126,12 @@ impl Point {
         if let Self::Snapshot(name) = self {
             let found = Snapshot::find(name, control).map_err(|error| error.of_file(log_dir))?;
             if !found.has(disk_id) {
-                return Err(self.refused(log_dir, "it is a snapshot of another disk alone"));
+                return Err(self.refused(log_dir, "it is a snapshot of another disk only"));
             }
-            let point = self.numbered(control, log_dir)?;
+            let point = self.resolve_snapshot_in(control, log_dir)?;
             return point.lsn(log_dir, control, disk_id, read);
         }
-        // Saved files have what the base images do not have any more.
+        // Saved files have what the base images no longer have.
         if let Self::Lsn(lsn) = self
             && control.has_saved(lsn, disk_id)
         {
@@ -138,7 +139,7 @@ impl Point {
         }
         let horizon = control.horizon_of(disk_id);
         match self {
-            // The base image alone; the record itself may have left the log.
+            // Just the base image; the record itself may have left the log.
             Self::Lsn(lsn) if lsn == horizon => return Ok(horizon),
             // After a restore in place, of this disk or another one.
             Self::Lsn(lsn) if lsn > horizon && control.is_rewind(lsn) => return Ok(lsn),

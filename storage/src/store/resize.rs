@@ -1,13 +1,13 @@
-//! Resizing a disk that is not in use: a change of two files that a crash may cut anywhere.
+//! Resizing a disk that is not in use: a change to two files that a crash may cut anywhere.
 //!
 //! ```text
 //!   1. control file: size = the smaller one, resizing = 1     "what is longer in the base image is void"
 //!   2. base image:   its new length, synced
 //!   3. control file: size = the new one, resizing = 0
 //! ```
-//! Cut before 1 or after 3 the disk has its old or its new size. Cut between them, it has the smaller of the two,
-//! and the next open cuts the base image to that: growing never happened, shrinking did. Each step is durable
-//! before the next begins, and no step needs space.
+//! After a crash before step 1 or after step 3, the disk has its old or its new size. After one in between, it has the
+//! smaller of the two, and the next open cuts the base image to it: growing never happened, shrinking did. Each step is
+//! durable before the next begins, and no step needs space.
 
 use std::path::Path;
 
@@ -18,24 +18,24 @@ use crate::catalog::options::{Resize, check_size};
 use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::set_size;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::store::open::copy_closed;
 use crate::store::view::View;
 
-/// The points where a resize can be cut.
+/// Points where a crash can cut a resize.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum ResizeStep {
     Announced,
     Sized,
 }
 
-/// Resizes the disk at `path`. New space reads as zeroes. A disk is shrunk only if everything that would be cut off
-/// is zero, or if `lose_data` is set.
+/// Resizes the disk at `path`. New space reads as zeroes. Shrinks the disk only if everything cut off is zero, or if
+/// `lose_data` is set.
 ///
 /// # Errors
-/// As [`inspect`](crate::inspect); [`ErrorKind::InvalidInput`] if the size is no positive multiple of 512, or data
-/// would be lost. The disk is unchanged then.
+/// As [`inspect`](crate::inspect); [`ErrorKind::InvalidInput`] if the size is not a positive multiple of 512, or data
+/// would be lost. The disk is then unchanged.
 pub fn resize_disk(path: &Path, size: u64, log_dir: &Path, lose_data: bool) -> Result<Resize> {
     resize(path, size, log_dir, lose_data, &mut |_| Ok(()))
 }
@@ -48,27 +48,27 @@ fn resize(
     reached: &mut dyn FnMut(ResizeStep) -> Result<()>,
 ) -> Result<Resize> {
     check_size(path, size)?;
-    let view = View::open(path, log_dir, Use::Write, None)?;
+    let view = View::open(path, log_dir, Access::Write, None)?;
     if let Some((control, _)) = view.log.as_ref().filter(|_| size < view.size) {
-        let what = format!("what is behind byte {size} would be cut off");
+        let what = format!("everything after byte {size} would be cut off");
         Snapshot::refuse_loss(&control.control, path, &what)?;
     }
-    let view = match size < view.size && holds_records(&view) {
-        false => view,
-        // No record may reach behind the new end, so all records go to the base image first.
-        true => {
-            refuse_loss(&view, size, lose_data)?;
-            drop(view);
-            copy_closed(path, log_dir)?;
-            View::open(path, log_dir, Use::Write, None)?
-        }
+    let view = if size < view.size && holds_records(&view) {
+        // No record may reach beyond the new end, so first copy all records to the base image.
+
+        refuse_loss(&view, size, lose_data)?;
+        drop(view);
+        copy_closed(path, log_dir)?;
+        View::open(path, log_dir, Access::Write, None)?
+    } else {
+        view
     };
     refuse_loss(&view, size, lose_data)?;
     if size < view.size && holds_records(&view) {
         return Err(Error::new(
             ErrorKind::Locked,
             format!(
-                "{}: another process used the disk meanwhile; close it there, then try again",
+                "{}: another process used the disk in the meantime; close it there, then try again",
                 path.display()
             ),
         ));
@@ -84,14 +84,14 @@ fn resize(
     (entry.size, entry.resizing) = (U64::new(smaller), 1);
     entry.cut_samples(smaller);
     let disk_id = entry.id.get();
-    // A new length is a write too.
+    // Changing the length counts as a write.
     control.control.set_written(disk_id, 0);
     if !planted(Mutant::ResizeUnannounced) {
         control.write()?;
     }
     reached(ResizeStep::Announced)?;
     if view.base.size > smaller {
-        // This also cuts off what an earlier, interrupted resize left: it must not come back as new space.
+        // Also cuts off what an earlier, interrupted resize left, which must not come back as new space.
         set_size(view.base.file.as_ref(), path, smaller)?;
     }
     set_size(view.base.file.as_ref(), path, size)?;
@@ -104,7 +104,7 @@ fn resize(
     Ok(done)
 }
 
-/// Whether the log has records of the disk that its image does not have, and that count or may count again.
+/// Whether the log has records of the disk that are not in its image and that count, or may count again.
 fn holds_records(view: &View) -> bool {
     view.rewound || !view.extents.is_empty()
 }
@@ -114,8 +114,8 @@ fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {
         return Ok(());
     }
     Err(invalid(format!(
-        "{}: holds data behind byte {size}, which shrinking from {} bytes would lose; shrink the file system first, \
-         or discard the data with --shrink",
+        "{}: holds data after byte {size}, which shrinking from {} bytes would lose; shrink the file system first, or \
+         discard the data with --shrink",
         view.base.options.path.display(),
         view.size
     )))
@@ -160,8 +160,7 @@ pub(crate) mod tests {
         (dir, store)
     }
 
-    /// A disk of 4 MiB with `first` in its first page and `last` in its last, as a crash leaves it: both pages only
-    /// in the log.
+    /// A disk of 4 MiB as a crash leaves it, with data in its first page and `last` in its last, both only in the log.
     fn crashed(dir: &Path, last: u8) -> PathBuf {
         let (from, to) = (dir.join("from"), dir.join("to"));
         let (disk, copy) = (from.join("disk.img"), to.join("disk.img"));
@@ -199,9 +198,10 @@ pub(crate) mod tests {
         for entry in std::fs::read_dir(from).unwrap() {
             let entry = entry.unwrap();
             let to = to.join(entry.file_name());
-            match entry.file_type().unwrap().is_dir() {
-                true => copy_all(&entry.path(), &to),
-                false => copy_image(&entry.path(), &to),
+            if entry.file_type().unwrap().is_dir() {
+                copy_all(&entry.path(), &to)
+            } else {
+                copy_image(&entry.path(), &to)
             }
         }
     }
@@ -220,9 +220,12 @@ pub(crate) mod tests {
                 let dir = tempfile::tempdir().unwrap();
                 let disk = crashed(dir.path(), 2);
                 let log = default_log_dir(&disk);
-                let ended = resize(&disk, size, &log, true, &mut |step| match step == cut {
-                    true => Err(invalid("cut".to_owned())),
-                    false => Ok(()),
+                let ended = resize(&disk, size, &log, true, &mut |step| {
+                    if step == cut {
+                        Err(invalid("cut".to_owned()))
+                    } else {
+                        Ok(())
+                    }
                 });
                 assert_eq!(ended.unwrap_err().to_string(), "cut");
                 // Inspecting changes nothing, and shows the size that the next open will give the disk.
@@ -232,7 +235,7 @@ pub(crate) mod tests {
                 export_disk(&disk, &log, &raw, false, None, &mut |_, _| {}).unwrap();
                 assert_eq!(raw.metadata().unwrap().len(), left);
                 assert_eq!(disk.metadata().unwrap().len(), length);
-                // In either case the next resize starts from the smaller size: what was cut off does not come back.
+                // Either way, the next resize starts from the smaller size: what was cut off does not come back.
                 let again = dir.path().join("again");
                 std::fs::create_dir(&again).unwrap();
                 for from in [&log.join("control"), &log.join("segment-00000"), &disk] {

@@ -1,6 +1,7 @@
-//! Writes to a look: they go to a file that is thrown away with the look.
+//! Writes to a look, which go to a file that is thrown away with the look.
 //!
-//! A byte of the disk has the same place in the file. The file is sparse, so it takes as much space as what was written.
+//! The disk's bytes have the same offsets in the file. The file is sparse, so it takes only the space of what was
+//! written.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -18,29 +19,29 @@ use crate::medium::file::DataFile;
 use crate::medium::host;
 use crate::sync::{Arc, Mutex, MutexGuard};
 
-/// Makes a file without a name for the writes to a [`Look`](crate::Look), in the directory that `TMPDIR` names, else in
-/// `/var/tmp`. It is gone when it is closed, also after a kill.
+/// Makes an unnamed file for the writes to a [`Look`](crate::Look), in `$TMPDIR` or `/var/tmp`. It is gone once closed,
+/// even by a kill.
 ///
 /// # Errors
-/// If the directory takes no such file.
+/// If no such file can be made in the directory.
 pub fn scratch_file() -> Result<File> {
     let directory = std::env::var_os("TMPDIR").filter(|named| !named.is_empty());
     let directory = PathBuf::from(directory.unwrap_or_else(|| "/var/tmp".into()));
-    unnamed(&directory).map_err(|error| {
+    create_unnamed_file(&directory).map_err(|error| {
         let doing = "make a scratch file there; TMPDIR can name another directory";
         Error::io(doing, &directory, error)
     })
 }
 
-/// Makes a file without a name in a directory.
-fn unnamed(directory: &Path) -> io::Result<File> {
+/// Makes an unnamed file in a directory.
+fn create_unnamed_file(directory: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
     options.read(true).write(true).mode(0o600);
     let flags = OFlags::TMPFILE.bits() as i32;
     if let Ok(file) = options.clone().custom_flags(flags).open(directory) {
         return Ok(file);
     }
-    // Few file systems can't do that. There the file loses its name at once.
+    // A few file systems can't do that. There, create a file and remove its name at once.
     let number = u64::from_le_bytes(host::random());
     let path = directory.join(format!("walvisor-scratch-{number:016x}"));
     let file = options.create_new(true).open(&path)?;
@@ -48,10 +49,10 @@ fn unnamed(directory: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-/// What was written to a look, for all its queues.
+/// What was written to a look, shared by its queues.
 pub(crate) struct Scratch {
     file: Arc<File>,
-    written: Mutex<Layer>,
+    written: Mutex<ScratchMap>,
 }
 
 impl Scratch {
@@ -68,11 +69,11 @@ impl Scratch {
         self.file.clone()
     }
 
-    pub(crate) fn layer(&self) -> MutexGuard<'_, Layer> {
+    pub(crate) fn layer(&self) -> MutexGuard<'_, ScratchMap> {
         self.written.lock().expect("scratch lock")
     }
 
-    /// Prepares a write: from now on it can't fail for want of space, so it is never done by half.
+    /// Reserves space for a write, so that it can't fail half-way for lack of it.
     pub(crate) fn reserve(&self, sectors: &Range<u64>) -> io::Result<()> {
         if self.layer().has_all(sectors.clone()) {
             return Ok(());
@@ -87,8 +88,8 @@ impl Scratch {
 
     /// Makes sectors read as zeroes.
     pub(crate) fn zero(&self, sectors: Range<u64>) {
-        self.layer().set(sectors.clone(), Content::Zero);
-        // Gives space back, best effort: these bytes are not read any more.
+        self.layer().set(sectors.clone(), ScratchContent::Zero);
+        // Free the space, best effort; these bytes are never read again.
         let (offset, len) = (sectors.start * SECTOR_SIZE, sectors.end - sectors.start);
         let mode = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
         let _ = rustix::fs::fallocate(&*self.file, mode, offset, len * SECTOR_SIZE);
@@ -97,7 +98,7 @@ impl Scratch {
 
 /// What the sectors of a range hold.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Content {
+pub(crate) enum ScratchContent {
     /// The bytes in the scratch file.
     Written,
     Zero,
@@ -105,16 +106,16 @@ pub(crate) enum Content {
 
 /// The sectors that were written, or zeroed, in ranges that do not overlap.
 #[derive(Debug, Default)]
-pub(crate) struct Layer {
+pub(crate) struct ScratchMap {
     /// By first sector: the end, and the content.
-    ranges: BTreeMap<u64, (u64, Content)>,
+    ranges: BTreeMap<u64, (u64, ScratchContent)>,
 }
 
-impl Layer {
-    /// Gives a range, which is not empty, this content.
-    pub(crate) fn set(&mut self, sectors: Range<u64>, content: Content) {
+impl ScratchMap {
+    /// Sets the content of a non-empty range.
+    pub(crate) fn set(&mut self, sectors: Range<u64>, content: ScratchContent) {
         let Range { mut start, mut end } = sectors;
-        // A range that touches this one is joined with it, or keeps what lies outside.
+        // Join touching ranges of the same content; cut others to what lies outside.
         let touching = self.ranges.range(..=end).rev();
         let touching = touching.take_while(|(_, (old_end, _))| *old_end >= start);
         let touching: Vec<_> = touching.map(|(&first, &old)| (first, old)).collect();
@@ -138,7 +139,7 @@ impl Layer {
     pub(crate) fn visit(
         &self,
         sectors: Range<u64>,
-        each: &mut impl FnMut(Range<u64>, Option<Content>),
+        each: &mut impl FnMut(Range<u64>, Option<ScratchContent>),
     ) {
         let Range { mut start, end } = sectors;
         let before = self.ranges.range(..=start).next_back();
@@ -164,7 +165,7 @@ impl Layer {
     fn has_all(&self, sectors: Range<u64>) -> bool {
         let mut all = true;
         self.visit(sectors, &mut |_, content| {
-            all &= content == Some(Content::Written);
+            all &= content == Some(ScratchContent::Written);
         });
         all
     }
@@ -177,15 +178,15 @@ mod tests {
     #[test]
     fn a_scratch_file_has_no_name() {
         let dir = tempfile::tempdir().unwrap();
-        let file = unnamed(dir.path()).unwrap();
+        let file = create_unnamed_file(dir.path()).unwrap();
         DataFile::write_all_at(&file, &[1], 0).unwrap();
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
-        assert!(unnamed(&dir.path().join("missing")).is_err());
+        assert!(create_unnamed_file(&dir.path().join("missing")).is_err());
     }
 
-    /// A layer and a list of sectors agree, whatever is set.
+    /// The map and a list of sectors agree, whatever is set.
     #[test]
-    fn a_layer_has_what_was_set_last() {
+    fn the_map_has_what_was_set_last() {
         let mut random = 1_u64;
         let mut below = |limit: u64| {
             random = random
@@ -194,11 +195,11 @@ mod tests {
             (random >> 33) % limit
         };
         for _ in 0..200 {
-            let (mut layer, mut model) = (Layer::default(), [None; 40]);
+            let (mut layer, mut model) = (ScratchMap::default(), [None; 40]);
             for _ in 0..30 {
                 let start = below(40);
                 let end = start + 1 + below(40 - start);
-                let content = [Content::Written, Content::Zero][below(2) as usize];
+                let content = [ScratchContent::Written, ScratchContent::Zero][below(2) as usize];
                 layer.set(start..end, content);
                 model[start as usize..end as usize].fill(Some(content));
                 let from = below(40);
@@ -207,7 +208,7 @@ mod tests {
                 layer.visit(from..to, &mut |part, content| {
                     assert!(part.start == at && part.end > at);
                     assert_ne!(last, Some(content), "neighbours are joined");
-                    let is = |sector: &Option<Content>| *sector == content;
+                    let is = |sector: &Option<ScratchContent>| *sector == content;
                     assert!(model[part.start as usize..part.end as usize].iter().all(is));
                     (at, last) = (part.end, Some(content));
                 });

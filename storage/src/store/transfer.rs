@@ -1,8 +1,8 @@
-//! Import and export of raw images: a disk made from an image, and an image made from a disk's current contents.
+//! Import and export of raw images: a disk from an image, and an image from a disk's contents.
 //!
-//! Both keep holes, and let the file system share or copy the bytes itself where it can. Both write to a file
-//! beside the target (`TARGET.walvisor-part`), which gets the target's name when it is complete and durable. So an
-//! interrupted transfer leaves no partial image at the target.
+//! Both keep holes, and where possible let the file system share or copy the bytes itself. Both write to
+//! `TARGET.walvisor-part`, which is renamed to the target once it is complete and durable, so an interrupted transfer
+//! leaves no partial image at the target.
 
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -17,34 +17,34 @@ use crate::catalog::control::real_path;
 use crate::catalog::identity::Identity;
 use crate::catalog::options::{DiskOptions, ImageFormat, StoreOptions, default_log_dir};
 use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::medium::copying::{KERNEL_COPY_BYTES, Named, copy};
+use crate::medium::copying::{KERNEL_COPY_BYTES, NamedFile, copy};
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{OWNER, Open, PathKind, files};
+use crate::medium::filesystem::{OWNER, OpenMode, PathKind, files};
 use crate::medium::holes::DataRanges;
-use crate::medium::lock::{self, Holder, Use};
-use crate::medium::mark::Mark;
+use crate::medium::lock::{self, Access, Holder};
+use crate::medium::mark::ImageMark;
 use crate::parallel::{self, Progress, thread_count};
 use crate::recovery::contents::Candidate;
 use crate::store::attach::with_log;
 use crate::store::create::NewDisk;
 use crate::store::image::disk_len;
 use crate::store::other_format::refuse_other_format;
-use crate::store::part::{Part, exists, refuse_existing};
+use crate::store::part_file::{PartFile, exists, refuse_existing};
 use crate::store::point::Point;
-use crate::store::view::{Data, View};
+use crate::store::view::{DataPlace, View};
 
-/// Most bytes that one thread copies at a time. Progress is reported after each such part.
+/// Most bytes that a thread copies at a time. Progress is reported after each such part.
 const PART_BYTES: u64 = KERNEL_COPY_BYTES;
-/// After so many copied bytes a copy notes how far it has come.
+/// After this many copied bytes, a copy notes how far it has come.
 const NOTED_BYTES: u64 = if cfg!(test) { 16 << 20 } else { 256 << 20 };
-/// Most ranges that one thread copies at a time.
+/// Most ranges that a thread copies at a time.
 const MOST_RANGES: usize = 256;
 
-/// Creates a disk at `path` with the contents of the raw image (or block device) `raw`, and registers it in the log
-/// in `log_dir`. If there is no log, it is created with `options`; an existing log ignores them.
+/// Creates a disk at `path` with the contents of the raw image or block device `raw`, and registers it in the log in
+/// `log_dir`. If there is no log, creates it with `options`; an existing log ignores them.
 ///
 /// # Errors
-/// If `path` exists, the image's size is no positive multiple of 512, it seems to be of another format than raw
+/// If `path` exists, the image's size is not a positive multiple of 512, it seems to be in another format than raw
 /// ([`ImageFormat::Unknown`]), or the image or the log is open elsewhere. Nothing is left behind.
 pub fn import_disk(
     path: &Path,
@@ -69,12 +69,12 @@ pub fn import_disk_as(
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     if exists(path)? && !exists(raw)? {
-        return Err(swapped(path, raw, log_dir));
+        return Err(swapped_paths_error(path, raw, log_dir));
     }
-    // The log is opened, and so locked, before the long copy.
+    // Open the log, and so lock it, before the long copy.
     let new = NewDisk::begin(path, log_dir, options)?;
     let (source, size) = open_source(raw, format)?;
-    let part = Part::create(path, size, mode_of(source.as_ref(), raw)?)?;
+    let part = PartFile::create(path, size, mode_of(source.as_ref(), raw)?)?;
     let ranges = DataRanges::new(source.host(), raw, 0..size, PART_BYTES);
     let ranges = ranges.map(|range| range.map(|range| (range, ())));
     let copied = transfer(
@@ -82,7 +82,7 @@ pub fn import_disk_as(
         ranges,
         &|range, ()| {
             let bytes = range.end - range.start;
-            let from = Named {
+            let from = NamedFile {
                 file: source.as_ref(),
                 path: raw,
             };
@@ -102,13 +102,14 @@ pub fn import_disk_as(
     })
 }
 
-/// The error for a new disk that exists, and a source that does not: cp(1) takes them in the other order.
-fn swapped(path: &Path, raw: &Path, log_dir: &Path) -> Error {
+/// The error if the new disk exists and the source does not: cp(1) takes them in the other order.
+fn swapped_paths_error(path: &Path, raw: &Path, log_dir: &Path) -> Error {
     let (disk, source) = (path.display(), raw.display());
-    // A log was named, unless it is the one that the command's disk has by default.
-    let log_dir = match default_log_dir(path) == log_dir {
-        true => &default_log_dir(raw),
-        false => log_dir,
+    // Only if it is not the default log of the disk.
+    let log_dir = if default_log_dir(path) == log_dir {
+        &default_log_dir(raw)
+    } else {
+        log_dir
     };
     let import = with_log(
         format!("walvisor disk import {source} {disk}"),
@@ -124,8 +125,8 @@ fn swapped(path: &Path, raw: &Path, log_dir: &Path) -> Error {
     )
 }
 
-/// Writes the current contents of the disk at `path`, log over base image, to the raw image `raw`. The disk is not
-/// changed. `replace`: `raw` may exist. The copy runs on `threads` threads; `None`: one for each processor.
+/// Writes the current contents of the disk at `path`, log over base image, to the raw image `raw`. Does not change the
+/// disk. `replace`: `raw` may exist. Copies on `threads` threads; `None`: one per processor.
 ///
 /// # Errors
 /// As [`inspect`](crate::inspect); or if `raw` exists, is in use, or can't be written. An existing `raw` is left
@@ -138,15 +139,15 @@ pub fn export_disk(
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
 ) -> Result<Transfer> {
-    let view = View::open(path, log_dir, Use::Read, threads)?;
+    let view = View::open(path, log_dir, Access::Read, threads)?;
     write_raw(&view, path, raw, replace, threads, progress)
 }
 
-/// As [`export_disk`] to a new file, with the contents that the disk had at a point of its history. The file
-/// has the disk's present size.
+/// As [`export_disk`] to a new file, but with the contents of the disk at a point in its history. The file has the
+/// disk's present size.
 ///
 /// # Errors
-/// As [`export_disk`]; or [`ErrorKind::NotFound`] if the log does not reach back to this point, which then names the
+/// As [`export_disk`]; or [`ErrorKind::NotFound`] if the log does not reach back to this point; the error names the
 /// nearest ones.
 pub fn restore_disk(
     path: &Path,
@@ -160,10 +161,10 @@ pub fn restore_disk(
     write_raw(&view, path, raw, false, threads, progress)
 }
 
-/// Creates a disk at `new` with the contents of the disk at `path`, as they are or as they were at a point of its
-/// history, and registers it in the log in `new_log_dir`. If there is no such log, it is created with `options`; an
-/// existing log ignores them. Where the file system can, both disks share the blocks of the base image. The disk at `path` is
-/// not changed.
+/// Creates a disk at `new` with the present contents of the disk at `path`, or those at a point in its history, and
+/// registers it in the log in `new_log_dir`. If there is no such log, creates it with `options`; an existing log
+/// ignores them. Where the file system can, both disks share the blocks of the base image. Does not change the disk at
+/// `path`.
 ///
 /// # Errors
 /// As [`restore_disk`]; or if `new` exists or its log is open elsewhere. Nothing is left behind.
@@ -178,24 +179,24 @@ pub fn clone_disk(
 ) -> Result<Transfer> {
     if real_path(log_dir)? == real_path(new_log_dir)? {
         return Err(invalid(format!(
-            "{}: the log of the disk to clone, which is only read meanwhile; give the new disk another log",
+            "{}: the log of the disk to clone, which is open for reading only; give the new disk another log",
             new_log_dir.display()
         )));
     }
     let disk = NewDisk::begin(new, new_log_dir, options)?;
     let view = match at {
         Some(at) => View::open_at(&DiskOptions::new(path), log_dir, at, options.threads)?,
-        None => View::open(path, log_dir, Use::Read, options.threads)?,
+        None => View::open(path, log_dir, Access::Read, options.threads)?,
     };
     let mode = mode_of(view.base.file.as_ref(), path)?;
-    let part = Part::resume(new, view.size, mode, origin(&view)?)?;
+    let part = PartFile::resume(new, view.size, mode, origin(&view)?)?;
     let done = fill(&part, &view, options.threads, progress)?;
     disk.finish(part, view.size, options, &mut |_| {})?;
     progress(view.size, view.size);
     Ok(done)
 }
 
-/// Writes what a view of the disk at `path` shows to the raw image `raw`.
+/// Writes the contents of a view to the raw image `raw`.
 fn write_raw(
     view: &View,
     path: &Path,
@@ -205,7 +206,7 @@ fn write_raw(
     progress: Progress<'_>,
 ) -> Result<Transfer> {
     let mode = mode_of(view.base.file.as_ref(), path)?;
-    // The lock is held to the end.
+    // Hold the lock to the end.
     let (part, _replaced) = begin_raw(raw, replace, view.size, mode, origin(view)?)?;
     let done = fill(&part, view, threads, progress)?;
     part.publish(replace)?;
@@ -213,10 +214,10 @@ fn write_raw(
     Ok(done)
 }
 
-/// What a copy of a view is a copy of: an attempt that was killed goes on if this is still the same. What a disk was as of an LSN never
-/// changes, with these exceptions. Somebody changes its base image behind the log's back: the time of its last change tells. Its records
-/// are discarded: they are void up to an LSN. Or the log is put back to an earlier state, and has other records since: its segments have
-/// other salts then, and its restores in place other times.
+/// Identifies the source of a copy: a killed copy is resumed if this is still the same. A disk's state at an LSN never
+/// changes, with three exceptions. Somebody changes the base image behind the log's back, which shows in its mtime. The
+/// disk's records are discarded, which shows in its void LSN. Or the log is restored from a copy and has got other
+/// records since, which shows in the segments' salts and the times of restores in place.
 fn origin(view: &View) -> Result<String> {
     let (mut disk, mut since) = (0, 0);
     if let Some((control, place)) = &view.log {
@@ -243,15 +244,16 @@ fn origin(view: &View) -> Result<String> {
                 metadata.ino()
             )
         });
-    // Of a block device no time tells: such a copy is never that of an earlier attempt.
+    // A block device has no useful mtime, so such a copy is never resumed.
     let base = base.unwrap_or_else(|| format!("process {}", std::process::id()));
     let lsn = view.last_lsn;
     Ok(format!("{disk:032x} lsn:{lsn} {since:08x} {base}"))
 }
 
-/// Gives a new file of the view's size what the view shows. Behind what an earlier attempt has left it is zeroes.
+/// Fills a new file of the view's size with the view's contents. After what an earlier attempt has completed, the file
+/// is zeroes.
 fn fill(
-    part: &Part,
+    part: &PartFile,
     view: &View,
     threads: Option<NonZeroUsize>,
     progress: Progress<'_>,
@@ -262,36 +264,36 @@ fn fill(
     let copy = |range: Range<u64>, data| {
         let bytes = range.end - range.start;
         match data {
-            Data::Base => copy(view.reader(), part.named(), range).map(|()| bytes),
-            Data::Zero if shared => part.zero(range).map(|()| 0),
-            Data::Zero => Ok(0),
-            Data::Log { .. } => {
+            DataPlace::Base => copy(view.reader(), part.named(), range).map(|()| bytes),
+            DataPlace::Zero if shared => part.zero(range).map(|()| 0),
+            DataPlace::Zero => Ok(0),
+            DataPlace::Log { .. } => {
                 let write = &mut |at, bytes: &[u8]| part.write(bytes, at).map(|()| true);
                 view.read(range, &data, write).map(|()| bytes)
             }
         }
     };
-    let copied = match shared {
-        true => transfer(threads, view.over_base(), &copy, &mut |at, _| {
+    let copied = if shared {
+        transfer(threads, view.over_base(), &copy, &mut |at, _| {
             progress(at, size);
             Ok(())
-        }),
-        false => {
-            let mut due = NOTED_BYTES;
-            let mut passed = |at, copied| {
-                if copied >= due {
-                    // Ranges are whole sectors.
-                    due = match part.note(at)? {
-                        true => copied + NOTED_BYTES,
-                        false => u64::MAX,
-                    };
-                }
-                progress(at, size);
-                Ok(())
-            };
-            let data = view.data(begun..size, KERNEL_COPY_BYTES);
-            transfer(threads, data, &copy, &mut passed)
-        }
+        })
+    } else {
+        let mut due = NOTED_BYTES;
+        let mut passed = |at, copied| {
+            if copied >= due {
+                // Ranges are whole sectors.
+                due = if part.note(at)? {
+                    copied + NOTED_BYTES
+                } else {
+                    u64::MAX
+                };
+            }
+            progress(at, size);
+            Ok(())
+        };
+        let data = view.data(begun..size, KERNEL_COPY_BYTES);
+        transfer(threads, data, &copy, &mut passed)
     };
     part.forget_note();
     Ok(Transfer {
@@ -301,32 +303,31 @@ fn fill(
     })
 }
 
-/// Creates the file that is going to be the raw image `raw`, or takes what an earlier attempt at the same copy left. Also returns the file
-/// that it replaces, if there is one, locked: no other process may open that any more.
+/// Creates the file that will become the raw image `raw`, or resumes an earlier attempt at the same copy. Also returns
+/// the file that it will replace, if any, locked, so that nobody else can open it any more.
 fn begin_raw(
     raw: &Path,
     replace: bool,
     size: u64,
     mode: u32,
     origin: String,
-) -> Result<(Part, Option<Box<dyn DataFile>>)> {
-    let replaced = match replace {
-        true => lock_replaced(raw)?,
-        false => {
-            refuse_existing(raw, "name another file, or replace it with --force")?;
-            None
-        }
+) -> Result<(PartFile, Option<Box<dyn DataFile>>)> {
+    let replaced = if replace {
+        lock_replaced(raw)?
+    } else {
+        refuse_existing(raw, "name another file, or replace it with --force")?;
+        None
     };
-    let part = Part::resume(raw, size, mode, origin)?;
+    let part = PartFile::resume(raw, size, mode, origin)?;
     if let Some(replaced) = replaced.as_ref().and_then(|file| file.host()) {
-        part.resemble(replaced)?;
+        part.copy_mode_and_owner(replaced)?;
     }
     Ok((part, replaced))
 }
 
-/// Creates the raw image `raw`, for its owner alone, with what `fill` writes to the file that it gets, which is empty. The
-/// image gets its name when `fill` has succeeded and all is durable. `replace`: `raw` may exist; the image then has its
-/// mode and, if that is allowed, its owner.
+/// Creates the raw image `raw`, for its owner only, with what `fill` writes to the empty file it gets. The image gets
+/// its name once `fill` has succeeded and everything is durable. `replace`: `raw` may exist; the image then gets its
+/// mode and, if allowed, its owner.
 ///
 /// # Errors
 /// Those of `fill`; or if `raw` exists, is in use, or can't be written. An existing `raw` is left unchanged.
@@ -338,14 +339,14 @@ pub fn receive_image<T, E: From<Error>>(
     let (part, _replaced) = begin_raw(raw, replace, 0, OWNER, String::new())?;
     let file = part.file().host().ok_or_else(|| {
         let path = raw.display();
-        invalid(format!("{path}: not a file of this machine"))
+        invalid(format!("{path}: not a file on this machine"))
     })?;
     let filled = fill(file)?;
     part.publish(replace)?;
     Ok(filled)
 }
 
-/// Opens and locks the image to import; returns it with its length in bytes.
+/// Opens and locks the image to import. Also returns its length in bytes.
 fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u64)> {
     let missing = || "name a raw image that exists: it comes after the new disk".to_owned();
     let open = |error| Error::io("open the image", raw, error).if_missing(missing);
@@ -356,7 +357,7 @@ fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u6
             raw.display()
         )));
     }
-    let source = open_locked(raw, "open the image", Use::Read)?;
+    let source = open_locked(raw, "open the image", Access::Read)?;
     let mark = Identity::of(source.as_ref(), raw)?.mark;
     refuse_other_format(raw, mark.as_ref(), format)?;
     if mark.is_some_and(|mark| mark.open) {
@@ -374,11 +375,11 @@ fn open_source(raw: &Path, format: ImageFormat) -> Result<(Box<dyn DataFile>, u6
 }
 
 /// Opens a file for reading, for `doing` something, and locks it.
-fn open_locked(path: &Path, doing: &str, using: Use) -> Result<Box<dyn DataFile>> {
-    lock::open_store_file(path, doing, Open::Read, using, |_| Holder::User)
+fn open_locked(path: &Path, doing: &str, access: Access) -> Result<Box<dyn DataFile>> {
+    lock::open_store_file(path, doing, OpenMode::Read, access, |_| Holder::User)
 }
 
-/// The mode bits of a file: its copy must not be accessible to more users.
+/// The mode bits of a file, whose copy must not be accessible to more users.
 fn mode_of(file: &dyn DataFile, path: &Path) -> Result<u32> {
     let Some(file) = file.host() else {
         return Ok(OWNER);
@@ -401,10 +402,10 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
             )));
         }
     }
-    // It loses its name: who has it open would go on with a file that nobody else sees.
-    let file = open_locked(raw, "open", Use::Write)?;
+    // It is about to lose its name: anybody who has it open would go on with a file that nobody else sees.
+    let file = open_locked(raw, "open", Access::Write)?;
     match Identity::of(file.as_ref(), raw)?.mark {
-        Some(Mark { open: true, .. }) => Err(Error::new(
+        Some(ImageMark { open: true, .. }) => Err(Error::new(
             ErrorKind::WrongLog,
             format!(
                 "{}: a disk that was not closed, with records in its log, is not replaced; name another file",
@@ -415,8 +416,9 @@ fn lock_replaced(raw: &Path) -> Result<Option<Box<dyn DataFile>>> {
     }
 }
 
-/// Copies data with `copy`, which returns the number of bytes, on several threads, and calls `passed` with the offset up to which all is copied,
-/// and how many bytes that were; returns how many bytes were copied. Of several errors the one at the lowest offset is returned.
+/// Copies data on several threads with `copy`, which returns the number of bytes. Calls `passed` with the offset up to
+/// which everything is copied, and how many bytes that was. Returns the number of bytes copied; of several errors, the
+/// one at the lowest offset.
 fn transfer<T: Send>(
     threads: Option<NonZeroUsize>,
     mut data: impl Iterator<Item = Result<(Range<u64>, T)>> + Send,
@@ -468,8 +470,8 @@ mod tests {
 
     const SIZE: u64 = 56 << 20;
 
-    /// A disk, what it has, and the paths of a raw image to be made and of its part.
-    struct Case {
+    /// A disk, its contents, and the paths of a raw image to be made and of its part file.
+    struct ResumeCase {
         dir: tempfile::TempDir,
         disk: PathBuf,
         bytes: Vec<u8>,
@@ -477,7 +479,7 @@ mod tests {
         part: PathBuf,
     }
 
-    impl Case {
+    impl ResumeCase {
         fn new() -> Self {
             let dir = tempfile::tempdir().unwrap();
             let at = |name: &str| dir.path().join(name);
@@ -501,9 +503,9 @@ mod tests {
             export_disk(&self.disk, &log, &self.new, false, threads, progress).unwrap()
         }
 
-        /// Copies until all is there up to this offset; what is left is that of a process that was killed then.
+        /// Copies up to this offset, and leaves what a process killed at that moment would.
         fn killed_at(&self, offset: u64) {
-            // A panic removes the part, of which a kill leaves everything.
+            // A panic removes the part file; a kill leaves it.
             let kept = self.dir.path().join("kept");
             let killed = catch_unwind(AssertUnwindSafe(|| {
                 self.export(&mut |at, _| {
@@ -517,7 +519,7 @@ mod tests {
             std::fs::rename(kept, &self.part).unwrap();
         }
 
-        /// Copies the rest. Returns how much that was.
+        /// Copies the rest. Returns how many bytes.
         fn resume(&self) -> u64 {
             let done = self.export(&mut |_, _| {});
             assert!(std::fs::read(&self.new).unwrap() == self.bytes);
@@ -529,7 +531,7 @@ mod tests {
         }
     }
 
-    /// Whether the file system of temporary files has a place for notes.
+    /// Whether the file system of temporary files can store notes.
     fn has_notes() -> bool {
         let file = tempfile::NamedTempFile::new().unwrap();
         rustix::fs::fsetxattr(
@@ -542,22 +544,22 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_that_was_killed_goes_on() {
+    fn a_killed_copy_is_resumed() {
         if !has_notes() {
             println!("skipped: temporary files have no extended attributes");
             return;
         }
-        let case = Case::new();
+        let case = ResumeCase::new();
         case.killed_at(48 << 20);
-        // What came behind the note may be there in part, and wrong.
+        // What comes after the noted offset may be incomplete or wrong.
         let part = File::options().write(true).open(&case.part).unwrap();
         part.write_all_at(&[0xee; 4096], 50 << 20).unwrap();
         assert_eq!(case.resume(), SIZE - (48 << 20));
     }
 
     #[test]
-    fn a_copy_of_something_else_begins_again() {
-        let case = Case::new();
+    fn a_copy_of_something_else_starts_over() {
+        let case = ResumeCase::new();
         case.killed_at(32 << 20);
         let image = File::options().write(true).open(&case.disk).unwrap();
         let changed = vec![0x77; 4096];
@@ -567,10 +569,10 @@ mod tests {
         assert_eq!(case.resume(), SIZE);
     }
 
-    /// A part of a copy has records of the log. Once they are given up, they do not come back with the rest of the copy.
+    /// A partial copy contains records of the log. Once they are discarded, resuming must not bring them back.
     #[test]
-    fn a_copy_of_records_that_were_discarded_begins_again() {
-        let case = Case::new();
+    fn a_copy_of_discarded_records_starts_over() {
+        let case = ResumeCase::new();
         let log = case.dir.path().join("log");
         let options = StoreOptions {
             close_time: Some(std::time::Duration::ZERO),
@@ -588,10 +590,10 @@ mod tests {
         assert_eq!(case.resume(), SIZE);
     }
 
-    /// The files are put back as they were, and then other records get the same LSNs.
+    /// The log is restored from a copy, and then other records get the same LSNs.
     #[test]
-    fn a_copy_of_other_records_with_the_same_lsns_begins_again() {
-        let mut case = Case::new();
+    fn a_copy_of_other_records_with_the_same_lsns_starts_over() {
+        let mut case = ResumeCase::new();
         let log = case.dir.path().join("log");
         let options = StoreOptions {
             close_time: Some(std::time::Duration::ZERO),

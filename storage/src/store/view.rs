@@ -1,4 +1,4 @@
-//! A disk that is not in use, as its guest saw it last: the log over the base image. Read only.
+//! A disk that is not in use, as its guest last saw it: the log over the base image. Read-only.
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
@@ -10,18 +10,18 @@ use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::index::{ExtentMap, Piece, Place};
-use crate::log::ring::Live;
-use crate::medium::copying::{COPY_BYTES, Named, parts};
+use crate::log::ring::LiveSegment;
+use crate::medium::copying::{COPY_BYTES, NamedFile, parts};
 use crate::medium::directory::{Directory, directory_to_read};
 use crate::medium::file::{DataFile, Segment};
-use crate::medium::filesystem::{Open, files};
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::holes::DataRanges;
-use crate::medium::lock::Use;
+use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
-use crate::recovery::contents::Verify;
-use crate::recovery::replay::{Indexes, read_log_until, read_records};
+use crate::recovery::contents::VerifyScope;
+use crate::recovery::replay::{UnappliedByDisk, read_log_until, read_records};
 use crate::recovery::saved::read_saved;
-use crate::recovery::scan::{self, Found};
+use crate::recovery::scan::{self, FoundRecord};
 use crate::store::attach::{OpenBase, end_past};
 use crate::store::point::Point;
 use crate::{Buffer, SECTOR_SIZE};
@@ -29,80 +29,80 @@ use crate::{Buffer, SECTOR_SIZE};
 /// A disk and its log, both locked, with the disk's extents in the log.
 pub(crate) struct View {
     pub base: OpenBase,
-    /// The log, with the place of the disk's entry in its table.
+    /// The log, and the place of the disk's entry in its table.
     pub log: Option<(ControlFile, usize)>,
     /// Size of the disk in bytes. The base image is longer after an interrupted resize.
     pub size: u64,
     /// The extents whose newest bytes are in the log and not in the base image.
     pub extents: ExtentMap,
-    /// The segments of the log, and the point up to which it was read.
-    pub live: Vec<Live>,
+    /// The log's segments, and the LSN up to which it was read.
+    pub live: Vec<LiveSegment>,
     pub last_lsn: u64,
-    /// Whether the disk was rewound: the log has records that do not count, but may again.
+    /// Whether the disk was rewound, so that the log has records that do not count but may again.
     pub rewound: bool,
-    /// The base image through the page cache: holes need not be aligned to the medium's sectors.
+    /// The base image through the page cache, because holes need not be aligned to the medium's sectors.
     reader: Box<dyn DataFile>,
 }
 
-/// The place of a range of the disk.
-pub(crate) enum Data {
+/// Where the bytes of a range of the disk are.
+pub(crate) enum DataPlace {
     /// In the base image, at the same offset.
     Base,
     /// In a segment of the log, from `offset` on.
     Log { segment: Arc<Segment>, offset: u64 },
-    /// Nowhere: it is zeroes, whatever the base image has there.
+    /// Nowhere: zeroes, whatever the base image has there.
     Zero,
 }
 
 /// A disk and its log, both locked.
-pub(crate) struct Located {
+pub(crate) struct LocatedDisk {
     pub base: OpenBase,
     pub log: Option<LocatedLog>,
 }
 
-/// The log of a disk, with what it holds.
+/// A disk's log, and what it holds.
 pub(crate) struct LocatedLog {
     pub control: ControlFile,
     /// The place of the disk's entry in the log's table.
     pub place: usize,
     pub medium: Directory,
     /// The segments that were read.
-    pub live: Vec<Live>,
-    /// The newest point, or that up to which the log was read again.
+    pub live: Vec<LiveSegment>,
+    /// The newest LSN, or the one up to which the log was reread.
     pub last_lsn: u64,
-    pub waiting: Indexes,
-    /// Why the disk can't be seen as it was, over the image that is there now.
+    pub unapplied: UnappliedByDisk,
+    /// Why the disk's past can't be seen over the present image.
     no_past: Option<&'static str>,
 }
 
-impl Located {
+impl LocatedDisk {
     /// Opens the disk, and reads its log if it has one.
     pub(crate) fn open(
         options: &DiskOptions,
         log_dir: &Path,
-        using: Use,
+        access: Access,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let log_using = match using {
-            Use::Read => Use::LogRead,
-            _ => Use::Log,
+        let log_using = match access {
+            Access::Read => Access::LogRead,
+            _ => Access::Log,
         };
         let control = find_control(log_dir, log_using)?;
-        let base = OpenBase::open(options, using, control.is_some())?;
+        let base = OpenBase::open(options, access, control.is_some())?;
         let Some(mut control) = control else {
             base.refuse_foreign(log_dir)?;
             return Ok(Self { base, log: None });
         };
         let medium = Directory {
-            using: log_using,
+            access: log_using,
             ..directory_to_read(log_dir, threads)
         };
-        let (scan, waiting) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
-        let place = base.find(&control, log_dir, &waiting)?;
+        let (scan, unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+        let place = base.find(&control, log_dir, &unapplied)?;
         let newest = scan.newest(&control.control);
-        let no_past = match using {
-            Use::Read => base.without_past(&mut control, place, newest.lsn)?,
-            // The control file is going to be written.
+        let no_past = match access {
+            Access::Read => base.without_past(&mut control, place, newest.lsn)?,
+            // The control file will be written.
             _ => {
                 end_past(&base, place, &mut control, newest)?;
                 None
@@ -115,12 +115,12 @@ impl Located {
             live: scan.live,
             last_lsn: control.control.with_rewinds(newest.lsn),
             control,
-            waiting,
+            unapplied,
         });
         Ok(Self { base, log })
     }
 
-    /// As [`open`](Self::open), for a command that looks at the history of a disk.
+    /// As [`open`](Self::open), for a command about a disk's history.
     ///
     /// # Errors
     /// [`ErrorKind::NotFound`] too, if the disk has no log.
@@ -129,7 +129,7 @@ impl Located {
         log_dir: &Path,
         threads: Option<NonZeroUsize>,
     ) -> Result<(OpenBase, LocatedLog)> {
-        let Self { base, log } = Self::open(options, log_dir, Use::Read, threads)?;
+        let Self { base, log } = Self::open(options, log_dir, Access::Read, threads)?;
         let log = log.ok_or_else(|| {
             Error::new(
                 ErrorKind::NotFound,
@@ -145,32 +145,32 @@ impl LocatedLog {
         &self.control.control.disks[self.place]
     }
 
-    /// The LSN of the last record up to a point. See [`Point::resolve`]. `base`: the disk's image.
+    /// Resolves a point, see [`Point::resolve`]. `base`: the disk's image.
     pub(crate) fn resolve(&self, point: Point, base: &OpenBase) -> Result<u64> {
         if let Some(why) = self.no_past.filter(|_| point != Point::Newest) {
             return Err(base.no_past(point, &self.medium.path, why));
         }
         let (medium, control) = (&self.medium, &self.control.control);
-        let (dir, tail) = (&medium.path, Verify::Tail);
+        let (dir, tail) = (&medium.path, VerifyScope::Tail);
         point.resolve(dir, control, self.entry().id.get(), |visit| {
-            let visit = &mut |found: Found<'_>| visit(&found.commit());
+            let visit = &mut |found: FoundRecord<'_>| visit(&found.commit());
             scan::scan(medium, dir, control, tail, visit, &mut |_, _| {}).map(drop)
         })
     }
 
-    /// Reads the log again, as of LSN `until`.
+    /// Rereads the log, as of LSN `until`.
     pub(crate) fn read_until(&mut self, until: u64) -> Result<()> {
-        // Two indexes would take twice the memory.
-        self.waiting.clear();
+        // Don't keep two indexes in memory.
+        self.unapplied.clear();
         let (dir, control) = (&self.medium.path, &self.control.control);
         self.last_lsn = self.last_lsn.min(until);
-        let (scan, waiting) = read_log_until(&self.medium, dir, control, until)?;
-        (self.live, self.waiting) = (scan.live, waiting);
+        let (scan, unapplied) = read_log_until(&self.medium, dir, control, until)?;
+        (self.live, self.unapplied) = (scan.live, unapplied);
         let disk_id = self.entry().id.get();
         if let Some(extents) = self.read_saved(until..u64::MAX)? {
-            // The base images have gone past the point, so the log has nothing for it.
-            let waiting = self.waiting.entry(disk_id).or_default();
-            waiting.extents = extents;
+            // The base images have moved past the point, so the log has nothing for it.
+            let unapplied = self.unapplied.entry(disk_id).or_default();
+            unapplied.extents = extents;
         }
         Ok(())
     }
@@ -195,9 +195,9 @@ impl LocatedLog {
         self.control.control.rewound(self.entry().id.get())
     }
 
-    /// Takes the extents of the disk out of what was read.
+    /// Takes the disk's extents.
     pub(crate) fn take_extents(&mut self) -> ExtentMap {
-        let records = self.waiting.remove(&self.entry().id.get());
+        let records = self.unapplied.remove(&self.entry().id.get());
         records.map_or_else(ExtentMap::default, |records| records.extents)
     }
 }
@@ -205,18 +205,18 @@ impl LocatedLog {
 /// The bytes of a disk: its extents in the log, over its base image.
 #[derive(Clone, Copy)]
 pub(crate) struct Layers<'a> {
-    pub base: Named<'a>,
+    pub base: NamedFile<'a>,
     pub extents: &'a ExtentMap,
 }
 
 impl<'a> Layers<'a> {
-    /// The parts of the byte range that are not holes of the base image, in order. A part in the base image has at most
-    /// `most` bytes. The range must be a whole number of sectors.
+    /// The parts of the byte range that are not holes in the base image, in order. Parts in the base image have at most
+    /// `most` bytes. The range must be whole sectors.
     pub(crate) fn data(
         self,
         range: Range<u64>,
         most: u64,
-    ) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send + use<'a> {
+    ) -> impl Iterator<Item = Result<(Range<u64>, DataPlace)>> + Send + use<'a> {
         let Self { base, extents } = self;
         let mut pieces = Vec::new();
         let (first, end) = (range.start / SECTOR_SIZE, range.end / SECTOR_SIZE);
@@ -231,33 +231,33 @@ impl<'a> Layers<'a> {
                 Some(data) => (None, Some(Ok((bytes, data)))),
             };
             let in_base = in_base.into_iter().flatten();
-            let in_base = in_base.map(|range| range.map(|range| (range, Data::Base)));
+            let in_base = in_base.map(|range| range.map(|range| (range, DataPlace::Base)));
             in_base.chain(over)
         })
     }
 
-    /// Calls `visit` with the bytes of a part that [`data`](Self::data) returned, piece by piece, until it returns
-    /// `false`. Of zeroes it has no bytes.
+    /// Calls `visit` with the bytes of a part from [`data`](Self::data), piece by piece, until it returns `false`. Not
+    /// called for zeroes.
     pub(crate) fn read(
         self,
         range: Range<u64>,
-        data: &Data,
+        data: &DataPlace,
         visit: &mut dyn FnMut(u64, &[u8]) -> Result<bool>,
     ) -> Result<()> {
         let mut buffer = Buffer::for_overwrite(COPY_BYTES.min(range.end - range.start) as usize);
         for part in parts(range.clone()) {
             let into = &mut buffer[..(part.end - part.start) as usize];
             match data {
-                Data::Base => {
+                DataPlace::Base => {
                     let read = self.base.file.read_exact_at(into, part.start);
                     read.map_err(|e| Error::io("read the base image", self.base.path, e))?;
                 }
-                Data::Log { segment, offset } => {
+                DataPlace::Log { segment, offset } => {
                     let at = offset + part.start - range.start;
                     let read = LogRead::new(segment.clone(), at, into.len());
                     into.copy_from_slice(&read.read()?);
                 }
-                Data::Zero => break,
+                DataPlace::Zero => break,
             }
             if !visit(part.start, into)? {
                 break;
@@ -268,15 +268,15 @@ impl<'a> Layers<'a> {
 }
 
 impl View {
-    /// Opens the disk, for reading or also for a resize; reads the log on `threads` threads.
+    /// Opens the disk, for reading or for a resize. Reads the log on `threads` threads.
     pub(crate) fn open(
         path: &Path,
         log_dir: &Path,
-        using: Use,
+        access: Access,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let Located { base, log } =
-            Located::open(&DiskOptions::new(path), log_dir, using, threads)?;
+        let LocatedDisk { base, log } =
+            LocatedDisk::open(&DiskOptions::new(path), log_dir, access, threads)?;
         Self::of(base, log)
     }
 
@@ -287,7 +287,7 @@ impl View {
         at: Point,
         threads: Option<NonZeroUsize>,
     ) -> Result<Self> {
-        let (base, mut log) = Located::with_history(options, log_dir, threads)?;
+        let (base, mut log) = LocatedDisk::with_history(options, log_dir, threads)?;
         let until = log.resolve(at, &base)?;
         log.read_until(until)?;
         Self::of(base, Some(log))
@@ -295,7 +295,7 @@ impl View {
 
     fn of(base: OpenBase, log: Option<LocatedLog>) -> Result<Self> {
         let path = &base.options.path;
-        let reader = files().open(path, Open::Read);
+        let reader = files().open(path, OpenMode::Read);
         let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
         let mut view = Self {
             size: base.size,
@@ -321,7 +321,7 @@ impl View {
         &self,
         range: Range<u64>,
         most: u64,
-    ) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send {
+    ) -> impl Iterator<Item = Result<(Range<u64>, DataPlace)>> + Send {
         self.layers().data(range, most)
     }
 
@@ -334,7 +334,7 @@ impl View {
     }
 
     /// The parts of the disk that are not in the base image, in order.
-    pub(crate) fn over_base(&self) -> impl Iterator<Item = Result<(Range<u64>, Data)>> + Send {
+    pub(crate) fn over_base(&self) -> impl Iterator<Item = Result<(Range<u64>, DataPlace)>> + Send {
         self.extents.iter().filter_map(|piece| {
             let (bytes, data) = over_base(piece);
             data.map(|data| Ok((bytes, data)))
@@ -342,8 +342,8 @@ impl View {
     }
 
     /// The base image, through the page cache.
-    pub(crate) fn reader(&self) -> Named<'_> {
-        Named {
+    pub(crate) fn reader(&self) -> NamedFile<'_> {
+        NamedFile {
             file: self.reader.as_ref(),
             path: &self.base.options.path,
         }
@@ -353,13 +353,13 @@ impl View {
     pub(crate) fn read(
         &self,
         range: Range<u64>,
-        data: &Data,
+        data: &DataPlace,
         visit: &mut dyn FnMut(u64, &[u8]) -> Result<bool>,
     ) -> Result<()> {
         self.layers().read(range, data, visit)
     }
 
-    /// Whether any byte at or behind `from` is not zero.
+    /// Whether any byte at or after `from` is not zero.
     pub(crate) fn holds_data_from(&self, from: u64) -> Result<bool> {
         let mut found = false;
         for part in self.data(from..self.size.max(from), u64::MAX) {
@@ -376,12 +376,12 @@ impl View {
     }
 }
 
-/// The byte range of a piece, and its place; `None`: in the base image.
-fn over_base(piece: Piece) -> (Range<u64>, Option<Data>) {
+/// The byte range of a piece, and where its bytes are; `None`: in the base image.
+fn over_base(piece: Piece) -> (Range<u64>, Option<DataPlace>) {
     let bytes = piece.sector * SECTOR_SIZE..(piece.sector + piece.sectors) * SECTOR_SIZE;
     let data = piece.place.map(|place| match place {
-        Place::Zero { .. } => Data::Zero,
-        Place::Log { segment, offset } => Data::Log { segment, offset },
+        Place::Zero { .. } => DataPlace::Zero,
+        Place::Log { segment, offset } => DataPlace::Log { segment, offset },
         Place::Memory { .. } => unreachable!("what was read from a log is in the log"),
     });
     (bytes, data)

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use walvisor_storage::{
-    BackendQueue, DiskOptions, ErrorKind, Operation, Point, Port, Result, Retain, Rewound, Store,
-    StoreOptions, create_disk, export_disk, inspect, rewind_disk,
+    BackendQueue, DiskOptions, ErrorKind, Operation, Point, Port, Result, Retention, RewindReport,
+    Store, StoreOptions, create_disk, export_disk, inspect, rewind_disk,
 };
 
 use crate::support::{Random, copy_image, copy_log, modify, read, restored, wait_all};
@@ -32,7 +32,7 @@ pub(crate) struct Bench {
 }
 
 impl Bench {
-    pub(crate) fn new(retain: Retain) -> Self {
+    pub(crate) fn new(retain: Retention) -> Self {
         Self::with(StoreOptions {
             segment_size: 64 << 10,
             max_segments: 64,
@@ -117,14 +117,14 @@ impl Bench {
         std::mem::replace(&mut self.dir, copy)
     }
 
-    pub(crate) fn rewind(&mut self, disk: usize, at: Point) -> Result<Rewound> {
+    pub(crate) fn rewind(&mut self, disk: usize, at: Point) -> Result<RewindReport> {
         let done = rewind_disk(&self.disk(disk), &self.log(), at)?;
         self.note_restore(disk, &done);
         Ok(done)
     }
 
     /// Notes what a disk is after a restore.
-    pub(crate) fn note_restore(&mut self, disk: usize, done: &Rewound) {
+    pub(crate) fn note_restore(&mut self, disk: usize, done: &RewindReport) {
         assert_eq!(done.from_lsn, self.newest);
         if let Some(lsn) = done.lsn {
             assert_eq!(lsn, self.newest + 1);
@@ -135,7 +135,7 @@ impl Bench {
         }
     }
 
-    pub(crate) fn back(&mut self, disk: usize, lsn: u64) -> Rewound {
+    pub(crate) fn back(&mut self, disk: usize, lsn: u64) -> RewindReport {
         let done = self.rewind(disk, Point::Lsn(lsn)).unwrap();
         assert_eq!(done.to_lsn, lsn);
         done

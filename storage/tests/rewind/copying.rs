@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use walvisor_storage::{Retain, StoreOptions};
+use walvisor_storage::{Retention, StoreOptions};
 
 use crate::bench::Bench;
 
@@ -10,7 +10,7 @@ use crate::bench::Bench;
 /// undid.
 #[test]
 fn folds_pass_a_restore_as_a_whole() {
-    for (retain, segments) in [(Retain::Bytes(256 << 10), 12), (Retain::All, 8)] {
+    for (retain, segments) in [(Retention::Bytes(256 << 10), 12), (Retention::All, 8)] {
         let mut bench = Bench::with(StoreOptions {
             segment_size: 64 << 10,
             max_segments: segments,
@@ -50,7 +50,7 @@ fn a_checkpoint_drops_the_restores() {
         let control = std::fs::read(bench.log().join("control")).unwrap();
         [control[8], control[65536 + 8]]
     };
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(30);
     assert_eq!(version(&bench), [2, 2]);
     bench.back(0, 10);
@@ -77,7 +77,7 @@ fn a_checkpoint_drops_the_restores() {
 /// A log that keeps nothing on purpose: after a kill the disk is restored, and the next opening copies that.
 #[test]
 fn a_log_without_history_is_restored_after_a_kill() {
-    let mut bench = Bench::new(Retain::Nothing);
+    let mut bench = Bench::new(Retention::Nothing);
     bench.work_killed(40);
     let done = bench.back(0, 12);
     bench.back(0, done.from_lsn);

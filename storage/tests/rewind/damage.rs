@@ -2,7 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 
-use walvisor_storage::{ErrorKind, Point, Retain, dump_records, inspect, rewind_disk};
+use walvisor_storage::{ErrorKind, Point, Retention, dump_records, inspect, rewind_disk};
 
 use crate::bench::{Bench, SECTORS};
 use crate::support::{flush, write};
@@ -10,7 +10,7 @@ use crate::support::{flush, write};
 /// Of the control file's two slots, either one knows the restore; without both the log is refused.
 #[test]
 fn damage_in_the_control_file_does_not_bring_back_what_was_undone() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(30);
     bench.back(0, 12);
     let control = bench.log().join("control");
@@ -47,7 +47,7 @@ fn damage_in_the_control_file_does_not_bring_back_what_was_undone() {
 /// that has them.
 #[test]
 fn rot_in_what_was_undone_is_rot_only_there() {
-    let bench = Bench::new(Retain::All);
+    let bench = Bench::new(Retention::All);
     let store = bench.open();
     let mut port = store.disks()[0].open_port().unwrap();
     for byte in [1, 2] {

@@ -1,7 +1,7 @@
 //! Disks that are restored in place while their log is in use.
 
 use walvisor_storage::{
-    Backend, DiskOptions, ErrorKind, Point, Retain, Store, StoreOptions, dump_records,
+    Backend, DiskOptions, ErrorKind, Point, Retention, Store, StoreOptions, dump_records,
 };
 
 use crate::bench::{Bench, SECTORS};
@@ -28,7 +28,7 @@ impl Bench {
 #[test]
 fn a_disk_goes_back_and_forth_while_its_log_is_in_use() {
     for killed in [false, true] {
-        let mut bench = Bench::new(Retain::All);
+        let mut bench = Bench::new(Retention::All);
         let store = bench.open();
         bench.change(&store, 40);
         let undo = bench.back_in_use(&store, 0, 20);
@@ -64,7 +64,7 @@ fn a_disk_goes_back_and_forth_while_its_log_is_in_use() {
 /// Folding copies what counts, and never stops between the two points of a restore.
 #[test]
 fn folds_pass_a_restore_in_use_as_a_whole() {
-    let mut bench = Bench::new(Retain::Bytes(256 << 10));
+    let mut bench = Bench::new(Retention::Bytes(256 << 10));
     bench.options.max_segments = 12;
     let store = bench.open();
     let mut restores: Vec<(u64, u64)> = Vec::new();
@@ -99,7 +99,7 @@ fn restores_beside_writers_are_one_moment() {
     let bench = Bench::with(StoreOptions {
         segment_size: 1 << 20,
         max_segments: 64,
-        retain: Some(Retain::All),
+        retain: Some(Retention::All),
         ..StoreOptions::default()
     });
     let store = bench.open();
@@ -153,7 +153,7 @@ fn restores_beside_writers_are_one_moment() {
 /// What can't be restored is refused, and nothing changes; what is restored is told in the log.
 #[test]
 fn a_restore_in_use_is_refused_or_told() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     let store = bench.open();
     let error = store.disks()[0].rewind(Point::Newest).unwrap_err();
     assert!(error.to_string().contains("no history"), "{error}");

@@ -1,7 +1,7 @@
 //! Restored disks that are resized, leave their log, or are given up.
 
 use walvisor_storage::{
-    DiskOptions, ErrorKind, Point, Retain, Store, StoreOptions, discard_log, leave_log,
+    DiskOptions, ErrorKind, Point, Retention, Store, StoreOptions, discard_log, leave_log,
     move_to_log, resize_disk, rewind_disk,
 };
 
@@ -11,7 +11,7 @@ use crate::support::{fill, read, write};
 /// A restored disk grows, but is not shrunk, given another log or taken out of its own as long as its history may come back.
 #[test]
 fn a_restored_disk_is_not_shrunk_and_does_not_leave() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(30);
     // To the base image: no record counts.
     let done = bench.back(0, 0);
@@ -47,7 +47,7 @@ fn a_restored_disk_is_not_shrunk_and_does_not_leave() {
 #[test]
 fn a_restored_disk_leaves_a_log_in_use_and_comes_back() {
     for to in [0, 12] {
-        let mut bench = Bench::new(Retain::Nothing);
+        let mut bench = Bench::new(Retention::Nothing);
         bench.work_killed(30);
         bench.back(0, to);
         let options = DiskOptions::new(bench.disk(0));
@@ -60,7 +60,7 @@ fn a_restored_disk_leaves_a_log_in_use_and_comes_back() {
         bench.check();
     }
     // A log that keeps history keeps the disk's, too.
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(30);
     let done = bench.back(0, 12);
     let mut store = bench.open();
@@ -73,7 +73,7 @@ fn a_restored_disk_leaves_a_log_in_use_and_comes_back() {
 
 #[test]
 fn what_is_discarded_does_not_come_back() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(30);
     bench.back(0, 12);
     let discarded = discard_log(&bench.disk(0), &bench.log()).unwrap();
@@ -101,7 +101,7 @@ fn what_is_discarded_does_not_come_back() {
 /// A disk without a record that counts still has its history: another image is not taken in its place.
 #[test]
 fn another_image_is_not_taken_for_a_restored_disk() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(30);
     bench.back(0, 0);
     std::fs::remove_file(bench.disk(0)).unwrap();

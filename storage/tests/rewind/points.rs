@@ -2,7 +2,9 @@
 
 use std::time::Duration;
 
-use walvisor_storage::{Backend, ErrorKind, LogRecord, Point, Retain, dump_records, rewind_disk};
+use walvisor_storage::{
+    Backend, ErrorKind, LogRecord, Point, Retention, dump_records, rewind_disk,
+};
 
 use crate::bench::{Bench, SECTORS};
 use crate::support::copy_log;
@@ -12,7 +14,7 @@ use crate::support::copy_log;
 #[test]
 fn a_disk_goes_back_and_forth_and_the_other_stays() {
     for killed in [false, true] {
-        let mut bench = Bench::new(Retain::All);
+        let mut bench = Bench::new(Retention::All);
         let work = |bench: &mut Bench, count| match killed {
             true => bench.work_killed(count),
             false => bench.work(count),
@@ -48,7 +50,7 @@ fn a_disk_goes_back_and_forth_and_the_other_stays() {
 
 #[test]
 fn a_restore_to_where_the_disk_is_changes_nothing() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(20);
     let before = std::fs::read(bench.log().join("control")).unwrap();
     for at in [Point::Newest, Point::Lsn(20)] {
@@ -65,7 +67,7 @@ fn a_restore_to_where_the_disk_is_changes_nothing() {
 
 #[test]
 fn points_that_are_not_there_are_refused_and_nothing_changes() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     let error = rewind_disk(&bench.disk(0), &bench.log(), Point::Lsn(0)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NotFound);
     assert!(error.to_string().contains("retain=24h"), "{error}");
@@ -103,7 +105,7 @@ fn points_that_are_not_there_are_refused_and_nothing_changes() {
 /// A time after the restore is the restored disk, one before it is what it was then.
 #[test]
 fn a_restore_has_its_place_in_time() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     let now = || {
         // Times are compared in microseconds.
         std::thread::sleep(Duration::from_millis(2));
@@ -133,7 +135,7 @@ fn a_restore_has_its_place_in_time() {
 
 #[test]
 fn a_snapshot_is_a_point_and_stays_one() {
-    let mut bench = Bench::new(Retain::Nothing);
+    let mut bench = Bench::new(Retention::Nothing);
     let store = bench.open();
     bench.change(&store, 20);
     let [early, late, after] = ["early", "late", "after"].map(|name| name.parse().unwrap());

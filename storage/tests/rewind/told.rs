@@ -1,7 +1,8 @@
 //! What changes, dumps and clones tell of a restore.
 
 use walvisor_storage::{
-    Allocation, Changed, Point, Retain, StoreOptions, clone_disk, disk_changes, dump_records,
+    Allocation, ChangedRange, Point, Retention, StoreOptions, clone_disk, disk_changes,
+    dump_records,
 };
 
 use crate::bench::{Bench, SECTORS};
@@ -9,7 +10,7 @@ use crate::bench::{Bench, SECTORS};
 /// What a restore undid has changed, too, and nothing else has.
 #[test]
 fn changes_over_a_restore_are_exact() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(30);
     let done = bench.back(0, 12);
     bench.work(10);
@@ -22,7 +23,7 @@ fn changes_over_a_restore_are_exact() {
         for &to in points.iter().filter(|to| **to >= from) {
             let (then, now) = (&bench.states[&from][0], &bench.states[&to][0]);
             let mut changed = vec![false; SECTORS as usize];
-            for Changed {
+            for ChangedRange {
                 offset,
                 len,
                 now: what,
@@ -47,7 +48,7 @@ fn changes_over_a_restore_are_exact() {
 /// Records that were undone are told as such.
 #[test]
 fn a_dump_tells_what_was_undone() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(30);
     bench.back(0, 12);
     let mut undone = Vec::new();
@@ -63,7 +64,7 @@ fn a_dump_tells_what_was_undone() {
 
 #[test]
 fn a_clone_is_of_the_restored_disk() {
-    let mut bench = Bench::new(Retain::All);
+    let mut bench = Bench::new(Retention::All);
     bench.work(30);
     bench.back(0, 12);
     for (at, lsn) in [(None, 31), (Some(Point::Lsn(25)), 25)] {

@@ -264,11 +264,11 @@ pub fn check_look(random: &mut Random, look: &dyn Backend, state: &[u8], told: &
 }
 
 /// A small file system in memory. Unmounted when dropped.
-pub struct Small {
+pub struct SmallFileSystem {
     dir: tempfile::TempDir,
 }
 
-impl Small {
+impl SmallFileSystem {
     pub fn mount(mebibytes: u32) -> Option<Self> {
         Self::mount_as("tmpfs", &format!("size={mebibytes}m"))
     }
@@ -309,7 +309,7 @@ impl Small {
     }
 }
 
-impl Drop for Small {
+impl Drop for SmallFileSystem {
     fn drop(&mut self) {
         // Fails if it is not mounted.
         let _ = self.call("umount", &["-l"]);

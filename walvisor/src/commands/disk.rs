@@ -14,7 +14,7 @@ pub(super) use path::print;
 use serde_json::json;
 pub(super) use transfer::report as report_transfer;
 use walvisor_storage::{
-    self as storage, DiskOptions, DiskReport, LogReport, Retain, Store, StoreOptions,
+    self as storage, DiskOptions, DiskReport, LogReport, Retention, Store, StoreOptions,
 };
 
 use super::CommandError;
@@ -45,7 +45,7 @@ enum DiskAction {
         /// How much of its history the log keeps, for all its disks: off, all, a time such as 24h or 15m, or a size such as 50G
         /// [default: off, or what an existing log keeps].
         #[arg(long, value_parser = parse_retain)]
-        retain: Option<Retain>,
+        retain: Option<Retention>,
     },
     /// Show a disk and its log.
     Info {
@@ -209,8 +209,9 @@ fn without_log(report: &DiskReport) -> &'static str {
 }
 
 fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandError> {
-    let report = storage::inspect_telling(&disk.path, &disk.log(), threads.get(), &mut |_, _| {})
-        .map_err(cannot_look)?;
+    let report =
+        storage::inspect_with_progress(&disk.path, &disk.log(), threads.get(), &mut |_, _| {})
+            .map_err(cannot_look)?;
     let name = disk.path.display();
     let damaged = report.log.iter().flat_map(|log| &log.damaged);
     let damaged: Vec<_> = damaged.collect();

@@ -94,7 +94,7 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
         LogAction::Resize { dir, size, json } => return resize(dir, *size, *json),
     };
     let found = |point: &Option<Point>| {
-        let found = point.map(|point| point.found(dir)).transpose();
+        let found = point.map(|point| point.resolve_snapshot(dir)).transpose();
         found.map_err(cannot_look)
     };
     let (since, until) = (found(since)?, found(until)?);

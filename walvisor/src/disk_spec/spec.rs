@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::throttle::Limits;
-use walvisor_storage::{CommitWait, ImageFormat, OnFull, Point, Retain};
+use walvisor_storage::{CommitWait, FullLogPolicy, ImageFormat, Point, Retention};
 use walvisor_vmm::disk::{Notifications, TransportKind};
 
 /// Queue size if none is given.
@@ -157,12 +157,12 @@ pub struct DiskSpec {
     /// How long closing the log may copy it to the images; `None`: as another disk of the log says, or 10 seconds.
     pub close_time: Option<Duration>,
     /// How much of its history the log keeps; `None`: as another disk of the log says, or as the log was last told.
-    pub retain: Option<Retain>,
+    pub retain: Option<Retention>,
     /// Most bytes of memory that the log's index takes; `None`: as another disk of the log says, or 64 MiB.
     pub index_memory: Option<u64>,
     /// What requests do that need room in a log that is full for want of space; `None`: as another disk of the log says, or
     /// they fail.
-    pub on_full: Option<OnFull>,
+    pub on_full: Option<FullLogPolicy>,
     /// The Unix socket at which a server offers the disk.
     pub socket: Option<PathBuf>,
     /// The TCP port at which a server offers the disk; 0 means any free port.

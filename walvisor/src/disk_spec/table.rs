@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
-use walvisor_storage::{ImageFormat, OnFull};
+use walvisor_storage::{FullLogPolicy, ImageFormat};
 
 use super::key::{Key, Value};
 use super::spec::{BackendKind, DiskCache, DiskCommand, Fabric};
@@ -363,8 +363,8 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "on-full",
         value: Value::Choice(&[
-            ("fail", |spec| spec.on_full = Some(OnFull::Fail)),
-            ("pause", |spec| spec.on_full = Some(OnFull::Pause)),
+            ("fail", |spec| spec.on_full = Some(FullLogPolicy::Fail)),
+            ("pause", |spec| spec.on_full = Some(FullLogPolicy::Pause)),
         ]),
         default: "fail, unless another disk of the log says pause",
         commands: EVERYWHERE,

@@ -62,7 +62,7 @@ fn images_of_other_formats_are_told_and_converted() {
         let before = names(dir);
         let parts = [
             &format!("{name}: "),
-            &format!("begins as a {called} image does"),
+            &format!("starts like a {called} image"),
             &format!("'{convert}'"),
             "format=raw",
             "--format raw",

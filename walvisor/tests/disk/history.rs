@@ -481,7 +481,7 @@ fn a_snapshot_of_a_closed_disk_is_brought_back() {
         dir,
         "disk snapshot disk.img a/b",
         2,
-        &["is no name for a snapshot"],
+        &["is not a valid name for a snapshot"],
     );
     done(dir, "disk snapshot disk.img after");
     // They are there as long as they are not deleted. A checkpoint may go as far as the oldest.
@@ -575,7 +575,10 @@ fn a_snapshot_is_not_shown_over_another_image() {
     let opened = walvisor(dir, "disk checkpoint disk.img");
     let told = String::from_utf8(opened.stderr).unwrap();
     assert!(opened.status.success(), "{told}");
-    assert!(told.contains("are lost for it: monday"), "{told}");
+    assert!(
+        told.contains("depend on the previous one: monday"),
+        "{told}"
+    );
     std::fs::remove_file(dir.join("new.img")).unwrap();
     let lost = "disk restore disk.img --at snapshot:monday -o new.img";
     refused(dir, lost, 1, &["had another image", "is lost"]);

@@ -137,8 +137,8 @@ fn a_disk_where_it_cannot_be_marked_is_told() {
         assert_eq!(told.lines().count(), 1, "{told}");
         for part in [
             &format!("{name}: this file system has no extended attributes"),
-            "knows the image by its inode",
-            "a copy of it is not the disk",
+            "identifies the image by its inode",
+            "does not recognize a copy",
             "walvisor disk export",
         ] {
             assert!(told.contains(part), "{part}: {told}");

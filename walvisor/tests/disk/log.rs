@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde_json::Value;
-use walvisor_storage::{DiskOptions, Operation, Port, Retain, Store, StoreOptions, create_disk};
+use walvisor_storage::{DiskOptions, Operation, Port, Retention, Store, StoreOptions, create_disk};
 use walvisor_tests::have_python;
 
 use crate::{
@@ -220,7 +220,7 @@ fn both_readers_know_what_a_restore_in_place_undid() {
     let disks = [at("a.img"), at("b.img")];
     let options = StoreOptions {
         max_segments: 16,
-        retain: Some(Retain::All),
+        retain: Some(Retention::All),
         ..SMALL
     };
     for disk in &disks {
@@ -511,7 +511,7 @@ fn a_log_gets_another_size_and_a_small_one_is_told() {
         1,
         &["use 268435456 to 4398046511104"],
     );
-    refused(dir, "log resize none --size 1G", 1, &["this is no log"]);
+    refused(dir, "log resize none --size 1G", 1, &["this is not a log"]);
     // A large disk: the advice is one line, what it says to type works, and then there is none.
     let made = walvisor(dir, "disk create big.img --size 1T");
     let told = String::from_utf8(made.stderr).unwrap();

@@ -35,7 +35,7 @@ const SMALL: StoreOptions = StoreOptions {
     close_time: None,
     index_memory: 64 << 20,
     retain: None,
-    on_full: walvisor_storage::OnFull::Fail,
+    on_full: walvisor_storage::FullLogPolicy::Fail,
     threads: None,
 };
 

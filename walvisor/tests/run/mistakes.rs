@@ -50,7 +50,7 @@ const MISTAKES: [Mistake; 23] = [
         "an image of another format",
         "disk import new.img vm.qcow2",
         1,
-        "vm.qcow2: begins as a qcow2 image does, and disks are raw images; convert it with 'qemu-img convert -O raw vm.qcow2 NEW', or, if these are the first bytes of the disk itself, say so: format=raw with --disk, --format raw with 'disk import'",
+        "vm.qcow2: starts like a qcow2 image, and disks are raw images; convert it with 'qemu-img convert -O raw vm.qcow2 NEW', or, if these are the first bytes of the disk itself, say so: format=raw with --disk, --format raw with 'disk import'",
     ),
     (
         "source and target swapped",
@@ -74,7 +74,7 @@ const MISTAKES: [Mistake; 23] = [
         "a resize that loses data",
         "disk resize full.img --size 512K",
         1,
-        "full.img: holds data behind byte 524288, which shrinking from 1048576 bytes would lose; shrink the file system first, or discard the data with --shrink",
+        "full.img: holds data after byte 524288, which shrinking from 1048576 bytes would lose; shrink the file system first, or discard the data with --shrink",
     ),
     (
         "the log of another disk",
@@ -92,7 +92,7 @@ const MISTAKES: [Mistake; 23] = [
         "a log that is an image",
         "log dump disk.img",
         1,
-        "disk.img: this is no log (it has no control file); name a log directory, such as disk.img.wal",
+        "disk.img: this is not a log (it has no control file); name a log directory, such as disk.img.wal",
     ),
     (
         "a disk that is served already",

@@ -236,7 +236,7 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
     assert_eq!(ctl(dir, "snapshot-delete at-4")["deleted"], "at-4");
     for (words, expected) in [
         ("snapshot at-9", "exists already"),
-        ("snapshot a:b", "is no name for a snapshot"),
+        ("snapshot a:b", "is not a valid name for a snapshot"),
         (
             "snapshot-delete at-4",
             "no snapshot 'at-4': the log has at-9, at-14, at-19",
@@ -261,7 +261,7 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
     assert_eq!(output.status.code(), Some(1));
     let told = text(&output.stderr);
     assert!(
-        told.contains("is no text for a mark: give one line of 1 to 256 bytes"),
+        told.contains("is not a valid text for a mark: give one line of 1 to 256 bytes"),
         "{told}"
     );
     daemon.stop();

@@ -30,7 +30,10 @@ fn ring() -> (SegmentRing, Arc<Segment>) {
         batched = lsn;
         ring.check(batched);
     }
-    assert_eq!((ring.unneeded(5), ring.unneeded(9)), ((1, 2), (2, 3)));
+    assert_eq!(
+        (ring.find_freeable(5), ring.find_freeable(9)),
+        ((1, 2), (2, 3))
+    );
     let reader = ring.live[0].segment.clone();
     ring.retire(1);
     assert!(!ring.reclaim() && ring.has_readers());
@@ -39,7 +42,7 @@ fn ring() -> (SegmentRing, Arc<Segment>) {
 }
 
 #[test]
-fn a_segment_goes_round_once_no_reader_holds_it() {
+fn a_segment_is_recycled_once_no_reader_holds_it() {
     let (mut ring, reader) = ring();
     assert_eq!(ring.counts(), (4, 1));
     drop(reader);
@@ -48,7 +51,7 @@ fn a_segment_goes_round_once_no_reader_holds_it() {
     assert_eq!(ring.counts(), (4, 2));
     assert!(matches!(ring.make_room(batch(8192), false), Room::Tail));
     // With no file to come the last segment is the keeper's.
-    assert!(ring.cramp() && !ring.cramp());
+    assert!(ring.note_cannot_grow() && !ring.note_cannot_grow());
     assert!(matches!(ring.make_room(batch(SIZE), false), Room::Next(_)));
     let none = ring.make_room(batch(SIZE), false);
     assert!(matches!(
@@ -86,8 +89,8 @@ fn a_batch_waits_until_the_log_may_grow() {
     ring.check(9);
 }
 
-/// A log that keeps history frees its oldest segments in steps: those that it need not keep, or if it runs out of room as
-/// many as make a step. Nothing behind a pin is freed.
+/// A log that keeps history frees its oldest segments in steps: those that it need not keep, or if it runs out of room
+/// as many as make a step. Nothing after a pin is freed.
 #[test]
 fn the_oldest_segments_expire() {
     let most = 12;
@@ -98,14 +101,14 @@ fn the_oldest_segments_expire() {
             panic!("a segment is free");
         };
         ring.begin_tail(segment, [7; 16], 1, lsn - 1);
-        ring.note_time(Stamp {
+        ring.note_time(Timestamp {
             unix_us: 7,
             passed: 1000 * lsn,
         });
         ring.extend_tail(8192, (&[0; 116], 1), at(lsn, 7));
     }
-    let kept = |segments: u64| Retain::Bytes(segments * SIZE);
-    let time = |us: u64| Retain::Time(std::time::Duration::from_micros(us));
+    let kept = |segments: u64| Retention::Bytes(segments * SIZE);
+    let time = |us: u64| Retention::Time(std::time::Duration::from_micros(us));
     let expired = |retain, pressed, pinned| ring.expired(retain, 11_000, pressed, pinned);
     let all = u64::MAX;
     // A step is half of the room beside what is kept: 5 segments, and 6 if no bytes are counted.
@@ -115,17 +118,17 @@ fn the_oldest_segments_expire() {
     assert_eq!(expired(kept(9), false, all), (1, 0));
     assert_eq!(expired(time(4000), false, all), (6, 0));
     assert_eq!(expired(time(5000), false, all), (0, 0), "less than a step");
-    assert_eq!(expired(Retain::All, false, all), (0, 0));
+    assert_eq!(expired(Retention::All, false, all), (0, 0));
     // Under pressure some go early.
     assert_eq!(expired(time(5000), true, all), (6, 1));
-    assert_eq!(expired(Retain::All, true, all), (6, 6));
+    assert_eq!(expired(Retention::All, true, all), (6, 6));
     assert_eq!(expired(kept(20), true, all), (1, 1));
     // The tail stays.
     assert_eq!(expired(kept(0), false, all), (9, 0));
     for (pinned, count) in [(0, 0), (1, 1), (4, 4), (9, 9), (10, 9)] {
         assert_eq!(expired(kept(0), true, pinned).0, count);
     }
-    assert!(ring.is_running_out(Retain::All) && !ring.is_running_out(kept(9)));
+    assert!(ring.is_running_out(Retention::All) && !ring.is_running_out(kept(9)));
 }
 
 /// A batch leaves room for its segment's summary, unless it is the keeper's or the segment gets no summary.
@@ -157,7 +160,7 @@ fn batches_leave_room_for_the_summary() {
         }
         let end = ring.tail().expect("a tail").offset;
         ring.begin_tail(segment(), [7; 16], 1, lsn + 1);
-        (ring.take_sealed(), end, lsn + 1)
+        (ring.take_pending_summary(), end, lsn + 1)
     };
     let (sealed, end, batches) = fill(false);
     let sealed = sealed.expect("a summary");
@@ -172,24 +175,24 @@ fn batches_leave_room_for_the_summary() {
 
 /// Summaries that nothing writes take no memory without end, and those of retired segments are given up.
 #[test]
-fn few_summaries_wait() {
+fn few_summaries_are_pending() {
     let (mut ring, _reader) = ring();
     assert_eq!(
-        ring.sealed.len(),
-        MOST_SEALED - 1,
+        ring.pending_summaries.len(),
+        MOST_PENDING_SUMMARIES - 1,
         "that of a retired one is gone"
     );
     for lsn in 10..20 {
         ring.begin_tail(segment(), [7; 16], 1, lsn - 1);
         ring.extend_tail(8192, (&[0; 116], 1), at(lsn, 0));
-        assert!(ring.sealed.len() <= MOST_SEALED);
+        assert!(ring.pending_summaries.len() <= MOST_PENDING_SUMMARIES);
     }
-    assert!(ring.has_sealed());
+    assert!(ring.has_pending_summary());
     let newest = ring.live.len() - 2;
-    ring.take_sealed();
-    let sealed = ring.take_sealed().expect("two wait");
+    ring.take_pending_summary();
+    let sealed = ring.take_pending_summary().expect("two wait");
     assert!(Arc::ptr_eq(&sealed.segment, &ring.live[newest].segment));
-    assert!(!ring.has_sealed());
+    assert!(!ring.has_pending_summary());
 }
 
 #[test]

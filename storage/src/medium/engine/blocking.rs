@@ -1,29 +1,29 @@
-//! The engine for kernels without io_uring: writes on one thread, reads in the caller's.
+//! The engine for kernels without io_uring: one thread for writes; reads happen in the caller's thread.
 
 use std::io;
 
-use crate::medium::file::{Done, Engine, Io, run};
+use crate::medium::file::{Engine, Io, IoCompletion, run};
 use crate::sync::Event;
 use crate::sync::mpsc::{Receiver, Sender, channel};
 use crate::sync::thread::{self, JoinHandle};
 
 /// See the module's documentation.
-pub(super) struct Blocking {
+pub(super) struct BlockingEngine {
     event: Event,
-    writer: Option<Writer>,
+    writer: Option<WriterThread>,
     /// Operations that ended as they were submitted.
-    ended: Vec<Done>,
+    ended: Vec<IoCompletion>,
 }
 
 /// The thread that writes.
-struct Writer {
+struct WriterThread {
     /// `None` only while dropping.
     jobs: Option<Sender<(u64, Io)>>,
-    ended: Receiver<Done>,
+    ended: Receiver<IoCompletion>,
     thread: Option<JoinHandle<()>>,
 }
 
-impl Blocking {
+impl BlockingEngine {
     pub(super) fn new(event: Event) -> Self {
         Self {
             event,
@@ -32,21 +32,22 @@ impl Blocking {
         }
     }
 
-    /// Hands an operation to the thread that writes. The first one starts it: an engine that only reads needs none.
+    /// Hands an operation to the writer thread, which the first one starts: an engine that only reads needs none.
     fn write(&mut self, id: u64, io: Io) -> io::Result<()> {
         let writer = match &mut self.writer {
             Some(writer) => writer,
-            none => none.insert(Writer::start(self.event.try_clone()?)?),
+            none => none.insert(WriterThread::start(self.event.try_clone()?)?),
         };
         let jobs = writer.jobs.as_ref();
-        match jobs.is_some_and(|jobs| jobs.send((id, io)).is_ok()) {
-            true => Ok(()),
-            false => Err(io::Error::other("the log's thread has ended")),
+        if jobs.is_some_and(|jobs| jobs.send((id, io)).is_ok()) {
+            Ok(())
+        } else {
+            Err(io::Error::other("the log's thread has ended"))
         }
     }
 }
 
-impl Writer {
+impl WriterThread {
     fn start(event: Event) -> io::Result<Self> {
         let (jobs, todo) = channel::<(u64, Io)>();
         let (report, ended) = channel();
@@ -55,8 +56,8 @@ impl Writer {
             .spawn(move || {
                 while let Ok((id, io)) = todo.recv() {
                     let (result, _) = run(io);
-                    // A receiver or event that is gone belongs to a port that is being dropped, so no request waits.
-                    let _ = report.send(Done { id, result });
+                    // If the receiver or event is gone, its port is being dropped and no request waits.
+                    let _ = report.send(IoCompletion { id, result });
                     event.signal();
                 }
             })?;
@@ -68,7 +69,7 @@ impl Writer {
     }
 }
 
-impl Engine for Blocking {
+impl Engine for BlockingEngine {
     fn submit(&mut self, id: u64, io: Io) {
         let result = match io {
             Io::Read { .. } => run(io).0,
@@ -77,12 +78,12 @@ impl Engine for Blocking {
                 Err(error) => Err(error),
             },
         };
-        self.ended.push(Done { id, result });
+        self.ended.push(IoCompletion { id, result });
     }
 
     fn enter(&mut self) {}
 
-    fn poll(&mut self, done: &mut Vec<Done>) {
+    fn poll(&mut self, done: &mut Vec<IoCompletion>) {
         done.append(&mut self.ended);
         if let Some(writer) = &self.writer {
             done.extend(writer.ended.try_iter());
@@ -90,7 +91,7 @@ impl Engine for Blocking {
     }
 }
 
-impl Drop for Writer {
+impl Drop for WriterThread {
     fn drop(&mut self) {
         self.jobs = None;
         if let Some(thread) = self.thread.take() {

@@ -7,7 +7,7 @@
 //!
 //!   the log's appends ─────▶ system calls in the thread that needs them            (medium/file.rs)
 //! ```
-//! An operation owns its buffers until it is polled as done, so none can be freed under the kernel.
+//! An operation owns its buffers until it is polled as done, so none is freed while the kernel uses it.
 
 mod blocking;
 #[cfg(test)]
@@ -17,13 +17,13 @@ mod uring;
 use std::io;
 
 use crate::medium::file::Engine;
-use crate::medium::ring;
+use crate::medium::io_ring;
 use crate::sync::Event;
 
-/// Which engine moves the bytes.
+/// Which engine performs the I/O.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum EngineKind {
-    /// io_uring if the kernel offers all that is needed, else blocking calls.
+    /// io_uring if the kernel has all that is needed, otherwise blocking calls.
     #[default]
     Auto,
     /// io_uring; opening fails where the kernel has none.
@@ -32,12 +32,12 @@ pub enum EngineKind {
     Blocking,
 }
 
-/// The kind of engine that `kind` stands for on this kernel.
+/// Resolves `kind` to an engine that works on this kernel.
 pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
     match kind {
         EngineKind::Blocking => Ok(kind),
-        EngineKind::IoUring => ring::probe().map(|()| kind),
-        EngineKind::Auto => Ok(match ring::probe() {
+        EngineKind::IoUring => io_ring::probe().map(|()| kind),
+        EngineKind::Auto => Ok(match io_ring::probe() {
             Ok(()) => EngineKind::IoUring,
             Err(error) => {
                 tracing::info!("io_uring is not usable ({error}): using blocking calls");
@@ -50,8 +50,8 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
 /// Makes an engine of a probed kind that signals `event`.
 pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
     Ok(match kind {
-        EngineKind::Blocking => Box::new(blocking::Blocking::new(event.try_clone()?)),
-        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::Uring::new(event)?),
+        EngineKind::Blocking => Box::new(blocking::BlockingEngine::new(event.try_clone()?)),
+        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::UringEngine::new(event)?),
     })
 }
 
@@ -60,10 +60,10 @@ mod tests {
     use super::*;
     use crate::Buffer;
     use crate::medium::directory::Medium;
-    use crate::medium::file::{Chunk, DataFile, Done, Io, Source, SyncScope};
+    use crate::medium::file::{Chunk, DataFile, Io, IoCompletion, ReadSource, SyncScope};
     use crate::sync::Arc;
 
-    fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<Done> {
+    fn finish(engine: &mut dyn Engine, event: &Event, count: usize) -> Vec<IoCompletion> {
         let mut done = Vec::new();
         engine.enter();
         while done.len() < count {
@@ -110,7 +110,7 @@ mod tests {
             let done = finish(engine.as_mut(), &event, 1);
             assert_eq!(done[0].id, 7);
             assert!(done[0].result.is_ok(), "{:?}", done[0].result);
-            let source = Source::Segment(segment.clone());
+            let source = ReadSource::Segment(segment.clone());
             engine.submit(
                 8,
                 Io::Read {
@@ -151,7 +151,7 @@ mod tests {
                 },
             );
             for i in 0..300 {
-                let source = Source::Segment(segment.clone());
+                let source = ReadSource::Segment(segment.clone());
                 engine.submit(
                     100 + i,
                     Io::Read {

@@ -6,65 +6,65 @@ use io_uring::{opcode, types};
 use rustix::io::Errno;
 
 use crate::Buffer;
-use crate::medium::file::{Done, Engine, Io, run, write_chunks};
-use crate::medium::ring::Ring;
+use crate::medium::file::{Engine, Io, IoCompletion, run, write_chunks};
+use crate::medium::io_ring::IoRing;
 use crate::sync::Event;
 
 /// An operation in the kernel, with all the memory that the kernel may touch.
-struct InFlight {
+struct InFlightIo {
     /// The caller's number for the operation.
     id: u64,
     io: Io,
     /// The list that `Writev` points at. Never touched while in flight.
-    slices: Slices,
+    slices: IoVecs,
 }
 
 #[derive(Default)]
-struct Slices(Vec<libc::iovec>);
+struct IoVecs(Vec<libc::iovec>);
 
 // SAFETY: the pointers point into buffers that the operation owns, which are `Send`; nothing else uses them.
-unsafe impl Send for Slices {}
+unsafe impl Send for IoVecs {}
 
 /// See the module's documentation.
-pub(super) struct Uring {
-    ring: Ring<InFlight>,
-    done: Vec<Done>,
+pub(super) struct UringEngine {
+    ring: IoRing<InFlightIo>,
+    done: Vec<IoCompletion>,
     /// Memory for the slices of the next operations.
-    slices: Vec<Slices>,
+    slices: Vec<IoVecs>,
     /// Signalled for operations that end while they are submitted; the ring signals it for all others.
     event: Event,
 }
 
-impl Uring {
+impl UringEngine {
     pub(super) fn new(event: &Event) -> io::Result<Self> {
         Ok(Self {
-            ring: Ring::new(&event.fd())?,
+            ring: IoRing::new(&event.fd())?,
             done: Vec::new(),
             slices: Vec::new(),
             event: event.try_clone()?,
         })
     }
 
-    fn account(&mut self, operation: InFlight, moved: Result<usize, Errno>) {
-        let InFlight { id, io, mut slices } = operation;
+    fn account(&mut self, operation: InFlightIo, moved: Result<usize, Errno>) {
+        let InFlightIo { id, io, mut slices } = operation;
         if slices.0.capacity() > 0 {
             slices.0.clear();
             self.slices.push(slices);
         }
-        // An operation that was interrupted, or not begun for want of memory, has moved nothing: plain calls carry it
-        // out, as they do the rest of a short one.
+        // An operation that was interrupted, or not started for lack of memory, has moved nothing. Plain calls carry it
+        // out, as they finish a short one.
         let moved = match moved {
             Err(Errno::INTR | Errno::AGAIN) => Ok(0),
             moved => moved,
         };
         let result = moved.map_err(io::Error::from);
         let result = result.and_then(|moved| end(io, moved));
-        self.done.push(Done { id, result });
+        self.done.push(IoCompletion { id, result });
     }
 }
 
-/// Ends an operation that has moved `moved` bytes. Fewer bytes than asked for are no error: plain calls do the rest, or report
-/// why they cannot.
+/// Ends an operation that has moved `moved` bytes. Too few is not an error: plain calls do the rest, or report why they
+/// can't.
 fn end(io: Io, moved: usize) -> io::Result<Option<Buffer>> {
     match io {
         Io::Read { buffer, .. } if moved == buffer.len() => Ok(Some(buffer)),
@@ -77,9 +77,9 @@ fn end(io: Io, moved: usize) -> io::Result<Option<Buffer>> {
     }
 }
 
-impl Engine for Uring {
+impl Engine for UringEngine {
     fn submit(&mut self, id: u64, mut io: Io) {
-        let mut slices = Slices::default();
+        let mut slices = IoVecs::default();
         let entry = match &mut io {
             Io::Read {
                 source,
@@ -104,14 +104,14 @@ impl Engine for Uring {
                 let write = opcode::Writev::new(fd, slices.0.as_ptr(), slices.0.len() as u32);
                 write.offset(*offset).build()
             }
-            // Appends are the work of the thread that needs them.
+            // Appends are done by the thread that needs them.
             Io::Append { .. } | Io::WriteBack(_) => {
                 let (result, _) = run(io);
-                return self.done.push(Done { id, result });
+                return self.done.push(IoCompletion { id, result });
             }
         };
         // SAFETY: the operation owns its file, its buffers and its slices, all of them behind pointers.
-        unsafe { self.ring.submit(InFlight { id, io, slices }, entry) };
+        unsafe { self.ring.submit(InFlightIo { id, io, slices }, entry) };
     }
 
     fn enter(&mut self) {
@@ -121,7 +121,7 @@ impl Engine for Uring {
         }
     }
 
-    fn poll(&mut self, done: &mut Vec<Done>) {
+    fn poll(&mut self, done: &mut Vec<IoCompletion>) {
         while let Some((operation, moved)) = self.ring.next_ended() {
             self.account(operation, moved);
         }
@@ -133,43 +133,44 @@ impl Engine for Uring {
 #[cfg(not(feature = "shuttle"))]
 mod tests {
     use super::*;
-    use crate::medium::file::{DataFile, Source};
+    use crate::medium::file::{DataFile, ReadSource};
     use crate::sync::Arc;
 
-    /// An operation that was interrupted, or for which the kernel had no memory, is still done; any other error is
-    /// reported.
+    /// An operation that was interrupted, or for which the kernel had no memory, is still carried out; any other error
+    /// is reported.
     #[test]
     fn an_interrupted_operation_is_carried_out_by_plain_calls() {
-        if let Err(error) = crate::medium::ring::probe() {
+        if let Err(error) = crate::medium::io_ring::probe() {
             return println!("skipped: no io_uring here: {error}");
         }
         let file = tempfile::tempfile().unwrap();
         DataFile::write_all_at(&file, &[7; 512], 0).unwrap();
         let base: Arc<dyn DataFile> = Arc::new(file);
         let event = Event::new().unwrap();
-        let mut engine = Uring::new(&event).unwrap();
+        let mut engine = UringEngine::new(&event).unwrap();
         for (error, done) in [
             (Errno::INTR, true),
             (Errno::AGAIN, true),
             (Errno::IO, false),
         ] {
-            let operation = InFlight {
+            let operation = InFlightIo {
                 id: 1,
                 io: Io::Read {
-                    source: Source::File(base.clone()),
+                    source: ReadSource::File(base.clone()),
                     offset: 0,
                     buffer: Buffer::zeroed(512),
                 },
-                slices: Slices::default(),
+                slices: IoVecs::default(),
             };
             engine.account(operation, Err(error));
             let result = engine.done.pop().unwrap().result;
-            match done {
-                true => assert_eq!(&result.unwrap().unwrap()[..], [7; 512]),
-                false => assert_eq!(
+            if done {
+                assert_eq!(&result.unwrap().unwrap()[..], [7; 512])
+            } else {
+                assert_eq!(
                     result.unwrap_err().raw_os_error(),
                     Some(error.raw_os_error())
-                ),
+                )
             }
         }
     }

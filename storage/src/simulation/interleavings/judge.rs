@@ -3,11 +3,11 @@
 use std::collections::{HashMap, HashSet};
 
 use super::super::fixture::filled;
-use super::super::oracle::{Broken, Contents, value_of};
+use super::super::oracle::{DiskContents, Violation, value_of};
 use super::plan::{Client, OWN, Plan, Step};
 use crate::{Completion, Operation};
 
-struct Write {
+struct PlannedWrite {
     sector: u64,
     sectors: u64,
     value: u32,
@@ -16,7 +16,7 @@ struct Write {
 }
 
 /// A request that has not ended, by token.
-enum Open {
+enum OpenRequest {
     Write {
         client: usize,
         index: usize,
@@ -38,11 +38,11 @@ pub(super) struct Judge {
     /// Counts events.
     now: u64,
     /// The writes of each client, in order.
-    writes: Vec<Vec<Write>>,
+    writes: Vec<Vec<PlannedWrite>>,
     /// For each client, how many of its writes must survive; `kill_floor`: how many if only the process ends.
     floor: Vec<usize>,
     kill_floor: Vec<usize>,
-    open: HashMap<u64, (u64, Open)>,
+    open: HashMap<u64, (u64, OpenRequest)>,
     asked: HashSet<u64>,
     pub next_token: u64,
     pub flushes: u64,
@@ -55,7 +55,7 @@ pub(super) struct Judge {
     first_failure: Option<u64>,
     /// Whether the store is being closed: later requests may be refused.
     pub closing: bool,
-    pub broken: Option<Broken>,
+    pub broken: Option<Violation>,
 }
 
 impl Judge {
@@ -86,14 +86,14 @@ impl Judge {
         self.open.len() as u64
     }
 
-    fn breaks(&mut self, broken: Broken) {
+    fn breaks(&mut self, broken: Violation) {
         self.broken.get_or_insert(broken);
     }
 
     /// Whether to ask the port to complete this request only once it is written: `true` at most once for each
     /// token.
     pub(super) fn asks(&mut self, token: u64) -> bool {
-        let write = matches!(self.open.get(&token), Some((_, Open::Write { .. })));
+        let write = matches!(self.open.get(&token), Some((_, OpenRequest::Write { .. })));
         write && self.plan.written && self.asked.insert(token)
     }
 
@@ -117,7 +117,7 @@ impl Judge {
             Step::Write { sector, sectors } => {
                 let index = self.writes[client].len();
                 let value = (client * 1000 + index + 1) as u32;
-                self.writes[client].push(Write {
+                self.writes[client].push(PlannedWrite {
                     sector,
                     sectors,
                     value,
@@ -128,17 +128,17 @@ impl Judge {
                     sector: first + sector,
                     data: filled(value, sectors),
                 };
-                (Open::Write { client, index }, operation)
+                (OpenRequest::Write { client, index }, operation)
             }
             Step::Flush => {
                 let on_disk = |other: usize| self.plan.clients[other].disk == disk;
                 let ended = |other: usize| {
-                    let ended = |write: &Write| write.ended.is_some();
+                    let ended = |write: &PlannedWrite| write.ended.is_some();
                     let last = self.writes[other].iter().rposition(ended);
                     last.filter(|_| on_disk(other)).map_or(0, |last| last + 1)
                 };
                 let floor = (0..self.writes.len()).map(ended).collect();
-                (Open::Flush(floor), Operation::Flush)
+                (OpenRequest::Flush(floor), Operation::Flush)
             }
             Step::Read => {
                 let writes = &self.writes[client];
@@ -150,7 +150,7 @@ impl Judge {
                     sector: first,
                     sectors: OWN as u32,
                 };
-                (Open::Read { client, since }, operation)
+                (OpenRequest::Read { client, since }, operation)
             }
             Step::Serve | Step::Wait => return None,
         };
@@ -167,13 +167,13 @@ impl Judge {
             self.breaks(format!("request {token} was answered twice"));
             return false;
         };
-        let excused = self.closing && !matches!(open, Open::Read { .. });
+        let excused = self.closing && !matches!(open, OpenRequest::Read { .. });
         if good && !excused && result.is_err() {
             self.breaks(format!("a good request failed: {result:?}"));
         }
         match (open, result) {
-            (Open::Read { .. }, Err(_)) => {}
-            (Open::Read { client, since }, Ok(data)) => {
+            (OpenRequest::Read { .. }, Err(_)) => {}
+            (OpenRequest::Read { client, since }, Ok(data)) => {
                 let data = data.expect("data of a read");
                 let found: Vec<u32> = data.chunks(512).map(value_of).collect();
                 if good && let Some(since) = since {
@@ -193,7 +193,7 @@ impl Judge {
                     ));
                 }
                 match open {
-                    Open::Write { client, index } => {
+                    OpenRequest::Write { client, index } => {
                         self.writes[client][index].ended = Some(self.now);
                         if self.plan.through {
                             self.floor[client] = self.floor[client].max(index + 1);
@@ -206,14 +206,14 @@ impl Judge {
                         self.killed |= now && good;
                         return now;
                     }
-                    Open::Flush(floor) => {
+                    OpenRequest::Flush(floor) => {
                         for (mine, new) in self.floor.iter_mut().zip(floor) {
                             *mine = (*mine).max(new);
                         }
                         self.flushes += 1;
                         return self.plan.cut_after_flushes == Some(self.flushes);
                     }
-                    Open::Read { .. } => unreachable!("handled above"),
+                    OpenRequest::Read { .. } => unreachable!("handled above"),
                 }
             }
         }
@@ -225,7 +225,7 @@ impl Judge {
         let then = self.contents(client, since);
         let later = &self.writes[client][since..];
         for (sector, (&found, &then)) in (0..).zip(found.iter().zip(&then)) {
-            let is_later = |write: &Write| {
+            let is_later = |write: &PlannedWrite| {
                 (write.sector..write.sector + write.sectors).contains(&sector)
                     && write.value == found
             };
@@ -238,7 +238,7 @@ impl Judge {
     }
 
     /// Judges what was found after a crash, or after closing (`whole`: then nothing may be missing).
-    pub(super) fn judge(&self, found: &Contents, whole: bool) -> Result<(), Broken> {
+    pub(super) fn judge(&self, found: &DiskContents, whole: bool) -> Result<(), Violation> {
         let mut kept = Vec::new();
         for (client, Client { disk, first, .. }) in self.plan.clients.iter().enumerate() {
             let found = &found[*disk][*first as usize..][..OWN as usize];

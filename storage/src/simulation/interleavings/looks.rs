@@ -3,19 +3,19 @@
 
 use super::super::fixture::{Fixture, Shape, filled};
 use super::super::medium::World;
-use super::super::oracle::{Broken, value_of};
+use super::super::oracle::{Violation, value_of};
 use super::super::random::Random;
 use super::super::{Total, on_all_cores, seeds};
-use super::{Choice, explore};
+use super::{ScheduleChoice, explore};
 use crate::disk::handle::Disk;
 use crate::mutant::{Mutant, PLANTED};
 use crate::store::look::Look;
-use crate::store::view::Data;
+use crate::store::view::DataPlace;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, thread};
-use crate::{CommitWait, Operation, Point, Port, Retain, SECTOR_SIZE, Store};
+use crate::{CommitWait, Operation, Point, Port, Retention, SECTOR_SIZE, Store};
 
-/// The disk has eight places of so many sectors. A segment has room for a few of them.
+/// Sectors of each of the disk's eight places. A segment has room for a few of them.
 const PLACE: u64 = 24;
 const PLACES: u64 = 8;
 /// Records: they go around the ring more than once.
@@ -53,13 +53,13 @@ fn state(lsn: u64) -> Vec<u32> {
 }
 
 /// What a look shows.
-fn shown(look: &Look) -> Result<Vec<u32>, Broken> {
+fn shown(look: &Look) -> Result<Vec<u32>, Violation> {
     let broken = |error| format!("a look can't be read: {error}");
     let (layers, size) = (look.layers(), PLACES * PLACE * SECTOR_SIZE);
     let mut bytes = vec![0; size as usize];
     for part in layers.data(0..size, u64::MAX) {
         let (range, data) = part.map_err(broken)?;
-        if matches!(data, Data::Zero) {
+        if matches!(data, DataPlace::Zero) {
             continue;
         }
         let into = &mut |at, some: &[u8]| {
@@ -87,13 +87,14 @@ fn write(mut port: Port, durable: &AtomicU64) {
 }
 
 /// Opens looks, one after the other, and reads each several times.
-fn look(disk: &Disk, mut random: Random, durable: &AtomicU64) -> Result<Totals, Broken> {
+fn look(disk: &Disk, mut random: Random, durable: &AtomicU64) -> Result<Totals, Violation> {
     let mut totals = Totals::default();
     for _ in 0..3 {
         let before = durable.load(Ordering::Acquire);
-        let at = match random.one_in(2) {
-            true => Point::Newest,
-            false => Point::Lsn(before.saturating_sub(random.below(4))),
+        let at = if random.one_in(2) {
+            Point::Newest
+        } else {
+            Point::Lsn(before.saturating_sub(random.below(4)))
         };
         let look = match (disk.look(at, None), at) {
             (Ok(look), _) => look,
@@ -136,7 +137,7 @@ fn look(disk: &Disk, mut random: Random, durable: &AtomicU64) -> Result<Totals, 
     Ok(totals)
 }
 
-fn run(seed: u64) -> Result<Totals, Broken> {
+fn run(seed: u64) -> Result<Totals, Violation> {
     let mut random = Random(seed);
     let shape = Shape {
         disks: 1,
@@ -146,9 +147,9 @@ fn run(seed: u64) -> Result<Totals, Broken> {
     };
     let mut fixture = Fixture::new(World::new(random.next()), shape);
     fixture.retain = match random.below(3) {
-        0 => Retain::All,
-        1 => Retain::Bytes(64 << 10),
-        _ => Retain::Nothing,
+        0 => Retention::All,
+        1 => Retention::Bytes(64 << 10),
+        _ => Retention::Nothing,
     };
     let running = fixture.open(false, CommitWait::NONE);
     let running = running.expect("opening a new log");
@@ -181,7 +182,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
 #[test]
 fn looks_beside_folds_are_the_disk_at_one_moment() {
     let seeds = seeds("WALVISOR_INTERLEAVINGS", 500);
-    for choice in [Choice::Random, Choice::FewSwitches] {
+    for choice in [ScheduleChoice::Random, ScheduleChoice::FewSwitches] {
         let all: Totals = on_all_cores(&seeds, |seed| {
             explore(choice, seed, run).unwrap_or_else(|broken| {
                 panic!(
@@ -204,7 +205,7 @@ fn planted_faults_of_looks_are_noticed_in_interleavings() {
         Mutant::PointReadsNewer,
     ] {
         PLANTED.set(Some(mutant));
-        let broken = (1..2_000).find_map(|seed| explore(Choice::Random, seed, run).err());
+        let broken = (1..2_000).find_map(|seed| explore(ScheduleChoice::Random, seed, run).err());
         PLANTED.set(None);
         println!("{mutant:?}: {broken:?}");
         let noticed = broken.is_some_and(|broken| broken.contains("look"));

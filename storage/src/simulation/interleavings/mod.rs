@@ -26,7 +26,7 @@ use shuttle::{Config, FailurePersistence, MaxSteps, Runner};
 use self::judge::Judge;
 use self::plan::{OWN, Plan, Step};
 use super::fixture::{Fixture, Shape};
-use super::oracle::Broken;
+use super::oracle::Violation;
 use super::{Total, on_all_cores};
 use crate::log::state::Log;
 use crate::mutant::{Mutant, PLANTED};
@@ -66,14 +66,14 @@ impl Total for Totals {
 
 type SharedJudge = Arc<std::sync::Mutex<Judge>>;
 
-fn told<T>(judge: &SharedJudge, tell: impl FnOnce(&mut Judge) -> T) -> T {
-    tell(&mut judge.lock().expect("no switch happens under this lock"))
+fn with_judge<T>(judge: &SharedJudge, call: impl FnOnce(&mut Judge) -> T) -> T {
+    call(&mut judge.lock().expect("no switch happens under this lock"))
 }
 
-/// Starts what was submitted. `alone`: the thread makes quick syncs itself.
+/// Starts what was submitted. `alone`: the thread runs quick syncs itself.
 fn start(port: &mut Port, judge: &SharedJudge, alone: bool) {
     let led = port.start(alone);
-    told(judge, |judge| judge.led_alone += u64::from(led));
+    with_judge(judge, |judge| judge.led_alone += u64::from(led));
 }
 
 /// Takes the requests that have ended; returns whether nothing is left to wait for.
@@ -91,8 +91,8 @@ fn serve(
         start(port, judge, alone);
         port.completions(&mut done);
         done.retain(|end| {
-            let asks = end.result.is_ok() && told(judge, |judge| judge.asks(end.token));
-            let waits = asks && !port.when_written(end.token);
+            let asks = end.result.is_ok() && with_judge(judge, |judge| judge.asks(end.token));
+            let waits = asks && !port.notify_written(end.token);
             asked |= waits;
             !waits
         });
@@ -104,21 +104,21 @@ fn serve(
         };
         mine.retain(|&token| token != completion.token);
         let failed = log.poisoned.load(Ordering::Relaxed);
-        if told(judge, |judge| judge.end(completion, good, failed)) {
+        if with_judge(judge, |judge| judge.end(completion, good, failed)) {
             fixture.medium.lock().cut_power();
         }
     }
     mine.is_empty() || fixture.medium.lock().crashed
 }
 
-/// How many clients that do not stall are at work.
+/// How many clients that never stall are still active.
 #[derive(Default)]
-struct AtWork {
+struct ActiveClients {
     count: Mutex<usize>,
     ended: Condvar,
 }
 
-impl AtWork {
+impl ActiveClients {
     fn end_one(&self) {
         *self.count.lock().expect("at work") -= 1;
         self.ended.notify_all();
@@ -136,9 +136,9 @@ fn work(
     judge: &SharedJudge,
     fixture: &Fixture,
     log: &Log,
-    others: &AtWork,
+    others: &ActiveClients,
 ) {
-    let plan = told(judge, |judge| judge.plan.clients[which].clone());
+    let plan = with_judge(judge, |judge| judge.plan.clients[which].clone());
     let mut mine = Vec::new();
     let wait = |port: &mut Port, mine: &mut Vec<u64>| {
         while !serve(port, judge, fixture, log, mine, plan.alone) {
@@ -146,7 +146,7 @@ fn work(
         }
     };
     for &step in &plan.steps {
-        match told(judge, |judge| judge.submit(which, step)) {
+        match with_judge(judge, |judge| judge.submit(which, step)) {
             Some((token, operation)) => {
                 mine.push(token);
                 port.submit(token, operation);
@@ -172,7 +172,7 @@ fn work(
 }
 
 /// One run: everything from opening the log to judging what is left.
-fn run(seed: u64) -> Result<Totals, Broken> {
+fn run(seed: u64) -> Result<Totals, Violation> {
     let plan = Plan::new(seed);
     let shape = Shape {
         disks: plan.disks,
@@ -196,7 +196,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
     let log = running.disks[0].log.clone();
     let store = Store::start(log.clone(), running.disks, running.keeper).expect("a thread");
     let judge: SharedJudge = Arc::new(std::sync::Mutex::new(Judge::new(plan.clone())));
-    let others = Arc::new(AtWork::default());
+    let others = Arc::new(ActiveClients::default());
     *others.count.lock().expect("at work") =
         plan.clients.iter().filter(|client| !client.stalls).count();
     let clients: Vec<_> = (0..plan.clients.len())
@@ -215,7 +215,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
             .for_each(|client| client.join().expect("a client"));
     };
     let closed = if plan.closes_early {
-        told(&judge, |judge| judge.closing = true);
+        with_judge(&judge, |judge| judge.closing = true);
         let closed = store.close();
         join(clients);
         closed
@@ -234,16 +234,17 @@ fn run(seed: u64) -> Result<Totals, Broken> {
         return Err(format!("closing a good log failed: {error}"));
     }
     if closed.is_ok() {
-        told(&judge, |judge| judge.judge(&fixture.bases(), true))?;
+        with_judge(&judge, |judge| judge.judge(&fixture.bases(), true))?;
     }
-    // A sync that fails may drop from the cache the bytes that it was to write.
-    let killed = told(&judge, |judge| {
+    // A failed sync may drop the bytes it should have written from the cache.
+    let killed = with_judge(&judge, |judge| {
         judge.killed &= !failed;
         judge.killed
     });
-    match killed {
-        true => fixture.medium.lock().restart(),
-        false => fixture.lose_power(),
+    if killed {
+        fixture.medium.lock().restart()
+    } else {
+        fixture.lose_power()
     }
     let running = fixture
         .open(false, CommitWait::NONE)
@@ -251,11 +252,11 @@ fn run(seed: u64) -> Result<Totals, Broken> {
     let found = running
         .read()
         .map_err(|failure| format!("reading: {failure}"))?;
-    told(&judge, |judge| match judge.broken.take() {
+    with_judge(&judge, |judge| match judge.broken.take() {
         Some(broken) => Err(broken),
         None => judge.judge(&found, false),
     })?;
-    Ok(told(&judge, |judge| Totals {
+    Ok(with_judge(&judge, |judge| Totals {
         runs: 1,
         requests: judge.next_token,
         flushes: judge.flushes,
@@ -271,7 +272,7 @@ fn run(seed: u64) -> Result<Totals, Broken> {
 
 /// How the schedule of a run is chosen.
 #[derive(Clone, Copy, Debug)]
-enum Choice {
+enum ScheduleChoice {
     /// At random at each switch.
     Random,
     /// Few switches, at random places (probabilistic concurrency testing).
@@ -286,10 +287,10 @@ const ENDLESS: [&str; 2] = ["deadlock!", "exceeded max_steps bound"];
 
 /// Runs one seed.
 fn explore<T: Total + Clone + 'static>(
-    choice: Choice,
+    choice: ScheduleChoice,
     seed: u64,
-    run: fn(u64) -> Result<T, Broken>,
-) -> Result<T, Broken> {
+    run: fn(u64) -> Result<T, Violation>,
+) -> Result<T, Violation> {
     let mut config = Config::new();
     config.stack_size = 256 << 10;
     config.failure_persistence = FailurePersistence::None;
@@ -317,9 +318,9 @@ fn explore<T: Total + Clone + 'static>(
         Runner::new(scheduler, config).run(f);
     }
     let ran = catch_unwind(AssertUnwindSafe(|| match choice {
-        Choice::Random => drive(RandomScheduler::new_from_seed(seed, 1), config, once),
+        ScheduleChoice::Random => drive(RandomScheduler::new_from_seed(seed, 1), config, once),
         // The first run only measures the length.
-        Choice::FewSwitches => drive(PctScheduler::new_from_seed(seed, 3, 3), config, once),
+        ScheduleChoice::FewSwitches => drive(PctScheduler::new_from_seed(seed, 3, 3), config, once),
     }));
     let outcome = outcome.lock().expect("one thread").clone();
     match ran {
@@ -333,7 +334,7 @@ fn explore<T: Total + Clone + 'static>(
     }
 }
 
-fn explore_all(choice: Choice) {
+fn explore_all(choice: ScheduleChoice) {
     let seeds = super::seeds("WALVISOR_INTERLEAVINGS", 5_000);
     let all: Totals = on_all_cores(&seeds, |seed| {
         explore(choice, seed, run).unwrap_or_else(|broken| {
@@ -367,13 +368,13 @@ fn explore_all(choice: Choice) {
 /// seed on.
 #[test]
 fn random_schedules_keep_the_promises() {
-    explore_all(Choice::Random);
+    explore_all(ScheduleChoice::Random);
 }
 
 /// The same plans with few switches.
 #[test]
 fn schedules_of_few_switches_keep_the_promises() {
-    explore_all(Choice::FewSwitches);
+    explore_all(ScheduleChoice::FewSwitches);
 }
 
 /// Each planted fault makes some run wait forever or break a promise.
@@ -394,7 +395,7 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
     for mutant in all {
         PLANTED.set(Some(mutant));
         let killed = (1..5_000).find_map(|seed| {
-            [Choice::Random, Choice::FewSwitches]
+            [ScheduleChoice::Random, ScheduleChoice::FewSwitches]
                 .into_iter()
                 .find_map(|choice| {
                     let broken = explore(choice, seed, run).err()?;

@@ -16,7 +16,7 @@ pub(super) enum Step {
     },
     Flush,
     Read,
-    /// Starts submitted requests and takes those that have ended.
+    /// Starts submitted requests and takes completions.
     Serve,
     /// Waits for all requests.
     Wait,
@@ -30,7 +30,7 @@ pub(super) struct Client {
     pub steps: Vec<Step>,
     /// Whether it closes its port without waiting for requests in flight.
     pub leaves: bool,
-    /// Whether its thread makes quick syncs itself.
+    /// Whether its thread runs quick syncs itself.
     pub alone: bool,
     /// Whether it submits its requests, and does not look at its port again before all others have ended.
     pub stalls: bool,
@@ -63,9 +63,10 @@ impl Plan {
         let clients = (0..1 + random.below(3)).map(|i| {
             let steps = (0..2 + random.below(7)).map(|_| match random.below(8) {
                 0..3 => {
-                    let sectors = match long && random.one_in(2) {
-                        true => OWN,
-                        false => 1 + random.below(2),
+                    let sectors = if long && random.one_in(2) {
+                        OWN
+                    } else {
+                        1 + random.below(2)
                     };
                     let sector = random.below(4.min(OWN - sectors + 1));
                     Step::Write { sector, sectors }

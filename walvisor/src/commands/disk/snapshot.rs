@@ -6,7 +6,7 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::{Value, json};
 use walvisor_storage::{
-    self as storage, DiskOptions, MarkText, Retain, SnapshotName, Store, StoreOptions,
+    self as storage, DiskOptions, MarkText, Retention, SnapshotName, Store, StoreOptions,
 };
 
 use super::path::{DiskPath, print};
@@ -99,7 +99,7 @@ pub(super) fn make(arguments: &MakeArguments) -> Result<(), CommandError> {
 pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
     let MarkArguments { disk, text, json } = arguments;
     let keeps =
-        |disk: &storage::Disk| disk.retain() != Retain::Nothing || !disk.snapshots().is_empty();
+        |disk: &storage::Disk| disk.retain() != Retention::Nothing || !disk.snapshots().is_empty();
     let made = change(disk, |disk| {
         let mark = || disk.mark(text);
         keeps(disk).then(mark).transpose()

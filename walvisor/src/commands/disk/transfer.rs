@@ -228,7 +228,7 @@ fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), Comman
     let done = storage::rewind_disk(&disk.path, &disk.log(), at);
     let done = done.map_err(|error| ask_owner(error, "restore"))?;
     let path = disk.path.display();
-    let storage::Rewound {
+    let storage::RewindReport {
         to_lsn,
         from_lsn,
         lsn,

@@ -1,4 +1,4 @@
-//! A file that is written beside its final name, and renamed when it is complete and durable.
+//! A file that is written under a temporary name, and renamed once it is complete and durable.
 
 use std::fs::{File, Permissions};
 use std::ops::Range;
@@ -9,10 +9,10 @@ use rustix::fs::XattrFlags;
 use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind, Result};
-use crate::medium::copying::Named;
+use crate::medium::copying::NamedFile;
 use crate::medium::file::{DataFile, size_error};
-use crate::medium::filesystem::{Open, files};
-use crate::medium::lock::{Holder, Use};
+use crate::medium::filesystem::{OpenMode, files};
+use crate::medium::lock::{Access, Holder};
 use crate::medium::{filesystem, lock};
 
 /// Whether anything is at the path, including a dangling link.
@@ -23,53 +23,54 @@ pub(crate) fn exists(path: &Path) -> Result<bool> {
 
 /// Refuses a path that exists.
 pub(crate) fn refuse_existing(path: &Path, remedy: &str) -> Result<()> {
-    match exists(path)? {
-        false => Ok(()),
-        true => Err(already(path, remedy)),
+    if exists(path)? {
+        Err(part_exists_error(path, remedy))
+    } else {
+        Ok(())
     }
 }
 
-fn already(path: &Path, remedy: &str) -> Error {
+fn part_exists_error(path: &Path, remedy: &str) -> Error {
     Error::new(
         ErrorKind::AlreadyExists,
         format!("{}: exists already; {remedy}", path.display()),
     )
 }
 
-/// The extended attribute of a part that says of what it is a copy, and up to which byte offset it has that durably.
+/// The extended attribute of a part file that says what it is a copy of, and up to which byte offset it is durable.
 const NOTE: &str = "user.walvisor.part";
 
-/// A file that is being made beside its final name. Removed if it is dropped before it is published.
-pub(crate) struct Part {
+/// A file being made under a temporary name. Removed if it is dropped before it is published.
+pub(crate) struct PartFile {
     file: Box<dyn DataFile>,
     path: PathBuf,
     target: PathBuf,
-    /// Of what it is a copy, in a few words, if it may be resumed.
+    /// Describes the source, for resuming.
     origin: String,
     begun: u64,
     published: bool,
 }
 
-impl Part {
-    /// Creates the file, or reuses what an earlier attempt left, with `size` zero bytes and the permissions `mode`.
+impl PartFile {
+    /// Creates the file, or reuses what an earlier attempt left, with `size` zero bytes and permissions `mode`.
     pub(crate) fn create(target: &Path, size: u64, mode: u32) -> Result<Self> {
         let part = Self::open(target, mode)?;
         part.clear(size)?;
         Ok(part)
     }
 
-    /// As [`create`](Self::create). But if an earlier attempt at the same copy has [noted](Self::note) how far it had come, the file is as it was
-    /// then: see [`begun`](Self::begun). `origin`: of what it is a copy, in a few words.
+    /// As [`create`](Self::create), but if an earlier attempt at the same copy [noted](Self::note) how far it had come,
+    /// continues from there, see [`begun`](Self::begun). `origin` describes the source.
     pub(crate) fn resume(target: &Path, size: u64, mode: u32, origin: String) -> Result<Self> {
         let mut part = Self::open(target, mode)?;
         part.origin = origin;
         let same_size = part.file.len().is_ok_and(|len| len == size);
-        let noted = part.noted();
+        let noted = part.noted_offset();
         let Some(begun) = noted.filter(|begun| same_size && *begun <= size) else {
             part.clear(size)?;
             return Ok(part);
         };
-        // What came behind it may be there in part.
+        // Anything after it may be incomplete.
         let cut = part.file.set_len(begun);
         let cut = cut.and_then(|()| part.file.set_len(size));
         cut.map_err(|error| size_error(&part.target, size, error))?;
@@ -77,21 +78,21 @@ impl Part {
         Ok(part)
     }
 
-    /// The byte offset up to which an earlier attempt has left the file complete.
+    /// Up to which byte offset an earlier attempt completed the file.
     pub(crate) fn begun(&self) -> u64 {
         self.begun
     }
 
     /// Opens the file, or makes it.
     fn open(target: &Path, mode: u32) -> Result<Self> {
-        // If the target is a link, the link stays and the file it points to is replaced.
+        // If the target is a link, replace the file that it points to.
         let target = files().real_path(target).unwrap_or(target.to_path_buf());
         let mut path = target.clone().into_os_string();
         path.push(".walvisor-part");
         let path = PathBuf::from(path);
-        // A file that an interrupted run left is reused; one that a running process writes is locked.
-        let how = Open::Kept { mode };
-        let file = lock::open_store_file(&path, "write", how, Use::Write, |_| Holder::User);
+        // Reuse a file left by an interrupted run. A running process would have it locked.
+        let how = OpenMode::Kept { mode };
+        let file = lock::open_store_file(&path, "write", how, Access::Write, |_| Holder::User);
         let file = file.map_err(|error| match error.kind() {
             ErrorKind::NotFound => {
                 let parent = filesystem::parent(&target).display();
@@ -110,8 +111,8 @@ impl Part {
         })
     }
 
-    /// The offset that was noted for a copy of the same.
-    fn noted(&self) -> Option<u64> {
+    /// The offset noted for a copy of the same source.
+    fn noted_offset(&self) -> Option<u64> {
         let mut text = [0; 256];
         let len = rustix::fs::fgetxattr(self.file.host()?, NOTE, &mut text[..]).ok()?;
         let (noted, offset) = std::str::from_utf8(&text[..len]).ok()?.rsplit_once(' ')?;
@@ -120,11 +121,12 @@ impl Part {
             .flatten()
     }
 
-    /// Notes that the file has all bytes up to an offset of what it is a copy of, durably. Returns `false` if its file system has no place for
-    /// that: an attempt that is killed then begins again.
+    /// Notes that the file is complete up to an offset, durably. Returns `false` if its file system can't store that;
+    /// then a killed copy starts over.
     ///
     /// # Errors
-    /// If bytes of the file are not durable. The kernel says so once, so no later sync of the file is to be believed.
+    /// If bytes of the file are not durable. The kernel reports that only once, so a later sync of the file can't be
+    /// trusted.
     pub(crate) fn note(&self, offset: u64) -> Result<bool> {
         let Some(file) = self.file.host() else {
             return Ok(false);
@@ -151,14 +153,14 @@ impl Part {
         cleared.map_err(|error| size_error(&self.target, size, error))
     }
 
-    /// Gives the file, of `size` bytes, the contents of `from`, which is at least as long, if the file system can let both
-    /// have the same blocks. Returns whether it could; if not, the file is still zeroes.
+    /// Makes the file, of `size` bytes, share the blocks of `from`, which is at least as long (a reflink). Returns
+    /// `false` if the file system can't; the file is then still zeroes.
     pub(crate) fn share(&self, from: &dyn DataFile, size: u64) -> Result<bool> {
         let (Some(from), Some(to)) = (from.host(), self.file.host()) else {
             return Ok(false);
         };
         if rustix::fs::ioctl_ficlone(to, from).is_err() {
-            // The file system may have done a part before it failed.
+            // It may have failed half-way.
             return self.clear(size).map(|()| false);
         }
         let cut = self.file.set_len(size);
@@ -166,9 +168,8 @@ impl Part {
         Ok(true)
     }
 
-    /// Gives the file the mode of the one that it is going to replace, and also its owner if this process is
-    /// allowed to.
-    pub(crate) fn resemble(&self, replaced: &File) -> Result<()> {
+    /// Gives the file the mode of the one it will replace, and its owner if this process is allowed to.
+    pub(crate) fn copy_mode_and_owner(&self, replaced: &File) -> Result<()> {
         let Some(file) = self.file.host() else {
             return Ok(());
         };
@@ -179,7 +180,7 @@ impl Part {
             if (old.uid(), old.gid()) != (new.uid(), new.gid())
                 && fchown(file, Some(old.uid()), Some(old.gid())).is_err()
             {
-                // The group differs: readers of the old group's file must not become readers of this group's.
+                // The group differs, and its members must not gain access.
                 mode &= 0o700;
             }
             file.set_permissions(Permissions::from_mode(mode))
@@ -210,8 +211,8 @@ impl Part {
     }
 
     /// The file, to be copied to.
-    pub(crate) fn named(&self) -> Named<'_> {
-        Named {
+    pub(crate) fn named(&self) -> NamedFile<'_> {
+        NamedFile {
             file: self.file(),
             path: &self.path,
         }
@@ -226,16 +227,19 @@ impl Part {
     /// Makes the file durable and gives it its final name.
     pub(crate) fn publish(mut self, replace: bool) -> Result<()> {
         self.sync()?;
-        let renamed = match replace {
-            true => files().rename(&self.path, &self.target),
-            false => files().rename_new(&self.path, &self.target),
+        let renamed = if replace {
+            files().rename(&self.path, &self.target)
+        } else {
+            files().rename_new(&self.path, &self.target)
         };
         renamed.map_err(|error| match error.kind() {
-            std::io::ErrorKind::AlreadyExists => already(&self.target, "name another file"),
+            std::io::ErrorKind::AlreadyExists => {
+                part_exists_error(&self.target, "name another file")
+            }
             _ => Error::io("write", &self.target, error),
         })?;
         self.published = true;
-        // A new file is still locked, so no other process has it open yet: it can be removed.
+        // The new file is still locked, so nobody has it open yet and it can be removed.
         filesystem::sync_dir(filesystem::parent(&self.target)).inspect_err(|_| {
             if !replace {
                 let _ = files().remove(&self.target);
@@ -244,7 +248,7 @@ impl Part {
     }
 }
 
-impl Drop for Part {
+impl Drop for PartFile {
     fn drop(&mut self) {
         if !self.published {
             // Best effort: the next attempt reuses what is left.

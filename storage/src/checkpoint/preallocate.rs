@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::checkpoint::pace::Growth;
+use crate::checkpoint::pace::ActivityMeter;
 use crate::error::Result;
 use crate::log::state::Log;
 use crate::medium::file::Segment;
@@ -10,16 +10,20 @@ use crate::medium::segment::LONG_STEP;
 use crate::mutant::{Mutant, planted};
 use crate::sync;
 
-/// While the log grows and nothing is copied, the keeper pauses after each step of making a segment: this many times as long as the step
-/// took, and at most `LONGEST_WAY`. Made without pauses, a segment would delay the log's syncs. A copy delays them more, and has to
-/// wait for the segment.
-const GIVE_WAY: u32 = 2;
-const LONGEST_WAY: Duration = Duration::from_millis(10);
+/// While the log grows and nothing is being copied, the keeper pauses after each step of making a segment: this many
+/// times as long as the step took, at most `LONGEST_PAUSE`. Without pauses, making a segment would delay the log's
+/// syncs. A copy delays them more anyway, and has to wait for the segment.
+const PAUSE_FACTOR: u32 = 2;
+const LONGEST_PAUSE: Duration = Duration::from_millis(10);
 
 impl Log {
-    /// Makes the next segment file if too few are ready. `copies`: a copy is under way. `meanwhile` is called between its
-    /// steps, unless none is ready: writers then wait, or soon do, and nothing else is to keep the medium from it.
-    pub(crate) fn provide(&self, copies: bool, mut meanwhile: impl FnMut()) -> Result<()> {
+    /// Makes the next segment file if too few are ready. `copies`: a copy is running. `meanwhile` is called between the
+    /// steps, unless no segment is ready: writers then wait, or soon will, so nothing else should use the medium.
+    pub(crate) fn preallocate_segment(
+        &self,
+        copies: bool,
+        mut meanwhile: impl FnMut(),
+    ) -> Result<()> {
         self.prepare_caches();
         let mut state = self.lock();
         let Some(slot) = state.ring.next_file() else {
@@ -30,9 +34,9 @@ impl Log {
             state.ring.end(),
             state.ring.ready_bytes(),
         );
-        let mut growth = Growth::of_log(began);
-        // Writers that are faster get half of what is ready at once, and the rest in step with the file: else they would use it up,
-        // and wait until the file is made.
+        let mut log_activity = ActivityMeter::of_log(began);
+        // Fast writers get half of what is ready at once, and the rest in step with the file. Otherwise they would use
+        // it up, then stall until the file is done.
         let mut steps = 0;
         let mut progress = move || {
             steps += 1;
@@ -45,14 +49,14 @@ impl Log {
             let mut state = self.lock();
             let needed = state.ring.has_none_free();
             let pressing = state.is_pressing() || needed || copies || state.ring.outruns_files();
-            let disturbing = growth.is_under_way(state.ring.end());
+            let disturbing = log_activity.is_active(state.ring.end());
             let waited = state.ring.make_progress(progress());
             drop(state);
             if waited {
                 self.wake_ports();
             }
             if disturbing && !pressing {
-                sync::sleep((took * GIVE_WAY).min(LONGEST_WAY));
+                sync::sleep((took * PAUSE_FACTOR).min(LONGEST_PAUSE));
             }
             if !needed {
                 meanwhile();
@@ -67,8 +71,8 @@ impl Log {
         match made {
             Ok(segment) => state.ring.add(segment),
             Err(error) => {
-                // Without this segment the ring is smaller, so a checkpoint is needed sooner.
-                state.keeper.checkpoint |= state.ring.cramp();
+                // Without this segment, the ring is smaller and a checkpoint is needed sooner.
+                state.keeper.checkpoint |= state.ring.note_cannot_grow();
                 drop(state);
                 if waited {
                     self.wake_ports();
@@ -77,11 +81,12 @@ impl Log {
             }
         }
         drop(state);
-        self.segments_freed();
+        self.wake_for_segments();
         Ok(())
     }
 
-    /// Opens the page cache of the segments that are used next: those who write to them may not be allowed to open files.
+    /// Opens the page-cache descriptors of the segments that come next: the threads that write to them may not be
+    /// allowed to open files.
     pub(crate) fn prepare_caches(&self) {
         let state = self.lock();
         let unprepared = state.ring.ready().filter(|segment| !segment.has_cache());
@@ -99,7 +104,7 @@ impl Log {
     }
 
     /// Wakes the ports that wait for a segment.
-    pub(super) fn segments_freed(&self) {
+    pub(super) fn wake_for_segments(&self) {
         if !planted(Mutant::SegmentFreedSilently) {
             self.wake_ports();
         }

@@ -1,10 +1,10 @@
 //! Segments that a checkpoint reads through the kernel's page cache.
 //!
-//! A checkpoint goes through the base image in the order of its sectors, but their bytes are scattered over the
-//! log. Read one by one, each block would cost the medium a request, and delay the syncs of others. So a segment of
-//! which many small parts are wanted is read once from beginning to end, and its parts come from memory. If the
-//! kernel needs the memory, it drops pages, and reads a part again when it is wanted. Much of a segment may be there already, as it
-//! was written. The pages go when the segment is recycled.
+//! A checkpoint walks the base image in sector order, but the bytes are scattered over the log. Read one by one, each
+//! block would cost the medium a request and delay other threads' syncs. So a segment with many small parts to copy is
+//! read once from front to back, and its parts then come from memory. If the kernel needs the memory, it drops pages
+//! and rereads a part when it is needed. Much of a segment may be cached already, from when it was written. The pages
+//! are freed when the segment is recycled.
 
 use std::collections::{HashMap, VecDeque};
 
@@ -13,20 +13,20 @@ use crate::log::state::Log;
 use crate::medium::file::Segment;
 use crate::sync::Arc;
 
-/// A request for one part takes the medium as long as reading this many consecutive bytes.
+/// One request for a part takes the medium as long as this many consecutive bytes.
 const WORTH: u64 = 64 << 10;
-/// Most steps of reading under way in haste. They keep the medium busy, and a guest's request waits only for them.
+/// Reads in flight when in a hurry: enough to keep the medium busy, and all that a guest's request has to wait for.
 const STEPS_IN_HASTE: usize = 4;
 
 /// See the module's documentation.
 #[derive(Default)]
-pub(crate) struct Ahead {
+pub(crate) struct Readahead {
     segments: Vec<Arc<Segment>>,
     segment_size: u64,
 }
 
-impl Ahead {
-    /// Picks the segments of which so many of `pieces` are wanted that reading the whole segment is faster.
+impl Readahead {
+    /// Picks the segments that are faster to read whole than piece by piece.
     pub(crate) fn of(log: &Log, pieces: impl Iterator<Item = Piece>) -> Self {
         let mut parts: HashMap<*const Segment, (Arc<Segment>, u64)> = HashMap::new();
         for piece in pieces {
@@ -50,8 +50,8 @@ impl Ahead {
         self.segments.len() as u64 * self.segment_size
     }
 
-    /// Reads the segments in steps of `step` bytes. Calls `next` before each with the number of bytes read so far. If it returns
-    /// `Some(true)`, one step is under way at a time, and a few with `Some(false)`; `None` ends the reading.
+    /// Reads the segments in steps of `step` bytes. Calls `next` before each, with the number of bytes read so far. On
+    /// `Some(true)` one step is in flight at a time, on `Some(false)` a few; `None` ends the reading.
     pub(crate) fn read(&self, step: u64, mut next: impl FnMut(u64) -> Option<bool>) {
         let (mut done, mut under_way) = (0, VecDeque::new());
         for file in self
@@ -70,7 +70,7 @@ impl Ahead {
                 while under_way.len() > most
                     && let Some((file, last)) = under_way.pop_front()
                 {
-                    // If this fails, the part is read when it is wanted.
+                    // If this fails, the part is read when it is needed.
                     let _ = file.read_exact_at(&mut [0], last);
                 }
                 done += len;
@@ -89,9 +89,9 @@ mod tests {
 
     const STEP: u64 = MediumCost::USUAL.largest;
 
-    /// Bytes that were written past the cache are seen by the next read through the cache.
+    /// Bytes written past the page cache are seen by the next read through it.
     #[test]
-    fn a_segment_is_read_as_it_was_written_last() {
+    fn readahead_sees_the_newest_bytes_of_a_segment() {
         let dir = tempfile::tempdir().unwrap();
         let (disk, log) = (dir.path().join("disk.img"), dir.path().join("log"));
         let options = StoreOptions {
@@ -117,17 +117,17 @@ mod tests {
         for byte in 1..20_u8 {
             let bytes = Buffer::from(&vec![byte; 1 << 20][..]);
             segment.file.write_all_at(&bytes, 0).unwrap();
-            assert_eq!(Ahead::of(log, pieces(15)).bytes(), 0);
-            let ahead = Ahead::of(log, pieces(16));
-            assert_eq!(ahead.bytes(), 1 << 20);
+            assert_eq!(Readahead::of(log, pieces(15)).bytes(), 0);
+            let readahead = Readahead::of(log, pieces(16));
+            assert_eq!(readahead.bytes(), 1 << 20);
             let mut steps = Vec::new();
-            ahead.read(STEP, |done| {
+            readahead.read(STEP, |done| {
                 steps.push(done);
                 Some(byte % 2 == 0)
             });
             assert_eq!(steps, [0, STEP, 2 * STEP, 3 * STEP]);
             let mut cut = 0;
-            ahead.read(STEP, |_| {
+            readahead.read(STEP, |_| {
                 cut += 1;
                 (cut < 2).then_some(true)
             });
@@ -138,17 +138,17 @@ mod tests {
         }
     }
 
-    /// A checkpoint of more blocks than are read one by one, some written twice, at odd places: the base image gets
-    /// the newest of each.
+    /// More blocks than are read one by one, scattered and some written twice: the base image gets the newest version
+    /// of each.
     #[test]
     fn a_checkpoint_of_many_small_writes_copies_each() {
         checkpoint_many_small_writes(Duration::ZERO, |_| {});
     }
 
-    /// What is read through the page cache need not be what the medium has. Here it is another file, of zeroes.
+    /// The page cache may differ from the medium. Here it is another file, of zeroes.
     #[test]
     fn a_checkpoint_reads_the_medium_where_the_page_cache_is_wrong() {
-        // On a slow medium, however little, nothing is written through the page cache.
+        // With any added latency, nothing is written through the page cache.
         checkpoint_many_small_writes(Duration::from_nanos(1), |log| {
             for segment in log.lock().ring.live() {
                 let zeroes = tempfile::tempfile().unwrap();

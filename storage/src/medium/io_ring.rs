@@ -1,4 +1,4 @@
-//! An io_uring: one system call starts all operations of a turn, and their ends are read without one.
+//! An io_uring: one system call starts all operations of a turn, and completions are read without one.
 
 use std::collections::VecDeque;
 use std::io;
@@ -14,7 +14,7 @@ const ENTRIES: u32 = 256;
 /// Most entries in flight, so that the completion queue never overflows.
 const IN_FLIGHT: usize = 2 * ENTRIES as usize;
 
-/// Whether the kernel gives a ring with the operations used in this crate (Linux 5.6).
+/// Checks that the kernel has io_uring with the operations used in this crate (Linux 5.6).
 pub(crate) fn probe() -> io::Result<()> {
     let ring = IoUring::new(4)?;
     let mut probe = io_uring::Probe::new();
@@ -25,17 +25,18 @@ pub(crate) fn probe() -> io::Result<()> {
         opcode::Writev::CODE,
         opcode::Fallocate::CODE,
     ];
-    match needed.iter().all(|&code| probe.is_supported(code)) {
-        true => Ok(()),
-        false => Err(io::Error::new(
+    if needed.iter().all(|&code| probe.is_supported(code)) {
+        Ok(())
+    } else {
+        Err(io::Error::new(
             io::ErrorKind::Unsupported,
-            "the kernel's io_uring lacks an operation that is needed",
-        )),
+            "the kernel's io_uring lacks a required operation",
+        ))
     }
 }
 
-/// A ring, and the operations that it carries out. Dropping it waits for those that the kernel has.
-pub(crate) struct Ring<T> {
+/// A ring and its operations. Dropping it waits for those in the kernel.
+pub(crate) struct IoRing<T> {
     ring: IoUring,
     /// By key, every operation with an entry in `waiting`, in the submission queue or in the kernel.
     operations: Slab<T>,
@@ -45,7 +46,7 @@ pub(crate) struct Ring<T> {
     open: usize,
 }
 
-impl<T> Ring<T> {
+impl<T> IoRing<T> {
     /// A ring that signals the eventfd `event` whenever an operation ends.
     pub(crate) fn new(event: &impl AsRawFd) -> io::Result<Self> {
         // Linux 5.19: completions do not interrupt a running thread; its next system call takes them.
@@ -104,7 +105,7 @@ impl<T> Ring<T> {
             match self.ring.submit() {
                 Ok(_) => self.fill(),
                 Err(error) if error.raw_os_error() == Some(libc::EINTR) => {}
-                // The kernel is short of memory. With entries in flight, a completion makes `next_ended` try again;
+                // The kernel is short of memory. With entries in flight, a completion will make `next_ended` retry;
                 // without any, nothing would, so wait here.
                 Err(_) if self.open > self.ring.submission().len() => return,
                 Err(_) => std::thread::sleep(Duration::from_millis(1)),
@@ -128,7 +129,7 @@ impl<T> Ring<T> {
     }
 }
 
-impl<T> Drop for Ring<T> {
+impl<T> Drop for IoRing<T> {
     fn drop(&mut self) {
         // The kernel may still use the memory of submitted operations: wait for each. The others never start.
         loop {

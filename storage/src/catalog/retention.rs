@@ -7,29 +7,29 @@ use zerocopy::little_endian::{U32, U64};
 use crate::error::{Result, invalid};
 use crate::format::{Control, HistoryHeader};
 
-/// Most segments of a log, and least that it has beside those of its history.
+/// Most segments of a log, and the fewest it has beside those of its history.
 const MOST_SEGMENTS: u64 = 65536;
 const LEAST_OTHERS: u64 = 4;
 
-/// How much of its history a log keeps: any state since then can be looked at and brought back.
+/// How much history a log keeps. Any state within it can be looked at and restored.
 ///
-/// The base images stay behind by that much. What a log keeps takes room in it; when the log is full, its oldest history
-/// goes first.
+/// The base images lag behind by as much. History takes room in the log; when the log is full, the oldest history goes
+/// first.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Retain {
-    /// None on purpose: the log is copied to the base images when half of it is in use, and when it is closed.
+pub enum Retention {
+    /// None: the log is copied to the base images when half of it is in use, and when it is closed.
     #[default]
     Nothing,
-    /// What was written in this time, at least.
+    /// At least what was written in this time.
     Time(Duration),
-    /// The newest bytes of log, at least as many; payloads and their headers count.
+    /// At least this many of the newest bytes of log, headers included.
     Bytes(u64),
     /// As much as there is room for.
     All,
 }
 
-impl Retain {
-    /// Segments that it takes to keep this many bytes; 0 if no number of bytes is to be kept.
+impl Retention {
+    /// Segments needed to keep this many bytes; 0 for other kinds of retention.
     pub(crate) fn segments(self, segment_size: u64) -> u64 {
         match self {
             Self::Bytes(bytes) => bytes.div_ceil(segment_size),
@@ -37,21 +37,21 @@ impl Retain {
         }
     }
 
-    /// The fewest segments of a log that keeps so much: a log that is opened gets as many.
+    /// The fewest segments of a log with this retention. An open raises the log's limit to it.
     pub(crate) fn least_segments(self, segment_size: u64) -> u64 {
         LEAST_OTHERS.saturating_add(self.segments(segment_size))
     }
 
-    /// What the log of this control file keeps.
+    /// The retention in a control file.
     pub(crate) fn of(history: &HistoryHeader) -> Self {
-        // Of what a newer program knows, nothing may get lost.
+        // Unknown kind, from a newer program: lose nothing.
         Self::decode(history.retain_kind.get(), history.retain_value.get()).unwrap_or(Self::All)
     }
 
-    /// Lets the log keep so much. The room that other records have in it stays as large as it is.
+    /// Sets the retention. The room for other records stays the same.
     ///
     /// # Errors
-    /// If the log can't have so many segments.
+    /// If the log can't have that many segments.
     pub(crate) fn set(self, control: &mut Control) -> Result<()> {
         let (header, old) = (&mut control.header, Self::of(&control.history));
         let size = header.segment_size.get();
@@ -61,8 +61,8 @@ impl Retain {
         if needed > MOST_SEGMENTS {
             let most = (MOST_SEGMENTS - others) * size;
             return Err(invalid(format!(
-                "this log can keep at most {most} bytes of history: {MOST_SEGMENTS} segments of {size} bytes, without {others} \
-                 for what is being written"
+                "this log can keep at most {most} bytes of history: {MOST_SEGMENTS} segments of {size} bytes, less \
+                 {others} for what is being written"
             )));
         }
         header.max_segments = U32::new(needed.max(most) as u32);
@@ -72,7 +72,7 @@ impl Retain {
         Ok(())
     }
 
-    /// The numbers that stand for it in a control file.
+    /// Its numbers in a control file.
     fn encode(self) -> (u32, u64) {
         match self {
             Self::Nothing => (0, 0),
@@ -82,7 +82,7 @@ impl Retain {
         }
     }
 
-    /// The reverse of [`encode`](Self::encode); `None`: these numbers stand for nothing.
+    /// The reverse of [`encode`](Self::encode); `None` for unknown numbers.
     fn decode(kind: u32, value: u64) -> Option<Self> {
         match kind {
             0 => Some(Self::Nothing),
