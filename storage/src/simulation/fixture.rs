@@ -237,15 +237,14 @@ impl Fixture {
     pub(super) fn entry<'a>(&self, control: &'a Control, disk: usize) -> Option<&'a DiskEntry> {
         let path = self.image(disk);
         let world = self.medium.lock();
-        let mark = world.files[world.names.get(&path)?].mark();
+        let file = world.names.get(&path)?;
+        let mark = world.files[file].mark();
         drop(world);
-        let mut entries = control.disks.iter();
-        // An image that was moved while closed is recognized by its mark.
-        let marked = entries.find(|entry| mark.is_some_and(|mark| mark.disk == entry.disk));
-        marked.or_else(|| {
-            let mut entries = control.disks.iter();
-            entries.find(|entry| entry.path(Path::new("/")) == path)
-        })
+        let find = |is: &dyn Fn(&DiskEntry) -> bool| control.disks.iter().find(|entry| is(entry));
+        // An image that was moved while closed is recognized by its mark, or by its inode if it never got one.
+        find(&|entry| mark.is_some_and(|mark| mark.disk == entry.disk))
+            .or_else(|| find(&|entry| entry.path(Path::new("/")) == path))
+            .or_else(|| find(&|entry| mark.is_none() && entry.inode.get() == 1 + file as u64))
     }
 
     /// Moves the images to another directory.

@@ -215,7 +215,7 @@ fn open_emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, u
             last_lsn,
             ..
         } = View::open(path, log_dir, Access::Write, None)?;
-        let Some((control, place)) = log else {
+        let Some((mut control, place)) = log else {
             return Err(Error::new(
                 ErrorKind::NotFound,
                 format!(
@@ -234,6 +234,9 @@ fn open_emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, u
             return Ok((base, control, place));
         }
         if extents.is_empty() && !rewound && !void && entry.resizing == 0 {
+            // A killed process may have left the end of its copy in the page cache only. A power cut would bring the records
+            // back, of an image that has another mark by then.
+            control.confirm()?;
             return Ok((base, control, place));
         }
         if copied {
