@@ -66,12 +66,12 @@ mod index;
 mod log;
 mod medium;
 mod mutant;
+mod offline;
 mod parallel;
 mod raw;
 mod recovery;
 #[cfg(test)]
 mod simulation;
-mod store;
 mod sync;
 
 pub use walvisor_block::{
@@ -94,28 +94,28 @@ pub use {
     log::history::{Commit, LogHistory},
     medium::engine::EngineKind,
     medium::pace::Pace,
-    parallel::Progress,
-    raw::{RawCache, RawDisk},
-    store::changes::{ChangedRange, Changes, disk_changes},
-    store::create::create_disk,
-    store::discard::{DiscardReport, discard_log},
-    store::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
-    store::image::Image,
-    store::inspect::{
+    offline::changes::{ChangedRange, Changes, disk_changes},
+    offline::create::create_disk,
+    offline::discard::{DiscardReport, discard_log},
+    offline::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
+    offline::image::Image,
+    offline::inspect::{
         DamagedHeader, DamagedSectors, DiskReport, LogReport, SnapshotFault, inspect,
         inspect_with_progress,
     },
-    store::log_size::resize_log,
-    store::look::Look,
-    store::members::{leave_log, move_to_log},
-    store::open::Store,
-    store::point::Point,
-    store::resize::resize_disk,
-    store::rewind::{RewindReport, rewind_disk},
-    store::scratch::scratch_file,
-    store::transfer::{
+    offline::log_size::resize_log,
+    offline::look::Look,
+    offline::members::{leave_log, move_to_log},
+    offline::open::Store,
+    offline::point::Point,
+    offline::resize::resize_disk,
+    offline::rewind::{RewindReport, rewind_disk},
+    offline::scratch::scratch_file,
+    offline::transfer::{
         clone_disk, export_disk, import_disk, import_disk_as, receive_image, restore_disk,
     },
+    parallel::Progress,
+    raw::{RawCache, RawDisk},
 };
 
 pub(crate) use walvisor_block::SharedBuffer;

@@ -24,7 +24,7 @@ const STORAGE: &[&[&str]] = &[
     &["recovery"],
     &["checkpoint"],
     &["disk"],
-    &["store"],
+    &["offline"],
     &["raw"],
     // Drives all layers for the fuzz targets.
     &["fuzzing"],

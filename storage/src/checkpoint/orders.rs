@@ -204,7 +204,7 @@ impl Keeper {
         Ok(())
     }
 
-    /// Takes the steps of [`resize`](crate::store::resize), with the same outcome wherever a crash cuts them. Requests
+    /// Takes the steps of [`resize`](crate::offline::resize), with the same outcome wherever a crash cuts them. Requests
     /// see the new size last: by then, recovery is certain to find what they write beyond the old one.
     pub(crate) fn grow(&mut self, disk: &DiskState, size: u64) -> Result<()> {
         let mut set = |size: u64, resizing: u8| {

@@ -424,7 +424,7 @@ fn with_holes(
 mod tests {
     use super::*;
     use crate::Operation;
-    use crate::store::resize::tests::{end, fill, new_disk};
+    use crate::offline::resize::tests::{end, fill, new_disk};
 
     /// The time limit for closing also applies to reading what an earlier process saved.
     #[test]

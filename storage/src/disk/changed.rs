@@ -220,7 +220,7 @@ fn first_behind(segment: &Arc<Segment>, lsn: u64, size: u64, limit: Option<u64>)
 #[cfg(not(feature = "shuttle"))]
 mod tests {
     use super::*;
-    use crate::store::resize::tests::{MIB, end, fill, new_disk};
+    use crate::offline::resize::tests::{MIB, end, fill, new_disk};
     use crate::{Backend, Operation};
 
     /// A client that asks for two bitmaps in turn must not cause the saved files to be read for each range.

@@ -164,7 +164,7 @@ mod tests {
 
     use crate::error::ErrorKind;
     use crate::inspect;
-    use crate::store::resize::tests::{MIB, copy_image, end, fill, open};
+    use crate::offline::resize::tests::{MIB, copy_image, end, fill, open};
     use crate::{
         Backend, BackendQueue, Operation, Port, SECTOR_SIZE, StoreOptions, create_disk,
         default_log_dir,

@@ -23,9 +23,9 @@ use crate::log::state::Log;
 use crate::medium::file::{AppendResult, AppendStats, Appender, Engine, Io, SyncScope};
 use crate::medium::lock::Access;
 use crate::mutant::PLANTED;
-use crate::store::attach::OpenBase;
-use crate::store::open::open_log;
-use crate::store::rewind::rewind;
+use crate::offline::attach::OpenBase;
+use crate::offline::open::open_log;
+use crate::offline::rewind::rewind;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Event, Mutex};
 use crate::{

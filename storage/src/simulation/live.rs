@@ -28,12 +28,12 @@ use crate::log::history::Commit;
 use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::log::pinned_log::PinnedLog;
 use crate::log::rewind_request::RewindRequest;
+use crate::offline::look::Look;
+use crate::offline::members::add_task;
+use crate::offline::point::Point;
+use crate::offline::view::{DataPlace, Layers};
 use crate::recovery::live::read_live;
 use crate::recovery::scan::FoundRecord;
-use crate::store::look::Look;
-use crate::store::members::add_task;
-use crate::store::point::Point;
-use crate::store::view::{DataPlace, Layers};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, mpsc};
 

@@ -12,11 +12,11 @@ use crate::error::ErrorKind;
 use crate::format::Control;
 use crate::index::{ExtentMap, Place};
 use crate::medium::segment::LogRead;
+use crate::offline::dump::text_of;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log_until;
 use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{FoundRecord, scan};
-use crate::store::dump::text_of;
 
 impl History {
     /// Looks at the disks as they were after a random record since the last checkpoint, or after each if the log always keeps

@@ -15,11 +15,11 @@ use crate::log::rewind_request::RewindRequest;
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
+use crate::offline::attach::{OpenBase, locate};
+use crate::offline::point::Point;
 use crate::recovery::live::read_live;
 use crate::recovery::replay::{read_durable, read_live_disk};
 use crate::recovery::scan::FoundRecord;
-use crate::store::attach::{OpenBase, locate};
-use crate::store::point::Point;
 use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
 

@@ -17,12 +17,12 @@ use crate::medium::directory::directory_to_read;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::files;
 use crate::medium::lock::Access;
+use crate::offline::attach::OpenBase;
 use crate::parallel::Progress;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log;
 use crate::recovery::saved::{self, snapshots};
 use crate::recovery::scan::DamagedBlock;
-use crate::store::attach::OpenBase;
 
 /// The state of a log, as [`inspect`] found it.
 #[derive(Clone, Debug, PartialEq, Eq)]

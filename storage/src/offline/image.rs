@@ -15,7 +15,7 @@ use crate::medium::filesystem::{OpenMode, PathKind, files};
 use crate::medium::host;
 use crate::medium::lock::{self, Access, Holder};
 use crate::medium::mark::{ImageMark, hex};
-use crate::store::other_format::refuse_other_format;
+use crate::offline::other_format::refuse_other_format;
 use crate::{Extent, SECTOR_SIZE};
 
 /// A raw image, open for I/O without a log. It is locked like a disk with a log, so that no other process of this
@@ -137,7 +137,7 @@ fn open_file(path: &Path, write: bool) -> Result<File> {
     lock::open_locked(path, OPEN, open, |file| file, access, |_| Holder::User)
 }
 
-/// Opens and locks a base image. `in_log`: see [`OpenBase::open`](crate::store::attach::OpenBase::open).
+/// Opens and locks a base image. `in_log`: see [`OpenBase::open`](crate::offline::attach::OpenBase::open).
 pub(crate) fn open_base(path: &Path, access: Access, in_log: bool) -> Result<Box<dyn DataFile>> {
     if image_kind(path)? == PathKind::BlockDevice {
         // A log marks its images, and a device has no attributes.

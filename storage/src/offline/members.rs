@@ -25,10 +25,10 @@ use crate::log::orders::{DiskAdoption, KeeperTask};
 use crate::log::state::Log;
 use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
-use crate::store::attach::{OpenBase, adopt, is_known, refuse_other_copy};
-use crate::store::create::{first_segment, refuse_unapplied, register_disk};
-use crate::store::open::{Store, copy_closed};
-use crate::store::view::View;
+use crate::offline::attach::{OpenBase, adopt, is_known, refuse_other_copy};
+use crate::offline::create::{first_segment, refuse_unapplied, register_disk};
+use crate::offline::open::{Store, copy_closed};
+use crate::offline::view::View;
 use crate::sync::{Arc, mpsc};
 
 impl Store {
@@ -260,7 +260,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::store::resize::tests::{MIB, copy_all, end, fill};
+    use crate::offline::resize::tests::{MIB, copy_all, end, fill};
     use crate::{Operation, Port, create_disk, import_disk, inspect};
 
     fn options() -> StoreOptions {

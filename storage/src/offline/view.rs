@@ -18,12 +18,12 @@ use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::Access;
 use crate::medium::segment::LogRead;
+use crate::offline::attach::{OpenBase, end_past};
+use crate::offline::point::Point;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::{UnappliedByDisk, read_log_until, read_records};
 use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{self, FoundRecord};
-use crate::store::attach::{OpenBase, end_past};
-use crate::store::point::Point;
 use crate::{Buffer, SECTOR_SIZE};
 
 /// A disk and its log, both locked, with the disk's extents in the log.

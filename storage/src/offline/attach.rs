@@ -24,10 +24,10 @@ use crate::medium::filesystem::{self, OpenMode, PathKind, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
+use crate::offline::image::{disk_len, open_base};
+use crate::offline::other_format::refuse_other_format;
+use crate::offline::point::Point;
 use crate::recovery::replay::{UnappliedByDisk, UnappliedRecords};
-use crate::store::image::{disk_len, open_base};
-use crate::store::other_format::refuse_other_format;
-use crate::store::point::Point;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 

@@ -17,8 +17,8 @@ use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
+use crate::offline::attach::{OpenBase, check_past};
 use crate::recovery::replay::{UnappliedRecords, read_for_recovery};
-use crate::store::attach::{OpenBase, check_past};
 
 /// The result of [`discard_log`].
 #[derive(Clone, Debug, PartialEq, Eq)]

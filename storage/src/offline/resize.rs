@@ -20,8 +20,8 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::medium::file::set_size;
 use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
-use crate::store::open::copy_closed;
-use crate::store::view::View;
+use crate::offline::open::copy_closed;
+use crate::offline::view::View;
 
 /// Points where a crash can cut a resize.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -22,10 +22,10 @@ use crate::medium::file::DataFile;
 use crate::medium::filesystem::parent;
 use crate::medium::lock::Access;
 use crate::medium::mark::ImageMark;
+use crate::offline::attach::discard_command;
+use crate::offline::log_size::advise_log_size;
+use crate::offline::part_file::{PartFile, exists};
 use crate::recovery::replay::read_log_until;
-use crate::store::attach::discard_command;
-use crate::store::log_size::advise_log_size;
-use crate::store::part_file::{PartFile, exists};
 
 /// Points where a crash can cut the creation of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -263,7 +263,7 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
 mod tests {
     use super::*;
     use crate::inspect;
-    use crate::store::resize::tests::{MIB, copy_all};
+    use crate::offline::resize::tests::{MIB, copy_all};
     use crate::{DiskOptions, Store};
 
     fn options() -> StoreOptions {

@@ -23,15 +23,15 @@ use crate::medium::filesystem::{OWNER, OpenMode, PathKind, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::{self, Access, Holder};
 use crate::medium::mark::ImageMark;
+use crate::offline::attach::with_log;
+use crate::offline::create::NewDisk;
+use crate::offline::image::disk_len;
+use crate::offline::other_format::refuse_other_format;
+use crate::offline::part_file::{PartFile, exists, refuse_existing};
+use crate::offline::point::Point;
+use crate::offline::view::{DataPlace, View};
 use crate::parallel::{self, Progress, thread_count};
 use crate::recovery::contents::Candidate;
-use crate::store::attach::with_log;
-use crate::store::create::NewDisk;
-use crate::store::image::disk_len;
-use crate::store::other_format::refuse_other_format;
-use crate::store::part_file::{PartFile, exists, refuse_existing};
-use crate::store::point::Point;
-use crate::store::view::{DataPlace, View};
 
 /// Most bytes that a thread copies at a time. Progress is reported after each such part.
 const PART_BYTES: u64 = KERNEL_COPY_BYTES;
@@ -465,7 +465,7 @@ mod tests {
 
     use super::*;
     use crate::medium::file::ReadFile;
-    use crate::store::resize::tests::fill;
+    use crate::offline::resize::tests::fill;
     use crate::{Store, discard_log};
 
     const SIZE: u64 = 56 << 20;

@@ -7,8 +7,8 @@ use std::path::Path;
 use crate::catalog::options::DiskOptions;
 use crate::error::{Result, invalid};
 use crate::index::Place;
-use crate::store::point::Point;
-use crate::store::view::LocatedDisk;
+use crate::offline::point::Point;
+use crate::offline::view::LocatedDisk;
 use crate::{Allocation, SECTOR_SIZE};
 
 /// The changes of a disk between two points.

@@ -8,8 +8,8 @@ use crate::disk::handle::Disk;
 use crate::error::{Error, Result};
 use crate::log::export::{SYNC_BYTES, TARGET, ended_early, sized};
 use crate::medium::copying::{KERNEL_COPY_BYTES, NamedFile, copy};
-use crate::store::point::Point;
-use crate::store::view::{DataPlace, Layers};
+use crate::offline::point::Point;
+use crate::offline::view::{DataPlace, Layers};
 use crate::{Backend, SECTOR_SIZE, Transfer};
 
 impl Disk {

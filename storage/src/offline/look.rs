@@ -36,13 +36,13 @@ use crate::medium::copying::NamedFile;
 use crate::medium::engine;
 use crate::medium::file::{Chunk, DataFile, Engine, Io, IoCompletion};
 use crate::medium::filesystem::{FileSystem, shared_files};
+use crate::offline::point::Point;
+use crate::offline::scratch::{Scratch, ScratchContent};
+use crate::offline::view::{Layers, View};
 use crate::recovery::live::read_live;
 use crate::recovery::replay::read_live_disk;
 use crate::recovery::saved::read_saved;
 use crate::recovery::scan::FoundRecord;
-use crate::store::point::Point;
-use crate::store::scratch::{Scratch, ScratchContent};
-use crate::store::view::{Layers, View};
 use crate::sync::{Arc, Event, mpsc};
 use crate::{
     Allocation, Backend, BackendQueue, Buffer, Capabilities, Change, Completion, EngineKind,
