@@ -344,7 +344,7 @@ fn bad_input_is_one_line_and_changes_nothing() {
         (
             "disk import a.img raw --log full.wal",
             1,
-            &["full.wal", "no log"],
+            &["full.wal", "nor a log"],
         ),
         (
             "disk import a.img raw --log open.img.wal",
@@ -388,7 +388,7 @@ fn bad_input_is_one_line_and_changes_nothing() {
             1,
             &["open.img", "already open"],
         ),
-        ("log dump missing", 1, &["missing", "no log"]),
+        ("log dump missing", 1, &["missing", "not a log"]),
         (
             "log dump open.img.wal",
             1,
