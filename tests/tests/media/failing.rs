@@ -148,7 +148,7 @@ fn a_child_process() {
             Path::new(disk),
             round.parse().unwrap(),
             Duration::from_millis(delay.parse().unwrap()),
-            reports == "Taken",
+            reports == "Test",
         ),
         ["read", disk] => read_blocks(Path::new(disk)),
         ["export", copy, disk] => export(Path::new(disk), Path::new(copy)),
@@ -465,7 +465,7 @@ fn copies_to_the_image_fail(kind: &str) {
     };
     make_disk_on(&fs);
     for (round, failing) in (1..).zip([1, 4, ALL]) {
-        let mut writer = Role::start(&disk_on(&fs), &format!("write {round} 0 Kept"));
+        let mut writer = Role::start(&disk_on(&fs), &format!("write {round} 0 Store"));
         writer.told(&["ended"]);
         drop(writer);
         fs.lose_power();
@@ -503,7 +503,7 @@ fn reads_fail_and_heal(kind: &str) {
         Err(why) => return println!("skipped: no {kind} on a medium that fails: {why}"),
     };
     make_disk_on(&fs);
-    let mut writer = Role::start(&disk_on(&fs), "write 1 0 Kept");
+    let mut writer = Role::start(&disk_on(&fs), "write 1 0 Store");
     writer.told(&["ended"]);
     drop(writer);
     fs.lose_power();
