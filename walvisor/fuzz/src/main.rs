@@ -25,7 +25,7 @@ use std::time::Instant;
 use libfuzzer_sys::fuzz_target;
 use walvisor::control_socket::{Controlled, Power, Server};
 use walvisor::disk_spec::DiskCommand;
-use walvisor_devices_fuzz::bounded::Bounded;
+use walvisor_devices_fuzz::bounded::BoundedAllocator;
 use walvisor_vmm::control::RunControl;
 
 use guest::Guest;
@@ -34,7 +34,7 @@ use judge::Judge;
 /// A line has at most 64 KiB, and its decoded form is at most three times as long (`\u0000`); a client's stack
 /// is not counted. The two disks, their queues and the harness's own data take less than 4 MiB.
 #[global_allocator]
-static ALLOCATOR: Bounded<{ 512 << 10 }, { 8 << 20 }> = Bounded {};
+static ALLOCATOR: BoundedAllocator<{ 512 << 10 }, { 8 << 20 }> = BoundedAllocator {};
 
 fn run(input: &[u8]) {
     let Some((&options, input)) = input.split_first() else {
