@@ -6,6 +6,7 @@ use clap::{Args, Subcommand};
 use serde_json::json;
 
 use super::CommandError;
+use super::disk::print;
 use super::serve::config;
 
 /// The arguments of `walvisor config`.
@@ -37,9 +38,12 @@ pub fn run(arguments: &ConfigArguments) -> Result<(), CommandError> {
     let ConfigCommand::Check { file, json } = &arguments.command;
     let disks = config::check(file)?;
     if *json {
-        println!("{}", json!({ "file": file, "disks": disks }));
+        print(format_args!(
+            "{}\n",
+            json!({ "file": file, "disks": disks })
+        ));
     } else {
-        println!("{}: {disks} disks", file.display());
+        print(format_args!("{}: {disks} disks\n", file.display()));
     }
     Ok(())
 }

@@ -184,6 +184,14 @@ fn a_pool_file_is_read_again_on_sighup() {
     let checked = walvisor(dir, "config check pool.toml --json");
     let checked: Value = serde_json::from_slice(&checked.stdout).unwrap();
     assert_eq!(checked, json!({ "file": "pool.toml", "disks": 2 }));
+    // A reader that closes the pipe is no error.
+    let (reader, writer) = std::io::pipe().unwrap();
+    drop(reader);
+    let mut check = std::process::Command::new(WALVISOR);
+    check
+        .args(["config", "check", "pool.toml"])
+        .current_dir(dir);
+    assert!(check.stdout(writer).status().unwrap().success());
 
     let errors = fs::File::create(dir.join("errors")).unwrap();
     let mut command = std::process::Command::new(WALVISOR);
