@@ -3,7 +3,7 @@
 use std::process::Command;
 
 use serde_json::Value;
-use walvisor_tests::{binary, have};
+use walvisor_tests::{binary, have_all};
 
 fn compare(dir: &std::path::Path, arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
@@ -22,10 +22,7 @@ fn the_same_job_on_both_sides() {
         ("qemu-nbd", "qemu-utils"),
         ("fio", "fio"),
     ];
-    if !needs
-        .iter()
-        .all(|(program, package)| have(program, package))
-    {
+    if !have_all(&needs) {
         return;
     }
     let dir = tempfile::tempdir().unwrap();

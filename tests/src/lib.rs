@@ -7,8 +7,8 @@ pub mod postgresql;
 mod qemu_nbd;
 pub mod vhost_user_client;
 
-use std::fs::File;
-use std::path::PathBuf;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
 
 pub use daemon::{Daemon, binary, succeed, walvisor};
 pub use loop_fs::LoopFs;
@@ -18,8 +18,8 @@ use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 pub use walvisor_guest_images::leash;
 use walvisor_guest_images::{
-    Cache, GuestImages, Job, JobOutcome, Machine, Reporter, install_missing, obstacle,
-    walvisor_binary,
+    Cache, Guest, GuestImages, Job, JobOutcome, Machine, Metrics, Reporter, install_missing,
+    obstacle, walvisor_binary,
 };
 
 /// Installs a program that a test needs. Returns `false` if that fails, after printing `skipped: why`.
@@ -32,6 +32,37 @@ pub fn have(program: &str, package: &str) -> bool {
             false
         }
     }
+}
+
+/// As [`have`], for several programs and their packages.
+#[must_use]
+pub fn have_all(needs: &[(&str, &str)]) -> bool {
+    needs
+        .iter()
+        .all(|(program, package)| have(program, package))
+}
+
+/// The lines of a guest's console that begin with `guest: `, up to the last one.
+///
+/// # Panics
+/// The guest ends without its last line, or prints nothing for minutes.
+pub fn guest_lines(guest: &mut Guest) -> Vec<String> {
+    let mut lines = Vec::new();
+    while lines.last().is_none_or(|line| line != "guest: end") {
+        lines.push(guest.wait_for("guest: ").unwrap());
+    }
+    lines
+}
+
+/// The sum of a counter over all disks that the daemon `name` served. Its metrics are in `place`.
+///
+/// # Panics
+/// The daemon has written no metrics.
+#[must_use]
+pub fn sum_counter(place: &Path, name: &str, counter: &str) -> f64 {
+    let text = fs::read_to_string(place.join(format!("{name}.prom"))).expect("metrics");
+    let metrics = Metrics::parse(&text);
+    metrics.value(counter).unwrap_or_default()
 }
 
 /// Installs Python with its whole library, if it is missing. Returns `false` if that fails, after

@@ -2,16 +2,9 @@
 //! acknowledged outlives kills of the daemon, and the doors share the log's syncs. The kernel is user-mode Linux.
 
 use std::fs;
-use std::path::Path;
 
-use walvisor_guest_images::{Metrics, UserMode, walvisor_binary};
-use walvisor_tests::have;
-
-/// The sum of a counter over all disks that a daemon served.
-fn sum(place: &Path, daemon: &str, counter: &str) -> f64 {
-    let text = fs::read_to_string(place.join(format!("{daemon}.prom"))).expect("metrics");
-    Metrics::parse(&text).value(counter).unwrap_or_default()
-}
+use walvisor_guest_images::{UserMode, walvisor_binary};
+use walvisor_tests::{guest_lines, have_all, sum_counter};
 
 #[test]
 fn one_daemon_keeps_the_promises_at_each_of_its_doors() {
@@ -20,10 +13,7 @@ fn one_daemon_keeps_the_promises_at_each_of_its_doors() {
         ("modprobe", "kmod"),
         ("nbd-client", "nbd-client"),
     ];
-    if !needs
-        .iter()
-        .all(|(program, package)| have(program, package))
-    {
+    if !have_all(&needs) {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -37,10 +27,7 @@ fn one_daemon_keeps_the_promises_at_each_of_its_doors() {
         include_str!("../scripts/doors-guest.sh")
     );
     let mut guest = UserMode::default().boot_here(dir.path(), &script).unwrap();
-    let mut told = Vec::new();
-    while told.last().is_none_or(|line| line != "guest: end") {
-        told.push(guest.wait_for("guest: ").unwrap());
-    }
+    let told = guest_lines(&mut guest);
     let expected = [
         "guest: kill 1: nothing lost",
         "guest: kill 2: nothing lost",
@@ -66,8 +53,8 @@ fn one_daemon_keeps_the_promises_at_each_of_its_doors() {
         );
     }
     for (daemon, doors) in [("round-3", "three doors"), ("one", "one door")] {
-        let flushes = sum(&place, daemon, "walvisor_block_flushes_total");
-        let syncs = sum(&place, daemon, "walvisor_log_syncs_total");
+        let flushes = sum_counter(&place, daemon, "walvisor_block_flushes_total");
+        let syncs = sum_counter(&place, daemon, "walvisor_log_syncs_total");
         println!("{doors}: {syncs} syncs of the log for {flushes} FLUSHes of three disks");
         assert!(flushes >= 900.0 && syncs <= flushes, "{syncs} of {flushes}");
     }

@@ -8,8 +8,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use walvisor_guest_images::{Guest, Metrics, UserMode, walvisor_binary};
-use walvisor_tests::{have, job_lines, run_emulated_job};
+use walvisor_guest_images::{Metrics, UserMode, walvisor_binary};
+use walvisor_tests::{guest_lines, have_all, job_lines, run_emulated_job};
 
 #[test]
 fn the_kernels_client_keeps_a_file_system_through_a_kill() {
@@ -19,10 +19,7 @@ fn the_kernels_client_keeps_a_file_system_through_a_kill() {
         ("fio", "fio"),
         ("mkfs.ext4", "e2fsprogs"),
     ];
-    if !needs
-        .iter()
-        .all(|(program, package)| have(program, package))
-    {
+    if !have_all(&needs) {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -40,7 +37,7 @@ fn the_kernels_client_keeps_a_file_system_through_a_kill() {
     };
     let mut guest = guest.boot_here(dir.path(), &script).unwrap();
     assert_eq!(
-        lines_of(&mut guest),
+        guest_lines(&mut guest),
         [
             "guest: nbd0 has 393216 sectors, write back, fua 1",
             "guest: nbd1 has 131072 sectors, write back, fua 1",
@@ -84,10 +81,7 @@ fn a_row_that_was_deleted_is_found_again() {
         ("sqlite3", "sqlite3"),
         ("mkfs.ext4", "e2fsprogs"),
     ];
-    if !needs
-        .iter()
-        .all(|(program, package)| have(program, package))
-    {
+    if !have_all(&needs) {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -105,7 +99,7 @@ fn a_row_that_was_deleted_is_found_again() {
     };
     let mut guest = guest.boot_here(dir.path(), &script).unwrap();
     assert_eq!(
-        lines_of(&mut guest),
+        guest_lines(&mut guest),
         [
             "guest: row 7: owner 7",
             "guest: row 7: gone",
@@ -131,15 +125,6 @@ fn a_row_that_was_deleted_is_found_again() {
     guest.end().unwrap();
 }
 
-/// The lines of a guest's console that begin with `guest: `, up to the last one.
-fn lines_of(guest: &mut Guest) -> Vec<String> {
-    let mut lines = Vec::new();
-    while lines.last().is_none_or(|line| line != "guest: end") {
-        lines.push(guest.wait_for("guest: ").unwrap());
-    }
-    lines
-}
-
 const CLOCK_FUNCTIONS: &str = include_str!("../scripts/clock-functions.sh");
 
 /// Makes the program of `leap.c` in `directory`. It runs on a machine without libraries too.
@@ -162,10 +147,7 @@ fn disks_commit_in_order_however_the_wall_clock_is_set() {
         ("nbd-client", "nbd-client"),
         ("fio", "fio"),
     ];
-    if !needs
-        .iter()
-        .all(|(program, package)| have(program, package))
-    {
+    if !have_all(&needs) {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
@@ -183,7 +165,7 @@ fn disks_commit_in_order_however_the_wall_clock_is_set() {
         ..UserMode::default()
     };
     let mut guest = guest.boot_here(dir.path(), &script).unwrap();
-    let (ticks, lines): (Vec<_>, Vec<_>) = lines_of(&mut guest)
+    let (ticks, lines): (Vec<_>, Vec<_>) = guest_lines(&mut guest)
         .into_iter()
         .partition(|line| line.starts_with("guest: serve quiet "));
     assert_eq!(

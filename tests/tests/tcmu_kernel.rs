@@ -5,20 +5,13 @@
 use std::fs;
 use std::path::Path;
 
-use walvisor_guest_images::{Metrics, UserMode, walvisor_binary};
-use walvisor_tests::{have, job_lines, run_emulated_job};
+use walvisor_guest_images::{UserMode, walvisor_binary};
+use walvisor_tests::{guest_lines, have_all, job_lines, run_emulated_job, sum_counter};
 
 /// The lines that the guest prints, in order.
 const SAID: &str = include_str!("tcmu_kernel.txt");
 /// The same of the guest whose disks come and go.
 const CHANGING: &str = include_str!("tcmu_changing.txt");
-
-/// The sum of a counter over all disks that the daemon `name` served. Its metrics are in `place`.
-fn sum(place: &Path, name: &str, counter: &str) -> f64 {
-    let text = fs::read_to_string(place.join(format!("{name}.prom"))).expect("metrics");
-    let metrics = Metrics::parse(&text);
-    metrics.value(counter).unwrap_or_default()
-}
 
 /// Runs a script in user-mode Linux, and checks the lines that it prints. `None`: it cannot run here.
 fn run_and_expect(dir: &Path, script: &str, lines: &str) -> Option<()> {
@@ -29,10 +22,7 @@ fn run_and_expect(dir: &Path, script: &str, lines: &str) -> Option<()> {
         ("fio", "fio"),
         ("mkfs.ext4", "e2fsprogs"),
     ];
-    if !needs
-        .iter()
-        .all(|(program, package)| have(program, package))
-    {
+    if !have_all(&needs) {
         return None;
     }
     fs::create_dir(dir.join("files")).unwrap();
@@ -43,10 +33,7 @@ fn run_and_expect(dir: &Path, script: &str, lines: &str) -> Option<()> {
         include_str!("../scripts/tcmu-functions.sh")
     );
     let mut guest = UserMode::default().boot_here(dir, &script).unwrap();
-    let mut told = Vec::new();
-    while told.last().is_none_or(|line| line != "guest: end") {
-        told.push(guest.wait_for("guest: ").unwrap());
-    }
+    let told = guest_lines(&mut guest);
     let expected: Vec<_> = lines.lines().map(|line| format!("guest: {line}")).collect();
     assert_eq!(told[..told.len() - 1], expected, "{}", guest.console());
     guest.end().unwrap();
@@ -73,7 +60,7 @@ fn the_kernels_target_has_its_disks_from_walvisor() {
     let place = dir.path().join("files");
 
     // UIO wakes per command: about one for commands that run alone, less for commands that run together.
-    let sum = |name, counter| sum(&place, name, counter);
+    let sum = |name, counter| sum_counter(&place, name, counter);
     let per_command = |name| {
         let commands = sum(name, "walvisor_tcmu_commands_total");
         let wakes = sum(name, "walvisor_tcmu_uio_wakes_total");
