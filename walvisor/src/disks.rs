@@ -16,12 +16,12 @@ use walvisor_storage::{
     CommitWait, Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, Retention, Store,
     StoreOptions, has_log, scratch_file,
 };
+use walvisor_vmm::disk::OpenDisk;
 
 use crate::disk_spec::{
     BackendKind, DiskCache, DiskCommand, DiskSpec, MAX_QUEUES, MAX_SERIAL_BYTES,
 };
 use crate::progress::with_bar;
-use walvisor_vmm::disk::OpenDisk;
 
 /// How long closing a log may copy it to the images if no disk says.
 pub const DEFAULT_CLOSE_TIME: Duration = Duration::from_secs(10);

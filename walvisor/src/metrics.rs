@@ -7,12 +7,12 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use walvisor_devices::backend::{Condition, LogCounters, Trouble};
 use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
 use walvisor_storage::{LogHistory, Snapshot};
-
-use crate::disk::{cache_in_force, log_name, logged};
-use crate::point::show_retain;
 use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::exits::{ExitCounters, ExitReason};
 use walvisor_vmm::vm::memory_use::MemoryUse;
+
+use crate::disk::{cache_in_force, log_name, logged};
+use crate::point::show_retain;
 
 /// The metrics of a run.
 pub struct RunMetrics<'a> {

@@ -55,7 +55,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     };
     let place = find(path, base.as_ref(), &control, log_dir)?;
     let medium = directory(log_dir, EngineKind::Blocking);
-    // Records that only the page cache has could be lost after this, and the LSN that is taken here would follow none.
+    // Make the log durable first: the LSN taken below must follow its newest record, which a power cut could drop otherwise.
     let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
     let entry = control.control.disks[place];
     let given_up = unapplied.remove(&entry.id.get());

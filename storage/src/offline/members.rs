@@ -234,8 +234,8 @@ fn open_emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, u
             return Ok((base, control, place));
         }
         if extents.is_empty() && !rewound && !void && entry.resizing == 0 {
-            // A killed process may have left the end of its copy in the page cache only. A power cut would bring the records
-            // back, of an image that has another mark by then.
+            // A killed process may have left this checkpoint LSN in the page cache only. If power failed after the image gets
+            // its new mark, the old log would have the records again and refuse the image.
             control.confirm()?;
             return Ok((base, control, place));
         }

@@ -6,11 +6,11 @@ use std::path::PathBuf;
 
 use clap::Args;
 use serde::Serialize;
+use walvisor_vmm::seccomp::Seccomp;
 
 use super::CommandError;
 use super::process::seccomp_modes;
 use crate::demo;
-use walvisor_vmm::seccomp::Seccomp;
 
 /// The arguments of `walvisor demo`.
 #[derive(Args, Debug)]

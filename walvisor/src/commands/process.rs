@@ -6,13 +6,13 @@ use std::path::PathBuf;
 
 use clap::Args;
 use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use walvisor_vmm::seccomp::Seccomp;
 
 use super::metrics_file::MetricsFile;
 use super::socket_names::SocketNames;
 use super::{CommandError, socket};
 use crate::control_socket::CONTROL_MODE;
 use crate::landlock::Landlock;
-use walvisor_vmm::seccomp::Seccomp;
 
 /// The values of `--seccomp`.
 pub(super) fn seccomp_modes() -> impl TypedValueParser<Value = Seccomp> {

@@ -6,6 +6,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use walvisor_vmm::arch::x86_64::linux::{self, LinuxImage};
+use walvisor_vmm::arch::x86_64::{crash, layout, start_state};
+use walvisor_vmm::control::RunEnd;
+use walvisor_vmm::devices::console::Console;
+use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::vm::{DiskConfig, VmBuilder, block_termination_signals};
 
 use super::CommandError;
 use super::metrics_file::MetricsFile;
@@ -17,12 +23,6 @@ use crate::disks;
 use crate::landlock::AllowedPaths;
 use crate::metrics::{DiskMetrics, RunMetrics, render};
 use crate::size::parse_size;
-use walvisor_vmm::arch::x86_64::linux::{self, LinuxImage};
-use walvisor_vmm::arch::x86_64::{crash, layout, start_state};
-use walvisor_vmm::control::RunEnd;
-use walvisor_vmm::devices::console::Console;
-use walvisor_vmm::disk::OpenDisk;
-use walvisor_vmm::vm::{DiskConfig, VmBuilder, block_termination_signals};
 
 /// The destination of the guest's serial console.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -7,14 +7,14 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
 use walvisor_devices::throttle;
-
-use super::looks::Looks;
-use crate::disk_spec::{DiskCommand, DiskSpec};
-use crate::disks::Removed;
 use walvisor_vmm::control::RunControl;
 use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::Vm;
 use walvisor_vmm::vm::exits::ExitCounters;
+
+use super::looks::Looks;
+use crate::disk_spec::{DiskCommand, DiskSpec};
+use crate::disks::Removed;
 
 /// The part of the process that ends it on request.
 pub enum Power {

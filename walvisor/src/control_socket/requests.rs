@@ -8,6 +8,7 @@ use rustix::net::sockopt;
 use serde_json::{Value, json};
 use walvisor_devices::backend::{SECTOR_SIZE, flush};
 use walvisor_devices::throttle::{self};
+use walvisor_vmm::disk::DiskInUse;
 
 use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
 use super::controlled::{Added, Controlled, Listed, Members, NotRemoved, Power};
@@ -18,7 +19,6 @@ use crate::disks::Removed;
 use crate::point::{
     mark_json, parse_point, parse_retain, rewound_json, show_retain, snapshot_json,
 };
-use walvisor_vmm::disk::DiskInUse;
 
 impl Controlled {
     fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {

@@ -2,16 +2,16 @@
 
 use serde_json::{Map, Value, json};
 use walvisor_devices::backend::{Backend, Condition, SECTOR_SIZE};
+use walvisor_vmm::disk::DiskInUse;
+use walvisor_vmm::vm::exits::ExitReason;
 
 use super::controlled::{Controlled, Listed, Power};
 use crate::disk::{cache_in_force, log_name, logged};
 use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
-use walvisor_vmm::disk::DiskInUse;
 
 use crate::metrics::{DiskMetrics, RunMetrics, render, render_served, unix_us};
 use crate::point::history_json;
-use walvisor_vmm::vm::exits::ExitReason;
 
 /// All statistics, as JSON.
 pub(super) fn json(controlled: &Controlled) -> Value {

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use walvisor_devices::block::{BlockConfig, MAX_QUEUE_SIZE};
 use walvisor_devices::throttle::Limits;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, create_disk, default_log_dir};
+use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::vm::DiskConfig;
 
 use super::error::DemoError;
 use crate::disk_spec::{Notifications, TransportKind};
 use walvisor_guest::contract::Task;
-use walvisor_vmm::disk::OpenDisk;
-use walvisor_vmm::vm::DiskConfig;
 
 /// Names of the disks, which the guest's reports also use for the transports.
 pub const NAMES: [&str; 2] = ["mmio", "pci"];

@@ -5,12 +5,6 @@ use std::sync::{Arc, OnceLock, mpsc};
 
 use linux_loader::loader::{Elf, KernelLoader};
 use vm_memory::{Bytes, GuestAddress};
-
-use super::error::DemoError;
-use super::listener::{self, Listener, Transcript};
-use super::recorder::{Recorder, Sources};
-use walvisor_guest::IMAGE;
-use walvisor_guest::contract::{BootInfo, MMIO_SLOTS, Task};
 use walvisor_vmm::arch::x86_64::layout;
 use walvisor_vmm::arch::x86_64::long_mode::{self, PrivilegeLevel};
 use walvisor_vmm::control::RunEnd;
@@ -19,6 +13,12 @@ use walvisor_vmm::devices::console::Console;
 use walvisor_vmm::seccomp::Seccomp;
 use walvisor_vmm::vm::kvm_stats::KvmCounter;
 use walvisor_vmm::vm::{DiskConfig, Vm, VmBuilder};
+
+use super::error::DemoError;
+use super::listener::{self, Listener, Transcript};
+use super::recorder::{Recorder, Sources};
+use walvisor_guest::IMAGE;
+use walvisor_guest::contract::{BootInfo, MMIO_SLOTS, Task};
 
 /// Bytes of guest memory: enough for the image, and a MiB of rings and buffers.
 const MEMORY: u64 = 64 << 20;

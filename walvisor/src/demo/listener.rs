@@ -6,9 +6,10 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use walvisor_vmm::control::{RunControl, RunEnd};
+
 use super::recorder::{Event, Measured};
 use walvisor_guest::contract::{Line, LoadResult, Outcome};
-use walvisor_vmm::control::{RunControl, RunEnd};
 
 /// Longest silence of a guest. Its whole job takes about a second; a loaded machine gets many times that.
 pub const PATIENCE: Duration = Duration::from_secs(60);

@@ -3,14 +3,15 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use super::error::DemoError;
-use super::guest::run_guest;
-use crate::disk_spec::TransportKind;
-use walvisor_guest::contract::{Counts, Load, Task};
 use walvisor_vmm::probe;
 use walvisor_vmm::seccomp::Seccomp;
 use walvisor_vmm::vm::DiskConfig;
 use walvisor_vmm::vm::exits::ExitReason;
+
+use super::error::DemoError;
+use super::guest::run_guest;
+use crate::disk_spec::TransportKind;
+use walvisor_guest::contract::{Counts, Load, Task};
 
 /// The result of a load: the guest's own counts, and the VMM's counts meanwhile.
 #[derive(Clone, Debug, PartialEq)]

@@ -8,11 +8,12 @@ use std::sync::mpsc::Sender;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use crate::processor_time;
-use walvisor_guest::contract::Line;
 use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::exits::{ExitCounters, ExitReason};
 use walvisor_vmm::vm::kvm_stats::KvmCounter;
+
+use crate::processor_time;
+use walvisor_guest::contract::Line;
 
 /// Longest line that is kept, in bytes; the rest of a longer line is dropped.
 const LONGEST_LINE: usize = 512;

@@ -11,13 +11,13 @@ use walvisor_devices::backend::{
 };
 use walvisor_devices::block::BlockConfig;
 use walvisor_devices::throttle::Limits;
+use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::seccomp::Seccomp;
+use walvisor_vmm::vm::DiskConfig;
 
 use super::listener::Transcript;
 use super::*;
 use crate::disk_spec::{Notifications, TransportKind};
-use walvisor_vmm::disk::OpenDisk;
-use walvisor_vmm::seccomp::Seccomp;
-use walvisor_vmm::vm::DiskConfig;
 
 /// The fault of a disk.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -66,7 +66,7 @@ pub enum DiskSpecError {
     Conflict(&'static str),
 }
 
-/// The keys that `command` takes: with some door, if the disk is to say which.
+/// The keys that `command` takes. For `serve`, whose disks name their doors, these are the keys of all doors.
 pub(super) fn keys_of(command: DiskCommand) -> impl Iterator<Item = &'static Key> {
     KEYS.iter().filter(move |key| match command {
         DiskCommand::Serve => DiskCommand::DOORS
@@ -185,7 +185,7 @@ impl DiskSpec {
         Ok(spec)
     }
 
-    /// The keys of a disk of `command` that has some of its own, and takes from `defaults` what its door and its backend have.
+    /// The keys of a disk of `command`: its own, and those of `defaults` that it lacks and its door and backend take.
     pub(crate) fn with_defaults(
         own: &[(String, String)],
         defaults: &[(String, String)],

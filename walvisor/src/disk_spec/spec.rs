@@ -12,7 +12,7 @@ use walvisor_vmm::disk::{Notifications, TransportKind};
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
 
-/// The commands that use disks. Each form of `walvisor serve` but the first stands for a door too: a disk's `door=` overrides it.
+/// The commands that use disks. The forms of `walvisor serve` that name a door also stand for that door.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DiskCommand {
     /// `walvisor run`

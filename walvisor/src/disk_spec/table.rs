@@ -6,11 +6,11 @@ use std::time::Duration;
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
 use walvisor_storage::{FullLogPolicy, ImageFormat};
+use walvisor_vmm::disk::{Notifications, TransportKind};
 
 use super::key::{Key, Value};
 use super::spec::{BackendKind, DiskCache, DiskCommand, Fabric};
 use crate::point::{POINT, RETAIN, parse_point, parse_retain};
-use walvisor_vmm::disk::{Notifications, TransportKind};
 
 /// Longest serial in bytes: the size of a GET_ID answer (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL_BYTES: usize = 20;

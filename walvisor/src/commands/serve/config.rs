@@ -85,7 +85,7 @@ impl PoolFile {
             if let Some(place) = names.iter().position(|other| *other == name) {
                 if wanted[place].keys != disk.keys {
                     tracing::warn!(
-                        "{}: disk '{name}' has other keys now, which count from the next start: it is served as before",
+                        "{}: disk '{name}' has other keys now; they take effect at the next start",
                         self.path.display()
                     );
                 }

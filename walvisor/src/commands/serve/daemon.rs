@@ -15,6 +15,9 @@ use clap::Args;
 use walvisor_devices::backend::SECTOR_SIZE;
 use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Waiter, WakeReason};
+use walvisor_vmm::disk::{DiskInUse, OpenDisk};
+use walvisor_vmm::seccomp;
+use walvisor_vmm::vm::TerminationSignals;
 
 use super::config::PoolFile;
 use super::door::Doors;
@@ -30,9 +33,6 @@ use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks::{self, ScratchFiles};
 use crate::landlock::AllowedPaths;
 use crate::metrics::{DiskMetrics, render_served};
-use walvisor_vmm::disk::{DiskInUse, OpenDisk};
-use walvisor_vmm::seccomp;
-use walvisor_vmm::vm::TerminationSignals;
 
 /// What every daemon takes.
 #[derive(Args, Debug)]
@@ -154,7 +154,7 @@ fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, Comm
     let ServedDisks { doors, specs } = &mut *served;
     let (mut lines, mut in_use) = (String::new(), Vec::new());
     for (spec, disk) in specs.iter().zip(&disks) {
-        let door = doors.of(spec).map_err(CommandError::Failed)?;
+        let door = doors.of_mut(spec).map_err(CommandError::Failed)?;
         let added = door.add(spec, disk).map_err(CommandError::Failed)?;
         let (name, bytes) = (&added.disk.name, disk.backend.sectors() * SECTOR_SIZE);
         lines.push_str(&format!(

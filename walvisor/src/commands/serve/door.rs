@@ -4,6 +4,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use walvisor_devices::nbd::Tls;
+use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::seccomp::SyscallProfile;
 
 use super::nbd::NbdDoor;
 use super::tcmu::TcmuDoor;
@@ -15,8 +17,6 @@ use crate::control_socket::{Added, NotRemoved};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks::disk_name;
 use crate::landlock::AllowedPaths;
-use walvisor_vmm::disk::OpenDisk;
-use walvisor_vmm::seccomp::SyscallProfile;
 
 /// A protocol, and what this process has open for it.
 ///
@@ -94,16 +94,11 @@ impl Doors {
         Self(doors)
     }
 
-    /// Whether a disk has this door.
-    pub(super) fn has(&self, door: DiskCommand) -> bool {
-        self.0.contains_key(&door)
-    }
-
     /// The system calls that they need.
     pub(super) fn profile(&self) -> SyscallProfile {
         SyscallProfile::Daemon {
-            vhost_user: self.has(DiskCommand::VhostUser),
-            tcmu: self.has(DiskCommand::Tcmu),
+            vhost_user: self.0.contains_key(&DiskCommand::VhostUser),
+            tcmu: self.0.contains_key(&DiskCommand::Tcmu),
         }
     }
 
@@ -148,25 +143,31 @@ impl Doors {
     }
 
     /// The door of a disk.
-    pub(super) fn of(&mut self, spec: &DiskSpec) -> Result<&mut dyn Door, String> {
-        match self.0.get_mut(&spec.door) {
-            Some(door) => Ok(&mut **door),
-            None => Err(format!(
-                "disk '{}': this daemon has no disk with door={door}, and gave up what that takes when it started: start it \
-                 with one",
-                spec.name(),
-                door = spec.door.name()
-            )),
-        }
+    pub(super) fn of(&self, spec: &DiskSpec) -> Result<&dyn Door, String> {
+        let door = self.0.get(&spec.door).ok_or_else(|| no_door(spec))?;
+        Ok(&**door)
+    }
+
+    /// As [`of`](Self::of), to change it.
+    pub(super) fn of_mut(&mut self, spec: &DiskSpec) -> Result<&mut dyn Door, String> {
+        let door = self.0.get_mut(&spec.door).ok_or_else(|| no_door(spec))?;
+        Ok(&mut **door)
     }
 
     /// The name of a disk in control requests.
     pub(super) fn name(&self, spec: &DiskSpec) -> String {
-        match self.0.get(&spec.door) {
-            Some(door) => door.name(spec),
-            None => disk_name(spec),
-        }
+        self.of(spec)
+            .map_or_else(|_| disk_name(spec), |door| door.name(spec))
     }
+}
+
+/// The error for a disk whose door the daemon doesn't have.
+fn no_door(spec: &DiskSpec) -> String {
+    format!(
+        "disk '{}': this daemon has no disk with door={}, and gave up what that takes when it started: start it with one",
+        spec.name(),
+        spec.door.name()
+    )
 }
 
 /// Those of `specs` that have this door.

@@ -82,7 +82,7 @@ impl Hotplug {
         ))
     }
 
-    fn check(&self, served: &mut ServedDisks, spec: &DiskSpec) -> Result<(), String> {
+    fn check(&self, served: &ServedDisks, spec: &DiskSpec) -> Result<(), String> {
         let name = served.doors.name(spec);
         if self.disk_dirs.is_empty() {
             let above = spec.path.as_ref();
@@ -93,12 +93,11 @@ impl Hotplug {
             ));
         }
         let door = served.doors.of(spec)?;
-        let name_key = door.name_key();
-        let socket = door.check_added(spec, &behind(spec.door, &served.specs));
         let name_of = |spec| served.doors.name(spec);
         if served.specs.iter().any(|other| name_of(other) == name) {
             return Err(format!(
-                "disk '{name}' is served already: remove it first, or give the new one its own {name_key}="
+                "disk '{name}' is served already: remove it first, or give the new one its own {}=",
+                door.name_key()
             ));
         }
         let image =
@@ -117,7 +116,7 @@ impl Hotplug {
                 "disk '{name}': scratch=on is for disks of the daemon's command line: leave it out"
             ));
         }
-        let socket = socket?;
+        let socket = door.check_added(spec, &behind(spec.door, &served.specs))?;
         let log = spec.log_directory();
         let log = log.filter(|_| !self.logs.lock().has_log_of(spec));
         let paths = [&spec.path, &log, &socket];
@@ -136,7 +135,7 @@ impl Hotplug {
     ) -> NotRemoved {
         let disk = self.logs.lock().again(spec, 1);
         let added = disk.ok_or_else(|| "it is not open any more".to_owned());
-        match added.and_then(|disk| doors.of(spec)?.add(spec, &disk)) {
+        match added.and_then(|disk| doors.of_mut(spec)?.add(spec, &disk)) {
             Ok(Added { disk, .. }) => NotRemoved {
                 why: format!("{error}; it is served again"),
                 disk: Some(disk),
@@ -152,9 +151,9 @@ impl Hotplug {
 impl Members for Hotplug {
     fn add(&self, spec: &DiskSpec) -> Result<Added, String> {
         let mut served = self.lock();
-        self.check(&mut served, spec)?;
+        self.check(&served, spec)?;
         let disk = self.logs.lock().add(spec, 1)?;
-        match served.doors.of(spec)?.add(spec, &disk) {
+        match served.doors.of_mut(spec)?.add(spec, &disk) {
             Ok(added) => {
                 served.specs.push(spec.clone());
                 Ok(added)
@@ -178,14 +177,14 @@ impl Members for Hotplug {
             return Err(refused("it is not served".to_owned()));
         };
         doors
-            .of(&specs[place])
+            .of_mut(&specs[place])
             .map_err(refused)?
             .remove(&specs[place])?;
         let closed = self.logs.lock().remove(&specs[place]);
         match closed {
             Ok(removed) => {
                 let spec = specs.remove(place);
-                doors.of(&spec).map_err(refused)?.forget(&spec);
+                doors.of_mut(&spec).map_err(refused)?.forget(&spec);
                 Ok(removed)
             }
             Err(error) => Err(self.serve_again(doors, &specs[place], &error)),

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use clap::{Args, ValueEnum};
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls, TlsConfig};
+use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 use super::door::Door;
 use crate::commands::CommandError;
@@ -14,7 +15,6 @@ use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{Added, NotRemoved};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
-use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 /// TLS of NBD disks.
 #[derive(Args, Debug)]

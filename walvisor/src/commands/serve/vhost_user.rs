@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 use walvisor_devices::block::{VirtioBlock, WorkerPool};
 use walvisor_devices::vhost_user::{Server, Service};
+use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 use super::door::Door;
 use crate::commands::CommandError;
@@ -17,7 +18,6 @@ use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{Added, NotRemoved};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks::{self, disk_name};
-use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 /// The vhost-user server, and the sockets of its disks.
 pub(super) struct VhostUserDoor {

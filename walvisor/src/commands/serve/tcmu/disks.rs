@@ -8,10 +8,10 @@ use walvisor_devices::control::DeviceControl;
 use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Waiter, WakeReason};
 use walvisor_devices::tcmu::Device;
+use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec};
 use crate::lio::{Backstore, Change, Events, LioDisk, TargetError, TargetExport, Wanted};
-use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 /// The disks that are served. Copies share them.
 #[derive(Clone, Default)]

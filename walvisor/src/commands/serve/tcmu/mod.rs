@@ -11,6 +11,7 @@ use std::time::Instant;
 use clap::Args;
 use serde_json::json;
 use walvisor_devices::listen::{Stop, Threads};
+use walvisor_vmm::disk::OpenDisk;
 
 use self::disks::TargetDisks;
 use self::wanted::{backstore_name, wanted, wwn};
@@ -23,7 +24,6 @@ use crate::control_socket::{Added, NotRemoved};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::landlock::AllowedPaths;
 use crate::lio::{Backstore, Events, LioDisk, Target, TargetExport, Uio};
-use walvisor_vmm::disk::OpenDisk;
 
 /// The arguments of `walvisor serve tcmu`.
 #[derive(Args, Debug)]
