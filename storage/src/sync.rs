@@ -15,7 +15,11 @@ pub(crate) use std::{sync::*, thread};
 #[cfg(not(all(test, feature = "shuttle")))]
 use rustix::event::{PollFd, PollFlags, Timespec};
 #[cfg(all(test, feature = "shuttle"))]
-pub(crate) use scheduled::{now, sleep, wait_timeout_while};
+pub(crate) use scheduled::{sleep, wait_timeout_while};
+#[cfg(test)]
+pub(crate) use stepped::now;
+#[cfg(all(test, not(feature = "shuttle")))]
+pub(crate) use stepped::sleep;
 use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 /// A flag that a thread sleeps on until another thread sets it. It stays set until it is cleared, so no wake-up is
@@ -111,6 +115,10 @@ impl Event {
     /// Sleeps until signalled, or until the time `over`; may return early.
     pub(crate) fn sleep_until(&self, over: Option<Instant>) {
         let left = over.map(|over| over.saturating_duration_since(now()));
+        #[cfg(test)]
+        if left.is_some_and(|left| stepped::advance(left).is_some()) {
+            return;
+        }
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         let mut fds = [PollFd::from_borrowed_fd(self.fd(), PollFlags::IN)];
         // An interrupted wait is a spurious wake-up: the caller checks, and sleeps again.
@@ -134,15 +142,64 @@ impl Event {
 }
 
 /// Sleeps for `time`.
-#[cfg(not(all(test, feature = "shuttle")))]
+#[cfg(not(test))]
 pub(crate) fn sleep(time: Duration) {
     thread::sleep(time);
 }
 
 /// The current time.
-#[cfg(not(all(test, feature = "shuttle")))]
+#[cfg(not(test))]
 pub(crate) fn now() -> Instant {
     Instant::now()
+}
+
+/// A clock that only the thread's own reads and sleeps advance, so that one seed gives one run on any machine.
+#[cfg(test)]
+pub(crate) mod stepped {
+    use std::cell::Cell;
+    use std::time::{Duration, Instant};
+
+    /// How much one look at the clock takes.
+    const TICK: Duration = Duration::from_micros(100);
+
+    std::thread_local! {
+        static NOW: Cell<Option<Instant>> = const { Cell::new(None) };
+    }
+
+    /// Runs `run` with such a clock. Nothing in it may wait for another thread.
+    pub(crate) fn with_clock<T>(run: impl FnOnce() -> T) -> T {
+        struct Restore(Option<Instant>);
+        impl Drop for Restore {
+            fn drop(&mut self) {
+                NOW.set(self.0);
+            }
+        }
+        let _restore = Restore(NOW.replace(Some(Instant::now())));
+        run()
+    }
+
+    /// The current time.
+    pub(crate) fn now() -> Instant {
+        if cfg!(feature = "shuttle") && NOW.get().is_none() {
+            NOW.set(Some(Instant::now()));
+        }
+        advance(TICK).unwrap_or_else(Instant::now)
+    }
+
+    /// Sleeps for `time`.
+    #[cfg(not(feature = "shuttle"))]
+    pub(crate) fn sleep(time: Duration) {
+        if advance(time).is_none() {
+            std::thread::sleep(time);
+        }
+    }
+
+    /// Advances the thread's clock, if it has one, and returns the new time.
+    pub(super) fn advance(time: Duration) -> Option<Instant> {
+        let now = NOW.get()? + time;
+        NOW.set(Some(now));
+        Some(now)
+    }
 }
 
 /// Waits on `condvar` for at most `timeout` while `condition` holds. `guard` is a lock of `_mutex`.
@@ -154,30 +211,19 @@ pub(crate) fn wait_timeout_while<'a, T>(
     timeout: Duration,
     condition: impl Fn(&T) -> bool,
 ) -> MutexGuard<'a, T> {
+    #[cfg(test)]
+    if stepped::advance(timeout).is_some() {
+        return guard;
+    }
     let waited = condvar.wait_timeout_while(guard, timeout, |guarded| condition(guarded));
     waited.expect("lock").0
 }
 
 #[cfg(all(test, feature = "shuttle"))]
 mod scheduled {
-    use std::cell::Cell;
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use super::{Condvar, Mutex, MutexGuard, thread};
-
-    /// The clock advances by this much whenever it is read, so that one seed gives one run.
-    const TICK: Duration = Duration::from_micros(100);
-
-    std::thread_local! {
-        static NOW: Cell<Option<Instant>> = const { Cell::new(None) };
-    }
-
-    /// See [`TICK`].
-    pub(crate) fn now() -> Instant {
-        let now = NOW.get().unwrap_or_else(Instant::now) + TICK;
-        NOW.set(Some(now));
-        now
-    }
 
     /// No real sleeping: any wait may end as soon as other threads had a chance to run.
     pub(crate) fn sleep(_time: Duration) {

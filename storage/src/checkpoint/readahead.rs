@@ -39,8 +39,10 @@ impl Readahead {
         let worth = worth.filter(|(_, parts)| parts * WORTH >= log.segment_size);
         // A segment that can't be opened is read part by part.
         let worth = worth.filter(|(segment, _)| segment.use_cache().is_some());
+        let mut segments: Vec<_> = worth.map(|(segment, _)| segment).collect();
+        segments.sort_by(|one, other| one.path.cmp(&other.path));
         Self {
-            segments: worth.map(|(segment, _)| segment).collect(),
+            segments,
             segment_size: log.segment_size,
         }
     }

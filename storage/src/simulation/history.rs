@@ -705,9 +705,10 @@ impl History {
                         // The keeper retries a second later: many requests may come until then.
                         Err(error) => {
                             let world = self.fixture.medium.lock();
-                            // A full log may refuse a snapshot.
+                            // A full log may refuse a snapshot, and what a look has just pinned can't be freed.
                             if self.oracle.excused == 0
                                 && !named
+                                && !running.keeper.must_keep()
                                 && !world.failed
                                 && !world.failed_read
                                 && !world.crashed

@@ -66,6 +66,7 @@ use life::Life;
 use oracle::Violation;
 
 use crate::mutant::{Mutant, PLANTED};
+use crate::sync::stepped;
 
 /// The seeds that the environment asks for: `WALVISOR_SEED` is the first (default 1), the variable `count` is their
 /// number. With `WALVISOR_SEED` alone, one seed is replayed; without either there are `usual` seeds.
@@ -136,7 +137,8 @@ fn run_all<T: Total>(
         )
     };
     on_all_cores(seeds, |seed| {
-        match std::panic::catch_unwind(AssertUnwindSafe(|| run(seed))) {
+        let run = AssertUnwindSafe(|| stepped::with_clock(|| run(seed)));
+        match std::panic::catch_unwind(run) {
             Ok(Ok(run)) => run,
             Ok(Err(broken)) => panic!("{broken}\n{}", replay(seed)),
             Err(_) => panic!("the store panicked\n{}", replay(seed)),

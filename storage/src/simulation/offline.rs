@@ -246,6 +246,8 @@ impl History {
         let image = self.fixture.image(disk);
         let mut cuts = 0;
         loop {
+            // A cut may have brought a snapshot back that a killed process had deleted.
+            let control = self.control()?;
             let run = || leave_log(&image, Path::new(LOG)).map(drop);
             let refused =
                 |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control);
@@ -330,15 +332,18 @@ impl History {
         }
         let image = self.fixture.image(disk);
         let there = || move_to_log(&image, Path::new(LOG), Path::new(OTHER), &options());
-        let refused = |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control);
-        let mut ran = self.run_command(kept, "moving to another log", there, refused)?;
+        let refused = |control: Control| {
+            move |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control)
+        };
+        let mut ran = self.run_command(kept, "moving to another log", there, refused(control))?;
         if let CommandOutcome::Cut = ran {
             // The cut may have taken the newest paths of other images from the log. Only an open with all disks has them.
             // A disk that has moved already is in it no more.
             let now = self.control()?;
             let moved = self.fixture.entry(&now, disk).is_none();
             if moved || self.knows_paths(&now) {
-                ran = self.run_command(true, "moving on to another log", there, refused)?;
+                let again = "moving on to another log";
+                ran = self.run_command(true, again, there, refused(now))?;
             } else {
                 ran = CommandOutcome::Refused;
             }
@@ -462,6 +467,7 @@ impl History {
             bytes: world.contents(&path),
             mark,
         };
+        let generation = mark.map(|mark| mark.generation);
         let older = self.backups.iter().rfind(|backup| backup.disk == disk);
         let next = match (self.acts.below(3), older) {
             (0, Some(older)) => older.clone(),
@@ -486,8 +492,8 @@ impl History {
         self.totals.replaced += 1;
         self.replaced[disk] = u64::MAX;
         given_up.insert(disk);
-        // An unrelated image is identified by its path.
-        self.fixture.stays |= next.mark.is_none();
+        // An older or unrelated image is the disk's only at its path.
+        self.fixture.stays |= next.mark.map(|mark| mark.generation) != generation;
         Ok(())
     }
 
