@@ -96,7 +96,7 @@ pub use {
     medium::pace::Pace,
     offline::changes::{ChangedRange, Changes, disk_changes},
     offline::create::create_disk,
-    offline::discard::{DiscardReport, discard_log},
+    offline::discard::{DiscardReport, discard_log, plan_discard},
     offline::dump::{LogGroup, LogMark, LogRecord, RecordKind, dump_groups, dump_records},
     offline::image::Image,
     offline::inspect::{

@@ -6,7 +6,7 @@ use jiff::{SignedDuration, Span, SpanRelativeTo, Timestamp};
 use serde_json::{Value, json};
 use walvisor_storage::{Commit, LogHistory, MarkText, Point, Retention, RewindReport, Snapshot};
 
-use crate::size::parse_size;
+use crate::size::{parse_size, show_size};
 
 /// The points that are accepted, for people.
 pub const POINT: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, time:2026-11-22T12:03:00Z, \
@@ -32,11 +32,13 @@ pub const RETAIN: &str = "off, all, a time such as 24h or 15m, or a size such as
 /// A message that says what is possible.
 pub fn parse_retain(text: &str) -> Result<Retention, String> {
     let time = || duration(text).and_then(|time| Duration::try_from(time).ok());
+    // 24 may be meant as hours, days or gigabytes.
+    let has_unit = !text.ends_with(|last: char| last.is_ascii_digit());
     match (text, time(), parse_size(text)) {
         ("off", ..) => Ok(Retention::Nothing),
         ("all", ..) => Ok(Retention::All),
         (_, Some(time), _) if !time.is_zero() => Ok(Retention::Time(time)),
-        (_, None, Ok(bytes)) if bytes > 0 => Ok(Retention::Bytes(bytes)),
+        (_, None, Ok(bytes)) if bytes > 0 && has_unit => Ok(Retention::Bytes(bytes)),
         _ => Err(format!("'{text}' is no amount of history: give {RETAIN}")),
     }
 }
@@ -50,7 +52,17 @@ pub fn show_retain(retain: Retention) -> String {
             "{:#}",
             SignedDuration::try_from(time).unwrap_or(SignedDuration::MAX)
         ),
-        Retention::Bytes(bytes) => bytes.to_string(),
+        Retention::Bytes(bytes) => show_size(bytes),
+    }
+}
+
+/// A retention in words, for whoever has just set it.
+pub fn retain_text(retain: Retention) -> String {
+    match retain {
+        Retention::Nothing => "no history".to_owned(),
+        Retention::All => "all history, while the log has room".to_owned(),
+        Retention::Time(_) => format!("the history of the last {}", show_retain(retain)),
+        Retention::Bytes(bytes) => format!("the last {bytes} bytes of the log"),
     }
 }
 
@@ -166,6 +178,26 @@ pub fn history_text(history: &Value) -> String {
         history["room_bytes"],
         history["index_bytes"]
     )
+}
+
+/// Refuses a checkpoint of a log that keeps history of these disks, which the checkpoint would end. (Snapshots stay.)
+///
+/// # Errors
+/// A message that says what would be lost, and how to do it.
+pub fn refuse_checkpoint(history: &LogHistory, disks: Vec<String>) -> Result<(), String> {
+    if history.retain == Retention::Nothing {
+        return Ok(());
+    }
+    let since = match history.horizon.unix_us {
+        0 => "the log began".to_owned(),
+        unix_us => time_text(unix_us),
+    };
+    Err(format!(
+        "its log keeps history (retain={}), and a checkpoint would end it for {}: what is there since {since} would be \
+         lost; to do that, add --give-up-history (in JSON: \"give_up_history\": true)",
+        show_retain(history.retain),
+        disks.join(", "),
+    ))
 }
 
 /// How long ago a time in microseconds since 1970 was, in whole seconds.

@@ -12,6 +12,21 @@ pub struct SizeError {
 pub const SIZE: &str =
     "a number of bytes, or one with K, M, G, T, P or E, such as 512M, 1.5G, 4GiB or 10GB";
 
+/// A size with the largest unit that leaves a whole number, such as 5M; [`parse_size`] reads it.
+pub fn show_size(bytes: u64) -> String {
+    let power = (bytes.trailing_zeros() / 10).min(UNITS.len() as u32);
+    match power.checked_sub(1) {
+        Some(unit) if bytes > 0 => {
+            format!(
+                "{}{}",
+                bytes >> (10 * power),
+                char::from(UNITS[unit as usize])
+            )
+        }
+        _ => format!("{bytes}B"),
+    }
+}
+
 /// The units, by their power of 1024 or 1000.
 const UNITS: &[u8] = b"KMGTPE";
 
@@ -50,6 +65,9 @@ fn scale(unit: &str) -> Option<u128> {
         return Some(1);
     };
     let letter = letter.to_ascii_uppercase();
+    if letter == b'B' && rest.is_empty() {
+        return Some(1);
+    }
     let power = UNITS.iter().position(|unit| *unit == letter)? as u32 + 1;
     match rest.to_ascii_uppercase().as_slice() {
         b"" | b"IB" => Some(1 << (10 * power)),
@@ -82,8 +100,25 @@ mod tests {
             ("2.50TB", 2_500_000_000_000),
             ("1.000", 1),
             ("15.5E", 31 << 59),
+            ("24B", 24),
         ] {
             assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_size_is_shown_in_its_largest_whole_unit() {
+        for (bytes, text) in [
+            (0, "0B"),
+            (24, "24B"),
+            (1025, "1025B"),
+            (1536 << 10, "1536K"),
+            (5 << 20, "5M"),
+            (50 << 30, "50G"),
+            (1 << 63, "8E"),
+        ] {
+            assert_eq!(show_size(bytes), text);
+            assert_eq!(parse_size(text), Ok(bytes));
         }
     }
 

@@ -288,13 +288,14 @@ pub(crate) fn open_or_create_log(
 /// The paths of the base images of all disks on a log, as of their last open, without opening the log: the files that
 /// opening the log may open. Empty if the log can't be read; opening it reports the error.
 pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
+    read_unlocked(log_dir).map_or_else(Vec::new, |control| control.image_paths())
+}
+
+/// The control file of a log that another process may be writing, without a lock. `None` if it can't be read.
+pub(crate) fn read_unlocked(log_dir: &Path) -> Option<ControlFile> {
     let path = log_dir.join(CONTROL);
-    let read = || {
-        let file = files().open(&path, OpenMode::Read).ok()?;
-        let control = read_control(file, path.clone(), log_parent(log_dir).ok()?).ok()?;
-        Some(control.image_paths())
-    };
-    read().unwrap_or_default()
+    let file = files().open(&path, OpenMode::Read).ok()?;
+    read_control(file, path, log_parent(log_dir).ok()?).ok()
 }
 
 /// Opens, locks and reads the control file, to use the log ([`Access::Log`]) or only to look at it ([`Access::LogRead`]).

@@ -2,6 +2,7 @@
 
 pub(crate) mod control;
 pub(crate) mod identity;
+pub(crate) mod log_location;
 pub(crate) mod mark_text;
 pub(crate) mod options;
 pub(crate) mod retention;

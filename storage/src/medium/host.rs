@@ -191,30 +191,26 @@ fn lacks_attributes(errno: Errno) -> bool {
     matches!(errno, Errno::OPNOTSUPP | Errno::NOSYS | Errno::PERM)
 }
 
-pub(super) fn read_mark(file: &File) -> io::Result<Option<ImageMark>> {
-    let mut text = [0u8; 256];
-    let len = match rustix::fs::fgetxattr(file, ATTRIBUTE, &mut text[..]) {
+/// Most bytes of an attribute's value.
+const LONGEST_ATTRIBUTE: usize = 4096;
+
+/// An extended attribute of a file; `None` if it has none, or its file system has none.
+pub(crate) fn read_attribute(file: &File, name: &str) -> io::Result<Option<Vec<u8>>> {
+    let mut value = vec![0; LONGEST_ATTRIBUTE];
+    let len = match rustix::fs::fgetxattr(file, name, &mut value[..]) {
         Err(Errno::NODATA) => return Ok(None),
         Err(errno) if lacks_attributes(errno) => return Ok(None),
         len => len?,
     };
-    let mark = std::str::from_utf8(&text[..len])
-        .ok()
-        .and_then(ImageMark::decode);
-    mark.map(Some).ok_or_else(|| {
-        io::Error::other(format!(
-            "the extended attribute {ATTRIBUTE} was not written by this program"
-        ))
-    })
+    value.truncate(len);
+    Ok(Some(value))
 }
 
-pub(super) fn write_mark(file: &File, mark: Option<&ImageMark>) -> io::Result<bool> {
-    let result = match mark {
-        Some(mark) => {
-            let text = mark.encode();
-            rustix::fs::fsetxattr(file, ATTRIBUTE, text.as_bytes(), XattrFlags::empty())
-        }
-        None => match rustix::fs::fremovexattr(file, ATTRIBUTE) {
+/// Sets or removes an extended attribute of a file. `false`: its file system has none.
+pub(crate) fn write_attribute(file: &File, name: &str, value: Option<&[u8]>) -> io::Result<bool> {
+    let result = match value {
+        Some(value) => rustix::fs::fsetxattr(file, name, value, XattrFlags::empty()),
+        None => match rustix::fs::fremovexattr(file, name) {
             Err(Errno::NODATA) => Ok(()),
             removed => removed,
         },
@@ -223,6 +219,24 @@ pub(super) fn write_mark(file: &File, mark: Option<&ImageMark>) -> io::Result<bo
         Err(errno) if lacks_attributes(errno) => Ok(false),
         other => Ok(other.map(|()| true)?),
     }
+}
+
+pub(super) fn read_mark(file: &File) -> io::Result<Option<ImageMark>> {
+    let Some(value) = read_attribute(file, ATTRIBUTE)? else {
+        return Ok(None);
+    };
+    let text = std::str::from_utf8(&value).ok();
+    let mark = text.and_then(ImageMark::decode);
+    mark.map(Some).ok_or_else(|| {
+        io::Error::other(format!(
+            "the extended attribute {ATTRIBUTE} was not written by this program"
+        ))
+    })
+}
+
+pub(super) fn write_mark(file: &File, mark: Option<&ImageMark>) -> io::Result<bool> {
+    let text = mark.map(ImageMark::encode);
+    write_attribute(file, ATTRIBUTE, text.as_deref().map(str::as_bytes))
 }
 
 #[cfg(test)]

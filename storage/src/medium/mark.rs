@@ -21,7 +21,7 @@ impl ImageMark {
     /// Reads a mark from its text. Version 1 of the format put the UUID alone on the images of open disks.
     pub(crate) fn decode(text: &str) -> Option<Self> {
         let mut words = text.split_whitespace();
-        let disk = u128::from_str_radix(words.next()?, 16).ok()?;
+        let disk = parse_uuid(words.next()?)?;
         let generation = words.next().map(|word| u64::from_str_radix(word, 16));
         let open = match words.next() {
             None | Some("open") => true,
@@ -29,7 +29,7 @@ impl ImageMark {
             Some(_) => return None,
         };
         Some(Self {
-            disk: disk.to_be_bytes(),
+            disk,
             generation: generation.unwrap_or(Ok(0)).ok()?,
             open,
         })
@@ -39,6 +39,12 @@ impl ImageMark {
 /// A UUID as 32 hex digits.
 pub(crate) fn hex(uuid: &Uuid) -> String {
     format!("{:032x}", u128::from_be_bytes(*uuid))
+}
+
+/// The UUID of hex digits.
+pub(crate) fn parse_uuid(text: &str) -> Option<Uuid> {
+    let uuid = u128::from_str_radix(text, 16).ok()?;
+    Some(uuid.to_be_bytes())
 }
 
 /// The identity of a file on its file system.

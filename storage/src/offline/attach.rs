@@ -13,6 +13,7 @@ use zerocopy::little_endian::{U16, U64};
 
 use crate::catalog::control::{ControlFile, real_path, register};
 use crate::catalog::identity::{Identity, written};
+use crate::catalog::log_location::{LogLocation, refuse_other_log};
 use crate::catalog::options::{DiskOptions, default_log_dir};
 use crate::catalog::retention::Retention;
 use crate::error::{Error, ErrorKind, Result};
@@ -42,10 +43,16 @@ pub(crate) struct OpenBase {
 }
 
 impl OpenBase {
-    /// Opens and locks the image. `in_log`: this process has the disk's log open, so nobody else can be using an image
-    /// that is marked as open.
-    pub(crate) fn open(options: &DiskOptions, access: Access, in_log: bool) -> Result<Self> {
+    /// Opens and locks the image, to use it with the log in `log_dir`. `in_log`: this process has that log open, so
+    /// nobody else can be using an image that is marked as open.
+    pub(crate) fn open(
+        options: &DiskOptions,
+        access: Access,
+        log_dir: &Path,
+        in_log: bool,
+    ) -> Result<Self> {
         let path = &options.path;
+        refuse_other_log(path, log_dir)?;
         let file = open_base(path, access, in_log)?;
         let identity = Identity::of(file.as_ref(), path)?;
         let size = disk_len(file.as_ref(), path);
@@ -66,12 +73,13 @@ impl OpenBase {
     pub(crate) fn open_all(
         disks: &[DiskOptions],
         access: Access,
+        log_dir: &Path,
         in_log: bool,
     ) -> Result<Vec<Self>> {
         let mut opened = Vec::new();
         for options in disks {
             refuse_twice(&options.path, &opened)?;
-            opened.push(Self::open(options, access, in_log)?);
+            opened.push(Self::open(options, access, log_dir, in_log)?);
         }
         Ok(opened)
     }
@@ -84,14 +92,19 @@ impl OpenBase {
         match mark {
             Some(ImageMark {
                 open: true, disk, ..
-            }) => Err(wrong_log_error(format!(
-                "{}: disk {} was not closed, and its log is not at {}; name the log with log=DIR, or discard what \
-                 it holds with: {}",
-                self.options.path.display(),
-                hex(disk),
-                log_dir.display(),
-                discard_command(&self.options.path, log_dir),
-            ))),
+            }) => {
+                let named = LogLocation::read(self.file.as_ref(), &self.options.path);
+                let named = named.map(|log| format!(" (it was at {})", log.dir.display()));
+                Err(wrong_log_error(format!(
+                    "{}: disk {} was not closed, and its log is not at {}{}; name the log with log=DIR, or discard \
+                     what it holds with: {}",
+                    self.options.path.display(),
+                    hex(disk),
+                    log_dir.display(),
+                    named.unwrap_or_default(),
+                    discard_command(&self.options.path, log_dir),
+                )))
+            }
             _ => Ok(()),
         }
     }
@@ -570,6 +583,7 @@ pub(crate) fn adopt(
     let state = entered.inspect_err(|_| {
         (control.control.disks, control.control.images) = before;
     })?;
+    LogLocation::of(control).write(state.base.as_ref(), &state.path);
     // As at open, the mark must be durable before the first record is logged.
     let marked = state.mark(true)?;
     let settled = control.change(|control| {
@@ -643,7 +657,7 @@ fn open_absent(
     };
     let open = || {
         refuse_twice(&path, opened)?;
-        OpenBase::open(&options, Access::Write, true)
+        OpenBase::open(&options, Access::Write, log_dir, true)
     };
     let base = open().map_err(|error| refused(error.kind(), &error))?;
     match base.why_not(entry, home)? {
@@ -664,7 +678,7 @@ fn count(records: u64) -> String {
 
 /// The command that discards a disk's records.
 pub(crate) fn discard_command(path: &Path, log_dir: &Path) -> String {
-    let discard = format!("walvisor disk check --discard-log {}", path.display());
+    let discard = format!("walvisor disk discard {}", path.display());
     with_log(discard, path, log_dir)
 }
 

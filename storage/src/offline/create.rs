@@ -14,6 +14,7 @@ use crate::catalog::control::{
     ControlFile, find_control, open_or_create_log, real_path, refuse_occupied, register,
 };
 use crate::catalog::identity::Identity;
+use crate::catalog::log_location::LogLocation;
 use crate::catalog::options::{StoreOptions, check_options, check_size};
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::directory::{Medium, directory};
@@ -105,6 +106,7 @@ impl<'a> NewDisk<'a> {
         let (path, log_dir) = (self.path, self.log_dir);
         let mut marked = true;
         let mut adopt = |control: &mut ControlFile| {
+            LogLocation::of(control).write(part.file(), path);
             marked = register_disk(control, path, part.file(), part.path(), size)?;
             let retain = options
                 .retain

@@ -7,18 +7,20 @@ use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::U64;
 
-use crate::catalog::control::{ControlFile, has_log, open_control, real_path};
+use crate::catalog::control::{ControlFile, find_control, has_log, open_control, real_path};
 use crate::catalog::identity::written;
+use crate::catalog::log_location::LogLocation;
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::DiskEntry;
 use crate::log::history::Commit;
-use crate::medium::directory::directory;
+use crate::medium::directory::{directory, directory_to_read};
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
 use crate::offline::attach::{OpenBase, check_past};
-use crate::recovery::replay::{UnappliedRecords, read_for_recovery};
+use crate::recovery::replay::{UnappliedRecords, read_for_recovery, read_log_until};
 
 /// The result of [`discard_log`].
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -46,20 +48,16 @@ pub struct DiscardReport {
 pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     let options = DiskOptions::new(path);
     if !has_log(log_dir) {
-        return unmark(&OpenBase::open(&options, Access::Write, false)?);
+        return unmark(&OpenBase::open(&options, Access::Write, log_dir, false)?);
     }
     let mut control = open_control(log_dir, Access::Log)?;
-    let base = match OpenBase::open(&options, Access::Write, true) {
-        Err(error) if error.kind() == ErrorKind::NotFound => None,
-        base => Some(base?),
-    };
+    let base = existing(OpenBase::open(&options, Access::Write, log_dir, true))?;
     let place = find(path, base.as_ref(), &control, log_dir)?;
     let medium = directory(log_dir, EngineKind::Blocking);
     // Make the log durable first: the LSN taken below must follow its newest record, which a power cut could drop otherwise.
     let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
     let entry = control.control.disks[place];
-    let given_up = unapplied.remove(&entry.id.get());
-    let given_up = given_up.unwrap_or_else(UnappliedRecords::default);
+    let given_up = unapplied.remove(&entry.id.get()).unwrap_or_default();
     // LSNs seen on the medium are never reused, so a record that is void now stays void.
     let newest = scan.max_lsn.max(scan.last.lsn);
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
@@ -98,6 +96,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
             generation: control.control.disks[place].next_generation.get(),
             open: false,
         };
+        LogLocation::of(&control).write(base.file.as_ref(), path);
         let marked = base.file.write_mark(Some(&mark));
         let marked = marked.and_then(|marked| base.file.sync_all().map(|()| marked));
         let marked = marked.map_err(|error| Error::io("mark", path, error))?;
@@ -113,13 +112,50 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
             control.set_written(settled.id.get(), written);
         })?;
     }
-    Ok(DiscardReport {
+    Ok(report(&entry, &control, &given_up, fits.is_some()))
+}
+
+/// What [`discard_log`] would do. Changes nothing.
+///
+/// # Errors
+/// As [`discard_log`].
+pub fn plan_discard(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
+    let options = DiskOptions::new(path);
+    let Some(control) = find_control(log_dir, Access::LogRead)? else {
+        return without_log(&OpenBase::open(&options, Access::Read, log_dir, false)?);
+    };
+    let base = existing(OpenBase::open(&options, Access::Read, log_dir, true))?;
+    let place = find(path, base.as_ref(), &control, log_dir)?;
+    let medium = directory_to_read(log_dir, None);
+    let (_, mut unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
+    let entry = &control.control.disks[place];
+    let given_up = unapplied.remove(&entry.id.get()).unwrap_or_default();
+    let fits =
+        base.is_some_and(|base| base.size_fits(entry) && !is_another(&base, &control, place));
+    Ok(report(entry, &control, &given_up, fits))
+}
+
+fn report(
+    entry: &DiskEntry,
+    control: &ControlFile,
+    given_up: &UnappliedRecords,
+    image_fits: bool,
+) -> DiscardReport {
+    DiscardReport {
         disk: hex(&entry.disk),
         image: Some(entry.path(&control.home)),
         records: Some(given_up.records),
         payload_bytes: Some(given_up.payload_bytes),
-        image_fits: fits.is_some(),
-    })
+        image_fits,
+    }
+}
+
+/// The disk's image, if there is one.
+fn existing(opened: Result<OpenBase>) -> Result<Option<OpenBase>> {
+    match opened {
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        opened => opened.map(Some),
+    }
 }
 
 /// Finds the place of the disk's entry.
@@ -161,27 +197,37 @@ fn is_another(base: &OpenBase, control: &ControlFile, place: usize) -> bool {
         })
 }
 
-/// Removes the mark of an image whose log is gone.
-fn unmark(base: &OpenBase) -> Result<DiscardReport> {
-    let path = &base.options.path;
-    let Some(mark) = base.identity.mark.filter(|mark| mark.open) else {
-        return Err(Error::new(
-            ErrorKind::NotFound,
-            format!(
-                "{}: there is nothing to discard: the image is not marked as open, and there is no log; name its \
-                 log with --log DIR",
-                path.display()
-            ),
-        ));
-    };
-    let unmarked = base.file.write_mark(None);
-    let unmarked = unmarked.and_then(|_| base.file.sync_all());
-    unmarked.map_err(|error| Error::io("unmark", path, error))?;
-    Ok(DiscardReport {
+/// The report for an image that is marked as open, and whose log is gone.
+///
+/// # Errors
+/// [`ErrorKind::NotFound`] if it is not marked so.
+fn without_log(base: &OpenBase) -> Result<DiscardReport> {
+    let mark = base.identity.mark.filter(|mark| mark.open);
+    let report = mark.map(|mark| DiscardReport {
         disk: hex(&mark.disk),
         image: None,
         records: None,
         payload_bytes: None,
         image_fits: true,
+    });
+    report.ok_or_else(|| {
+        Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "{}: there is nothing to discard: the image is not marked as open, and there is no log; name its \
+                 log with --log DIR",
+                base.options.path.display()
+            ),
+        )
     })
+}
+
+/// Removes the mark of an image whose log is gone.
+fn unmark(base: &OpenBase) -> Result<DiscardReport> {
+    let report = without_log(base)?;
+    LogLocation::remove(base.file.as_ref());
+    let unmarked = base.file.write_mark(None);
+    let unmarked = unmarked.and_then(|_| base.file.sync_all());
+    unmarked.map_err(|error| Error::io("unmark", &base.options.path, error))?;
+    Ok(report)
 }

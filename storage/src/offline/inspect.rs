@@ -139,7 +139,12 @@ pub fn inspect_with_progress(
     progress: Progress<'_>,
 ) -> Result<DiskReport> {
     let control = find_control(log_dir, Access::LogRead)?;
-    let base = OpenBase::open(&DiskOptions::new(path), Access::Read, control.is_some())?;
+    let base = OpenBase::open(
+        &DiskOptions::new(path),
+        Access::Read,
+        log_dir,
+        control.is_some(),
+    )?;
     let metadata = base.file.host().map(File::metadata).transpose();
     let metadata = metadata.map_err(|error| Error::io("read its metadata", path, error))?;
     let (size, marked) = (base.size, base.identity.mark.is_some());

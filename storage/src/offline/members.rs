@@ -16,7 +16,9 @@ use std::path::{Path, PathBuf};
 use crate::catalog::control::{
     ControlFile, find_control, open_control, open_or_create_log, real_path,
 };
+use crate::catalog::log_location::LogLocation;
 use crate::catalog::options::{DiskOptions, StoreOptions, check_options};
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::Snapshot;
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result, invalid};
@@ -90,7 +92,7 @@ pub(crate) fn add_task(
 ) -> KeeperTask {
     let (asked, dir, salt) = (options.clone(), log.dir.clone(), log.medium.salt());
     let adopt: DiskAdoption = Box::new(move |control, open, newest| {
-        let base = OpenBase::open(&asked, Access::Write, false)?;
+        let base = OpenBase::open(&asked, Access::Write, &dir, false)?;
         adopt(base, control, open, &dir, (salt, newest))
     });
     KeeperTask::Add(options.clone(), adopt, added)
@@ -122,6 +124,7 @@ pub fn leave_log(path: &Path, log_dir: &Path) -> Result<Vec<PathBuf>> {
 fn leave(path: &Path, log_dir: &Path, reached: StepHook<'_>) -> Result<Vec<PathBuf>> {
     let (base, mut control, place) = open_emptied(path, log_dir)?;
     reached(LeaveStep::Copied);
+    LogLocation::remove(base.file.as_ref());
     let unmarked = base.file.write_mark(None);
     let unmarked = unmarked.and_then(|_| base.file.sync_all());
     unmarked.map_err(|error| Error::io("unmark", path, error))?;
@@ -132,8 +135,8 @@ fn leave(path: &Path, log_dir: &Path, reached: StepHook<'_>) -> Result<Vec<PathB
     Ok(control.image_paths())
 }
 
-/// Moves the disk at `path` from the log in `from` to the one in `to`, which is created with `options` if necessary. A
-/// disk that is only on the log in `to` has been moved already; a raw image on no log joins.
+/// Moves the disk at `path` from the log in `from` to the one in `to`, which is created with `options` if necessary,
+/// and with the retention of the log in `from` if `options` has none. The disk's past stays behind, and is lost. A disk that is only on the log in `to` has been moved already; a raw image on no log joins.
 ///
 /// # Errors
 /// As [`leave_log`] and [`import_disk`](crate::import_disk). The disk can then be opened with at least one of the logs.
@@ -163,12 +166,17 @@ fn move_log(
         // What a killed process wrote may be in the page cache only.
         false if knows(to, path)? => return open_control(to, Access::Log)?.confirm(),
         false => {
-            let base = OpenBase::open(&DiskOptions::new(path), Access::Write, false)?;
+            let base = OpenBase::open(&DiskOptions::new(path), Access::Write, from, false)?;
             base.refuse_foreign(from)?;
             (base, None)
         }
     };
     reached(LeaveStep::Copied);
+    // A new log keeps as much history as the one before.
+    let mut options = options.clone();
+    if let Some((old, _)) = &old {
+        options.retain = options.retain.or(Some(Retention::of(&old.control.history)));
+    }
     let join = &mut |control: &mut ControlFile| {
         refuse_unapplied(path, to, control)?;
         if !is_known(&base, control) {
@@ -178,7 +186,7 @@ fn move_log(
         reached(LeaveStep::Marked);
         Ok(())
     };
-    let (mut new, made) = open_or_create_log(to, options, join)?;
+    let (mut new, made) = open_or_create_log(to, &options, join)?;
     if made {
         first_segment(&new, to)?
     } else {
@@ -186,12 +194,13 @@ fn move_log(
         new.write()?;
     }
     reached(LeaveStep::Joined);
-    match old {
-        Some((mut old, place)) => old.change(|control| {
+    if let Some((mut old, place)) = old {
+        old.change(|control| {
             control.disks.remove(place);
-        }),
-        None => Ok(()),
+        })?;
     }
+    LogLocation::of(&new).write(base.file.as_ref(), path);
+    Ok(())
 }
 
 /// Whether there is a log with an entry for the image.
@@ -199,7 +208,7 @@ fn knows(log_dir: &Path, path: &Path) -> Result<bool> {
     let Some(control) = find_control(log_dir, Access::LogRead)? else {
         return Ok(false);
     };
-    let base = OpenBase::open(&DiskOptions::new(path), Access::Read, true)?;
+    let base = OpenBase::open(&DiskOptions::new(path), Access::Read, log_dir, true)?;
     Ok(is_known(&base, &control))
 }
 

@@ -5,6 +5,7 @@ use std::path::Path;
 use crate::catalog::control::{
     ControlFile, find_control, has_log, open_control, open_or_create_log, register,
 };
+use crate::catalog::log_location::LogLocation;
 use crate::catalog::mark_text::MarkText;
 use crate::catalog::options::{DiskOptions, FullLogPolicy, StoreOptions, check_options};
 use crate::catalog::retention::Retention;
@@ -80,7 +81,7 @@ impl Store {
         if has_log(log_dir) {
             return filesystem::settle_name(log_dir);
         }
-        let bases = OpenBase::open_all(disks, Access::Write, false)?;
+        let bases = OpenBase::open_all(disks, Access::Write, log_dir, false)?;
         first_control(&bases, log_dir, options).map(drop)
     }
 
@@ -135,7 +136,7 @@ impl Store {
             ..directory_to_read(log_dir, options.threads)
         };
         let mut control = open_control(log_dir, Access::LogRead)?;
-        let bases = OpenBase::open_all(disks, Access::Read, true)?;
+        let bases = OpenBase::open_all(disks, Access::Read, log_dir, true)?;
         let read = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
         let (scan, mut unapplied) = read;
         let found = find(&bases, &control, log_dir, &unapplied)?;
@@ -299,7 +300,7 @@ pub(crate) fn open_log(
     progress: Progress<'_>,
 ) -> Result<(Arc<Log>, Vec<Disk>, Keeper)> {
     let control = find_control(log_dir, Access::Log)?;
-    let bases = OpenBase::open_all(disks, Access::Write, control.is_some())?;
+    let bases = OpenBase::open_all(disks, Access::Write, log_dir, control.is_some())?;
     let mut control = match control {
         Some(control) => control,
         None => first_control(&bases, log_dir, options)?,
@@ -336,6 +337,10 @@ fn assemble(
     let pinned = control.control.pinned();
     let keeps_history = retain != Retention::Nothing || pinned.is_some();
     let (scan, free) = recover(&mut control, states, read, keeps_history)?;
+    let location = LogLocation::of(&control);
+    for state in states {
+        location.write(state.base.as_ref(), &state.path);
+    }
     // The marks must be durable before the first record is logged.
     let marked = states.iter().map(|state| state.mark(true));
     let marked = marked.collect::<Result<Vec<_>>>()?;

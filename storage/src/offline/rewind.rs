@@ -52,7 +52,7 @@ pub struct RewindReport {
 /// [`ErrorKind::InvalidInput`] if there is no room for another restore in place. Nothing is changed then.
 pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
     let mut control = existing_log(log_dir, Access::Log)?;
-    let base = OpenBase::open(&DiskOptions::new(path), Access::Write, true)?;
+    let base = OpenBase::open(&DiskOptions::new(path), Access::Write, log_dir, true)?;
     let medium = directory(log_dir, EngineKind::Blocking);
     rewind(
         &medium,

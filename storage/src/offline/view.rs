@@ -88,7 +88,7 @@ impl LocatedDisk {
             _ => Access::Log,
         };
         let control = find_control(log_dir, log_using)?;
-        let base = OpenBase::open(options, access, control.is_some())?;
+        let base = OpenBase::open(options, access, log_dir, control.is_some())?;
         let Some(mut control) = control else {
             base.refuse_foreign(log_dir)?;
             return Ok(Self { base, log: None });

@@ -127,7 +127,7 @@ impl Scan {
             (Some(block), _) => format!(
                 "{}: record {} is damaged at byte {}, so no file of the log in {dir} is removed; 'walvisor disk check' \
                  lists the disk and the sectors: overwrite them, restore the disk from a copy, or discard its records \
-                 with 'walvisor disk check --discard-log'",
+                 with 'walvisor disk discard'",
                 block.segment.path.display(),
                 block.lsn,
                 block.offset,

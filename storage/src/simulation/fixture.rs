@@ -219,7 +219,7 @@ impl Fixture {
         let (log, image) = (Path::new(LOG), DiskOptions::new(self.image(disk)));
         let _files = self.medium.enter();
         let mut control = open_control(log, Access::Log)?;
-        let base = OpenBase::open(&image, Access::Write, true)?;
+        let base = OpenBase::open(&image, Access::Write, Path::new(LOG), true)?;
         // At the time of the newest record, as if the clock was never set, so that a seed reproduces one run.
         let (at, now) = (Point::Lsn(to), ClockReading::default());
         rewind(&self.medium, log, &mut control, &base, at, now)

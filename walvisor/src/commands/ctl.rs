@@ -78,9 +78,12 @@ pub enum CtlRequest {
     },
     /// Copy logs to the base images, while requests go on
     Checkpoint {
-        /// Which disk
+        /// Which disk: all of its log are copied
         #[command(flatten)]
         disk: DiskName,
+        /// Do it although the log keeps history, which is lost then, of all its disks
+        #[arg(long)]
+        give_up_history: bool,
     },
     /// Copy a disk, as it is at one moment, to a new raw image, while requests go on
     Export {
@@ -238,7 +241,13 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             disk: named(disk),
             limits: *limits,
         },
-        CtlRequest::Checkpoint { disk } => ControlCommand::Checkpoint { disk: named(disk) },
+        CtlRequest::Checkpoint {
+            disk,
+            give_up_history,
+        } => ControlCommand::Checkpoint {
+            disk: named(disk),
+            give_up_history: *give_up_history,
+        },
         CtlRequest::Export {
             disk,
             at,

@@ -21,7 +21,8 @@ use super::CommandError;
 use super::in_use::cannot_look;
 use super::threads::Threads;
 use crate::point::{
-    history_json, history_text, parse_retain, show_retain, snapshot_json, time_text,
+    history_json, history_text, parse_retain, refuse_checkpoint, show_retain, snapshot_json,
+    time_text,
 };
 use crate::size::parse_size;
 
@@ -59,12 +60,23 @@ enum DiskAction {
     Check {
         #[command(flatten)]
         disk: DiskPath,
-        /// Discard the log's records of this disk and take the image as it is, if the image that the log belongs to is
-        /// lost. Other disks of the log keep their records.
-        #[arg(long)]
+        /// Replaced by 'walvisor disk discard'.
+        #[arg(long, hide = true)]
         discard_log: bool,
         #[command(flatten)]
         threads: Threads,
+        /// Print JSON.
+        #[arg(long)]
+        json: bool,
+    },
+    /// Give up the log's records of a disk and take its image as it is, if the image that the records belong to is
+    /// lost. Other disks of the log keep their records. Without --yes, only tells what would be lost.
+    Discard {
+        #[command(flatten)]
+        disk: DiskPath,
+        /// Do it.
+        #[arg(long)]
+        yes: bool,
         /// Print JSON.
         #[arg(long)]
         json: bool,
@@ -73,6 +85,9 @@ enum DiskAction {
     Checkpoint {
         #[command(flatten)]
         disk: DiskPath,
+        /// Do it although the log keeps history, which is lost then, of all its disks.
+        #[arg(long)]
+        give_up_history: bool,
     },
     /// Create a disk from a raw image.
     Import(transfer::ImportArguments),
@@ -120,16 +135,22 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         DiskAction::Check {
             disk,
             discard_log: true,
-            json,
             ..
-        } => discard(disk, *json),
+        } => Err(CommandError::Usage(format!(
+            "--discard-log: a check changes nothing; to give up a disk's records: walvisor disk discard {}",
+            disk.path.display()
+        ))),
         DiskAction::Check {
             disk,
             threads,
             json,
             ..
         } => check(disk, *threads, *json),
-        DiskAction::Checkpoint { disk } => checkpoint(disk),
+        DiskAction::Discard { disk, yes, json } => discard(disk, *yes, *json),
+        DiskAction::Checkpoint {
+            disk,
+            give_up_history,
+        } => checkpoint(disk, *give_up_history),
         DiskAction::Import(arguments) => transfer::import(arguments),
         DiskAction::Export(arguments) => transfer::export(arguments),
         DiskAction::Restore(arguments) => transfer::restore(arguments),
@@ -298,9 +319,25 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
     Ok(())
 }
 
-fn discard(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
-    let done = storage::discard_log(&disk.path, &disk.log()).map_err(CommandError::failed)?;
+fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
     let (name, log) = (disk.path.display(), disk.log());
+    if !yes {
+        let plan = storage::plan_discard(&disk.path, &log).map_err(cannot_look)?;
+        let what = match (plan.records, plan.payload_bytes) {
+            (Some(records), Some(bytes)) => {
+                format!(
+                    "{records} records ({bytes} bytes) in the log {}",
+                    log.display()
+                )
+            }
+            _ => "the mark that says that its newest bytes are in a log, which is gone".to_owned(),
+        };
+        return Err(CommandError::Failed(format!(
+            "{name}: nothing is discarded yet: disk {} would lose {what}, for good; to do it, add --yes",
+            plan.disk
+        )));
+    }
+    let done = storage::discard_log(&disk.path, &log).map_err(CommandError::failed)?;
     if json {
         print(format_args!(
             "{}\n",
@@ -329,13 +366,18 @@ fn discard(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn checkpoint(disk: &DiskPath) -> Result<(), CommandError> {
+fn checkpoint(disk: &DiskPath, give_up_history: bool) -> Result<(), CommandError> {
     let log = disk.log();
     let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;
     // A disk without a log is already a plain raw image, as a checkpoint leaves it, so the command does not
     // make a log.
-    if report.log.is_none() {
+    let Some(report) = report.log else {
         return Ok(());
+    };
+    if !give_up_history {
+        let names = report.disks.iter().map(|path| path.display().to_string());
+        refuse_checkpoint(&report.history, names.collect())
+            .map_err(|error| CommandError::Failed(format!("{}: {error}", disk.path.display())))?;
     }
     let store = Store::open(
         &log,

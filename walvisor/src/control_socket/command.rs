@@ -150,6 +150,8 @@ pub enum ControlCommand {
     Checkpoint {
         /// The disk's name.
         disk: Option<String>,
+        /// Do it although its log keeps history, which is lost then.
+        give_up_history: bool,
     },
     /// Copy a disk, as it is at one moment, to the file whose descriptor comes with the request.
     Export {
@@ -255,6 +257,14 @@ struct OneDisk {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct CheckpointArguments {
+    disk: Option<String>,
+    #[serde(default)]
+    give_up_history: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct ExportArguments {
     disk: Option<String>,
     at: Option<String>,
@@ -354,7 +364,13 @@ impl ControlCommand {
                 arguments["disk"] = json!(disk);
                 ("set-limit", arguments)
             }
-            Self::Checkpoint { disk } => ("checkpoint", json!({ "disk": disk })),
+            Self::Checkpoint {
+                disk,
+                give_up_history,
+            } => {
+                let arguments = json!({ "disk": disk, "give_up_history": give_up_history });
+                ("checkpoint", arguments)
+            }
             Self::Export { disk, at } => ("export", json!({ "disk": disk, "at": at })),
             Self::Snapshot { disk, name, alone } => {
                 let arguments = json!({ "disk": disk, "name": name, "alone": alone });
@@ -408,8 +424,14 @@ impl ControlCommand {
                 Self::SetLimit { disk, limits }
             }
             "checkpoint" => {
-                let OneDisk { disk } = read(name, arguments)?;
-                Self::Checkpoint { disk }
+                let CheckpointArguments {
+                    disk,
+                    give_up_history,
+                } = read(name, arguments)?;
+                Self::Checkpoint {
+                    disk,
+                    give_up_history,
+                }
             }
             "export" => {
                 let ExportArguments { disk, at } = read(name, arguments)?;

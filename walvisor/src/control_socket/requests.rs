@@ -17,7 +17,8 @@ use crate::disk::{cache_in_force, log_name, logged};
 use crate::disk_spec::DiskSpec;
 use crate::disks::Removed;
 use crate::point::{
-    mark_json, parse_point, parse_retain, rewound_json, show_retain, snapshot_json,
+    mark_json, parse_point, parse_retain, refuse_checkpoint, retain_text, rewound_json,
+    show_retain, snapshot_json,
 };
 
 impl Controlled {
@@ -43,7 +44,10 @@ impl Controlled {
             }
             ControlCommand::SetCache { disk, cache } => self.set_cache(disk.as_deref(), *cache),
             ControlCommand::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
-            ControlCommand::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
+            ControlCommand::Checkpoint {
+                disk,
+                give_up_history,
+            } => self.checkpoint(disk.as_deref(), *give_up_history),
             ControlCommand::Export { .. } => Err(ControlError::new(
                 "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as 'walvisor ctl' does",
             )),
@@ -77,7 +81,7 @@ impl Controlled {
             ControlCommand::SetRetain { disk, retain } => {
                 let kept = parse_retain(retain).map_err(ControlError::new)?;
                 self.in_log(disk.as_deref(), |disk| disk.set_retain(kept))?;
-                Ok(json!({ "retain": show_retain(kept) }))
+                Ok(json!({ "retain": show_retain(kept), "keeps": retain_text(kept) }))
             }
             ControlCommand::Look(_) => Err(ControlError::new(
                 "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), as 'walvisor ctl' does",
@@ -321,11 +325,22 @@ impl Controlled {
         }
     }
 
-    fn checkpoint(&self, name: Option<&str>) -> Result<Value, ControlError> {
+    fn checkpoint(&self, name: Option<&str>, give_up_history: bool) -> Result<Value, ControlError> {
         let disks = match name {
             Some(name) => vec![self.disk(Some(name))?],
             None => self.disks(),
         };
+        for disk in disks.iter().filter(|_| !give_up_history) {
+            let Some(logged) = logged(&*disk.backend) else {
+                continue;
+            };
+            let mut on_log = self.disks();
+            on_log.retain(|other| other.backend.log_dir() == disk.backend.log_dir());
+            let names = on_log.iter().map(|other| other.name.clone());
+            refuse_checkpoint(&logged.history(), names.collect()).map_err(|error| {
+                ControlError::new(format_args!("disk '{}': {error}", disk.name))
+            })?;
+        }
         let mut done = Vec::new();
         for disk in disks {
             let failed = |error| ControlError::new(format_args!("disk '{}': {error}", disk.name));

@@ -19,7 +19,7 @@ fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
         "disk.img: ",
         "5 records",
         "back",
-        "walvisor disk check --discard-log disk.img",
+        "walvisor disk discard disk.img",
     ];
     for command in ["check", "info", "checkpoint"] {
         refused(&crashed, &format!("disk {command} disk.img"), 1, parts);
@@ -33,15 +33,15 @@ fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
     copy_image(&newest, &kept.join("disk.img"));
     assert!(done(&kept, "disk check disk.img").contains("5 records"));
     // The other remedy: the log's records are discarded.
-    let text = done(&crashed, "disk check --discard-log disk.img");
+    let text = done(&crashed, "disk discard --yes disk.img");
     assert!(text.starts_with("disk.img: disk "), "{text}");
     assert!(text.contains("discarded 5 records (12288 bytes)"), "{text}");
     assert!(done(&crashed, "disk check disk.img").contains("0 records"));
-    let report = json(&done(&crashed, "disk check --discard-log disk.img --json"));
+    let report = json(&done(&crashed, "disk discard --yes disk.img --json"));
     assert_eq!(report["discarded_records"], 0);
     assert_eq!(report["image_fits"], true);
     let parts = &["unknown.img", "has no disk at this path"];
-    let command = "disk check --discard-log unknown.img --log disk.img.wal";
+    let command = "disk discard --yes unknown.img --log disk.img.wal";
     refused(&crashed, command, 1, parts);
 }
 

@@ -5,6 +5,7 @@ mod formats;
 mod history;
 mod identity;
 mod log;
+mod losses;
 mod membership;
 
 use std::fs::File;
@@ -435,7 +436,7 @@ fn a_new_disk_never_gets_the_records_of_one_that_was_there_before() {
     std::fs::remove_dir_all(&log).unwrap();
     std::fs::rename(kept.join("disk.img.wal"), &log).unwrap();
     std::fs::remove_file(&disk).unwrap();
-    let parts = &["disk.img", "unapplied", "--discard-log"];
+    let parts = &["disk.img", "unapplied", "disk discard"];
     refused(&crashed, "disk import disk.img raw", 1, parts);
     refused(&crashed, "disk create disk.img --size 8M", 1, parts);
     assert!(!disk.exists());

@@ -30,7 +30,7 @@ fn disks_leave_and_join_logs() {
     let printed = done(dir, "disk move-log disk.img shared");
     assert_eq!(
         printed,
-        "disk.img: on the log in shared now; open it with log=shared\n"
+        "disk.img: on the log in shared now, which keeps no history; open it with log=shared\n"
     );
     let info = json(&done(dir, "disk info disk.img --log shared --json"));
     let on_log = info["log"]["disks"].as_array().unwrap();

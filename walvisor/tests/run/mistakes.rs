@@ -86,7 +86,7 @@ const MISTAKES: [Mistake; 23] = [
         "a log that was left elsewhere",
         "disk info killed.img",
         1,
-        "killed.img: disk {...} was not closed, and its log is not at killed.img.wal; name the log with log=DIR, or discard what it holds with: walvisor disk check --discard-log killed.img",
+        "killed.img: disk {...} was not closed, and its log is not at killed.img.wal; name the log with log=DIR, or discard what it holds with: walvisor disk discard killed.img",
     ),
     (
         "a log that is an image",

@@ -231,7 +231,7 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
         }
     }
     let listed = ctl(dir, "snapshots");
-    assert_eq!(listed["retain"], (64 << 20).to_string());
+    assert_eq!(listed["retain"], "64M");
     assert_eq!(listed["snapshots"].as_array().unwrap().len(), states.len());
     assert_eq!(ctl(dir, "snapshot-delete at-4")["deleted"], "at-4");
     for (words, expected) in [
@@ -245,6 +245,7 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
             "set-retain much",
             "is no amount of history: give off, all, a time such as 24h",
         ),
+        ("set-retain 24", "'24' is no amount of history"),
     ] {
         let output = walvisor(dir, &format!("ctl ctl {words}"));
         assert_eq!(output.status.code(), Some(1));

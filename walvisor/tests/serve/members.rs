@@ -542,3 +542,32 @@ fn a_removal_is_not_held_up_by_limits() {
     assert!(client.is_closed());
     assert_eq!(daemon.stop(), "");
 }
+
+/// The disk's records are still in the log, which keeps history, so the process itself has the image locked.
+#[test]
+fn a_removed_disk_is_not_added_without_its_log() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::create_dir(dir.join("in")).unwrap();
+    for disk in ["v1", "v2"] {
+        let made = format!("disk create in/{disk} --size 1M --log in/shared");
+        assert!(walvisor(dir, &made).status.success());
+    }
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk-dir in --disk path=in/v1,log=in/shared,retain=24h,socket=s --disk path=in/v2,log=in/shared,socket=s",
+    );
+    ctl(dir, "remove-disk in/v2");
+    let error = refused(dir, "add-disk path=in/v2,socket=s");
+    assert!(error.contains("the disk is on the log in "), "{error}");
+    assert!(error.contains("in/shared, not in in/v2.wal"), "{error}");
+    assert!(!dir.join("in/v2.wal").exists());
+    ctl(dir, "add-disk path=in/v2,log=in/shared,socket=s");
+    // A checkpoint would end the history of both.
+    let error = refused(dir, "checkpoint --disk in/v1");
+    assert!(error.contains("in/v1, in/v2"), "{error}");
+    assert!(error.contains("--give-up-history"), "{error}");
+    let done = ctl(dir, "checkpoint --disk in/v1 --give-up-history");
+    assert_eq!(done["disks"], json!(["in/v1"]));
+    assert_eq!(daemon.stop(), "");
+}

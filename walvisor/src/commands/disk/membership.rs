@@ -1,13 +1,14 @@
 //! `walvisor disk leave` and `move-log`: a disk without its log, and a disk on another log.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
 use serde_json::json;
-use walvisor_storage::{self as storage, StoreOptions};
+use walvisor_storage::{self as storage, Retention, StoreOptions};
 
 use super::path::{DiskPath, print};
 use crate::commands::CommandError;
+use crate::point::{retain_text, show_retain};
 
 /// The arguments of `walvisor disk leave`.
 #[derive(Debug, Args)]
@@ -59,16 +60,34 @@ pub(super) fn leave(arguments: &LeaveArguments) -> Result<(), CommandError> {
 pub(super) fn move_log(arguments: &MoveArguments) -> Result<(), CommandError> {
     let MoveArguments { disk, new, json } = arguments;
     let path = &disk.path;
+    let had_past = retention(path, &disk.log()).is_some_and(|kept| kept != Retention::Nothing);
     storage::move_to_log(path, &disk.log(), new, &StoreOptions::default())
         .map_err(CommandError::failed)?;
-    match json {
-        true => print(format_args!("{}\n", json!({ "disk": path, "log": new }))),
-        false => print(format_args!(
-            "{}: on the log in {} now; open it with log={}\n",
-            path.display(),
-            new.display(),
-            new.display(),
-        )),
+    let kept = retention(path, new).unwrap_or(Retention::Nothing);
+    if *json {
+        let retain = show_retain(kept);
+        print(format_args!(
+            "{}\n",
+            json!({ "disk": path, "log": new, "retain": retain })
+        ));
+        return Ok(());
     }
+    let past = if had_past {
+        "; what it was before the move is no longer kept"
+    } else {
+        ""
+    };
+    print(format_args!(
+        "{}: on the log in {1} now, which keeps {2}{past}; open it with log={1}\n",
+        path.display(),
+        new.display(),
+        retain_text(kept),
+    ));
     Ok(())
+}
+
+/// How much history the log of a disk keeps, if the disk has that log and nobody uses it.
+fn retention(path: &Path, log: &Path) -> Option<Retention> {
+    let report = storage::inspect(path, log).ok()?;
+    Some(report.log?.history.retain)
 }
