@@ -118,9 +118,10 @@ impl OpenLogs {
         if store.disks().is_empty() {
             drop(self.logs.remove(place));
         }
-        Ok(match keeps_history {
-            true => Removed::InLog,
-            false => Removed::Complete,
+        Ok(if keeps_history {
+            Removed::InLog
+        } else {
+            Removed::Complete
         })
     }
 
@@ -140,10 +141,13 @@ impl OpenLogs {
             // `check` has refused disks that disagree.
             let store_options = log_options(specs, &members).unwrap_or_default();
             let mut read = 0;
-            let store = match reads_only(specs, &members) {
-                true if !has_log(&log) => continue,
-                true => Store::open_read_only(&log, &options, &store_options)?,
-                false => with_bar("recovering", |progress| {
+            let store = if reads_only(specs, &members) {
+                if !has_log(&log) {
+                    continue;
+                }
+                Store::open_read_only(&log, &options, &store_options)?
+            } else {
+                with_bar("recovering", |progress| {
                     Store::open_with_progress(
                         &log,
                         &options,
@@ -153,7 +157,7 @@ impl OpenLogs {
                             progress(passed, total);
                         },
                     )
-                })?,
+                })?
             };
             if read > 0 {
                 let log = log.display();
@@ -298,12 +302,13 @@ fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
     let most = machine_memory();
     let sizes = specs.iter().filter_map(|spec| spec.size);
     let all = sizes.fold(0, u64::saturating_add);
-    match all > most {
-        false => Ok(()),
-        true => Err(format!(
-            "backend=ram: {all} bytes, and this machine has {most} bytes of memory and swap: give a smaller size=, or an image"
-        )),
+    if all > most {
+        return Err(format!(
+            "backend=ram: {all} bytes, and this machine has {most} bytes of memory and swap: \
+             give a smaller size=, or an image"
+        ));
     }
+    Ok(())
 }
 
 /// Refuses looks at logs that other disks of the command line write to.
@@ -450,9 +455,10 @@ fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storag
         return Ok(Arc::new(RawDisk::new(image, cache)));
     }
     let bytes = spec.size.unwrap_or(0);
-    Ok(match spec.read_only {
-        true => Arc::new(RamDisk::empty_read_only(bytes / SECTOR_SIZE)),
-        false => Arc::new(RamDisk::new(bytes / SECTOR_SIZE)),
+    Ok(if spec.read_only {
+        Arc::new(RamDisk::empty_read_only(bytes / SECTOR_SIZE))
+    } else {
+        Arc::new(RamDisk::new(bytes / SECTOR_SIZE))
     })
 }
 

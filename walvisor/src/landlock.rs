@@ -181,9 +181,10 @@ fn add(
         return Ok(ruleset);
     };
     // A file takes fewer rights than a directory.
-    let rights = match path.is_dir() {
-        true => *rights,
-        false => *rights & AccessFs::from_file(NEWEST),
+    let rights = if path.is_dir() {
+        *rights
+    } else {
+        *rights & AccessFs::from_file(NEWEST)
     };
     ruleset.add_rule(PathBeneath::new(file, rights))
 }

@@ -37,9 +37,10 @@ fn size(text: &str) -> Option<u64> {
     let number = whole.parse::<u128>().ok()?.checked_mul(parts)?;
     let number = number.checked_add(fraction.parse().ok()?)?;
     let bytes = number.checked_mul(scale(unit)?)?;
-    let bytes = match bytes.is_multiple_of(parts) {
-        true => bytes / parts,
-        false => (bytes / parts + 1).next_multiple_of(4096),
+    let bytes = if bytes.is_multiple_of(parts) {
+        bytes / parts
+    } else {
+        (bytes / parts + 1).next_multiple_of(4096)
     };
     u64::try_from(bytes).ok()
 }

@@ -236,10 +236,13 @@ impl Keeper {
         };
         let (mut fewer, mut more) = (0, None);
         for (count, lsn) in (1..).zip(state.ring.sealed_ends()) {
-            match count <= wanted {
-                _ if !fits(lsn) => {}
-                true => fewer = count,
-                false => more = more.or(Some(count)),
+            if !fits(lsn) {
+                continue;
+            }
+            if count <= wanted {
+                fewer = count;
+            } else {
+                more = more.or(Some(count));
             }
         }
         match (fewer, more) {

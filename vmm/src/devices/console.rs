@@ -152,9 +152,10 @@ impl Feeder {
                 Err(_) => return,
             };
             let mut input = buffer[..length].to_vec();
-            let typed = match self.on_terminal {
-                true => keys.filter(&mut input),
-                false => Vec::new(),
+            let typed = if self.on_terminal {
+                keys.filter(&mut input)
+            } else {
+                Vec::new()
             };
             if typed.contains(&b'h') {
                 eprintln!("{KEYS}");

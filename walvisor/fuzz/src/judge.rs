@@ -67,9 +67,10 @@ impl Judge {
         let answer = answers.next().expect("a line was not answered");
         assert_eq!(answer.last(), Some(&b'\n'), "an answer without an end");
         let answer: Value = serde_json::from_slice(&answer).expect("an answer is JSON");
-        let request = match ended && !long {
-            true => serde_json::from_slice(line).unwrap_or(Value::Null),
-            false => Value::Null,
+        let request = if ended && !long {
+            serde_json::from_slice(line).unwrap_or(Value::Null)
+        } else {
+            Value::Null
         };
         self.check_answer(&request, &answer);
     }

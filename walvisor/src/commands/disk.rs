@@ -200,11 +200,10 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
 
 /// What is known of an image without a log.
 fn without_log(report: &DiskReport) -> &'static str {
-    match report.marked {
-        true => "a raw image of a disk that was closed, with all bytes in the image",
-        false => {
-            "a raw image without a log or a mark: a copy of a disk that was not closed lacks its newest bytes"
-        }
+    if report.marked {
+        "a raw image of a disk that was closed, with all bytes in the image"
+    } else {
+        "a raw image without a log or a mark: a copy of a disk that was not closed lacks its newest bytes"
     }
 }
 
@@ -321,9 +320,10 @@ fn discard(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
         ),
         _ => format!("nothing to discard: there is no log at {}", log.display()),
     };
-    let then = match done.image_fits {
-        true => "the disk now has the image's contents",
-        false => "there is no image of the disk: put one there",
+    let then = if done.image_fits {
+        "the disk now has the image's contents"
+    } else {
+        "there is no image of the disk: put one there"
     };
     print(format_args!("{name}: disk {}: {what}; {then}\n", done.disk));
     Ok(())

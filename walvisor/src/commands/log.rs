@@ -111,8 +111,8 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
         .map_or(0, |time| time.as_micros() as u64);
     // Whether the column heads still have to be printed; they come with the first line.
     let mut first = !json;
-    let dumped = match records {
-        true => storage::dump_records(dir, &mut |record| {
+    let dumped = if *records {
+        storage::dump_records(dir, &mut |record| {
             if !wanted(record.lsn, record.cid, record.unix_us) {
                 return;
             }
@@ -123,8 +123,9 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
                 ));
             }
             print_record(&mut lines, record, *json);
-        }),
-        false => storage::dump_groups(dir, &mut |group| {
+        })
+    } else {
+        storage::dump_groups(dir, &mut |group| {
             if !wanted(group.last_lsn, group.cid, group.unix_us) {
                 return;
             }
@@ -135,7 +136,7 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
                 ));
             }
             print_group(&mut lines, group, now, *json);
-        }),
+        })
     };
     if first && dumped.is_ok() {
         let dir = dir.display();
@@ -153,15 +154,16 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
 
 fn resize(dir: &Path, size: u64, json: bool) -> Result<(), CommandError> {
     let storage::Resize { old_size, size } = storage::resize_log(dir, size)?;
-    match json {
-        true => print(format_args!(
+    if json {
+        print(format_args!(
             "{}\n",
             json!({ "log": dir, "size_bytes": size, "old_size_bytes": old_size })
-        )),
-        false => print(format_args!(
+        ))
+    } else {
+        print(format_args!(
             "{}: {size} bytes now, {old_size} before\n",
             dir.display()
-        )),
+        ))
     }
     Ok(())
 }
@@ -252,13 +254,17 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
         0 => "-".to_owned(),
         _ => format!("{segment}+{}", record.offset),
     };
-    let number = |number: u64| match mark {
-        true => "-".to_owned(),
-        false => number.to_string(),
+    let number = |number: u64| {
+        if mark {
+            "-".to_owned()
+        } else {
+            number.to_string()
+        }
     };
-    let what = match mark {
-        true => record.text.map(shown).unwrap_or_default(),
-        false => record.disk.display().to_string(),
+    let what = if mark {
+        record.text.map(shown).unwrap_or_default()
+    } else {
+        record.disk.display().to_string()
     };
     lines.print(format_args!(
         "{:>10} {:>8} {kind:<12} {:>12} {:>8}  {payload:<26} {what}{}\n",

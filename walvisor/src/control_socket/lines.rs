@@ -41,10 +41,10 @@ impl Lines {
             }
             if end {
                 let line = std::mem::take(&mut self.part);
-                match std::mem::take(&mut self.skipping) {
-                    true => ended.push(Line::TooLong),
-                    false if line.trim_ascii().is_empty() => {}
-                    false => ended.push(Line::Whole(line)),
+                if std::mem::take(&mut self.skipping) {
+                    ended.push(Line::TooLong);
+                } else if !line.trim_ascii().is_empty() {
+                    ended.push(Line::Whole(line));
                 }
             }
         }

@@ -54,9 +54,12 @@ impl Controlled {
             }
             ControlCommand::RemoveDisk { disk } => self.remove_disk(disk),
             ControlCommand::Snapshot { disk, name, alone } => {
-                let made = self.in_log(disk.as_deref(), |disk| match alone {
-                    true => disk.snapshot_alone(name.parse()?),
-                    false => disk.snapshot(name.parse()?),
+                let made = self.in_log(disk.as_deref(), |disk| {
+                    if *alone {
+                        disk.snapshot_alone(name.parse()?)
+                    } else {
+                        disk.snapshot(name.parse()?)
+                    }
                 })?;
                 Ok(snapshot_json(&made))
             }
@@ -384,9 +387,10 @@ impl Controlled {
         if !matches!(sockopt::socket_acceptconn(&listener), Ok(true)) {
             return Err(missing("a socket that listens"));
         }
-        let scratch = match request.scratch {
-            true => Some(files.next().ok_or_else(|| missing("an empty file"))?.into()),
-            false => None,
+        let scratch = if request.scratch {
+            Some(files.next().ok_or_else(|| missing("an empty file"))?.into())
+        } else {
+            None
         };
         let name = &self.disk(request.disk.as_deref())?.name;
         let look = self.in_log(Some(name), |disk| disk.look(at, scratch))?;

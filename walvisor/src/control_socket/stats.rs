@@ -15,9 +15,10 @@ use crate::point::history_json;
 
 /// All statistics, as JSON.
 pub(super) fn json(controlled: &Controlled) -> Value {
-    let state = match controlled.is_paused() {
-        true => "paused",
-        false => "running",
+    let state = if controlled.is_paused() {
+        "paused"
+    } else {
+        "running"
     };
     let disks = controlled.disks();
     let mut all = json!({

@@ -45,9 +45,10 @@ pub fn disk_help(command: DiskCommand) -> String {
     for key in keys_of(command) {
         let backends = key.backends.iter().map(|backend| backend.name());
         let backends: Vec<_> = backends.collect();
-        let backends = match backends.len() == BackendKind::ALL.len() {
-            true => String::new(),
-            false => format!("; only backend={}", listed(&backends, "or")),
+        let backends = if backends.len() == BackendKind::ALL.len() {
+            String::new()
+        } else {
+            format!("; only backend={}", listed(&backends, "or"))
         };
         let (name, help, default) = (key.name, key.help, key.default);
         let expected = key.value.expected();

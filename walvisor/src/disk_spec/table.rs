@@ -165,9 +165,10 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "ioeventfd",
         value: Value::Switch(|spec, on| {
-            spec.notifications = match on {
-                true => Notifications::Eventfds,
-                false => Notifications::Exits,
+            spec.notifications = if on {
+                Notifications::Eventfds
+            } else {
+                Notifications::Exits
             };
         }),
         default: "on",

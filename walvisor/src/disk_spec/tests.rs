@@ -113,12 +113,13 @@ fn with(key: &Key, value: &str, backend: BackendKind) -> String {
         _ => "",
     });
     let name = key.name;
-    match text
+    if text
         .split(',')
         .any(|part| part.starts_with(&format!("{name}=")))
     {
-        true => text,
-        false => format!("{text},{name}={value}"),
+        text
+    } else {
+        format!("{text},{name}={value}")
     }
 }
 
@@ -226,9 +227,12 @@ fn page() -> String {
     let mut text =
         "| key | value | default | commands | backends | what |\n|---|---|---|---|---|---|\n"
             .to_owned();
-    let some = |names: Vec<&str>, all: usize| match names.len() == all {
-        true => "all".to_owned(),
-        false => names.join(", "),
+    let some = |names: Vec<&str>, all: usize| {
+        if names.len() == all {
+            "all".to_owned()
+        } else {
+            names.join(", ")
+        }
     };
     for key in KEYS {
         let commands = key.commands.iter().map(|command| command.name());

@@ -108,9 +108,10 @@ fn open_if_ours(number: u32, uio: &Path) -> rustix::io::Result<OwnedFd> {
     // tcm-user/<hba>/<name>/<configuration>
     let name = fs::read_to_string(uio.join(&device).join("name")).unwrap_or_default();
     let configuration = name.splitn(4, '/').nth(3).unwrap_or_default();
-    match name.starts_with("tcm-user/") && configuration.starts_with(SUBTYPE) {
-        true => open_device(&Path::new("/dev").join(device)),
-        false => Err(Errno::PERM),
+    if name.starts_with("tcm-user/") && configuration.starts_with(SUBTYPE) {
+        open_device(&Path::new("/dev").join(device))
+    } else {
+        Err(Errno::PERM)
     }
 }
 

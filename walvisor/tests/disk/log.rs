@@ -572,9 +572,10 @@ fn both_readers_see_the_same_disks_as_of_a_snapshot() {
             .output()
             .unwrap();
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        match output.status.success() {
-            true => Ok(std::fs::read(at("second")).unwrap()),
-            false => Err(error),
+        if output.status.success() {
+            Ok(std::fs::read(at("second")).unwrap())
+        } else {
+            Err(error)
         }
     };
     let first = |name: &str, disk: usize| {

@@ -72,9 +72,10 @@ fn nbdsh(dir: &Path, pki: &str, connect: &str, script: &str) -> Result<String, S
     };
     let script = format!("{setting}{connect}\n{script}");
     let output = run_client(dir, "nbdsh", &["-c", &script]);
-    match output.status.success() {
-        true => Ok(text(&output.stdout)),
-        false => Err(text(&output.stderr)),
+    if output.status.success() {
+        Ok(text(&output.stdout))
+    } else {
+        Err(text(&output.stderr))
     }
 }
 

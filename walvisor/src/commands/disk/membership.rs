@@ -61,14 +61,15 @@ pub(super) fn move_log(arguments: &MoveArguments) -> Result<(), CommandError> {
     let path = &disk.path;
     storage::move_to_log(path, &disk.log(), new, &StoreOptions::default())
         .map_err(CommandError::failed)?;
-    match json {
-        true => print(format_args!("{}\n", json!({ "disk": path, "log": new }))),
-        false => print(format_args!(
+    if *json {
+        print(format_args!("{}\n", json!({ "disk": path, "log": new })))
+    } else {
+        print(format_args!(
             "{}: on the log in {} now; open it with log={}\n",
             path.display(),
             new.display(),
             new.display(),
-        )),
+        ))
     }
     Ok(())
 }

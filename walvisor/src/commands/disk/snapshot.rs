@@ -79,18 +79,22 @@ fn change<T>(
 pub(super) fn make(arguments: &MakeArguments) -> Result<(), CommandError> {
     let MakeArguments { snapshot, alone } = arguments;
     let SnapshotArguments { disk, name, json } = snapshot;
-    let made = change(disk, |disk| match alone {
-        true => disk.snapshot_alone(*name),
-        false => disk.snapshot(*name),
+    let made = change(disk, |disk| {
+        if *alone {
+            disk.snapshot_alone(*name)
+        } else {
+            disk.snapshot(*name)
+        }
     })?;
-    match json {
-        true => print(format_args!("{}\n", snapshot_json(&made))),
-        false => print(format_args!(
+    if *json {
+        print(format_args!("{}\n", snapshot_json(&made)))
+    } else {
+        print(format_args!(
             "{}: snapshot '{name}' at lsn:{} of cid:{}\n",
             disk.path.display(),
             made.lsn,
             made.cid
-        )),
+        ))
     }
     Ok(())
 }
@@ -111,14 +115,15 @@ pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
             disk.path.display()
         )));
     };
-    match json {
-        true => print(format_args!("{}\n", mark_json(text, &made))),
-        false => print(format_args!(
+    if *json {
+        print(format_args!("{}\n", mark_json(text, &made)))
+    } else {
+        print(format_args!(
             "{}: marked lsn:{} of cid:{}\n",
             disk.path.display(),
             made.lsn,
             made.cid
-        )),
+        ))
     }
     Ok(())
 }

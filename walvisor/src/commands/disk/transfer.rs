@@ -122,8 +122,8 @@ pub(in crate::commands) fn report(
         copied,
         shared,
     } = done;
-    match json {
-        true => print(format_args!(
+    if json {
+        print(format_args!(
             "{}\n",
             json!({
                 "disk": disk,
@@ -132,14 +132,16 @@ pub(in crate::commands) fn report(
                 "copied_bytes": copied,
                 "shared": shared,
             })
-        )),
-        false => print(format_args!(
+        ))
+    } else {
+        print(format_args!(
             "{said}: {size} bytes, {copied} of them copied{}\n",
-            match shared {
-                true => ", the others shared by the file system",
-                false => "",
+            if shared {
+                ", the others shared by the file system"
+            } else {
+                ""
             }
-        )),
+        ))
     }
 }
 
@@ -235,9 +237,10 @@ fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), Comman
         undone,
         redone,
     } = done;
-    let log = match disk.log() == storage::default_log_dir(&disk.path) {
-        true => String::new(),
-        false => format!(" --log {}", disk.log().display()),
+    let log = if disk.log() == storage::default_log_dir(&disk.path) {
+        String::new()
+    } else {
+        format!(" --log {}", disk.log().display())
     };
     let undo = format!("walvisor disk restore {path}{log} --at lsn:{from_lsn} --in-place");
     match (json, lsn) {
@@ -304,15 +307,16 @@ pub(super) fn resize(arguments: &ResizeArguments) -> Result<(), CommandError> {
     let storage::Resize { old_size, size } =
         storage::resize_disk(path, arguments.size, &log, arguments.shrink)
             .map_err(CommandError::failed)?;
-    match arguments.json {
-        true => print(format_args!(
+    if arguments.json {
+        print(format_args!(
             "{}\n",
             json!({ "disk": path, "size_bytes": size, "old_size_bytes": old_size })
-        )),
-        false => print(format_args!(
+        ))
+    } else {
+        print(format_args!(
             "{}: {size} bytes now, {old_size} before\n",
             path.display()
-        )),
+        ))
     }
     Ok(())
 }

@@ -61,9 +61,10 @@ pub struct DaemonArguments {
 fn parse_directory(text: &str) -> Result<PathBuf, String> {
     let found = Path::new(text).canonicalize();
     let found = found.map_err(|error| format!("{error}: give a directory that exists"))?;
-    match found.is_dir() {
-        true => Ok(found),
-        false => Err("it is no directory: give one".to_owned()),
+    if found.is_dir() {
+        Ok(found)
+    } else {
+        Err("it is no directory: give one".to_owned())
     }
 }
 

@@ -156,9 +156,10 @@ impl Door for NbdDoor {
     fn check_added(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String> {
         let (service, name) = (self.service(spec)?, export_name(spec));
         let mut others = others.iter().filter(|other| export_name(other) == name);
-        match others.any(|other| self.service(other) == Ok(service)) {
-            true => Err(same_name(&name)),
-            false => Ok(None),
+        if others.any(|other| self.service(other) == Ok(service)) {
+            Err(same_name(&name))
+        } else {
+            Ok(None)
         }
     }
 

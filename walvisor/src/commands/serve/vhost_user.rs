@@ -80,13 +80,14 @@ impl Door for VhostUserDoor {
         _others: &[DiskSpec],
     ) -> Result<Option<PathBuf>, String> {
         let place = place(spec)?;
-        match place.symlink_metadata().is_ok() {
-            false => Ok(Some(place)),
-            true => Err(format!(
-                "socket '{}': the path exists: remove it if nothing listens there, or name another path",
+        if place.symlink_metadata().is_ok() {
+            return Err(format!(
+                "socket '{}': the path exists: remove it if nothing listens there, \
+                 or name another path",
                 place.display()
-            )),
+            ));
         }
+        Ok(Some(place))
     }
 
     fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {

@@ -42,12 +42,13 @@ pub(super) fn backstore_name(spec: &DiskSpec) -> Result<String, String> {
     }
     let stem = spec.path.as_deref().and_then(Path::file_stem);
     let name = stem.map_or("ram".into(), |stem| stem.to_string_lossy());
-    match is_backstore_name(&name) {
-        true => Ok(name.into_owned()),
-        false => Err(format!(
+    if is_backstore_name(&name) {
+        Ok(name.into_owned())
+    } else {
+        Err(format!(
             "disk '{}': '{name}' is not a valid name for a back store: give a name=",
             spec.name()
-        )),
+        ))
     }
 }
 
