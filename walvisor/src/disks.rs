@@ -41,7 +41,7 @@ struct OpenLog {
 
 /// What has become of a disk that was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Removed {
+pub enum RemovedDisk {
     /// Its image holds all of it.
     Complete,
     /// Its log keeps history, and so the disk's newest records.
@@ -106,9 +106,9 @@ impl OpenLogs {
     ///
     /// # Errors
     /// If the disk's records cannot be copied to its image. The disk then stays open.
-    pub fn remove(&mut self, spec: &DiskSpec) -> Result<Removed, walvisor_storage::Error> {
+    pub fn remove(&mut self, spec: &DiskSpec) -> Result<RemovedDisk, walvisor_storage::Error> {
         let (Some(place), Some(path)) = (self.of(spec), &spec.path) else {
-            return Ok(Removed::Complete);
+            return Ok(RemovedDisk::Complete);
         };
         let store = &mut self.logs[place].store;
         let keeps =
@@ -119,9 +119,9 @@ impl OpenLogs {
             drop(self.logs.remove(place));
         }
         Ok(if keeps_history {
-            Removed::InLog
+            RemovedDisk::InLog
         } else {
-            Removed::Complete
+            RemovedDisk::Complete
         })
     }
 

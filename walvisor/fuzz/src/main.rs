@@ -3,7 +3,7 @@
 //! socket and the disks still work.
 //!
 //! ```text
-//!   input ──▶ words.rs: text ──▶ client.rs ──socket──▶ walvisor's Server ──▶ Controlled ──▶ RAM disk, raw image
+//!   input ──▶ words.rs: text ──▶ client.rs ──socket──▶ walvisor's Server ──▶ ControlledProcess ──▶ RAM disk, raw image
 //!                                    └─ lines and answers ──▶ judge.rs            guest.rs: its requests meanwhile ─┘
 //! ```
 //!
@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use libfuzzer_sys::fuzz_target;
-use walvisor::control_socket::{Controlled, Power, Server};
+use walvisor::control_socket::{ControlledProcess, Power, Server};
 use walvisor::disk_spec::DiskCommand;
 use walvisor_devices_fuzz::bounded::BoundedAllocator;
 use walvisor_vmm::control::RunControl;
@@ -61,7 +61,7 @@ fn run(input: &[u8]) {
         };
         (DiskCommand::Run, power)
     };
-    let controlled = Controlled::new(kind, Instant::now(), guest.controlled(), power);
+    let controlled = ControlledProcess::new(kind, Instant::now(), guest.controlled(), power);
     let address = SocketAddr::from_abstract_name(format!("walvisor-fuzz-{}", std::process::id()));
     let address = address.expect("a short name");
     let listener = UnixListener::bind_addr(&address).expect("a socket");

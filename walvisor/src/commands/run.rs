@@ -17,7 +17,7 @@ use super::CommandError;
 use super::metrics_file::MetricsFile;
 use super::process::ProcessArguments;
 use super::socket_names::SocketNames;
-use crate::control_socket::{Controlled, Server};
+use crate::control_socket::{ControlledProcess, Server};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::AllowedPaths;
@@ -188,7 +188,7 @@ fn run_on(
         );
     }
     if let Some(listener) = control {
-        let server = Server::start(listener, Arc::new(Controlled::vm(&vm, started)));
+        let server = Server::start(listener, Arc::new(ControlledProcess::vm(&vm, started)));
         vm.accompany(server.map_err(CommandError::failed)?);
     }
     let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());

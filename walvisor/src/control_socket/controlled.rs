@@ -14,7 +14,7 @@ use walvisor_vmm::vm::exits::ExitCounters;
 
 use super::looks::Looks;
 use crate::disk_spec::{DiskCommand, DiskSpec};
-use crate::disks::Removed;
+use crate::disks::RemovedDisk;
 
 /// The part of the process that ends it on request.
 pub enum Power {
@@ -32,28 +32,28 @@ pub enum Power {
         /// Asks it to end.
         end: Box<dyn Fn() + Send + Sync>,
         /// What lets its disks come and go; `None`: they are fixed.
-        members: Option<Box<dyn Members>>,
+        hotplug: Option<Box<dyn DiskHotplug>>,
     },
 }
 
 /// Lets the disks of a daemon come and go. May be called from any thread; of several calls one takes its turn.
-pub trait Members: Send + Sync {
+pub trait DiskHotplug: Send + Sync {
     /// Opens a disk, and serves it.
     ///
     /// # Errors
     /// One line. Nothing has changed then.
-    fn add(&self, spec: &DiskSpec) -> Result<Added, String>;
+    fn add(&self, spec: &DiskSpec) -> Result<AddedDisk, String>;
 
     /// Ends the connections of a disk once what was taken has been answered, and closes the disk. The caller has no
     /// [`DiskInUse`] of it any more.
     ///
     /// # Errors
     /// If the disk cannot be closed.
-    fn remove(&self, name: &str) -> Result<Removed, NotRemoved>;
+    fn remove(&self, name: &str) -> Result<RemovedDisk, RemovalError>;
 }
 
 /// A disk that was added.
-pub struct Added {
+pub struct AddedDisk {
     /// The disk.
     pub disk: DiskInUse,
     /// Where clients find it.
@@ -61,22 +61,22 @@ pub struct Added {
 }
 
 /// Why a disk was not removed.
-pub struct NotRemoved {
+pub struct RemovalError {
     /// One line.
-    pub why: String,
+    pub reason: String,
     /// The disk, which is served again; `None`: nothing serves it.
     pub disk: Option<DiskInUse>,
 }
 
 /// A disk that requests can reach.
 #[derive(Clone)]
-pub(super) struct Listed {
+pub(super) struct DiskLease {
     disk: DiskInUse,
     /// Dropped after the disk: the receiver finds out when nobody has the disk any more.
     _held: Sender<()>,
 }
 
-impl Deref for Listed {
+impl Deref for DiskLease {
     type Target = DiskInUse;
 
     fn deref(&self) -> &DiskInUse {
@@ -86,20 +86,20 @@ impl Deref for Listed {
 
 /// An entry of the list of disks.
 struct Entry {
-    listed: Listed,
+    listed: DiskLease,
     released: Receiver<()>,
 }
 
 impl From<DiskInUse> for Entry {
     fn from(disk: DiskInUse) -> Self {
         let (_held, released) = channel();
-        let listed = Listed { disk, _held };
+        let listed = DiskLease { disk, _held };
         Self { listed, released }
     }
 }
 
 /// The disks and the VM or daemon that requests change. See the module's documentation.
-pub struct Controlled {
+pub struct ControlledProcess {
     pub(super) kind: DiskCommand,
     pub(super) started: Instant,
     disks: Mutex<Vec<Entry>>,
@@ -113,7 +113,7 @@ pub struct Controlled {
     pub(super) ending: AtomicBool,
 }
 
-impl Controlled {
+impl ControlledProcess {
     /// `started` is when the process began.
     pub fn new(kind: DiskCommand, started: Instant, disks: Vec<DiskInUse>, power: Power) -> Self {
         Self {
@@ -156,7 +156,7 @@ impl Controlled {
     }
 
     /// The disks now, in the order in which they came.
-    pub(super) fn disks(&self) -> Vec<Listed> {
+    pub(super) fn disks(&self) -> Vec<DiskLease> {
         let disks = self.entries();
         disks.iter().map(|entry| entry.listed.clone()).collect()
     }

@@ -30,18 +30,18 @@ pub const MAX_LOOKS: usize = 64;
 /// The looks that are open. Dropping it ends them.
 #[derive(Default)]
 pub(super) struct Looks {
-    open: Arc<Mutex<Vec<Served>>>,
+    open: Arc<Mutex<Vec<OpenLook>>>,
 }
 
 /// A look that is served.
-struct Served {
+struct OpenLook {
     /// What clients are told of it.
     told: Value,
     end: Stop,
     thread: JoinHandle<()>,
 }
 
-impl Served {
+impl OpenLook {
     fn is(&self, key: &str, value: &str) -> bool {
         self.told[key].as_str() == Some(value)
     }
@@ -54,7 +54,7 @@ impl Served {
     }
 }
 
-fn lock(open: &Mutex<Vec<Served>>) -> MutexGuard<'_, Vec<Served>> {
+fn lock(open: &Mutex<Vec<OpenLook>>) -> MutexGuard<'_, Vec<OpenLook>> {
     // A list is whole whenever it is unlocked.
     open.lock().unwrap_or_else(PoisonError::into_inner)
 }
@@ -111,7 +111,7 @@ impl Looks {
             let me = thread::current().id();
             lock(&all).retain(|served| served.thread.thread().id() != me);
         })?;
-        open.push(Served {
+        open.push(OpenLook {
             told: told.clone(),
             end,
             thread,
@@ -124,7 +124,7 @@ impl Looks {
         let mut open = lock(&self.open);
         let mut found = open.iter().position(|served| served.is("socket", look));
         if found.is_none() {
-            let of_disk = |served: &Served| served.is("disk", look);
+            let of_disk = |served: &OpenLook| served.is("disk", look);
             found = open.iter().position(of_disk);
             if open.iter().filter(|served| of_disk(served)).count() > 1 {
                 return Err(ControlError::new(format_args!(

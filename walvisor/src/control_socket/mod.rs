@@ -6,7 +6,7 @@
 //!                                                    │ lines.rs: bounded
 //!   Server: a thread a client ──────────────────────▶│ command.rs: what it asks for
 //!                                                    ▼
-//!                                     Controlled: disks, vCPUs, the end     controlled.rs, requests.rs, stats.rs
+//!                                     ControlledProcess: disks, vCPUs, the end     controlled.rs, requests.rs, stats.rs
 //!                                                    │
 //!            {"return": {...}, "id": 1} ◀────────────┴───────▶ {"error": {"class": "...", "desc": "..."}, "id": 1}
 //! ```
@@ -27,7 +27,7 @@ mod stats;
 
 pub use client::{ask, ask_with};
 pub use command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
-pub use controlled::{Added, Controlled, Members, NotRemoved, Power};
+pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError};
 pub use lines::MAX_LINE;
 pub use server::{MAX_CLIENTS, Server};
 

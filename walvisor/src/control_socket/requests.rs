@@ -11,16 +11,18 @@ use walvisor_devices::throttle::{self};
 use walvisor_vmm::disk::DiskInUse;
 
 use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
-use super::controlled::{Added, Controlled, Listed, Members, NotRemoved, Power};
+use super::controlled::{
+    AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError,
+};
 use super::stats;
 use crate::disk::{cache_in_force, log_name, logged};
 use crate::disk_spec::DiskSpec;
-use crate::disks::Removed;
+use crate::disks::RemovedDisk;
 use crate::point::{
     mark_json, parse_point, parse_retain, rewound_json, show_retain, snapshot_json,
 };
 
-impl Controlled {
+impl ControlledProcess {
     fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
         disk.throttle.set(limits);
         self.apply_end(disk);
@@ -48,7 +50,7 @@ impl Controlled {
                 "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as 'walvisor ctl' does",
             )),
             ControlCommand::AddDisk { spec } => {
-                self.members()?;
+                self.hotplug()?;
                 let spec = DiskSpec::parse(spec, self.kind).map_err(ControlError::new)?;
                 self.add_disk(&spec)
             }
@@ -111,16 +113,16 @@ impl Controlled {
     }
 
     /// The disk of that name, or the only one.
-    fn disk(&self, name: Option<&str>) -> Result<Listed, ControlError> {
+    fn disk(&self, name: Option<&str>) -> Result<DiskLease, ControlError> {
         let disks = self.disks();
         let names = || {
             let names: Vec<_> = disks.iter().map(|disk| disk.name.as_str()).collect();
             names.join(", ")
         };
-        let wanted = |disk: &&Listed| name.is_none_or(|name| disk.name == name);
+        let wanted = |disk: &&DiskLease| name.is_none_or(|name| disk.name == name);
         let found: Vec<_> = disks.iter().filter(wanted).collect();
         match (&found[..], name) {
-            ([disk], _) => Ok(Listed::clone(disk)),
+            ([disk], _) => Ok(DiskLease::clone(disk)),
             ([], Some(name)) if disks.is_empty() => Err(ControlError::no_such_disk(format_args!(
                 "no disk '{name}': there is no disk"
             ))),
@@ -244,13 +246,13 @@ impl Controlled {
     }
 
     /// What lets disks come and go.
-    fn members(&self) -> Result<&dyn Members, ControlError> {
+    fn hotplug(&self) -> Result<&dyn DiskHotplug, ControlError> {
         match &self.power {
             Power::Daemon {
-                members: Some(members),
+                hotplug: Some(hotplug),
                 ..
-            } => Ok(&**members),
-            Power::Daemon { members: None, .. } => Err(ControlError::new(format_args!(
+            } => Ok(&**hotplug),
+            Power::Daemon { hotplug: None, .. } => Err(ControlError::new(format_args!(
                 "the disks of 'walvisor {}' are fixed: stop it and start it with other disks",
                 self.kind.words()
             ))),
@@ -263,13 +265,13 @@ impl Controlled {
 
     /// Opens a disk and serves it. Returns the answer for clients.
     pub(crate) fn add_disk(&self, spec: &DiskSpec) -> Result<Value, ControlError> {
-        let members = self.members()?;
+        let hotplug = self.hotplug()?;
         if self.is_paused() {
             return Err(ControlError::new(
                 "the disks are paused: add the disk after 'walvisor ctl SOCKET resume'",
             ));
         }
-        let Added { disk, place } = members.add(spec).map_err(ControlError::new)?;
+        let AddedDisk { disk, place } = hotplug.add(spec).map_err(ControlError::new)?;
         let answer = json!({
             "disk": disk.name,
             "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
@@ -294,7 +296,7 @@ impl Controlled {
 
     /// Stops serving a disk, and closes it. Returns the answer for clients.
     pub(crate) fn remove_disk(&self, name: &str) -> Result<Value, ControlError> {
-        let members = self.members()?;
+        let hotplug = self.hotplug()?;
         let disk = self.disk(Some(name))?;
         let log = log_name(&*disk.backend);
         // Requests that a limit holds back would delay the removal.
@@ -306,20 +308,22 @@ impl Controlled {
                 "no disk '{name}': another client has removed it"
             )));
         }
-        match members.remove(name) {
-            Ok(Removed::Complete) => Ok(json!({ "disk": name, "image": "complete", "log": log })),
-            Ok(Removed::InLog) => Ok(json!({
+        match hotplug.remove(name) {
+            Ok(RemovedDisk::Complete) => {
+                Ok(json!({ "disk": name, "image": "complete", "log": log }))
+            }
+            Ok(RemovedDisk::InLog) => Ok(json!({
                 "disk": name,
                 "image": "incomplete",
                 "log": log,
                 "note": "the log keeps history, and with it the newest records of this disk: open the disk with its log",
             })),
-            Err(NotRemoved { why, disk }) => {
+            Err(RemovalError { reason, disk }) => {
                 if let Some(disk) = disk {
                     disk.throttle.set(limits);
                     self.publish(disk);
                 }
-                Err(ControlError::new(format_args!("disk '{name}': {why}")))
+                Err(ControlError::new(format_args!("disk '{name}': {reason}")))
             }
         }
     }
@@ -472,7 +476,7 @@ mod tests {
 
     /// A daemon with one slow disk, a receiver that reports each call to its device, and a sender that lets the
     /// call return.
-    fn daemon() -> (Controlled, Receiver<()>, Sender<()>) {
+    fn daemon() -> (ControlledProcess, Receiver<()>, Sender<()>) {
         let ((came, comes), (go, goes)) = (channel(), channel());
         let disk = DiskInUse {
             name: "disk".into(),
@@ -487,13 +491,14 @@ mod tests {
         };
         let power = Power::Daemon {
             end: Box::new(|| ()),
-            members: None,
+            hotplug: None,
         };
-        let controlled = Controlled::new(DiskCommand::Nbd, Instant::now(), vec![disk], power);
+        let controlled =
+            ControlledProcess::new(DiskCommand::Nbd, Instant::now(), vec![disk], power);
         (controlled, comes, go)
     }
 
-    fn state(controlled: &Controlled) -> Value {
+    fn state(controlled: &ControlledProcess) -> Value {
         let stats = controlled
             .execute(&ControlCommand::Stats(Format::Json))
             .unwrap();
@@ -529,7 +534,7 @@ mod tests {
     #[test]
     fn no_limit_is_left_once_the_end_has_come() {
         let (controlled, comes, go) = daemon();
-        let limits = |controlled: &Controlled| controlled.disks()[0].throttle.limits();
+        let limits = |controlled: &ControlledProcess| controlled.disks()[0].throttle.limits();
         let one = ControlCommand::SetLimit {
             disk: None,
             limits: LimitChange {

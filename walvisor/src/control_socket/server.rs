@@ -15,7 +15,7 @@ use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Threads, Waiter, WakeReason, accept_each};
 
 use super::command::{ControlCommand, ControlError, ControlRequest, export_progress};
-use super::controlled::Controlled;
+use super::controlled::ControlledProcess;
 use super::lines::{Line, Lines, MAX_LINE, MOST_FILES};
 
 /// Most clients at a time. A further client gets an error, and is disconnected.
@@ -46,7 +46,7 @@ impl Server {
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
-    pub fn start(listener: UnixListener, controlled: Arc<Controlled>) -> io::Result<Self> {
+    pub fn start(listener: UnixListener, controlled: Arc<ControlledProcess>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let stop = Stop::new()?;
         let ends = stop.clone();
@@ -67,7 +67,7 @@ impl Drop for Server {
     }
 }
 
-fn listen(listener: &UnixListener, controlled: &Arc<Controlled>, stop: &Stop) {
+fn listen(listener: &UnixListener, controlled: &Arc<ControlledProcess>, stop: &Stop) {
     let accept = |listener: &UnixListener| {
         let (stream, _) = listener.accept()?;
         stream.set_nonblocking(true)?;
@@ -101,7 +101,7 @@ fn turn_away(mut stream: &UnixStream) {
 }
 
 /// Answers a client's lines until the client leaves or the server stops.
-fn converse(stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io::Result<()> {
+fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) -> io::Result<()> {
     let mut waiter = Waiter::new(stream, stop)?;
     let mut lines = Lines::default();
     let mut buffer = [0; 4096];

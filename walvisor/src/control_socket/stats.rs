@@ -5,7 +5,7 @@ use walvisor_devices::backend::{Backend, Condition, SECTOR_SIZE};
 use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::exits::ExitReason;
 
-use super::controlled::{Controlled, Listed, Power};
+use super::controlled::{ControlledProcess, DiskLease, Power};
 use crate::disk::{cache_in_force, log_name, logged};
 use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
@@ -14,7 +14,7 @@ use crate::metrics::{DiskMetrics, RunMetrics, render, render_served, unix_us};
 use crate::point::history_json;
 
 /// All statistics, as JSON.
-pub(super) fn json(controlled: &Controlled) -> Value {
+pub(super) fn json(controlled: &ControlledProcess) -> Value {
     let state = if controlled.is_paused() {
         "paused"
     } else {
@@ -89,7 +89,7 @@ fn condition(condition: &Condition) -> Value {
 }
 
 /// Each log once, with the names of its disks.
-fn logs(disks: &[Listed]) -> Vec<Value> {
+fn logs(disks: &[DiskLease]) -> Vec<Value> {
     let mut logs: Vec<Value> = Vec::new();
     for disk in disks {
         let Some(mut log) = log(&*disk.backend) else {
@@ -162,7 +162,7 @@ fn log(backend: &dyn Backend) -> Option<Value> {
 }
 
 /// All statistics as Prometheus text, with the same content that `--metrics` writes at the end.
-pub(super) fn prometheus(controlled: &Controlled) -> String {
+pub(super) fn prometheus(controlled: &ControlledProcess) -> String {
     let disks = controlled.disks();
     let disks: Vec<_> = disks
         .iter()

@@ -11,7 +11,7 @@ use super::key::listed;
 use super::parse::keys_of;
 use super::spec::{BackendKind, DiskCommand, DiskSpec};
 
-/// Parses the value of a command's `--disk`: a SPEC, or `help`, which prints the keys that the command takes.
+/// Parses the value of a command's `--disk`: a SPEC, or `help`, which prints the keys that the command accepts.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskArgument(pub DiskCommand);
 

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 
 use super::opener::SUBTYPE;
 use super::target::{
-    Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
+    Result, StepContext, Target, TargetError, directories, get, make_directory, name_of,
     remove_directory, set,
 };
 
@@ -20,7 +20,7 @@ const MAX_HBAS: u32 = 4096;
 
 /// The wanted properties of a back store.
 #[derive(Clone, Debug)]
-pub struct Wanted {
+pub struct BackstoreSpec {
     /// Its name.
     pub name: String,
     /// The path of its image, for people and to recognise the back store again.
@@ -35,7 +35,7 @@ pub struct Wanted {
     pub timeout: Option<u32>,
 }
 
-impl Wanted {
+impl BackstoreSpec {
     /// The configuration string. Characters of the path at which the kernel's parser would cut are replaced,
     /// and of a path that is too long the end is kept.
     fn config(&self) -> String {
@@ -98,7 +98,7 @@ impl Backstore {
     ///
     /// # Errors
     /// If the name is taken, or the kernel refuses. On an error, what this call has made is removed again.
-    pub fn raise(target: &Target, wanted: &Wanted) -> Result<(Self, bool)> {
+    pub fn raise(target: &Target, wanted: &BackstoreSpec) -> Result<(Self, bool)> {
         let (name, config) = (&wanted.name, wanted.config());
         let standing = Self::all(target)
             .into_iter()
@@ -131,7 +131,7 @@ impl Backstore {
 
     /// Refuses to serve a standing disk with another block size, because its initiators still count in the old
     /// one.
-    fn check_blocks(&self, wanted: &Wanted) -> Result<()> {
+    fn check_blocks(&self, wanted: &BackstoreSpec) -> Result<()> {
         let known: Option<u32> = get(&self.directory.join("attrib/hw_block_size"))
             .parse()
             .ok();
@@ -160,7 +160,7 @@ impl Backstore {
                         command: "modprobe target_core_user",
                     });
                 }
-                Err(error) => return Err(error).doing("make", &path),
+                Err(error) => return Err(error).during("make", &path),
             }
         }
         Err(TargetError::Taken(format!(
@@ -169,7 +169,7 @@ impl Backstore {
         )))
     }
 
-    fn build(&self, wanted: &Wanted, config: &str) -> Result<()> {
+    fn build(&self, wanted: &BackstoreSpec, config: &str) -> Result<()> {
         make_directory(&self.directory)?;
         let control = self.directory.join("control");
         // The kernel must not wait for answers to its events: it would wait for ever for a handler that was
@@ -281,7 +281,7 @@ mod tests {
     #[test]
     fn a_configuration_is_what_the_kernel_takes_whole() {
         let config = |image: &str| {
-            let wanted = Wanted {
+            let wanted = BackstoreSpec {
                 name: "n".to_owned(),
                 image: image.to_owned(),
                 serial: String::new(),

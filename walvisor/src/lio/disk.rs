@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use walvisor_devices::tcmu::{CommandRing, Device, Mapping, Worker};
 
-use super::backstore::{Backstore, Wanted};
+use super::backstore::{Backstore, BackstoreSpec};
 use super::export::TargetExport;
 use super::refusal::Refusal;
-use super::target::{Doing, Result, Target, TargetError};
+use super::target::{Result, StepContext, Target, TargetError};
 use super::uio::Uio;
 use crate::disk_spec::Fabric;
 
@@ -37,7 +37,12 @@ impl LioDisk {
     ///
     /// # Errors
     /// If the kernel refuses, or the name is taken. Nothing half-built stays.
-    pub fn raise(target: &Target, wanted: &Wanted, fabric: Fabric, wwn: &str) -> Result<Self> {
+    pub fn raise(
+        target: &Target,
+        wanted: &BackstoreSpec,
+        fabric: Fabric,
+        wwn: &str,
+    ) -> Result<Self> {
         let (mut store, mut stood) = Backstore::raise(target, wanted)?;
         if stood && !store.is_durable() && !TargetExport::of(&store).is_empty() {
             Self::clear(&store).map_err(|error| {
@@ -94,7 +99,7 @@ impl LioDisk {
         self.store.set_size(bytes)?;
         let ring = CommandRing::open(memory)?;
         let worker = Worker::start(device, ring, uio);
-        self.worker = Some(worker.doing("serve", self.store.directory())?);
+        self.worker = Some(worker.during("serve", self.store.directory())?);
         self.store.block(false)?;
         if self.inherited {
             self.inherited = false;
@@ -187,7 +192,7 @@ impl LioDisk {
             })?;
             store.block(true)?;
             store.reset_ring(false)?;
-            let refusal = Refusal::start(uio)?.doing("serve", store.directory())?;
+            let refusal = Refusal::start(uio)?.during("serve", store.directory())?;
             store.block(false)?;
             let unlinked = exports.iter().try_for_each(TargetExport::unlink);
             drop(refusal);

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use super::backstore::Backstore;
 use super::target::{
-    Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
+    Result, StepContext, Target, TargetError, directories, get, make_directory, name_of,
     remove_directory, set,
 };
 use crate::disk_spec::Fabric;
@@ -71,7 +71,7 @@ impl TargetExport {
                     root.display()
                 )));
             }
-            return Err(error).doing("make", &root);
+            return Err(error).during("make", &root);
         }
         let export = Self {
             lun: root.join(wwn).join("tpgt_1/lun/lun_0"),
@@ -151,7 +151,7 @@ impl TargetExport {
     /// If the kernel refuses.
     pub fn link(&self, store: &Backstore) -> Result<()> {
         let link = self.lun.join(&store.name);
-        symlink(&store.directory, &link).doing("link", &link)
+        symlink(&store.directory, &link).during("link", &link)
     }
 
     /// Takes the disk away from initiators. They may flush it first, so a handler must answer.
@@ -160,7 +160,7 @@ impl TargetExport {
     /// If the kernel refuses.
     pub fn unlink(&self) -> Result<()> {
         for link in self.links() {
-            fs::remove_file(&link).doing("remove", &link)?;
+            fs::remove_file(&link).during("remove", &link)?;
         }
         Ok(())
     }

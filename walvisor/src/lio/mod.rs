@@ -20,7 +20,7 @@ mod refusal;
 mod target;
 mod uio;
 
-pub use backstore::{Backstore, Wanted};
+pub use backstore::{Backstore, BackstoreSpec};
 pub use disk::LioDisk;
 pub use events::{Change, Events};
 pub use export::TargetExport;

@@ -14,10 +14,10 @@ pub(super) const CONFIGFS: &str = "/sys/kernel/config";
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// The kernel refuses a step.
-    #[error("cannot {doing} {}: {source}", path.display())]
+    #[error("cannot {step} {}: {source}", path.display())]
     Step {
         /// The step.
-        doing: &'static str,
+        step: &'static str,
         /// The file or directory that it was for.
         path: PathBuf,
         /// The kernel's reason.
@@ -45,14 +45,14 @@ pub enum TargetError {
 pub(super) type Result<T> = std::result::Result<T, TargetError>;
 
 /// Adds the name of the step to an error.
-pub(super) trait Doing<T> {
-    fn doing(self, doing: &'static str, path: &Path) -> Result<T>;
+pub(super) trait StepContext<T> {
+    fn during(self, step: &'static str, path: &Path) -> Result<T>;
 }
 
-impl<T> Doing<T> for io::Result<T> {
-    fn doing(self, doing: &'static str, path: &Path) -> Result<T> {
+impl<T> StepContext<T> for io::Result<T> {
+    fn during(self, step: &'static str, path: &Path) -> Result<T> {
         self.map_err(|source| TargetError::Step {
-            doing,
+            step,
             path: path.to_owned(),
             source,
         })
@@ -118,7 +118,7 @@ impl Target {
     /// If the system refuses a socket or a process.
     pub fn hand_over(&mut self) -> Result<()> {
         let opener =
-            Opener::start(&self.uio).doing("let a process open the devices of", &self.uio)?;
+            Opener::start(&self.uio).during("let a process open the devices of", &self.uio)?;
         self.opener = Some(Arc::new(opener));
         Ok(())
     }
@@ -153,7 +153,7 @@ impl Target {
 pub(super) fn set(path: &Path, value: &str) -> Result<()> {
     let file = OpenOptions::new().write(true).open(path);
     file.and_then(|mut file| file.write_all(value.as_bytes()))
-        .doing("set", path)
+        .during("set", path)
 }
 
 /// Reads an attribute; one that cannot be read counts as empty.
@@ -177,7 +177,7 @@ pub(super) fn directories(path: &Path) -> Vec<PathBuf> {
 pub(super) fn make_directory(path: &Path) -> Result<()> {
     match fs::create_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        made => made.doing("make", path),
+        made => made.during("make", path),
     }
 }
 
@@ -185,7 +185,7 @@ pub(super) fn make_directory(path: &Path) -> Result<()> {
 pub(super) fn remove_directory(path: &Path) -> Result<()> {
     match fs::remove_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        removed => removed.doing("remove", path),
+        removed => removed.during("remove", path),
     }
 }
 

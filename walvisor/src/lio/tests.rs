@@ -107,7 +107,7 @@ fn a_disk_that_stands_keeps_the_size_of_its_blocks() {
         fs::write(store.join(file), text).unwrap();
     }
     let raise = |block_size| {
-        let wanted = Wanted {
+        let wanted = BackstoreSpec {
             name: "a".to_owned(),
             image: "/a.img".to_owned(),
             serial: String::new(),

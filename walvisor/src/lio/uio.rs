@@ -9,7 +9,7 @@ use walvisor_devices::tcmu::Mapping;
 
 use super::backstore::Backstore;
 use super::opener::open_device;
-use super::target::{Doing, Result, TargetError, get, name_of};
+use super::target::{Result, StepContext, TargetError, get, name_of};
 
 /// An open UIO device.
 pub struct Uio {
@@ -52,11 +52,11 @@ impl Uio {
                 "disk '{name}' is served already, {by}"
             )));
         }
-        let device = opened.doing("open", &path)?;
+        let device = opened.during("open", &path)?;
         let attribute = sys.join("maps/map0/size");
         let size = get(&attribute);
         let len = usize::from_str_radix(size.trim_start_matches("0x"), 16).unwrap_or(0);
-        let memory = Mapping::of_device(&device, len).doing("map", &path)?;
+        let memory = Mapping::of_device(&device, len).during("map", &path)?;
         Ok(Self {
             device,
             memory: Arc::new(memory),

@@ -463,7 +463,7 @@ fn what_cannot_be_added_or_removed_is_told_in_one_line() {
             "--disk-dir none --control ctl",
             "give a directory that exists",
         ),
-        ("--disk-dir first --control ctl", "it is no directory"),
+        ("--disk-dir first --control ctl", "not a directory"),
         ("--disk-dir in", "--control"),
     ] {
         let output = walvisor(

@@ -38,7 +38,7 @@ pub struct ServeArguments {
     /// The door of disks that name none.
     #[command(subcommand)]
     pub protocol: Option<Protocol>,
-    /// What every daemon takes.
+    /// The arguments of every daemon.
     #[command(flatten)]
     pub daemon: DaemonArguments,
 }
