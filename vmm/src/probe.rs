@@ -1,5 +1,4 @@
-//! The abilities of this machine's KVM: whether it exists, and whether ring 0 runs on the processor or in an
-//! interpreter.
+//! Finds out whether this machine has KVM, and whether KVM runs ring 0 on the processor or interprets it.
 //!
 //! ```text
 //!   /dev/kvm ──▶ throwaway VM, one vCPU in ring 0 ──▶ POPCNT, CMPXCHG16B, then OUT
@@ -20,7 +19,7 @@ use vm_memory::{
 
 use crate::arch::x86_64::long_mode::{self, PrivilegeLevel};
 
-/// The way in which this KVM executes ring 0.
+/// How this KVM executes ring 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ring0 {
     /// On the processor (VMX or SVM): a stock kernel can boot.

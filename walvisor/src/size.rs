@@ -64,7 +64,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_and_units() {
+    fn sizes_have_numbers_and_units() {
         for (text, bytes) in [
             ("512", 512),
             ("4k", 4096),
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused() {
+    fn texts_that_are_not_sizes_are_refused() {
         for text in [
             "",
             "M",

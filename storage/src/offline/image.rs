@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_whose_newest_bytes_are_in_a_log_is_refused() {
+    fn an_image_with_newer_bytes_in_a_log_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         let (path, log) = (
             directory.path().join("disk.img"),

@@ -133,17 +133,17 @@ mod tests {
         let mut pm = AcpiPm::new(control.clone(), Box::new(|_| {}));
         pm.write(CONTROL, &(5u16 << 10).to_le_bytes());
         pm.write(CONTROL, &(1u16 << 10 | SLEEP_ENABLE).to_le_bytes());
-        assert!(control.ended().is_none());
+        assert!(control.end_reason().is_none());
         let mut value = [0; 2];
         pm.read(CONTROL, &mut value);
         assert_eq!(u16::from_le_bytes(value), 1 << 10 | SCI_ENABLED);
         pm.write(CONTROL, &(5u16 << 10 | SLEEP_ENABLE).to_le_bytes());
-        assert!(matches!(control.ended(), Some(RunEnd::PowerOff)));
-        assert!(control.stopping());
+        assert!(matches!(control.end_reason(), Some(RunEnd::PowerOff)));
+        assert!(control.is_stopping());
     }
 
     #[test]
-    fn the_power_button_interrupts_a_guest_that_listens_until_it_is_acknowledged() {
+    fn the_power_button_interrupts_a_guest_that_enabled_it_until_it_is_acknowledged() {
         let levels = Arc::new(std::sync::Mutex::new(Vec::new()));
         let seen = levels.clone();
         let sci = Box::new(move |level| seen.lock().unwrap().push(level));

@@ -1,4 +1,4 @@
-//! The other end of the serial line: a writer for the output and, if wanted, stdin as the input, read by its
+//! The host's end of the serial line: a writer for the output, and optionally stdin for the input, which has its
 //! own thread.
 //!
 //! On a terminal, Ctrl-A x ends the run and Ctrl-A h lists the keys. All other input, Ctrl-C included, goes to the guest.
@@ -24,11 +24,11 @@ const ESCAPE: u8 = 1;
 
 /// What Ctrl-A h prints.
 const KEYS: &str =
-    "  Ctrl-A x       end the guest at once, without a shutdown of its own; its disks are closed
+    "  Ctrl-A x       stop the guest at once, without a shutdown; its disks are closed
   Ctrl-A Ctrl-A  send Ctrl-A to the guest
-  Ctrl-A h       list these keys; all others, Ctrl-C too, go to the guest";
+  Ctrl-A h       list these keys; all other keys, even Ctrl-C, go to the guest";
 
-/// The other end of the serial line.
+/// The host's end of the serial line.
 pub struct Console {
     /// The destination of the guest's output.
     pub output: Box<dyn Write + Send>,
@@ -170,12 +170,10 @@ impl Feeder {
         }
     }
 
-    /// Hands `input` to the guest as its buffer empties. Returns `false` if the run ended before the guest took
-    /// all.
+    /// Feeds `input` to the guest as its buffer empties. Returns `false` if the run ended before that was done.
     fn feed(&mut self, mut input: &[u8]) -> bool {
         loop {
-            // The event is cleared before the buffer is checked, because room that appears after the check sets
-            // the event again.
+            // Clear the event before checking the buffer: room that appears after the check sets it again.
             let _ = self.room.read();
             let taken = self
                 .serial

@@ -1,4 +1,4 @@
-//! The terminal in raw mode, restored on every way out.
+//! The terminal in raw mode, restored however the process ends the run.
 
 use std::io;
 
@@ -32,7 +32,7 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // A failure cannot be reported any more.
+        // There is nobody left to report a failure to.
         let _ = tcsetattr(stdio::stdin(), OptionalActions::Now, &self.original);
     }
 }

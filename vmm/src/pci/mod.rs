@@ -61,7 +61,7 @@ pub type SharedFunction = Arc<Mutex<dyn PciFunction>>;
 #[derive(Debug, thiserror::Error)]
 pub enum PciError {
     /// All 32 devices are taken.
-    #[error("too many PCI devices: the bus holds {DEVICES} with its host bridge")]
+    #[error("too many PCI devices: the bus holds {DEVICES}, host bridge included; use fewer disks")]
     Full,
     /// The BARs do not fit the window.
     #[error("the PCI memory window is full: use fewer disks")]
@@ -75,7 +75,7 @@ pub enum PciError {
 struct Slot {
     function: SharedFunction,
     doorbells: Vec<PciDoorbell>,
-    /// The BARs that the map and the ioeventfds currently reflect. Locked for the whole of a change.
+    /// The BARs as the map and the ioeventfds have them. Locked throughout a change.
     applied: Mutex<Vec<Bar>>,
 }
 

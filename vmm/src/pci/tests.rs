@@ -127,7 +127,7 @@ fn a_bar_decodes_and_its_doorbells_are_registered_only_while_memory_space_is_on(
 }
 
 #[test]
-fn a_moved_bar_is_followed() {
+fn a_moved_bar_decodes_at_its_new_address_only() {
     let Some((bus, vm, function)) = bus() else {
         return;
     };
@@ -157,7 +157,7 @@ fn a_moved_bar_is_followed() {
 }
 
 #[test]
-fn bars_at_the_end_of_the_address_space_or_on_each_other_harm_nothing() {
+fn overlapping_bars_and_bars_at_the_end_of_the_address_space_are_harmless() {
     let Some((bus, _vm, function)) = bus() else {
         return;
     };
@@ -211,9 +211,9 @@ fn ecam_and_ports_reach_the_same_configuration_space() {
     assert_eq!(data, [0xff; 4]);
     ecam.read(0xffe, &mut data);
     assert_eq!(data, [0xff; 4], "across the end of a function");
-    assert!(control.ended().is_none());
+    assert!(control.end_reason().is_none());
     ports.write(1, &[6]);
-    assert!(matches!(control.ended(), Some(RunEnd::Reset)));
+    assert!(matches!(control.end_reason(), Some(RunEnd::Reset)));
 }
 
 #[test]

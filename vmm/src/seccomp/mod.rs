@@ -479,7 +479,7 @@ mod tests {
 
     #[test]
     fn a_forbidden_call_kills_the_process_unless_it_is_only_logged() {
-        assert_eq!(done("allowed", "on").code(), Some(0));
+        assert_eq!(act_restricted("allowed", "on").code(), Some(0));
         for name in ["socket", "program", "executable", "process", "signal"] {
             assert_eq!(
                 act_restricted(name, "on").signal(),

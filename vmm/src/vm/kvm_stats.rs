@@ -1,5 +1,5 @@
-//! The statistics that KVM itself keeps of a vCPU (KVM_GET_STATS_FD, Linux 5.14). They include exits that KVM
-//! handles itself and that user space never sees, such as the doorbell of an ioeventfd.
+//! KVM's own statistics of a vCPU (KVM_GET_STATS_FD, Linux 5.14). They include exits that KVM handles itself, such
+//! as the doorbell of an ioeventfd.
 //!
 //! ```text
 //!   header │ name of the file │ descriptors: flags, unit, size, offset, name │ data: a u64 or more each

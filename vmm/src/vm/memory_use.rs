@@ -19,9 +19,8 @@ pub struct MemoryUse {
     pub own: u64,
 }
 
-/// Maps `size` bytes of guest memory, which take no space until touched. The mappings are left out of core
-/// dumps. This also keeps the kernel from merging them with other mappings of the process, so [`measure`] can
-/// tell them apart.
+/// Maps `size` bytes of guest memory, which take no space until touched. Core dumps leave the mappings out, and
+/// because of that flag the kernel does not merge them with other mappings, so [`measure`] can tell them apart.
 ///
 /// # Errors
 /// If the system refuses the mapping.
@@ -97,7 +96,7 @@ mod tests {
     use vm_memory::Bytes;
 
     #[test]
-    fn touched_guest_memory_counts_as_the_guests() {
+    fn touched_guest_memory_is_counted_as_guest_memory() {
         let memory = map(64 << 20).unwrap();
         for page in 0..256u64 {
             memory.write_obj(1u8, GuestAddress(page * 4096)).unwrap();
@@ -113,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn mappings_are_told_from_their_fields() {
+    fn smaps_lines_of_mappings_and_fields_are_told_apart() {
         let smaps = "1000-3000 rw-p 0 00:00 0\nSize: 8 kB\nRss:  4 kB\nAnonymous: 4 kB\n\
                      3000-4000 rw-p 0 00:00 0\nRss:    12 kB\nAnonymous:  8 kB\n";
         assert_eq!(

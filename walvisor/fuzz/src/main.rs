@@ -1,6 +1,6 @@
-//! Sends any bytes, in any pieces, to the control socket of a process with two disks in use. The server answers
-//! each line once and in order, the disks and the process do what the answers say, and afterwards both the
-//! socket and the disks still work.
+//! Sends any bytes, in any pieces, to the control socket of a process with two disks in use. The server must answer
+//! each line once and in order, the disks and the process must do what the answers say, and afterwards the socket and
+//! the disks must still work.
 //!
 //! ```text
 //!   input ──▶ words.rs: text ──▶ client.rs ──socket──▶ walvisor's Server ──▶ ControlledProcess ──▶ RAM disk, raw image
@@ -78,7 +78,7 @@ fn run(input: &[u8]) {
     let after = [words::Piece::Text(after)];
     let answers = client::converse(&connect(), &after, &mut guest);
     judge.check(&after, answers);
-    let is_ended = ended.load(Ordering::SeqCst) || control.ended().is_some();
+    let is_ended = ended.load(Ordering::SeqCst) || control.end_reason().is_some();
     judge.check_end(is_ended);
     guest.finish(judge.sizes());
     drop(server);

@@ -45,7 +45,7 @@ pub enum CtlRequest {
         #[arg(long)]
         prometheus: bool,
     },
-    /// Stop the vCPUs, and wait for the disks' requests in flight
+    /// Stop the vCPUs, and wait until the disks have no requests in flight
     Pause,
     /// Continue after a pause
     Resume,
@@ -76,18 +76,18 @@ pub enum CtlRequest {
         #[command(flatten)]
         limits: LimitChange,
     },
-    /// Copy logs to the base images, while requests go on
+    /// Copy the log to the base images, while requests go on
     Checkpoint {
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Copy a disk, as it is at one moment, to a new raw image, while requests go on
+    /// Copy a disk, as of one moment, to a new raw image, while requests go on
     Export {
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
-        /// The point to export in place of now, as 'look' takes it
+        /// The point to export instead of now, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         at: Option<String>,
         /// The raw image to create
@@ -100,12 +100,12 @@ pub enum CtlRequest {
         #[arg(long)]
         json: bool,
     },
-    /// Name the present state of all disks of the disk's log; the log keeps what it takes to bring it back
+    /// Name the current state of all disks of the disk's log; the log keeps what is needed to restore it
     Snapshot {
         /// The snapshot's name
         #[arg(value_name = "NAME")]
         snapshot: String,
-        /// Of this disk alone: the log then keeps nothing of its other disks for it
+        /// Of this disk only: the log keeps nothing of its other disks for the snapshot
         #[arg(long)]
         alone: bool,
         /// Which disk
@@ -127,16 +127,16 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Make a paused disk what it was at a point, at once; its other contents stay points of the log. What uses it must read it anew
+    /// Make a paused disk what it was at a point, at once; its current contents stay a point of the log. Whoever uses the disk must read it again
     Restore {
-        /// The point, as 'look' takes it
+        /// The point, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         at: String,
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Write a mark into the disk's log: a text at the present moment, which 'log dump' shows
+    /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows
     Mark {
         /// One line of 1 to 256 bytes, without control characters
         text: String,
@@ -152,17 +152,17 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Open another disk, and serve it; for the daemons, started with --disk-dir
+    /// Open another disk and serve it; for daemons that were started with --disk-dir
     AddDisk {
         /// The disk, as on the daemon's command line; paths are the daemon's
         spec: String,
     },
-    /// Stop to serve a disk, and close it: its clients get the replies to what they have sent, and are disconnected
+    /// Stop serving a disk and close it: its clients get their outstanding replies and are disconnected
     RemoveDisk {
         /// The disk's name in stats
         name: String,
     },
-    /// Serve a disk in use over NBD as it was at a point, read-only without --scratch, until its last client is gone
+    /// Serve a disk in use as of a point, over NBD, read-only without --scratch, until its last client is gone
     Look(LookArguments),
     /// End a look
     Unlook {
@@ -170,11 +170,11 @@ pub enum CtlRequest {
         #[arg(value_name = "SOCKET")]
         look: PathBuf,
     },
-    /// List the looks that are open
+    /// List the open looks
     Looks,
-    /// Shut down: press the guest's power button, or stop serving; flush and close the disks
+    /// Shut down: press the guest's power button, or stop serving, then flush and close the disks
     Shutdown {
-        /// Stop the guest without asking it
+        /// Stop the guest without asking it to power off
         #[arg(long)]
         now: bool,
     },
@@ -197,10 +197,10 @@ pub struct LookArguments {
     /// The Unix socket to create for NBD clients; only this user can connect. Several looks can be open, each on its own
     #[arg(long = "socket", value_name = "SOCKET")]
     at_socket: PathBuf,
-    /// Take writes, to a file without a name in TMPDIR or /var/tmp that is gone when the look ends
+    /// Allow writes, which go to an unnamed file in TMPDIR or /var/tmp that is gone when the look ends
     #[arg(long)]
     scratch: bool,
-    /// Do not end when the last client is gone
+    /// Keep the look open when its last client is gone
     #[arg(long)]
     keep: bool,
 }
@@ -298,7 +298,7 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
         CtlRequest::Stats { json: false, .. } => table(&answer),
         _ => format!("{answer}\n"),
     };
-    // A failed write is ignored: the reader has closed the pipe.
+    // A failed write is fine: the reader has closed the pipe.
     let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(())
 }
@@ -308,8 +308,8 @@ fn absolute(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// Makes a socket, and lets the other process serve a look there. A child removes the socket's name when the look has ended,
-/// since the other process may not be allowed to.
+/// Makes a socket, and lets the other process serve a look there. A child removes the socket's name when the look
+/// has ended, because the other process may lack the right to.
 fn look(control: &Path, wanted: &LookArguments) -> Result<(), CommandError> {
     let (listener, name) = bind(&wanted.at_socket, CONTROL_MODE)?;
     let mut names = SocketNames::default();
@@ -340,7 +340,7 @@ fn look(control: &Path, wanted: &LookArguments) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Lets the other process write to a new image, which gets its name when it is complete.
+/// Lets the other process write a new image, which gets its name once it is complete.
 fn export(
     socket: &Path,
     command: &ControlCommand,
@@ -383,7 +383,7 @@ fn list(of: &Value, keys: &[&str]) -> String {
     parts.join(", ")
 }
 
-/// How a disk is: one word, or its trouble.
+/// The condition of a disk: one word, or its trouble.
 fn condition(told: &Value) -> String {
     let name = text(&told["name"]).replace('_', " ");
     let Some(since) = told["since_unix_us"].as_u64() else {
@@ -398,7 +398,7 @@ fn condition(told: &Value) -> String {
     }
 }
 
-/// A disk, for people.
+/// A disk as lines of text.
 fn disk_lines(disk: &Value, indent: &str) -> String {
     let requests = [
         "requests",
@@ -426,7 +426,7 @@ fn disk_lines(disk: &Value, indent: &str) -> String {
     )
 }
 
-/// The statistics as a table for people.
+/// The statistics as a table.
 fn table(stats: &Value) -> String {
     let seconds = stats["uptime_us"].as_u64().unwrap_or(0) / 1_000_000;
     let mut lines = format!(

@@ -35,15 +35,15 @@ pub struct DiskArguments {
 /// What to do with a disk.
 #[derive(Debug, Subcommand)]
 enum DiskAction {
-    /// Create a disk: a sparse base image, with a log of its own or in an existing log.
+    /// Create a disk: a sparse base image, with its own log or on an existing one.
     Create {
         #[command(flatten)]
         disk: DiskPath,
         /// Size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
         #[arg(long, value_parser = parse_size)]
         size: u64,
-        /// How much of its history the log keeps, for all its disks: off, all, a time such as 24h or 15m, or a size such as 50G
-        /// [default: off, or what an existing log keeps].
+        /// How much history the log keeps, for all its disks: off, all, a time such as 24h or 15m, or a size such
+        /// as 50G [default: off, or as an existing log is set].
         #[arg(long, value_parser = parse_retain)]
         retain: Option<Retention>,
     },
@@ -59,8 +59,8 @@ enum DiskAction {
     Check {
         #[command(flatten)]
         disk: DiskPath,
-        /// Discard the log's records of this disk and take the image as it is, if the image that the log belongs to is
-        /// lost. Other disks of the log keep their records.
+        /// If the log's image is lost: discard the log's records of this disk, and take the image as it is. Other
+        /// disks of the log keep their records.
         #[arg(long)]
         discard_log: bool,
         #[command(flatten)]
@@ -69,36 +69,35 @@ enum DiskAction {
         #[arg(long)]
         json: bool,
     },
-    /// Copy the log to the base image, which is a plain raw image afterwards.
+    /// Copy the log to the base image, which is then a plain raw image.
     Checkpoint {
         #[command(flatten)]
         disk: DiskPath,
     },
     /// Create a disk from a raw image.
     Import(transfer::ImportArguments),
-    /// Write the disk's current contents to a raw image; the disk is not changed.
+    /// Copy the disk's current contents to a raw image; the disk is not changed.
     Export(transfer::ExportArguments),
-    /// Write the contents that the disk had at a point in its history to a raw image; the disk
-    /// is not changed.
+    /// Copy the disk as of a point of its history to a raw image, or make the disk itself what it was.
     Restore(transfer::RestoreArguments),
-    /// Create a disk from another one, as it is or as it was at a point in its history. Where the
-    /// file system can, both share their blocks.
+    /// Create a disk from another one, as of now or a point of its history. They share blocks if the file system
+    /// can.
     Clone(transfer::CloneArguments),
-    /// Show which parts of a disk changed between two points in its history.
+    /// Show which parts of a disk changed between two points of its history.
     Changes(changes::ChangesArguments),
-    /// Name the present state of all disks of the disk's log; the log keeps what it takes to bring it back.
+    /// Name the current state of all disks of the disk's log; the log keeps what is needed to restore it.
     Snapshot(snapshot::MakeArguments),
     /// List the snapshots of the disk's log, oldest first.
     Snapshots(snapshot::SnapshotsArguments),
     /// Delete a snapshot.
     SnapshotDelete(snapshot::SnapshotArguments),
-    /// Write a mark into the disk's log: a text at the present moment, which 'log dump' shows.
+    /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows.
     Mark(snapshot::MarkArguments),
     /// Change the size of a disk.
     Resize(transfer::ResizeArguments),
-    /// Take a disk out of its log: its image is a plain raw image afterwards, and the log's other disks keep what they have.
+    /// Take a disk out of its log: its image is then a plain raw image, and the log's other disks are not changed.
     Leave(membership::LeaveArguments),
-    /// Move a disk to another log, which is made if there is none; a raw image that has no log joins that one.
+    /// Move a disk to another log, which is made if it does not exist; a raw image without a log joins that log.
     MoveLog(membership::MoveArguments),
 }
 
@@ -198,12 +197,12 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// What is known of an image without a log.
+/// Describes an image without a log.
 fn without_log(report: &DiskReport) -> &'static str {
     if report.marked {
         "a raw image of a disk that was closed, with all bytes in the image"
     } else {
-        "a raw image without a log or a mark: a copy of a disk that was not closed lacks its newest bytes"
+        "a raw image without a log or a mark; if it is a copy of a disk that was not closed, its newest bytes are missing"
     }
 }
 
@@ -323,7 +322,7 @@ fn discard(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     let then = if done.image_fits {
         "the disk now has the image's contents"
     } else {
-        "there is no image of the disk: put one there"
+        "the disk has no image: put one there"
     };
     print(format_args!("{name}: disk {}: {what}; {then}\n", done.disk));
     Ok(())
@@ -332,8 +331,7 @@ fn discard(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
 fn checkpoint(disk: &DiskPath) -> Result<(), CommandError> {
     let log = disk.log();
     let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;
-    // A disk without a log is already a plain raw image, as a checkpoint leaves it, so the command does not
-    // make a log.
+    // A disk without a log is already what a checkpoint leaves, a plain raw image, so no log is made.
     if report.log.is_none() {
         return Ok(());
     }
@@ -343,7 +341,7 @@ fn checkpoint(disk: &DiskPath) -> Result<(), CommandError> {
         &StoreOptions::default(),
     );
     let store = store.map_err(CommandError::failed)?;
-    // A log that keeps history copies everything only when it is told to.
+    // A log that keeps history copies everything only if asked.
     store.disks()[0]
         .checkpoint()
         .map_err(CommandError::failed)?;

@@ -25,11 +25,11 @@ pub struct LogArguments {
 /// What to do with a log.
 #[derive(Debug, Subcommand)]
 enum LogAction {
-    /// Print a log, one line for each commit group, and verify every checksum; change nothing.
+    /// Print a log, one line per commit group, and verify every checksum; change nothing.
     Dump {
         /// The log directory.
         dir: PathBuf,
-        /// Print one line for each record.
+        /// Print one line per record.
         #[arg(long)]
         records: bool,
         /// Begin with this point: cid:N, lsn:N, time:2026-11-22T12:03:00Z, or a time before now, such as -15m.
@@ -55,13 +55,13 @@ enum LogAction {
     },
 }
 
-/// Lines for stdout. A reader that closes the pipe early causes no error.
-struct Lines {
+/// LineWriter for stdout. A reader that closes the pipe early causes no error.
+struct LineWriter {
     out: BufWriter<io::Stdout>,
     failed: Option<io::Error>,
 }
 
-impl Lines {
+impl LineWriter {
     fn print(&mut self, line: std::fmt::Arguments<'_>) {
         if self.failed.is_none() {
             self.failed = self.out.write_fmt(line).err();
@@ -81,7 +81,7 @@ impl Lines {
 /// Carries out `walvisor log`.
 ///
 /// # Errors
-/// One line: what, where, what to do. The records before the damage are printed.
+/// One line: what, where, what to do. The records before damage are printed.
 pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
     let (dir, records, since, until, json) = match &arguments.action {
         LogAction::Dump {
@@ -102,14 +102,14 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
         let place = |point: Option<Point>| point.map(|point| point.compare(lsn, cid, unix_us));
         place(since) != Some(Ordering::Less) && place(until) != Some(Ordering::Greater)
     };
-    let mut lines = Lines {
+    let mut lines = LineWriter {
         out: BufWriter::new(io::stdout()),
         failed: None,
     };
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |time| time.as_micros() as u64);
-    // Whether the column heads still have to be printed; they come with the first line.
+    // Whether the column headings are still to be printed. They come with the first line.
     let mut first = !json;
     let dumped = if *records {
         storage::dump_records(dir, &mut |record| {
@@ -168,7 +168,7 @@ fn resize(dir: &Path, size: u64, json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn print_group(lines: &mut Lines, group: &LogGroup, now: u64, json: bool) {
+fn print_group(lines: &mut LineWriter, group: &LogGroup, now: u64, json: bool) {
     let LogGroup {
         cid,
         first_lsn,
@@ -212,12 +212,12 @@ fn print_group(lines: &mut Lines, group: &LogGroup, now: u64, json: bool) {
     ));
 }
 
-/// The text of a mark between quotes. What is not to be printed as it is, is escaped.
+/// The text of a mark, quoted, with unprintable characters escaped.
 fn shown(text: &MarkText) -> String {
     format!("{:?}", text.as_str())
 }
 
-fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
+fn print_record(lines: &mut LineWriter, record: &LogRecord<'_>, json: bool) {
     let kind = match record.kind {
         RecordKind::Write => "write",
         RecordKind::WriteZeroes => "write_zeroes",
@@ -281,7 +281,7 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
     ));
 }
 
-/// An age for people, in the largest unit of which it has at least one, or nearly one.
+/// A readable age, in the largest unit that fits it.
 fn age(us: u64) -> String {
     let seconds = us as f64 / 1e6;
     match seconds {

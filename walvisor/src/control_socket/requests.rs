@@ -88,9 +88,9 @@ impl ControlledProcess {
                 "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), as 'walvisor ctl' does",
             )),
             ControlCommand::Unlook { look } => self.looks.end(look),
-            ControlCommand::Looks => Ok(self.looks.told()),
+            ControlCommand::Looks => Ok(self.looks.list()),
             ControlCommand::Shutdown { now: false } => {
-                // A paused guest or disk cannot end in order.
+                // While it is paused, neither a guest nor a disk can shut down.
                 self.resume();
                 Ok(json!({}))
             }
@@ -112,7 +112,7 @@ impl ControlledProcess {
         }
     }
 
-    /// The disk of that name, or the only one.
+    /// The disk of this name, or the only one.
     fn disk(&self, name: Option<&str>) -> Result<DiskLease, ControlError> {
         let disks = self.disks();
         let names = || {
@@ -124,13 +124,13 @@ impl ControlledProcess {
         match (&found[..], name) {
             ([disk], _) => Ok(DiskLease::clone(disk)),
             ([], Some(name)) if disks.is_empty() => Err(ControlError::no_such_disk(format_args!(
-                "no disk '{name}': there is no disk"
+                "no disk '{name}': there are no disks"
             ))),
             ([], Some(name)) => Err(ControlError::no_such_disk(format_args!(
                 "no disk '{name}': there are {}",
                 names()
             ))),
-            ([], None) => Err(ControlError::no_such_disk("there is no disk")),
+            ([], None) => Err(ControlError::no_such_disk("there are no disks")),
             (_, Some(name)) => Err(ControlError::no_such_disk(format_args!(
                 "several disks are called '{name}': give each its own serial="
             ))),
@@ -148,8 +148,7 @@ impl ControlledProcess {
                 control.pause();
             }
             for disk in &self.disks() {
-                // Requests that a limit holds back would delay the pause, and no client can lift the limit
-                // during it.
+                // A limit that holds back requests would delay the pause, and no client could lift it meanwhile.
                 let limits = disk.throttle.limits();
                 disk.throttle.set(throttle::Limits::default());
                 let rests = disk.device.pause();
@@ -202,7 +201,7 @@ impl ControlledProcess {
         let _change = self.change();
         let on = disk.device.set_write_cache(cache == CacheChoice::Writeback);
         if !on {
-            // Writes completed before the change must become as durable as the later ones.
+            // Writes that completed before the change must be as durable as later ones.
             flush(&*disk.backend).map_err(|error| failed(&error))?;
         }
         Ok(
@@ -245,7 +244,7 @@ impl ControlledProcess {
         Ok(answer)
     }
 
-    /// What lets disks come and go.
+    /// Adds and removes disks.
     fn hotplug(&self) -> Result<&dyn DiskHotplug, ControlError> {
         match &self.power {
             Power::Daemon {
@@ -253,7 +252,7 @@ impl ControlledProcess {
                 ..
             } => Ok(&**hotplug),
             Power::Daemon { hotplug: None, .. } => Err(ControlError::new(format_args!(
-                "the disks of 'walvisor {}' are fixed: stop it and start it with other disks",
+                "'walvisor {}' cannot add or remove disks: restart it with the disks that you want",
                 self.kind.words()
             ))),
             Power::Guest { .. } => Err(ControlError::new(
@@ -282,7 +281,7 @@ impl ControlledProcess {
         Ok(answer)
     }
 
-    /// Lets requests reach a disk that is served.
+    /// Makes a served disk reachable for requests.
     fn publish(&self, disk: DiskInUse) {
         let _change = self.change();
         if self.is_paused()
@@ -299,7 +298,7 @@ impl ControlledProcess {
         let hotplug = self.hotplug()?;
         let disk = self.disk(Some(name))?;
         let log = log_name(&*disk.backend);
-        // Requests that a limit holds back would delay the removal.
+        // A limit that holds back requests would delay the removal.
         let limits = disk.throttle.limits();
         disk.throttle.set(throttle::Limits::default());
         drop(disk);
@@ -316,7 +315,7 @@ impl ControlledProcess {
                 "disk": name,
                 "image": "incomplete",
                 "log": log,
-                "note": "the log keeps history, and with it the newest records of this disk: open the disk with its log",
+                "note": "the log keeps history, and with it this disk's newest records: open the disk together with its log",
             })),
             Err(RemovalError { reason, disk }) => {
                 if let Some(disk) = disk {
@@ -342,7 +341,7 @@ impl ControlledProcess {
         Ok(json!({ "disks": done }))
     }
 
-    /// Does something with the log of a disk.
+    /// Runs `work` on the log of a disk.
     fn in_log<T>(
         &self,
         name: Option<&str>,
@@ -351,7 +350,7 @@ impl ControlledProcess {
         let disk = self.disk(name)?;
         let Some(logged) = logged(&*disk.backend) else {
             return Err(ControlError::new(format_args!(
-                "disk '{}': it has no log, and so no history",
+                "disk '{}': it has no log, so it has no history",
                 disk.name
             )));
         };
@@ -359,7 +358,7 @@ impl ControlledProcess {
             .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
     }
 
-    /// Makes a disk what it was at a point. No request of a paused disk is under way.
+    /// Makes a disk what it was at a point. The disk is paused, so none of its requests is in flight.
     fn restore(&self, name: Option<&str>, at: &str) -> Result<Value, ControlError> {
         let at = parse_point(at).map_err(ControlError::new)?;
         let _change = self.change();
@@ -376,8 +375,8 @@ impl ControlledProcess {
         Ok(answer)
     }
 
-    /// Serves a disk as it was at a point. `files`: the listening socket, for a look that takes writes an empty file, and
-    /// descriptors that are closed when the look ends.
+    /// Serves a disk as of a point. `files`: the listening socket; an empty file, if the look can be written; and
+    /// descriptors to close when the look ends.
     pub(super) fn look(
         &self,
         request: &LookRequest,
@@ -404,7 +403,8 @@ impl ControlledProcess {
         served.map_err(|error| ControlError::new(format_args!("disk '{name}': {error}")))
     }
 
-    /// Copies a disk, as it is or as it was at a point, to an empty file. `progress`: see [`Backend::export`](walvisor_devices::backend::Backend::export).
+    /// Copies a disk, as of now or of a point, to an empty file. `progress`: see
+    /// [`Backend::export`](walvisor_devices::backend::Backend::export).
     pub(super) fn export(
         &self,
         name: Option<&str>,
@@ -445,20 +445,20 @@ mod tests {
     use super::*;
     use crate::disk_spec::DiskCommand;
 
-    /// A device that takes as long to change its cache mode, or to pause, as the test wants.
-    struct Slow {
+    /// A device that changes its cache mode, or pauses, only when the test lets it.
+    struct SlowDevice {
         came: Mutex<Sender<()>>,
         go: Mutex<Receiver<()>>,
     }
 
-    impl Slow {
+    impl SlowDevice {
         fn wait(&self) {
             self.came.lock().unwrap().send(()).unwrap();
             self.go.lock().unwrap().recv().unwrap();
         }
     }
 
-    impl DeviceControl for Slow {
+    impl DeviceControl for SlowDevice {
         fn capacity_changed(&self) {}
 
         fn set_write_cache(&self, on: bool) -> bool {
@@ -474,8 +474,8 @@ mod tests {
         fn resume(&self) {}
     }
 
-    /// A daemon with one slow disk, a receiver that reports each call to its device, and a sender that lets the
-    /// call return.
+    /// A daemon with one slow disk, a receiver that gets each call to its device, and a sender that lets the call
+    /// return.
     fn daemon() -> (ControlledProcess, Receiver<()>, Sender<()>) {
         let ((came, comes), (go, goes)) = (channel(), channel());
         let disk = DiskInUse {
@@ -484,7 +484,7 @@ mod tests {
             backend: Arc::new(RamDisk::new(8)),
             metrics: Arc::default(),
             throttle: Arc::default(),
-            device: Arc::new(Slow {
+            device: Arc::new(SlowDevice {
                 came: Mutex::new(came),
                 go: Mutex::new(goes),
             }),
@@ -506,7 +506,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_is_told_while_another_client_changes_something() {
+    fn stats_are_answered_while_another_client_changes_something() {
         let (controlled, comes, go) = daemon();
         let during = |command: &ControlCommand, expected: &str| {
             thread::scope(|scope| {
@@ -532,7 +532,7 @@ mod tests {
     }
 
     #[test]
-    fn no_limit_is_left_once_the_end_has_come() {
+    fn no_limit_survives_the_beginning_of_shutdown() {
         let (controlled, comes, go) = daemon();
         let limits = |controlled: &ControlledProcess| controlled.disks()[0].throttle.limits();
         let one = ControlCommand::SetLimit {

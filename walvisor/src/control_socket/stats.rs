@@ -76,7 +76,7 @@ fn disk(disk: &DiskInUse) -> Value {
     })
 }
 
-/// How a disk is. Its trouble, if there is any, tells since when, the error, and whether writes fail.
+/// The condition of a disk. Trouble comes with its beginning, its error, and whether writes fail.
 fn condition(condition: &Condition) -> Value {
     let mut told = json!({ "name": condition.name() });
     if let Some(trouble) = condition.trouble() {
@@ -88,7 +88,7 @@ fn condition(condition: &Condition) -> Value {
     told
 }
 
-/// Each log once, with the names of its disks.
+/// The logs, each once, with the names of its disks.
 fn logs(disks: &[DiskLease]) -> Vec<Value> {
     let mut logs: Vec<Value> = Vec::new();
     for disk in disks {
@@ -107,7 +107,7 @@ fn logs(disks: &[DiskLease]) -> Vec<Value> {
     logs
 }
 
-/// The latency of requests by operation, over all queues. A percentile is the upper end of a class, a power of
+/// The latency of requests by operation, over all queues. A percentile is the upper bound of its class, a power of
 /// two; null means more than 8.4 s.
 fn latency(latencies: &Latencies) -> Value {
     let mut by_operation = Map::new();
@@ -131,7 +131,7 @@ fn latency(latencies: &Latencies) -> Value {
     by_operation.into()
 }
 
-/// The limits of a disk; 0 is no limit.
+/// The limits of a disk. 0 means no limit.
 pub(super) fn limits(throttle: &Throttle) -> Value {
     let limits = throttle.limits();
     json!({
@@ -161,7 +161,7 @@ fn log(backend: &dyn Backend) -> Option<Value> {
     }))
 }
 
-/// All statistics as Prometheus text, with the same content that `--metrics` writes at the end.
+/// All statistics as Prometheus text, as `--metrics` writes it at the end.
 pub(super) fn prometheus(controlled: &ControlledProcess) -> String {
     let disks = controlled.disks();
     let disks: Vec<_> = disks

@@ -16,7 +16,7 @@ use walvisor_vmm::vm::{DiskConfig, Vm, VmBuilder};
 
 use super::error::DemoError;
 use super::listener::{self, Listener, Transcript};
-use super::recorder::{Recorder, Sources};
+use super::recorder::{CountSources, Recorder};
 use walvisor_guest::IMAGE;
 use walvisor_guest::contract::{BootInfo, MMIO_SLOTS, Task};
 
@@ -46,11 +46,10 @@ pub(super) fn run_guest(
         .console(Console::writer(recorder));
     let vm = disks.into_iter().fold(builder, VmBuilder::disk).build()?;
     load(&vm, task)?;
-    // Reading these counters needs system calls that a vCPU's filter does not allow. A load runs without a
-    // filter.
+    // A vCPU's filter does not allow reading these counters. A load runs without a filter.
     let loads = matches!(task, Task::Load(_));
     let all_exits = |vcpu| KvmCounter::of(vcpu, "exits");
-    sources.get_or_init(|| Sources {
+    sources.get_or_init(|| CountSources {
         exits: vm.exits().to_vec(),
         kvm_exits: vm.vcpu(0).filter(|_| loads).and_then(all_exits),
         host_cpu: loads,

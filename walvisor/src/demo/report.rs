@@ -1,4 +1,4 @@
-//! The demo's result: as a table, as JSON, and its first failure.
+//! The demo's result, as a table or JSON, and its first failure.
 
 use std::fmt;
 use std::fs::File;
@@ -172,7 +172,7 @@ mod tests {
 
     use super::*;
     use crate::demo::listener::Job;
-    use crate::demo::recorder::Measured;
+    use crate::demo::recorder::Measurement;
     use walvisor_guest::contract::Counts;
 
     const COUNTS: Counts = Counts {
@@ -182,7 +182,7 @@ mod tests {
         flushes: 4,
         bytes: 8192,
     };
-    const MEASURED: Measured = Measured {
+    const MEASURED: Measurement = Measurement {
         exits: [0, 0, 2, 3, 0, 0, 0],
         kvm_exits: None,
         requests: 9,
@@ -221,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_whose_bytes_are_on_the_medium_is_verified() {
+    fn a_job_with_the_right_bytes_is_verified() {
         let report = report(|_, _| ());
         let text = serde_json::to_string(&DemoReport {
             transports: vec![report],
@@ -236,7 +236,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn a_failed_job_names_its_problem() {
         let reason = |change: fn(&mut Vec<u8>, &mut Job)| {
             let report = DemoReport {
                 transports: vec![report(change)],
@@ -252,7 +252,7 @@ mod tests {
         let text = reason(|_, job| job.outcome = Err("block 1: wrong".to_owned()));
         assert_eq!(text, "mmio: block 1: wrong");
         let text = reason(|_, job| {
-            job.measured = Some(Measured {
+            job.measured = Some(Measurement {
                 requests: 8,
                 ..MEASURED
             })

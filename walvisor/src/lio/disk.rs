@@ -1,4 +1,4 @@
-//! A disk in the kernel's target, from the making of its first directory to the removal of the last.
+//! A disk in the kernel's target, from making its first directory to removing its last.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -12,28 +12,27 @@ use super::target::{Result, StepContext, Target, TargetError};
 use super::uio::Uio;
 use crate::disk_spec::Fabric;
 
-/// A disk in the kernel's target. Dropping it takes it down, unless initiators still wait for it: a disk that a
-/// previous process left and that was not served again stays blocked.
+/// A disk in the kernel's target. Dropping it takes it down, unless initiators of an earlier process still wait for
+/// it: if it was not served again, it stays blocked.
 pub struct LioDisk {
     store: Backstore,
-    /// Its LUNs: the one that this process made, or those that were there.
+    /// Its LUNs: the one that this process made, or those that it found.
     exports: Vec<TargetExport>,
     device: Option<OwnedFd>,
     memory: Option<Arc<Mapping>>,
     worker: Option<Worker>,
     /// It has a LUN that was there before this process, and this process does not serve it yet.
     inherited: bool,
-    /// Dropping it does nothing: it was taken down, or it must stay.
+    /// It was taken down, or must stay: dropping it does nothing.
     released: bool,
     /// The back store was left in the target, because initiators or other fabrics still use it.
     stays: bool,
 }
 
 impl LioDisk {
-    /// Raises a disk that is not served yet. A disk that a killed process has left is taken over if every
-    /// completed write was durable: its initiators wait from here on, keep their outstanding commands, and lose
-    /// nothing. Otherwise the writes that were not flushed are lost without the initiators' knowledge, so they
-    /// get a new disk.
+    /// Makes a disk that is not served yet. A disk that a killed process left behind is taken over if all its
+    /// completed writes were durable: its initiators wait from here on, keep their outstanding commands, and lose
+    /// nothing. Otherwise unflushed writes may be lost without the initiators' knowledge, so they get a new disk.
     ///
     /// # Errors
     /// If the kernel refuses, or the name is taken. Nothing half-built stays.
@@ -120,16 +119,16 @@ impl LioDisk {
     }
 
     /// Takes the disk down: first its LUNs, while commands are still answered, then the back store. If another
-    /// fabric exports it, the back store stays and is returned, and its initiators wait for the next start.
+    /// fabric exports the back store, it stays and is returned, and its initiators wait for the next start.
     ///
     /// # Errors
-    /// The first step that the kernel refused; the later steps are tried all the same.
+    /// The first step that the kernel refused. The later steps are tried all the same.
     pub fn dismantle(mut self) -> Result<Option<Backstore>> {
         self.take_down()?;
         Ok(self.stays.then(|| self.store.clone()))
     }
 
-    /// An export that others have made.
+    /// An export that this process did not make.
     pub fn other_export(&self) -> Option<TargetExport> {
         let mut exports = TargetExport::of(&self.store).into_iter();
         exports.find(|export| !export.is_simple() || !self.exports.contains(export))

@@ -8,8 +8,8 @@
 //!                                                          opened before or by a child process              opener.rs
 //!   netlink, family TCM-USER, group config                 Events: what an administrator changes          events.rs
 //! ```
-//! Each step that makes something can be undone, and is undone if a later step fails, so nothing half-built
-//! stays. Only those back stores are changed whose configuration says that they are walvisor's.
+//! If a step fails, the steps before it are undone, so nothing half-built stays. Only back stores whose configuration
+//! names walvisor are ever changed.
 
 mod backstore;
 mod disk;

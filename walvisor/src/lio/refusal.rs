@@ -1,4 +1,4 @@
-//! Refuses commands in place of a handler that is gone, while its disk is being removed.
+//! Refuses commands in place of a dead handler, while its disk is being removed.
 
 use std::io;
 use std::sync::Arc;
@@ -42,7 +42,9 @@ impl Refusal {
         let thread = thread::Builder::new().name("tcmu-refusal".into());
         threads.start(thread, move || {
             if let Err(error) = refuse(ring, &uio, &stopped) {
-                tracing::warn!("commands of a disk that goes are not answered: {error}");
+                tracing::warn!(
+                    "commands to a disk that is being removed are not answered: {error}"
+                );
             }
         })?;
         Ok(Self {

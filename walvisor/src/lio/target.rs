@@ -10,7 +10,7 @@ use super::opener::Opener;
 /// Mount point of configfs on every distribution.
 pub(super) const CONFIGFS: &str = "/sys/kernel/config";
 
-/// Why a change of the target failed. Its text is one line.
+/// Why the target could not be changed. Its text is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// The kernel refuses a step.
@@ -44,7 +44,7 @@ pub enum TargetError {
 
 pub(super) type Result<T> = std::result::Result<T, TargetError>;
 
-/// Adds the name of the step to an error.
+/// Adds the step that failed to an error.
 pub(super) trait StepContext<T> {
     fn during(self, step: &'static str, path: &Path) -> Result<T>;
 }
@@ -111,8 +111,8 @@ impl Target {
         )
     }
 
-    /// Starts a child process that opens the devices of back stores from now on, so that this process may give up the right
-    /// to. To be called while the process has one thread.
+    /// Starts a child process that opens the devices of back stores from now on, so that this process may give up the
+    /// right to. Call it while the process has one thread.
     ///
     /// # Errors
     /// If the system refuses a socket or a process.
@@ -123,8 +123,8 @@ impl Target {
         Ok(())
     }
 
-    /// The directories in which the disks of the fabrics that there are now are made and removed.
-    pub fn grounds(&self) -> Vec<PathBuf> {
+    /// The directories where disks of the fabrics that exist now are made and removed.
+    pub fn disk_parents(&self) -> Vec<PathBuf> {
         let all = [
             self.core(),
             self.root().join("loopback"),
@@ -156,13 +156,13 @@ pub(super) fn set(path: &Path, value: &str) -> Result<()> {
         .during("set", path)
 }
 
-/// Reads an attribute; one that cannot be read counts as empty.
+/// Reads an attribute. One that cannot be read counts as empty.
 pub(super) fn get(path: &Path) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.trim_end().to_owned()
 }
 
-/// The directories in `path`, sorted; none, if `path` cannot be read.
+/// The directories in `path`, sorted. None if `path` cannot be read.
 pub(super) fn directories(path: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
     let directory = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
@@ -181,7 +181,7 @@ pub(super) fn make_directory(path: &Path) -> Result<()> {
     }
 }
 
-/// Removes a directory of configfs, which may hold only entries that the kernel has made.
+/// Removes a directory of configfs that has only entries made by the kernel.
 pub(super) fn remove_directory(path: &Path) -> Result<()> {
     match fs::remove_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),

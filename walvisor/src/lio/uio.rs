@@ -49,7 +49,7 @@ impl Uio {
             };
             let name = &store.name;
             return Err(TargetError::Taken(format!(
-                "disk '{name}' is served already, {by}"
+                "disk '{name}' is already served {by}"
             )));
         }
         let device = opened.during("open", &path)?;
@@ -63,7 +63,7 @@ impl Uio {
         })
     }
 
-    /// The process that has the device of `store` open, as far as this process may see.
+    /// The process that has the device of `store` open, if this process may see it.
     pub fn server(store: &Backstore) -> Option<u32> {
         server_of(&Path::new("/dev").join(name_of(&find(store)?)))
     }

@@ -86,7 +86,7 @@ fn work(ports: &mut [Port], seed: u64, count: usize) {
         .for_each(|port| end(port, Operation::Flush));
 }
 
-/// The log has two disks and has wrapped. Then come a crash, more requests, a second crash, a torn tail, and damage.
+/// The log has two disks and has wrapped. KernelAction come a crash, more requests, a second crash, a torn tail, and damage.
 #[test]
 fn a_reader_written_from_the_format_page_finds_the_same_records() {
     if !have_python() {
@@ -334,7 +334,7 @@ fn both_readers_use_and_refuse_the_same_summaries() {
 }
 
 #[test]
-fn a_dump_has_a_line_a_group_and_a_line_a_record() {
+fn a_dump_has_one_line_per_group_or_per_record() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let groups = objects(&done(&crashed, "log dump disk.img.wal --json"));
@@ -394,7 +394,7 @@ fn a_dump_has_a_line_a_group_and_a_line_a_record() {
 
 /// The medium has changed a payload: `disk check` names it, and reads of it fail.
 #[test]
-fn disk_check_names_disk_sectors_and_lsn_of_what_the_medium_changed() {
+fn disk_check_names_disk_sectors_and_lsn_of_damage() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let records = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
@@ -489,7 +489,7 @@ fn a_dump_of_a_damaged_log_shows_what_is_before_the_damage() {
 }
 
 #[test]
-fn a_log_gets_another_size_and_a_small_one_is_told() {
+fn a_log_is_resized_and_too_small_a_size_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     done(dir, "disk create disk.img --size 8M");

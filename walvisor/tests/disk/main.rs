@@ -240,7 +240,7 @@ fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
 }
 
 #[test]
-fn export_is_the_disk_as_it_is_and_checkpoint_makes_the_base_equal() {
+fn export_writes_the_current_contents_and_checkpoint_makes_the_image_equal() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let files = |dir: &Path| -> Vec<Vec<u8>> {
@@ -409,7 +409,7 @@ fn bad_input_is_one_line_and_changes_nothing() {
 
 /// An image is removed while its log stays, and a new disk is made in its place.
 #[test]
-fn a_new_disk_never_gets_the_records_of_one_that_was_there_before() {
+fn a_new_disk_never_gets_records_of_a_deleted_one() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     std::fs::write(crashed.join("raw"), vec![5; 8 << 20]).unwrap();

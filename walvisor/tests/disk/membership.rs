@@ -14,7 +14,7 @@ fn disks_leave_and_join_logs() {
     let printed = done(dir, "disk leave disk.img");
     assert_eq!(
         printed,
-        "disk.img: a raw image now; the log in disk.img.wal has no disk any more: remove that directory\n"
+        "disk.img: a raw image now; the log in disk.img.wal has no more disks: remove that directory\n"
     );
     assert!(std::fs::read(dir.join("disk.img")).unwrap() == unclosed_bytes());
     refused(dir, "disk leave disk.img", 1, &["no disk yet", "log=DIR"]);

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// What the kernel does after it has printed its command line.
 #[derive(Clone, Copy)]
-pub enum Then {
+pub enum KernelAction {
     /// Power off: S5 to PM1 control.
     PowerOff,
     /// Reset control register, 0xcf9.
@@ -31,7 +31,7 @@ pub enum Then {
     JumpAstray,
 }
 
-impl Then {
+impl KernelAction {
     /// The instructions; these bytes mean the same in 32-bit and in 64-bit mode.
     fn code(self) -> &'static [u8] {
         match self {
@@ -82,12 +82,12 @@ const PRINT: [u8; 12] = [
 /// hlt; jmp back
 const HALT: [u8; 3] = [0xf4, 0xeb, 0xfd];
 
-fn program(get_command_line: &[u8], then: Then) -> Vec<u8> {
+fn program(get_command_line: &[u8], then: KernelAction) -> Vec<u8> {
     [get_command_line, &PRINT, then.code(), &HALT].concat()
 }
 
 /// A bzImage with a 64-bit entry: one setup sector, then 512 bytes of zeroes, then the program.
-pub fn bzimage(then: Then) -> Vec<u8> {
+pub fn bzimage(then: KernelAction) -> Vec<u8> {
     // mov esi, [rsi + 0x228]: cmd_line_ptr of the zero page.
     let code = program(&[0x8b, 0xb6, 0x28, 0x02, 0x00, 0x00], then);
     let mut payload = vec![0; 0x200];
@@ -112,7 +112,7 @@ pub fn bzimage(then: Then) -> Vec<u8> {
 }
 
 /// An ELF file with a PVH entry, if `note` says so: a loaded segment at 1 MiB and a note that names it.
-pub fn vmlinux(then: Then, note: bool) -> Vec<u8> {
+pub fn vmlinux(then: KernelAction, note: bool) -> Vec<u8> {
     const ENTRY: u64 = 0x10_0000;
     const CODE_OFFSET: u64 = 0x1000;
     const NOTE_OFFSET: u64 = 0x800;

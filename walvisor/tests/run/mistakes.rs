@@ -8,7 +8,7 @@ use std::process::{Child, Command, Stdio};
 
 use walvisor_tests::leash;
 
-use crate::kernel::{self, Then};
+use crate::kernel::{self, KernelAction};
 use crate::{command, stderr, walvisor};
 
 /// A mistake: its name, what is typed after `walvisor`, the exit status, and the line without `walvisor: `. {DIR} stands for
@@ -56,7 +56,7 @@ const MISTAKES: [Mistake; 23] = [
         "source and target swapped",
         "disk import raw.img new.img",
         1,
-        "raw.img: exists already, and new.img does not: the new disk comes first, then the image to copy; are they swapped? Then say 'walvisor disk import new.img raw.img'",
+        "raw.img: exists already, and new.img does not: the new disk comes first, then the image to copy; are they swapped? KernelAction say 'walvisor disk import new.img raw.img'",
     ),
     (
         "an export over a file",
@@ -110,13 +110,13 @@ const MISTAKES: [Mistake; 23] = [
         "no socket",
         "serve nbd --disk path=disk.img",
         2,
-        "disk 'disk.img': give socket=PATH or port=N (NBD's is 10809), where to serve it",
+        "disk 'disk.img' has no address to be served at: give socket=PATH, or port=N (10809 is usual)",
     ),
     (
         "a path without path=",
         "serve nbd --disk disk.img,socket=s",
         2,
-        "invalid value 'disk.img,socket=s' for '--disk <SPEC>': 'disk.img' has no '=': a disk is path=FILE[,key=value ...], with a comma in FILE written twice ('--disk help' lists the keys); see 'walvisor serve nbd --help'",
+        "invalid value 'disk.img,socket=s' for '--disk <SPEC>': 'disk.img' has no '=': write path=FILE[,key=value ...], with a comma in FILE doubled ('--disk help' lists the keys); see 'walvisor serve nbd --help'",
     ),
     (
         "a mistyped key",
@@ -179,9 +179,9 @@ const KVM: [(Mistake, &str); 2] = [
 ];
 
 /// `walvisor serve nbd` with one disk, which is killed when this is dropped.
-struct Held(Child);
+struct ServedDisk(Child);
 
-impl Held {
+impl ServedDisk {
     fn of(dir: &Path, name: &str) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor"));
         command
@@ -198,7 +198,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for ServedDisk {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -206,14 +206,14 @@ impl Drop for Held {
 }
 
 /// Makes the files that the mistakes are made with; returns the process that has held.img.
-fn prepare(dir: &Path) -> Held {
+fn prepare(dir: &Path) -> ServedDisk {
     let at = |name: &str| dir.join(name);
     let path = |name: &str| at(name).into_os_string();
     for name in ["disk", "other", "held", "killed"] {
         let made = walvisor("disk create --size 1M", &[&path(&format!("{name}.img"))]);
         assert!(made.status.success(), "{}", stderr(&made));
     }
-    kernel::save(dir, "vmlinuz", &kernel::bzimage(Then::PowerOff));
+    kernel::save(dir, "vmlinuz", &kernel::bzimage(KernelAction::PowerOff));
     fs::write(at("raw.img"), vec![7; 1 << 20]).unwrap();
     let made = walvisor("disk import", &[&path("full.img"), &path("raw.img")]);
     assert!(made.status.success(), "{}", stderr(&made));
@@ -223,13 +223,13 @@ fn prepare(dir: &Path) -> Held {
         [&b"QFI\xfb\0\0\0\x03"[..], &[0; 65528]].concat(),
     )
     .unwrap();
-    drop(Held::of(dir, "killed"));
+    drop(ServedDisk::of(dir, "killed"));
     fs::rename(at("killed.img.wal"), at("away.wal")).unwrap();
-    Held::of(dir, "held")
+    ServedDisk::of(dir, "held")
 }
 
 #[test]
-fn each_of_the_commonest_mistakes_is_one_line_with_the_cure() {
+fn common_mistakes_are_one_line_with_the_cure() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let held = prepare(dir);

@@ -92,7 +92,7 @@ fn a_restart_refuses_nobody() {
 }
 
 #[test]
-fn what_is_handed_over_has_to_fit() {
+fn inherited_sockets_must_belong_to_disks() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");

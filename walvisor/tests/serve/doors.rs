@@ -112,7 +112,7 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
 }
 
 #[test]
-fn a_form_of_the_command_is_the_door_of_disks_that_name_none() {
+fn serve_nbd_sets_the_door_of_disks_that_name_none() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     for disk in ["a", "b"] {
@@ -239,7 +239,7 @@ fn a_pool_file_is_read_again_on_sighup() {
         disk("path = 'c'")
     ));
     daemon.signal(Signal::HUP);
-    told("disk 'a' has other keys now");
+    told("the keys of disk 'a' have changed");
     kept.write(3, 512, &[5; 512]);
     // A disk that can't be added now is tried again.
     let outside = tempfile::tempdir().unwrap();

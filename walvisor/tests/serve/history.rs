@@ -59,7 +59,7 @@ fn files(dir: &Path) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn ten_points_are_looked_at_at_once() {
+fn ten_points_are_served_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let states = killed(dir, 10);
@@ -108,7 +108,7 @@ fn ten_points_are_looked_at_at_once() {
 
 /// The client of a scratch disk reads what it wrote; the disk and its log stay as they are.
 #[test]
-fn what_is_written_to_a_scratch_disk_is_thrown_away() {
+fn writes_to_a_scratch_disk_are_thrown_away() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let states = killed(dir, 4);
@@ -149,7 +149,7 @@ fn what_is_written_to_a_scratch_disk_is_thrown_away() {
 }
 
 #[test]
-fn what_cannot_be_looked_at_is_refused() {
+fn looks_at_unreachable_points_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     killed(dir, 2);
@@ -311,7 +311,7 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
 
 /// Ten disks are cloned from one snapshot, and share a log and a daemon. Each has what the snapshot had, and its own writes.
 #[test]
-fn ten_disks_come_from_one_snapshot() {
+fn ten_disks_are_cloned_from_one_snapshot() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "golden", "8M");
@@ -353,7 +353,7 @@ fn ten_disks_come_from_one_snapshot() {
 /// A disk with a log of its own is restored in place while its daemon goes on with other disks: it is removed, restored, and added
 /// again. While it is there, that is refused.
 #[test]
-fn a_disk_that_a_daemon_has_let_go_of_is_restored_in_place() {
+fn a_disk_that_a_daemon_has_closed_is_restored_in_place() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     for disk in ["a", "b"] {
@@ -485,7 +485,7 @@ fn saved_bytes(dir: &Path) -> u64 {
 
 /// A guest writes the whole log many times after a snapshot. What the snapshot needs is saved once, and the log never fills up.
 #[test]
-fn a_snapshot_takes_what_has_changed_since_and_does_not_fill_the_log() {
+fn a_snapshot_costs_what_has_changed_since_and_does_not_fill_the_log() {
     const BLOCKS: u64 = 200;
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
@@ -537,7 +537,7 @@ fn a_snapshot_takes_what_has_changed_since_and_does_not_fill_the_log() {
 
 /// What a snapshot between the two points of a restore in place needs stays in the log, and so does what a look reads.
 #[test]
-fn a_log_that_fills_up_with_what_must_stay_says_so() {
+fn a_log_that_is_full_of_pinned_records_says_so() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     small_log(dir);

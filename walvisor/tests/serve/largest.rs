@@ -64,7 +64,7 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
     let out = client(dir, "qemu-io", &commands);
     assert!(!out.contains("fail"), "{out}");
 
-    // Only extended headers can carry so long a range. The server describes a part of it. Then the disk's end.
+    // Only extended headers can carry so long a range. The server describes a part of it. KernelAction the disk's end.
     let mut raw = RawClient::extended(&dir.join("s"));
     let mut map = |offset: u64| {
         raw.request(0, BLOCK_STATUS, 1, offset, LARGEST - offset);
@@ -100,7 +100,7 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
 
 /// A reply to BLOCK_STATUS covers 8 GiB at most, and libnbd and QEMU ask for less than 4 GiB: thousands of requests.
 #[test]
-fn maps_of_16_tib_are_had() {
+fn a_16_tib_disk_has_its_block_status_map() {
     if !have("nbdinfo", "libnbd-bin")
         || !have("nbdsh", "python3-libnbd")
         || !have("qemu-img", "qemu-utils")
@@ -192,7 +192,7 @@ fn a_disk_that_no_file_system_or_offset_holds_is_refused() {
 }
 
 #[test]
-fn zeroes_without_end_hold_up_nobody_and_not_the_end() {
+fn endless_write_zeroes_delay_neither_other_clients_nor_shutdown() {
     let Some(dir) = roomy() else {
         return;
     };

@@ -146,7 +146,7 @@ fn a_restricted_daemon_does_without_io_uring_too() {
 }
 
 #[test]
-fn what_was_answered_before_the_end_is_in_the_image() {
+fn answered_writes_are_in_the_image_after_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "8M");
@@ -169,7 +169,7 @@ fn what_was_answered_before_the_end_is_in_the_image() {
 }
 
 #[test]
-fn bad_input_is_told_in_a_line() {
+fn bad_input_is_one_line() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");

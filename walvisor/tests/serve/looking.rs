@@ -17,7 +17,7 @@ const LOOKS: [&str; 3] = [
 ];
 
 #[test]
-fn a_disk_in_use_names_its_process_and_how_to_ask_it() {
+fn the_error_for_a_disk_in_use_names_its_process_and_the_command_to_ask_it() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
@@ -47,7 +47,7 @@ fn a_disk_in_use_names_its_process_and_how_to_ask_it() {
 
 /// The log that these commands look at is not the one that the disk is served with.
 #[test]
-fn a_disk_in_use_on_another_log_names_its_process_too() {
+fn so_does_the_error_for_a_disk_in_use_with_another_log() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
@@ -190,7 +190,7 @@ fn a_disk_with_a_log_is_served_from_a_read_only_file_system() {
 
 /// The same where it could be written: a disk that can only be read is left alone, and the next writer recovers it.
 #[test]
-fn a_disk_that_can_only_be_read_is_left_alone() {
+fn a_read_only_disk_is_not_changed() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     killed(dir);

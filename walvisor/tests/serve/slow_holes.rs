@@ -11,12 +11,12 @@ use super::raw_client::{BLOCK_STATUS, RawClient};
 use super::{Daemon, client, create};
 
 /// An image in a file system whose program can be halted.
-struct Slow {
+struct SlowFileSystem {
     fuse: Child,
     mountpoint: std::path::PathBuf,
 }
 
-impl Slow {
+impl SlowFileSystem {
     /// 16 MiB at `mountpoint/disk.img`. `None`: this machine has no FUSE, and `skipped: why` was printed.
     fn mount(mountpoint: &Path) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() {
@@ -59,7 +59,7 @@ impl Slow {
     }
 }
 
-impl Drop for Slow {
+impl Drop for SlowFileSystem {
     fn drop(&mut self) {
         // A process that waits for a halted program could not be killed.
         self.signal(Signal::CONT);
@@ -75,14 +75,17 @@ impl Drop for Slow {
 }
 
 #[test]
-fn a_file_system_that_does_not_tell_its_holes_holds_up_nobody_else() {
+fn a_file_system_that_is_slow_to_find_holes_delays_nobody_else() {
     let here = have("nbdsh", "python3-libnbd")
         && have("nbdfuse", "libnbd-bin")
         && have("nbdkit", "nbdkit")
         && have("fusermount3", "fuse3");
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    let Some(slow) = here.then(|| Slow::mount(&dir.join("slow"))).flatten() else {
+    let Some(slow) = here
+        .then(|| SlowFileSystem::mount(&dir.join("slow")))
+        .flatten()
+    else {
         return;
     };
     create(dir, "other.img", "16M");

@@ -82,7 +82,7 @@ fn nbdsh(dir: &Path, pki: &str, connect: &str, script: &str) -> Result<String, S
 const TO_SOCKET: &str = "h.connect_unix('s')";
 
 #[test]
-fn clients_of_others_encrypt() {
+fn third_party_clients_encrypt() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     if !certificates(dir) || !have("nbdsh", "python3-libnbd") || !have("qemu-img", "qemu-utils") {
@@ -159,7 +159,7 @@ h.shutdown()
 }
 
 #[test]
-fn whoever_comes_without_tls_is_told_nothing() {
+fn a_client_without_tls_learns_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
@@ -221,7 +221,7 @@ fn whoever_comes_without_tls_is_told_nothing() {
 }
 
 #[test]
-fn a_certificate_that_was_revoked_opens_nothing() {
+fn a_revoked_certificate_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
@@ -267,7 +267,7 @@ fn a_certificate_that_was_revoked_opens_nothing() {
 }
 
 #[test]
-fn bad_certificates_are_told_in_a_line() {
+fn bad_certificates_are_one_line_errors() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     if !certificates(dir) {

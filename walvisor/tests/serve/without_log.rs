@@ -89,7 +89,7 @@ fn an_image_is_served_without_io_uring_too() {
 }
 
 #[test]
-fn an_image_whose_newest_bytes_are_in_a_log_is_refused() {
+fn an_image_with_newer_bytes_in_a_log_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");

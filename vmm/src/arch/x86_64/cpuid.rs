@@ -138,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn one_vcpu_is_no_multi_processor() {
+    fn a_single_vcpu_reports_no_other_processors() {
         let supported = CpuId::from_entries(&[entry(1, 0), entry(0xb, 1)]).unwrap();
         let cpuid = of_vcpu(&supported, 0, 1, false);
         assert_eq!(leaf(&cpuid, 1, 0).edx & MULTI_THREADING, 0);

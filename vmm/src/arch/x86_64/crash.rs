@@ -1,4 +1,4 @@
-//! The state of a vCPU that could not go on, and the likely cause.
+//! Reports a vCPU that could not go on: its state and the likely cause.
 
 use std::fmt;
 use std::fmt::Write as _;
@@ -115,7 +115,7 @@ impl Crash {
                 "an event that KVM could not deliver to the guest; see the host's kernel log"
             }
             CrashReason::Run(_) => "KVM itself failed; see the host's kernel log",
-            CrashReason::Panic => "a defect of walvisor: please report it with the text above",
+            CrashReason::Panic => "a bug in walvisor: please report it with the text above",
         }
     }
 }
@@ -317,7 +317,7 @@ mod tests {
     }
 
     #[test]
-    fn code_is_read_across_pages_up_to_what_is_mapped() {
+    fn code_is_read_across_pages_up_to_the_first_unmapped_one() {
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x3000)]).unwrap();
         memory.write_slice(&[1, 2], GuestAddress(0x0ffe)).unwrap();
         memory.write_slice(&[3, 4], GuestAddress(0x2000)).unwrap();

@@ -25,7 +25,7 @@ use super::start_state::LinuxEntry;
 const SETUP_MAGIC_OFFSET: usize = 0x202;
 const SETUP_MAGIC: &[u8] = b"HdrS";
 const ELF_MAGIC: &[u8] = b"\x7fELF";
-/// Bytes at the start of a file that suffice to tell its kind.
+/// How many bytes at the start of a file tell its kind.
 const HEAD: usize = 0x270;
 /// First boot protocol version with a 64-bit entry (2.12).
 const LEAST_PROTOCOL: u16 = 0x020c;
@@ -67,7 +67,7 @@ pub enum LoadError {
     #[error("kernel '{}' is neither a bzImage nor an ELF vmlinux: give one of the two, uncompressed", .0.display())]
     NotAKernel(PathBuf),
     /// The file ends too early.
-    #[error("kernel '{}' is truncated: it has {have} bytes of {need}; copy it again", path.display())]
+    #[error("kernel '{}' is truncated: {have} bytes instead of {need}; copy it again", path.display())]
     Truncated {
         /// The kernel's path.
         path: PathBuf,
@@ -93,7 +93,7 @@ pub enum LoadError {
         missing: &'static str,
     },
     /// Guest memory is too small.
-    #[error("{what} '{}' needs {need} MiB of guest memory, and there are {have}: give more with --memory", path.display())]
+    #[error("{what} '{}' needs {need} MiB of guest memory, but the guest has {have}: give more with --memory", path.display())]
     Memory {
         /// `kernel` or `initrd`.
         what: &'static str,
@@ -105,7 +105,7 @@ pub enum LoadError {
         have: u64,
     },
     /// The command line is too long.
-    #[error("the command line has {0} bytes, and the kernel takes {most}: shorten --cmdline", most = layout::COMMAND_LINE_BYTES - 1)]
+    #[error("the command line is {0} bytes, more than the kernel's limit of {most}: shorten --cmdline", most = layout::COMMAND_LINE_BYTES - 1)]
     CommandLine(usize),
     /// Boot structures do not fit guest memory.
     #[error("the boot structures do not fit guest memory ({0}): give more with --memory")]
@@ -132,8 +132,7 @@ enum Format {
     Vmlinux,
 }
 
-/// Checks `image` as far as that is possible without a VM: its files are readable, and the kernel is a complete
-/// kernel.
+/// Checks what can be checked without a VM: the files are readable, and the kernel is complete.
 ///
 /// # Errors
 /// If a file is missing, truncated or not a kernel, or the command line is too long.
@@ -201,7 +200,7 @@ fn open_kernel(path: &Path) -> Result<Kernel, LoadError> {
         if version < LEAST_PROTOCOL || flags & XLF_KERNEL_64 == 0 {
             return Err(LoadError::NoEntry {
                 path: path.to_owned(),
-                missing: "is no 64-bit kernel (boot protocol 2.12 with a 64-bit entry): give an x86-64 kernel",
+                missing: "is not a 64-bit kernel (boot protocol 2.12 with a 64-bit entry): give an x86-64 kernel",
             });
         }
         let need = setup_size(&header) + u64::from(header.syssize) * 16;

@@ -1,5 +1,5 @@
-//! `walvisor disk snapshot`, `snapshots`, `snapshot-delete` and `mark`: named points, and marks, in the history of a disk that is
-//! not in use.
+//! `walvisor disk snapshot`, `snapshots`, `snapshot-delete` and `mark`: snapshots and marks of a disk that is not in
+//! use.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::point::{mark_json, snapshot_json, time_text};
 pub(super) struct MakeArguments {
     #[command(flatten)]
     snapshot: SnapshotArguments,
-    /// Of this disk alone: the log then keeps nothing of its other disks for it.
+    /// Of this disk only: the log keeps nothing of its other disks for the snapshot.
     #[arg(long)]
     alone: bool,
 }

@@ -1,5 +1,4 @@
-//! `walvisor disk import`, `export`, `restore`, `clone` and `resize`: a disk made from a raw image, a raw image made from a
-//! disk, or from what it was, a disk made from a disk, and a disk of another size.
+//! `walvisor disk import`, `export`, `restore`, `clone` and `resize`.
 
 use std::path::{Path, PathBuf};
 
@@ -22,7 +21,7 @@ pub(super) struct ImportArguments {
     disk: DiskPath,
     /// The raw image, or block device, to copy.
     raw: PathBuf,
-    /// The format of RAW: raw, whatever its first bytes are.
+    /// The format of RAW: raw, whatever its first bytes look like.
     #[arg(long, value_parser = ["raw"])]
     format: Option<String>,
     #[command(flatten)]
@@ -61,8 +60,8 @@ pub(super) struct RestoreArguments {
     /// The raw image to create.
     #[arg(long, short, value_name = "NEW", required_unless_present = "in_place")]
     output: Option<PathBuf>,
-    /// Make the disk itself what it was, at once. Restoring in place to the point before undoes it, as long as the log keeps
-    /// that.
+    /// Make the disk itself what it was, at once. The command prints how to undo that, which works as long as the
+    /// log keeps the current state.
     #[arg(long, conflicts_with = "output")]
     in_place: bool,
     #[command(flatten)]
@@ -109,7 +108,7 @@ pub(super) struct ResizeArguments {
     json: bool,
 }
 
-/// Prints what was copied between a disk and another file, which JSON calls `key`.
+/// Reports a copy between a disk and another file, which JSON calls `key`.
 pub(in crate::commands) fn report(
     json: bool,
     disk: &Path,
@@ -251,7 +250,7 @@ fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), Comman
             print(format_args!("{told}\n"));
         }
         (false, None) => print(format_args!(
-            "{path}: the disk is what it was as of LSN {to_lsn} already: nothing is changed\n"
+            "{path}: the disk already is as of LSN {to_lsn}: nothing to do\n"
         )),
         (false, Some(_)) => {
             let back = match redone {

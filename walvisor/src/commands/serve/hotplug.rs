@@ -134,7 +134,7 @@ impl Hotplug {
         spec: &DiskSpec,
         error: &dyn std::fmt::Display,
     ) -> RemovalError {
-        let disk = self.logs.lock().again(spec, 1);
+        let disk = self.logs.lock().reopen(spec, 1);
         let added = disk.ok_or_else(|| "it is no longer open".to_owned());
         match added.and_then(|disk| doors.of_mut(spec)?.add(spec, &disk)) {
             Ok(AddedDisk { disk, .. }) => RemovalError {

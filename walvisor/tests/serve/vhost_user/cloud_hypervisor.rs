@@ -276,7 +276,7 @@ fn described(region: &GuestRegionMmap) -> VhostUserMemoryRegionInfo {
 }
 
 #[test]
-fn a_guest_of_cloud_hypervisor_uses_pauses_resets_and_grows() {
+fn cloud_hypervisor_can_pause_reset_and_grow() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "16M");
@@ -329,7 +329,7 @@ fn a_guest_of_cloud_hypervisor_uses_pauses_resets_and_grows() {
 }
 
 #[test]
-fn a_guest_of_cloud_hypervisor_goes_on_when_its_daemon_was_killed_and_is_back() {
+fn cloud_hypervisor_goes_on_after_its_daemon_was_killed_and_restarted() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "16M");
@@ -367,7 +367,7 @@ fn a_guest_of_cloud_hypervisor_goes_on_when_its_daemon_was_killed_and_is_back() 
 
 /// The guest does not repeat writes that were answered, so the daemon writes them to the log first, without a sync.
 #[test]
-fn what_a_guest_was_answered_is_there_after_a_kill_and_a_flush_and_cost_no_sync() {
+fn answered_writes_survive_a_kill_without_costing_a_sync() {
     let data = noise(32 * PAGE);
     let write = |vmm: &mut Vmm| {
         for index in 0..32_u16 {

@@ -63,7 +63,7 @@ impl Aml for InterruptOverride {
     }
 }
 
-/// Places tables one behind the other, aligned to 16 bytes, from [`layout::ACPI_TABLES`] on.
+/// Writes tables one after the other, aligned to 16 bytes, from [`layout::ACPI_TABLES`] on.
 struct Placer<'a> {
     memory: &'a GuestMemoryMmap,
     next: u64,
@@ -216,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn every_table_is_found_from_the_rsdp_with_a_right_checksum() {
+    fn every_table_is_reachable_from_the_rsdp_and_its_checksum_is_right() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
         let slots: Vec<MmioSlot> = (0u64..)
             .zip(layout::MMIO_GSIS)

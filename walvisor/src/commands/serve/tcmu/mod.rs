@@ -146,8 +146,8 @@ impl Door for TcmuDoor {
         }
         if self.grows {
             // The number of a back store, and with it its directory, is not known before it is made.
-            let grounds = target.grounds();
-            grounds.iter().for_each(|ground| paths.build(ground));
+            let parents = target.disk_parents();
+            parents.iter().for_each(|parent| paths.build(parent));
             paths.read(target.devices());
         }
     }
