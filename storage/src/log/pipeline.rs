@@ -16,6 +16,7 @@ use crate::log::history::Commit;
 use crate::medium::checksum::{self, Payload};
 use crate::medium::file::{Segment, SyncScope, WriteBack};
 use crate::sync::Arc;
+use crate::tracepoints;
 
 /// A request that becomes a record of the log.
 pub(crate) struct Modification {
@@ -256,6 +257,7 @@ impl Pipeline {
         let lsn = self.next_lsn;
         self.next_lsn += 1;
         self.appended = lsn;
+        tracepoints::append(lsn, disk.id, change.sector, change.sectors);
         let disk = disk.clone();
         let record = Record { disk, lsn, change };
         self.queued_bytes += record.pending_bytes();
@@ -303,6 +305,7 @@ impl Pipeline {
 
     fn begin_sync(&mut self, lsn: u64) {
         assert!(self.syncing.is_none(), "one sync at a time");
+        tracepoints::sync(self.next_cid, lsn);
         self.syncing = Some(lsn);
         self.next_cid += 1;
     }
@@ -339,6 +342,7 @@ impl Pipeline {
     /// Notes that the sync under way has ended.
     pub(crate) fn end_sync(&mut self) {
         self.durable = self.syncing.take().expect("a sync is under way");
+        tracepoints::synced(self.next_cid - 1, self.durable);
     }
 
     /// Drops everything on its way, because the log has failed and nothing becomes durable any more.

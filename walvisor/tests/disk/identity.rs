@@ -87,8 +87,7 @@ fn a_copy_of_an_image_alone_is_not_called_clean() {
     }
     // `cp`: nothing in the file tells, so nothing is claimed.
     std::fs::copy(at("disk.img"), at("copy.img")).unwrap();
-    let lacks =
-        "without a log or a mark; if it is a copy of a disk that was not closed, its newest bytes are missing";
+    let lacks = "without a log or a mark; if it is a copy of a disk that was not closed, its newest bytes are missing";
     assert!(done(&crashed, "disk info copy.img").contains(lacks));
     let text = done(&crashed, "disk check copy.img");
     assert!(

@@ -22,6 +22,7 @@ mod raw_client;
 mod recovery;
 mod slow_holes;
 mod tls;
+mod tracepoints;
 mod vhost_user;
 mod without_log;
 
