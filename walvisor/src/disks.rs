@@ -163,6 +163,11 @@ impl OpenLogs {
                 let log = log.display();
                 tracing::info!("log {log}: recovered from {read} bytes of segments");
             }
+            assert_eq!(
+                members.len(),
+                store.disks().len(),
+                "a log opens all its disks, in order"
+            );
             for (member, disk) in members.iter().zip(store.disks()) {
                 backends.insert(*member, Arc::new(disk.clone()));
             }

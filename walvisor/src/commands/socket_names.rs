@@ -41,6 +41,7 @@ impl SocketNames {
         if self.own.is_empty() {
             return Ok(());
         }
+        assert!(self.child.is_none(), "one child removes all names");
         let (kept, keep) = pipe()?;
         let (gone, going) = pipe()?;
         let names = self.own.drain(..).filter_map(SocketFile::into_name);

@@ -39,6 +39,7 @@ impl LineReader {
             if !self.skipping {
                 self.part.extend_from_slice(piece);
             }
+            assert!(self.part.len() <= MAX_LINE, "memory of a line is bounded");
             if end {
                 let line = std::mem::take(&mut self.part);
                 if std::mem::take(&mut self.skipping) {

@@ -111,6 +111,7 @@ impl Looks {
             let me = thread::current().id();
             lock(&all).retain(|served| served.thread.thread().id() != me);
         })?;
+        assert!(open.len() < MAX_LOOKS, "checked with the list locked");
         open.push(OpenLook {
             description: description.clone(),
             end,

@@ -177,6 +177,7 @@ impl DiskSpec {
             }
             given.push(key);
         }
+        debug_assert_eq!(given.len(), keys.len(), "every key is checked");
         if spec.door == DiskCommand::Serve {
             return Err(DiskSpecError::Conflict(
                 "a disk needs a door for its clients: give door=vhost-user, door=nbd or door=tcmu",

@@ -156,6 +156,7 @@ impl DaemonArguments {
 fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, CommandError> {
     let mut served = hotplug.lock();
     let ServedDisks { doors, specs } = &mut *served;
+    assert_eq!(specs.len(), disks.len(), "each disk is open");
     let (mut lines, mut in_use) = (String::new(), Vec::new());
     for (spec, disk) in specs.iter().zip(&disks) {
         let door = doors.of_mut(spec).map_err(CommandError::Failed)?;

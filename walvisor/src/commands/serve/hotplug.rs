@@ -156,6 +156,11 @@ impl DiskHotplug for Hotplug {
         let disk = self.logs.lock().add(spec, 1)?;
         match served.doors.of_mut(spec)?.add(spec, &disk) {
             Ok(added) => {
+                assert_eq!(
+                    added.disk.name,
+                    served.doors.name(spec),
+                    "'remove-disk' finds the disk by the name that clients see"
+                );
                 served.specs.push(spec.clone());
                 Ok(added)
             }

@@ -177,6 +177,8 @@ impl Door for NbdDoor {
     }
 
     fn start(&mut self) -> Result<(), CommandError> {
+        assert!(self.server.is_none(), "a door is opened once");
+        assert_eq!(self.services.len(), self.places.len(), "a service a place");
         let server = Server::start(std::mem::take(&mut self.services));
         self.server = Some(server.map_err(CommandError::failed)?);
         Ok(())

@@ -116,6 +116,7 @@ impl Door for VhostUserDoor {
     }
 
     fn start(&mut self) -> Result<(), CommandError> {
+        assert!(self.server.is_none(), "a door is opened once");
         let server = Server::start(std::mem::take(&mut self.services));
         self.server = Some(server.map_err(CommandError::failed)?);
         Ok(())

@@ -172,6 +172,7 @@ impl Door for TcmuDoor {
     }
 
     fn start(&mut self) -> Result<(), CommandError> {
+        assert!(self.unserved.is_empty(), "disks are served first");
         let Some(events) = self.events.take() else {
             return Ok(());
         };
