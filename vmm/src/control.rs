@@ -1,4 +1,5 @@
-//! Ends and pauses a guest's run. The first thread to end it records the reason here and wakes the main thread.
+//! Ends and pauses a guest's run. The first thread to end it records the reason here and wakes the
+//! main thread.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -13,8 +14,8 @@ use crate::arch::x86_64::crash::Crash;
 pub enum RunEnd {
     /// The guest powered off (ACPI S5).
     PowerOff,
-    /// The guest asked for a reset: ACPI reset register, keyboard controller, or a triple fault of a guest that
-    /// had used a device.
+    /// The guest asked for a reset: ACPI reset register, keyboard controller, or a triple fault of
+    /// a guest that had used a device.
     Reset,
     /// This signal was sent to the process.
     Signal(i32),
@@ -113,8 +114,8 @@ impl RunControl {
         let mut vcpus = self.lock();
         self.paused.store(true, Ordering::SeqCst);
         for &thread in &vcpus.threads {
-            // SAFETY: the thread is in the list, so it lives: it removes itself only under the lock, which is
-            // held here. The call fails only for a signal that does not exist.
+            // SAFETY: the thread is in the list, so it lives: it removes itself only under the
+            // lock, which is held here. The call fails only for a signal that does not exist.
             let _ = unsafe { libc::pthread_kill(thread, kick_signal()) };
         }
         while vcpus.parked < vcpus.threads.len() && !self.is_stopping() {
@@ -135,7 +136,8 @@ impl RunControl {
         self.paused.load(Ordering::SeqCst)
     }
 
-    /// Waits until the pause or the run is over. For a vCPU's thread that has [registered](Self::enter).
+    /// Waits until the pause or the run is over. For a vCPU's thread that has
+    /// [registered](Self::enter).
     pub(super) fn park(&self) {
         let mut vcpus = self.lock();
         vcpus.parked += 1;

@@ -59,8 +59,8 @@ impl TransportKind {
 /// How doorbells and interrupts travel between the guest and the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Notifications {
-    /// KVM turns a doorbell into a signal of an eventfd (ioeventfd), and a signal of another into an interrupt
-    /// (irqfd). No vCPU exits to user space.
+    /// KVM turns a doorbell into a signal of an eventfd (ioeventfd), and a signal of another into
+    /// an interrupt (irqfd). No vCPU exits to user space.
     #[default]
     Eventfds,
     /// A doorbell makes its vCPU exit to user space, and an interrupt takes an ioctl (KVM_IRQ_LINE,

@@ -45,8 +45,8 @@ pub enum Command {
     Log(commands::log::LogArguments),
 }
 
-/// Parses and runs the command line. Returns the exit status: 0 done, 1 failed, 2 wrong usage. `started`: when the
-/// process began.
+/// Parses and runs the command line. Returns the exit status: 0 done, 1 failed, 2 wrong usage.
+/// `started`: when the process began.
 pub fn main(started: Instant) -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
@@ -57,11 +57,11 @@ pub fn main(started: Instant) -> ExitCode {
             };
         }
     };
-    // With SIGXFSZ ignored, a write beyond the shell's file size limit ('ulimit -f') fails instead of killing the
-    // process.
-    // SAFETY: the signal is ignored: no handler is installed.
+    // With SIGXFSZ ignored, a write beyond the shell's file size limit ('ulimit -f') fails instead
+    // of killing the process. SAFETY: the signal is ignored: no handler is installed.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
-    // The conformance driver breaks every rule on purpose, so a device's warnings about it are expected.
+    // The conformance driver breaks every rule on purpose, so a device's warnings about it are
+    // expected.
     let provoked = matches!(&cli.command, Command::Demo(demo) if demo.conformance);
     show_warnings(if provoked { "off" } else { WARNINGS });
     let result = match cli.command {
@@ -76,8 +76,8 @@ pub fn main(started: Instant) -> ExitCode {
     end("walvisor", result)
 }
 
-/// Prints the error of a command, if any, on one line of stderr. Returns the exit status of `program`: 0 done, 1
-/// failed, 2 wrong usage.
+/// Prints the error of a command, if any, on one line of stderr. Returns the exit status of
+/// `program`: 0 done, 1 failed, 2 wrong usage.
 pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -91,12 +91,13 @@ pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
     }
 }
 
-/// The warnings that are shown without `RUST_LOG`. `virtio-queue` is silent, because the device reports the same
-/// faults of a guest's rings, and limits the rate.
+/// The warnings that are shown without `RUST_LOG`. `virtio-queue` is silent, because the device
+/// reports the same faults of a guest's rings, and limits the rate.
 pub const WARNINGS: &str = "warn,virtio_queue=off";
 
-/// Prints warnings on stderr, one line each: failures that do not end the command, such as a failed log, a
-/// checkpoint that will be retried, or a device that a guest broke. `RUST_LOG` overrides the filter `otherwise`.
+/// Prints warnings on stderr, one line each: failures that do not end the command, such as a failed
+/// log, a checkpoint that will be retried, or a device that a guest broke. `RUST_LOG` overrides the
+/// filter `otherwise`.
 ///
 /// # Panics
 /// If it is called twice.
@@ -119,16 +120,16 @@ fn filter(asked: Option<&str>, otherwise: &str) -> Targets {
     asked.unwrap_or_else(|| otherwise.parse().expect("levels of targets"))
 }
 
-/// Prints help and version of the program `P` as clap does, and any other error as one line on stderr that names
-/// the command with the relevant help. Returns the exit status.
+/// Prints help and version of the program `P` as clap does, and any other error as one line on
+/// stderr that names the command with the relevant help. Returns the exit status.
 pub fn report_usage<P: CommandFactory>(error: &clap::Error) -> ExitCode {
     let command = P::command();
     let program = command.get_name();
     let asked = asked(&command, std::env::args().skip(1));
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            // A failed write is fine: the reader closed the pipe. Clap reports '--disk help' as an error, so its
-            // prefix is removed.
+            // A failed write is fine: the reader closed the pipe. Clap reports '--disk help' as an
+            // error, so its prefix is removed.
             let text = error.to_string();
             let _ = match text.strip_prefix("error: ") {
                 Some(help) => io::stdout().write_all(help.as_bytes()),
@@ -172,7 +173,8 @@ fn moved(error: &clap::Error) -> Option<String> {
         _ => return None,
     };
     Some(format!(
-        "'walvisor {command}' is '{now}' now: build it with: cargo build --release -p walvisor-benches"
+        "'walvisor {command}' is '{now}' now: build it with: cargo build --release -p \
+         walvisor-benches"
     ))
 }
 

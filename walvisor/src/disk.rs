@@ -4,7 +4,8 @@ use std::any::Any;
 
 use walvisor_devices::backend::Backend;
 
-/// The cache mode in force, after the driver's features, its `writeback` register and the disk's owner.
+/// The cache mode in force, after the driver's features, its `writeback` register and the disk's
+/// owner.
 pub fn cache_in_force(backend: &dyn Backend) -> &'static str {
     match (backend.is_unsafe(), backend.write_cache()) {
         (true, _) => "unsafe",

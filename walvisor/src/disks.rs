@@ -1,5 +1,5 @@
-//! Opens the disks of a command line. Disks that name the same log directory share the log. Closes the logs at the
-//! end.
+//! Opens the disks of a command line. Disks that name the same log directory share the log. Closes
+//! the logs at the end.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -49,8 +49,8 @@ pub enum RemovedDisk {
 }
 
 impl OpenLogs {
-    /// Closes all logs in parallel. Each is copied to the base images, as far as its close time allows. Nobody may
-    /// use the disks any more.
+    /// Closes all logs in parallel. Each is copied to the base images, as far as its close time
+    /// allows. Nobody may use the disks any more.
     ///
     /// # Errors
     /// The first log's that cannot be closed. The other logs are closed all the same.
@@ -74,7 +74,8 @@ impl OpenLogs {
     /// Opens another disk. It joins its log if that is open, and opens it otherwise.
     ///
     /// # Errors
-    /// One line: if the disk or its log cannot be opened, or the disk sets options of a log that is already open.
+    /// One line: if the disk or its log cannot be opened, or the disk sets options of a log that is
+    /// already open.
     pub fn add(&mut self, spec: &DiskSpec, cpus: u8) -> Result<OpenDisk, String> {
         let one = std::slice::from_ref(spec);
         let failed = |error: walvisor_storage::Error| error.to_string();
@@ -186,8 +187,8 @@ impl OpenLogs {
     }
 }
 
-/// Opens disks for a VM with `cpus` vCPUs. `scratch`: what [`make_files`] returned for them. Returns the disks in
-/// the same order, and their logs.
+/// Opens disks for a VM with `cpus` vCPUs. `scratch`: what [`make_files`] returned for them.
+/// Returns the disks in the same order, and their logs.
 ///
 /// # Errors
 /// If a disk or its log cannot be opened. Logs that are open by then are closed again.
@@ -202,8 +203,9 @@ pub fn open(
     Ok((disks, logs))
 }
 
-/// Raises the limit on descriptors. A log opens each segment twice, with and without the page cache. A vhost-user
-/// front-end may bring hundreds more, and must not use up those that the logs need.
+/// Raises the limit on descriptors. A log opens each segment twice, with and without the page
+/// cache. A vhost-user front-end may bring hundreds more, and must not use up those that the logs
+/// need.
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -236,8 +238,9 @@ fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
     }
 }
 
-/// One queue for each vCPU. For a vhost-user disk, whose front-end isn't known yet, one for each CPU of the host:
-/// a front-end uses no more queues than its guest has CPUs, and an unused queue costs nothing.
+/// One queue for each vCPU. For a vhost-user disk, whose front-end isn't known yet, one for each
+/// CPU of the host: a front-end uses no more queues than its guest has CPUs, and an unused queue
+/// costs nothing.
 fn default_queues(spec: &DiskSpec, cpus: u8) -> u16 {
     if spec.door != DiskCommand::VhostUser {
         return u16::from(cpus);
@@ -269,8 +272,8 @@ fn log_key(spec: &DiskSpec) -> Option<&'static str> {
 #[derive(Default)]
 pub struct ScratchFiles(HashMap<usize, File>);
 
-/// Makes missing logs and scratch files, so that a process that has given up the right to make files can open the
-/// disks.
+/// Makes missing logs and scratch files, so that a process that has given up the right to make
+/// files can open the disks.
 ///
 /// # Errors
 /// If a disk of a new log cannot be opened, or its log or a scratch file cannot be made.
@@ -290,8 +293,8 @@ pub fn make_files(specs: &[DiskSpec]) -> Result<ScratchFiles, walvisor_storage::
     Ok(ScratchFiles(files.collect::<Result<_, _>>()?))
 }
 
-/// Whether all these disks of one log are read-only. Then nothing is written, and if there is no log the images are
-/// served without one.
+/// Whether all these disks of one log are read-only. Then nothing is written, and if there is no
+/// log the images are served without one.
 fn reads_only(specs: &[DiskSpec], members: &[usize]) -> bool {
     members.iter().all(|member| specs[*member].read_only)
 }
@@ -328,7 +331,8 @@ fn check_looks(specs: &[DiskSpec], groups: &[(PathBuf, Vec<usize>)]) -> Result<(
     match clash {
         None => Ok(()),
         Some(spec) => Err(format!(
-            "disk '{}' has at=, and another disk writes to the same log: give at= to all disks of that log, or to none",
+            "disk '{}' has at=, and another disk writes to the same log: give at= to all disks of \
+             that log, or to none",
             spec.name()
         )),
     }
@@ -448,8 +452,8 @@ fn look(
     Ok(Arc::new(look))
 }
 
-/// Opens a disk without a log: an image, or memory. A RAM disk has no cache modes, because nothing in memory is
-/// durable.
+/// Opens a disk without a log: an image, or memory. A RAM disk has no cache modes, because nothing
+/// in memory is durable.
 fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storage::Error> {
     if spec.backend != BackendKind::Ram {
         let path = spec.path.clone().unwrap_or_default();

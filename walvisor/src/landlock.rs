@@ -3,20 +3,21 @@
 //! ```text
 //!   AllowedPaths::of(specs) + the command's own ─▶ restrict ─▶ open disks, start threads: these inherit it
 //! ```
-//! Landlock restricts the calling thread and the threads that it starts, so it must come before the process
-//! starts any. It also comes before the recovery of logs, where the process first reads bytes that a crash or a
-//! stranger has left. Afterwards the process may use:
+//! Landlock restricts the calling thread and the threads that it starts, so it must come before the
+//! process starts any. It also comes before the recovery of logs, where the process first reads
+//! bytes that a crash or a stranger has left. Afterwards the process may use:
 //!
 //! * the images and logs of its disks, and other images that share such a log,
 //! * the files that the command reads,
 //! * the directories that `--disk-dir` names.
 //!
-//! It can't run a program, bind or connect to a port, or reach an abstract socket or process outside. Files
-//! that are already open stay open. Outside `--disk-dir` the process need not make or remove files beside the
-//! images: a new log is made before the restriction, and another process removes the names of sockets.
+//! It can't run a program, bind or connect to a port, or reach an abstract socket or process
+//! outside. Files that are already open stay open. Outside `--disk-dir` the process need not make
+//! or remove files beside the images: a new log is made before the restriction, and another process
+//! removes the names of sockets.
 //!
-//! The process uses all of Landlock that the kernel has (Linux 5.13 for files, 6.7 for ports, 6.12 for the
-//! rest). If the kernel has none, the process warns once.
+//! The process uses all of Landlock that the kernel has (Linux 5.13 for files, 6.7 for ports, 6.12
+//! for the rest). If the kernel has none, the process warns once.
 
 use std::path::{Path, PathBuf};
 
@@ -70,7 +71,8 @@ impl AllowedPaths {
                 .for_each(|image| places.image(image));
             places.log(&log);
         }
-        // Memory use and limits of the process; and its own file, from which backtraces take line numbers.
+        // Memory use and limits of the process; and its own file, from which backtraces take line
+        // numbers.
         places.read(Path::new("/proc/self"));
         places.read(Path::new("/sys/fs/cgroup"));
         if let Ok(program) = std::env::current_exe() {
@@ -91,8 +93,8 @@ impl AllowedPaths {
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Allows reading and setting attributes beneath a directory of configfs, and making and removing entries
-    /// in it.
+    /// Allows reading and setting attributes beneath a directory of configfs, and making and
+    /// removing entries in it.
     pub fn configure(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile
             | AccessFs::ReadDir
@@ -103,7 +105,8 @@ impl AllowedPaths {
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Allows making directories beneath a directory, and what [`configure`](Self::configure) allows.
+    /// Allows making directories beneath a directory, and what [`configure`](Self::configure)
+    /// allows.
     pub fn build(&mut self, path: &Path) {
         self.configure(path);
         self.rules.push((path.to_owned(), AccessFs::MakeDir.into()));
@@ -143,16 +146,17 @@ impl AllowedPaths {
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Gives up all other rights, for this thread and the threads that it will start. Call it before there is a
-    /// second thread. Rights that the kernel does not know are skipped; if it knows none, there is a warning.
+    /// Gives up all other rights, for this thread and the threads that it will start. Call it
+    /// before there is a second thread. Rights that the kernel does not know are skipped; if it
+    /// knows none, there is a warning.
     pub fn restrict(&self, mode: Landlock) {
         if mode == Landlock::Off {
             return;
         }
         match self.try_restrict() {
             Ok(RulesetStatus::NotEnforced) => tracing::warn!(
-                "this kernel has no Landlock, so the process can still reach all files of its user: \
-                 '--landlock off' accepts that and silences this warning"
+                "this kernel has no Landlock, so the process can still reach all files of its \
+                 user: '--landlock off' accepts that and silences this warning"
             ),
             Ok(_) => {}
             Err(error) => tracing::warn!(
@@ -273,7 +277,8 @@ mod tests {
 
     #[test]
     fn only_allowed_paths_can_be_reached() {
-        // SAFETY: the call only asks for the version; the kernel reads no memory through the null pointer.
+        // SAFETY: the call only asks for the version; the kernel reads no memory through the null
+        // pointer.
         let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, 0, 0, 1) };
         if version < 1 {
             println!("skipped: this kernel has no Landlock");

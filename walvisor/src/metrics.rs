@@ -43,7 +43,8 @@ impl Text {
         let _ = writeln!(self.0, "{name}{labels} {value}");
     }
 
-    /// Adds a histogram: the upper end of each class, `None` for the last, and the number of values in it.
+    /// Adds a histogram: the upper end of each class, `None` for the last, and the number of values
+    /// in it.
     fn histogram(
         &mut self,
         name: &str,
@@ -114,7 +115,8 @@ pub fn render(run: &RunMetrics<'_>) -> String {
         );
         text.gauge(
             "walvisor_vmm_own_bytes",
-            "The part of that which the process has written itself; the rest is program and library pages, which processes share.",
+            "The part of that which the process has written itself; the rest is program and \
+             library pages, which processes share.",
             memory.own,
         );
         text.gauge(
@@ -281,12 +283,14 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
     let gauges: [(&str, &str, Getter); 8] = [
         (
             "horizon_lsn",
-            "The base images hold all records up to this LSN: the oldest state that can be restored.",
+            "The base images hold all records up to this LSN: the oldest state that can be \
+             restored.",
             |history| history.horizon.lsn,
         ),
         (
             "horizon_seconds",
-            "The time of the oldest state that can be restored, in seconds since 1970; 0 if the log has had no record.",
+            "The time of the oldest state that can be restored, in seconds since 1970; 0 if the \
+             log has had no record.",
             |history| history.horizon.unix_us / 1_000_000,
         ),
         ("kept_bytes", "Bytes of the segments in use.", |history| {
@@ -304,7 +308,8 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
         ),
         (
             "saved_bytes",
-            "Bytes of the saved files, which hold what snapshots need and the base images no longer have.",
+            "Bytes of the saved files, which hold what snapshots need and the base images no \
+             longer have.",
             |history| history.saved_bytes,
         ),
         (

@@ -1,4 +1,5 @@
-//! Points of a log's history, snapshots, and amounts of history, as text and JSON of the command line.
+//! Points of a log's history, snapshots, and amounts of history, as text and JSON of the command
+//! line.
 
 use std::time::Duration;
 
@@ -9,8 +10,8 @@ use walvisor_storage::{Commit, LogHistory, MarkText, Point, Retention, RewindRep
 use crate::size::parse_size;
 
 /// Describes the accepted points to the user.
-pub const POINT: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, time:2026-11-22T12:03:00Z, \
-                         a time before now, such as -15m, or newest";
+pub const POINT: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, \
+    time:2026-11-22T12:03:00Z, a time before now, such as -15m, or newest";
 
 /// Why a text is not a point.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -56,8 +57,8 @@ pub fn show_retain(retain: Retention) -> String {
     }
 }
 
-/// Parses a point: `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a duration before now, or
-/// `newest`.
+/// Parses a point: `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a
+/// duration before now, or `newest`.
 ///
 /// # Errors
 /// If `text` is none of these, or is in the future.

@@ -1,5 +1,6 @@
-//! Sizes as the command line takes them: a number of bytes, or one with a unit. K, M, G, T, P and E, also written KiB and
-//! so on, are powers of 1024; KB and so on are powers of 1000, as in GNU's programs.
+//! Sizes as the command line takes them: a number of bytes, or one with a unit. K, M, G, T, P and
+//! E, also written KiB and so on, are powers of 1024; KB and so on are powers of 1000, as in GNU's
+//! programs.
 
 /// Why a size was not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -15,7 +16,8 @@ pub const SIZE: &str =
 /// The units, by their power of 1024 or 1000.
 const UNITS: &[u8] = b"KMGTPE";
 
-/// Parses `text` into bytes. A fraction of a byte is rounded up to a multiple of 4096 bytes, which fits sectors and pages.
+/// Parses `text` into bytes. A fraction of a byte is rounded up to a multiple of 4096 bytes, which
+/// fits sectors and pages.
 ///
 /// # Errors
 /// If `text` is no number with an optional unit, or does not fit 64 bits.

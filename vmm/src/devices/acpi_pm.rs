@@ -5,9 +5,9 @@
 //!   2  PM1 enable                      8  timer, 3.579545 MHz, 32 bits
 //! ```
 //!
-//! The VMM emulates fixed hardware rather than hardware-reduced ACPI, so that Linux keeps its timer and
-//! interrupt controllers as on any PC. The SCI is a level: it is high while an event is both pending and
-//! enabled.
+//! The VMM emulates fixed hardware rather than hardware-reduced ACPI, so that Linux keeps its timer
+//! and interrupt controllers as on any PC. The SCI is a level: it is high while an event is both
+//! pending and enabled.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -46,7 +46,8 @@ pub struct AcpiPm {
 }
 
 impl AcpiPm {
-    /// The registers. A power off ends the run of `control`; `sci` sets the level of their interrupt.
+    /// The registers. A power off ends the run of `control`; `sci` sets the level of their
+    /// interrupt.
     pub fn new(control: Arc<RunControl>, sci: Box<dyn Fn(bool) + Send>) -> Self {
         Self {
             control,

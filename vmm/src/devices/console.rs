@@ -1,7 +1,8 @@
-//! The host's end of the serial line: a writer for the output, and optionally stdin for the input, which has its
-//! own thread.
+//! The host's end of the serial line: a writer for the output, and optionally stdin for the input,
+//! which has its own thread.
 //!
-//! On a terminal, Ctrl-A x ends the run and Ctrl-A h lists the keys. All other input, Ctrl-C included, goes to the guest.
+//! On a terminal, Ctrl-A x ends the run and Ctrl-A h lists the keys. All other input, Ctrl-C
+//! included, goes to the guest.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -74,7 +75,8 @@ impl Console {
     }
 }
 
-/// The thread that feeds stdin to the serial line. Dropping it stops the thread and restores the terminal.
+/// The thread that feeds stdin to the serial line. Dropping it stops the thread and restores the
+/// terminal.
 pub struct ConsoleInput {
     stop: Stop,
     thread: Option<JoinHandle<()>>,
@@ -82,8 +84,8 @@ pub struct ConsoleInput {
 }
 
 impl ConsoleInput {
-    /// Starts feeding stdin to `serial`. `room` is the event that the serial line signals when the guest has
-    /// read its input.
+    /// Starts feeding stdin to `serial`. `room` is the event that the serial line signals when the
+    /// guest has read its input.
     ///
     /// # Errors
     /// If the system refuses a descriptor, a thread or raw mode.
@@ -170,10 +172,12 @@ impl Feeder {
         }
     }
 
-    /// Feeds `input` to the guest as its buffer empties. Returns `false` if the run ended before that was done.
+    /// Feeds `input` to the guest as its buffer empties. Returns `false` if the run ended before
+    /// that was done.
     fn feed(&mut self, mut input: &[u8]) -> bool {
         loop {
-            // Clear the event before checking the buffer: room that appears after the check sets it again.
+            // Clear the event before checking the buffer: room that appears after the check sets it
+            // again.
             let _ = self.room.read();
             let taken = self
                 .serial

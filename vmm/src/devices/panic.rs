@@ -1,8 +1,8 @@
-//! The port through which a guest reports that its kernel panicked: QEMU's pvpanic (QEMU, docs/specs/pvpanic),
-//! for which Linux has a driver.
+//! The port through which a guest reports that its kernel panicked: QEMU's pvpanic (QEMU,
+//! docs/specs/pvpanic), for which Linux has a driver.
 //!
-//! Without it, a panic looks like a reset or a guest that hangs. The port is one byte: a read returns the events
-//! that it supports, and a write reports events.
+//! Without it, a panic looks like a reset or a guest that hangs. The port is one byte: a read
+//! returns the events that it supports, and a write reports events.
 
 use std::sync::Arc;
 

@@ -23,7 +23,8 @@ impl RawTerminal {
         let original = tcgetattr(stdin)?;
         let mut raw = original.clone();
         raw.make_raw();
-        // The guest's line discipline sends CR LF already, but messages of this process need the conversion.
+        // The guest's line discipline sends CR LF already, but messages of this process need the
+        // conversion.
         raw.output_modes |= OutputModes::OPOST | OutputModes::ONLCR;
         tcsetattr(stdin, OptionalActions::Now, &raw)?;
         Ok(Some(Self { original }))

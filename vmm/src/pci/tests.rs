@@ -18,7 +18,8 @@ const COMMAND: u16 = 4;
 const MEMORY_SPACE: [u8; 2] = [2, 0];
 const FIRST_BAR: u16 = 0x10;
 
-/// A bus with one virtio-blk function as device 1, or `None` (with a printed reason) if there is no KVM.
+/// A bus with one virtio-blk function as device 1, or `None` (with a printed reason) if there is no
+/// KVM.
 fn bus() -> Option<(Arc<PciBus>, Arc<VmFd>, SharedFunction)> {
     let vm = match crate::probe::open() {
         Ok(kvm) => Arc::new(kvm.create_vm().unwrap()),
@@ -198,7 +199,8 @@ fn ecam_and_ports_reach_the_same_configuration_space() {
         ports.read(6, &mut half);
         assert_eq!(half, data[2..]);
     }
-    // Reads of another function, of another bus and with a disabled address register find no device.
+    // Reads of another function, of another bus and with a disabled address register find no
+    // device.
     for address in [1 << 31 | 1 << 8, 1 << 31 | 1 << 16, 1u32 << 11] {
         ports.write(0, &address.to_le_bytes());
         let mut data = [0; 4];

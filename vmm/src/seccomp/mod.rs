@@ -1,34 +1,38 @@
-//! System call filters (seccomp). Even if a client or guest takes control of a thread, the thread can make only
-//! the system calls that its process needs.
+//! System call filters (seccomp). Even if a client or guest takes control of a thread, the thread
+//! can make only the system calls that its process needs.
 //!
 //! ```text
 //!   restrict(mode, profile) ─▶ RUNTIME + STORE + CONTROL + the profile's own ─▶ BPF ─▶ all threads, and those they start
 //! ```
-//! **A daemon** has one filter for all threads: a thread that serves a client also leads commit groups and opens
-//! ports of the store, so separate filters would hardly differ. It is installed when disks and sockets are open,
-//! before the first client is served. If disks may be added (`--disk-dir`), it also allows making and locking
-//! files, and making Unix sockets for vhost-user.
+//! **A daemon** has one filter for all threads: a thread that serves a client also leads commit
+//! groups and opens ports of the store, so separate filters would hardly differ. It is installed
+//! when disks and sockets are open, before the first client is served. If disks may be added
+//! (`--disk-dir`), it also allows making and locking files, and making Unix sockets for vhost-user.
 //!
-//! **A VM's process** has one filter for all threads too, and a stricter one for two kinds of them, installed
-//! before they touch anything of the guest:
+//! **A VM's process** has one filter for all threads too, and a stricter one for two kinds of them,
+//! installed before they touch anything of the guest:
 //!
 //! * vCPUs may use KVM, events and the console, but neither files nor rings.
-//! * Disk workers may use only what is already open. A starter thread of their own kind starts them, not the
-//!   vCPU that asks for them.
+//! * Disk workers may use only what is already open. A starter thread of their own kind starts
+//!   them, not the vCPU that asks for them.
 //!
-//! Neither can open, make, name or remove a file: an open fails with EACCES, and any other call that is not
-//! allowed kills the process. The log's keeper and the thread that ends the run have the wider filter.
+//! Neither can open, make, name or remove a file: an open fails with EACCES, and any other call
+//! that is not allowed kills the process. The log's keeper and the thread that ends the run have
+//! the wider filter.
 //!
-//! No thread of either process can start a program or another process, make memory executable, make or connect
-//! a socket (but for `--disk-dir`), trace, mount, signal another process, or change its credentials.
+//! No thread of either process can start a program or another process, make memory executable, make
+//! or connect a socket (but for `--disk-dir`), trace, mount, signal another process, or change its
+//! credentials.
 //!
-//! **io_uring.** Seccomp does not see the requests in a ring, so a thread that may make a ring can open files
-//! and sockets through it. IORING_REGISTER_RESTRICTIONS would not help: it restricts one ring, and the thread can
-//! make another. Landlock does limit the files that a ring can open. Where Landlock is missing, a ring gets
-//! around the filter to every file that the process's user may open.
+//! **io_uring.** Seccomp does not see the requests in a ring, so a thread that may make a ring can
+//! open files and sockets through it. IORING_REGISTER_RESTRICTIONS would not help: it restricts one
+//! ring, and the thread can make another. Landlock does limit the files that a ring can open. Where
+//! Landlock is missing, a ring gets around the filter to every file that the process's user may
+//! open.
 //!
-//! A call that is not allowed kills the process at once (SIGSYS, "Bad system call"), and the next start recovers
-//! the disks, as after any kill. With `--seccomp log` the kernel carries the call out and logs its number.
+//! A call that is not allowed kills the process at once (SIGSYS, "Bad system call"), and the next
+//! start recovers the disks, as after any kill. With `--seccomp log` the kernel carries the call
+//! out and logs its number.
 
 mod calls;
 
@@ -111,8 +115,8 @@ impl Seccomp {
     }
 }
 
-/// Restricts all threads of this process and those that they will start, for good. `opens`: the process may
-/// open more disks.
+/// Restricts all threads of this process and those that they will start, for good. `opens`: the
+/// process may open more disks.
 ///
 /// # Errors
 /// If the kernel has no seccomp, or refuses the filter.
@@ -120,11 +124,12 @@ pub fn restrict(mode: Seccomp, profile: SyscallProfile, opens: bool) -> Result<(
     let Some(forbidden) = mode.action() else {
         return Ok(());
     };
-    // Its first use looks up the vDSO, on kernels before 6.4 with open(2), so it must come before the filter.
+    // Its first use looks up the vDSO, on kernels before 6.4 with open(2), so it must come before
+    // the filter.
     let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let allowed = of_process(profile, opens).map_err(seccompiler::Error::from)?;
-    // A filter cannot see the arguments of clone3, which are in memory. On ENOSYS the C library uses clone
-    // instead. Of two filters the stricter one decides.
+    // A filter cannot see the arguments of clone3, which are in memory. On ENOSYS the C library
+    // uses clone instead. Of two filters the stricter one decides.
     let no_clone3 = BTreeMap::from([(libc::SYS_clone3, vec![])]);
     let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
     seccompiler::apply_filter_all_threads(&program(no_clone3, SeccompAction::Allow, enosys)?)?;
@@ -132,8 +137,8 @@ pub fn restrict(mode: Seccomp, profile: SyscallProfile, opens: bool) -> Result<(
     Ok(())
 }
 
-/// Restricts the calling thread, and the threads that it will start, further than [`restrict`] has done with
-/// [`SyscallProfile::Vm`].
+/// Restricts the calling thread, and the threads that it will start, further than [`restrict`] has
+/// done with [`SyscallProfile::Vm`].
 ///
 /// # Errors
 /// If the kernel refuses the filter.
@@ -143,8 +148,8 @@ pub fn restrict_thread(mode: Seccomp, kind: ThreadKind) -> Result<(), SeccompErr
     };
     let mut allowed = of_thread(kind).map_err(seccompiler::Error::from)?;
     if mode == Seccomp::On {
-        // The C library's allocator opens /proc/sys/vm/overcommit_memory when it gives memory back, and does
-        // without it if that fails, so an open must fail instead of killing the process.
+        // The C library's allocator opens /proc/sys/vm/overcommit_memory when it gives memory back,
+        // and does without it if that fails, so an open must fail instead of killing the process.
         let no_open = BTreeMap::from([(libc::SYS_openat, vec![])]);
         let denied = SeccompAction::Errno(libc::EACCES as u32);
         allowed.insert(libc::SYS_openat, vec![]);
@@ -232,8 +237,8 @@ fn of_thread(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     }
 }
 
-/// The rules for the calls in these lists, and for the calls that every thread may make with certain arguments
-/// only. `more_ioctl` and `more_prctl` add to those arguments.
+/// The rules for the calls in these lists, and for the calls that every thread may make with
+/// certain arguments only. `more_ioctl` and `more_prctl` add to those arguments.
 fn allowed(
     common: &[&[c_long]],
     own: &[c_long],
@@ -323,7 +328,8 @@ mod tests {
             }
             "interrupts" => {
                 for call in INTERRUPT_IOCTL {
-                    // SAFETY: there is no such descriptor, so the kernel returns an error and does nothing.
+                    // SAFETY: there is no such descriptor, so the kernel returns an error and does
+                    // nothing.
                     assert_eq!(unsafe { libc::ioctl(-1, *call, 0) }, -1);
                 }
             }

@@ -87,7 +87,8 @@ impl VmBuilder {
         self
     }
 
-    /// Guest memory in bytes, a multiple of 4096 from [`layout::LEAST_MEMORY`] to [`layout::MOST_MEMORY`].
+    /// Guest memory in bytes, a multiple of 4096 from [`layout::LEAST_MEMORY`] to
+    /// [`layout::MOST_MEMORY`].
     pub fn memory(mut self, bytes: u64) -> Self {
         self.memory = bytes;
         self
@@ -111,20 +112,23 @@ impl VmBuilder {
         self
     }
 
-    /// Sets how long the guest may take to power off when a signal or [`RunControl::ask_for_power_down`] presses
-    /// its power button. With zero, the default, the guest is stopped at once.
+    /// Sets how long the guest may take to power off when a signal or
+    /// [`RunControl::ask_for_power_down`] presses its power button. With zero, the default, the
+    /// guest is stopped at once.
     pub fn power_down(mut self, limit: Duration) -> Self {
         self.power_down = limit;
         self
     }
 
-    /// Restricts the system calls of the process for good, from the start of the run. Off by default.
+    /// Restricts the system calls of the process for good, from the start of the run. Off by
+    /// default.
     pub fn seccomp(mut self, mode: Seccomp) -> Self {
         self.seccomp = mode;
         self
     }
 
-    /// Builds the VM. Blocks the signals that ask the process to end, so that [`Vm::run`] can read them.
+    /// Builds the VM. Blocks the signals that ask the process to end, so that [`Vm::run`] can read
+    /// them.
     ///
     /// # Errors
     /// If there is no usable KVM, or KVM or the system refuses a step.
@@ -141,7 +145,8 @@ impl VmBuilder {
             });
         }
         let vm = Arc::new(create_vm(&kvm)?);
-        // Memory comes first: once interrupt controllers exist, KVM takes milliseconds to change memory.
+        // Memory comes first: once interrupt controllers exist, KVM takes milliseconds to change
+        // memory.
         let memory = Arc::new(map_memory(&vm, self.memory)?);
         create_interrupt_controllers(&kvm, &vm)?;
         let vcpus = create_vcpus(&kvm, &vm, self.cpus)?;
@@ -282,9 +287,15 @@ const CREATE_ATTEMPTS: u32 = 100;
 
 /// Creates an empty VM.
 fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
-    // A signal, or a completed io_uring request of an open disk, interrupts KVM_CREATE_VM. The kernel handles
-    // either on the way back to user space, so the next attempt or the one after it succeeds.
-    let interrupted = |result: &Result<VmFd, kvm_ioctls::Error>| matches!(result, Err(error) if error.errno() == libc::EINTR);
+    // A signal, or a completed io_uring request of an open disk, interrupts KVM_CREATE_VM. The
+    // kernel handles either on the way back to user space, so the next attempt or the one after it
+    // succeeds.
+    type Created = Result<VmFd, kvm_ioctls::Error>;
+    let interrupted = |created: &Created| {
+        created
+            .as_ref()
+            .is_err_and(|error| error.errno() == libc::EINTR)
+    };
     let mut created = kvm.create_vm();
     for _ in 0..CREATE_ATTEMPTS {
         if !interrupted(&created) {
@@ -329,8 +340,8 @@ fn map_memory(vm: &VmFd, size: u64) -> Result<GuestMemoryMmap, VmError> {
             memory_size: region.len(),
             userspace_addr: address as u64,
         };
-        // SAFETY: the region is a private mapping of this size that only guest memory accesses reach. vCPUs run only
-        // in threads that hold the `SharedMachine`, which keeps it mapped.
+        // SAFETY: the region is a private mapping of this size that only guest memory accesses
+        // reach. vCPUs run only in threads that hold the `SharedMachine`, which keeps it mapped.
         unsafe { vm.set_user_memory_region(region) }.map_err(kvm_error("give memory to a VM"))?;
     }
     Ok(memory)
@@ -428,7 +439,8 @@ impl DiskAttachment {
         Ok(slot)
     }
 
-    /// Puts a device behind virtio-mmio registers, with eventfds also an ioeventfd per queue and an irqfd.
+    /// Puts a device behind virtio-mmio registers, with eventfds also an ioeventfd per queue and an
+    /// irqfd.
     fn mmio(
         &mut self,
         device: VirtioBlock,

@@ -1,5 +1,5 @@
-//! Interrupts into the guest: pins of the I/O APIC, and messages (MSI-X). Each is raised through an irqfd, or by
-//! an ioctl if the disk has `ioeventfd=off`.
+//! Interrupts into the guest: pins of the I/O APIC, and messages (MSI-X). Each is raised through an
+//! irqfd, or by an ioctl if the disk has `ioeventfd=off`.
 //!
 //! ```text
 //!   GSI 0..23   pins, routed by KVM to the I/O APIC (and 0..15 to the PIC): serial line, virtio-mmio
@@ -140,7 +140,8 @@ pub struct InterruptLine {
 }
 
 impl EdgeLine for InterruptLine {
-    /// Raises an edge, with two calls: KVM takes levels, and the I/O APIC detects edges (82093AA, 3.2.4).
+    /// Raises an edge, with two calls: KVM takes levels, and the I/O APIC detects edges (82093AA,
+    /// 3.2.4).
     fn pulse(&self) -> io::Result<()> {
         self.vm.set_irq_line(self.gsi, true)?;
         Ok(self.vm.set_irq_line(self.gsi, false)?)
@@ -155,7 +156,8 @@ enum Vector {
     Message(MsiMessage),
 }
 
-/// The MSI-X vectors of one PCI function. With irqfds a vector gets its GSI and its irqfd when it is first routed.
+/// The MSI-X vectors of one PCI function. With irqfds a vector gets its GSI and its irqfd when it
+/// is first routed.
 pub struct FunctionVectors {
     router: Arc<GsiRouter>,
     notifications: Notifications,
@@ -203,7 +205,8 @@ impl MsiRouter for FunctionVectors {
                     ..Default::default()
                 });
                 match sent {
-                    // A message to a processor that does not exist (KVM returns EPERM) is lost, as on hardware.
+                    // A message to a processor that does not exist (KVM returns EPERM) is lost, as
+                    // on hardware.
                     Err(error) if error.errno() != libc::EPERM => Err(error.into()),
                     _ => Ok(()),
                 }

@@ -100,7 +100,8 @@ pub struct RunOutcome {
     pub ended: RunEnd,
     /// The moment just before the first KVM_RUN.
     pub first_run: Option<Instant>,
-    /// Resident memory when the guest ended, if [`VmBuilder::measure_memory`](super::VmBuilder::measure_memory) asked for it.
+    /// Resident memory when the guest ended, if
+    /// [`VmBuilder::measure_memory`](super::VmBuilder::measure_memory) asked for it.
     pub memory: Option<MemoryUse>,
     /// Disks that could not be flushed: name and reason.
     pub flush_failures: Vec<(String, String)>,
@@ -127,8 +128,8 @@ impl Vm {
         &self.machine.memory
     }
 
-    /// vCPU `index`, for setting its initial state. All but vCPU 0 wait for INIT and SIPI unless their MP state
-    /// is set.
+    /// vCPU `index`, for setting its initial state. All but vCPU 0 wait for INIT and SIPI unless
+    /// their MP state is set.
     pub fn vcpu(&self, index: usize) -> Option<&VcpuFd> {
         self.vcpus.get(index)
     }
@@ -148,12 +149,12 @@ impl Vm {
         &self.machine.exits
     }
 
-    /// Runs the guest until it powers off, resets or crashes, or until a signal comes. Then stops the vCPUs,
-    /// drains the devices and flushes the disks.
+    /// Runs the guest until it powers off, resets or crashes, or until a signal comes. Then stops
+    /// the vCPUs, drains the devices and flushes the disks.
     ///
     /// # Errors
-    /// If the system refuses a thread, a descriptor or a terminal mode. A crash of the guest is not an error:
-    /// see [`RunOutcome::ended`].
+    /// If the system refuses a thread, a descriptor or a terminal mode. A crash of the guest is not
+    /// an error: see [`RunOutcome::ended`].
     pub fn run(mut self) -> Result<RunOutcome, VmError> {
         seccomp::restrict(self.seccomp, SyscallProfile::Vm, false)?;
         let jobs = self.jobs.take().expect("a VM runs once");
@@ -179,7 +180,8 @@ impl Vm {
         let control = self.machine.control.clone();
         // Without effect unless the wait itself failed, which leaves the vCPUs running.
         control.end(RunEnd::Quit);
-        // A limit that holds back requests would delay vCPUs that reset a device, and the draining of all devices.
+        // A limit that holds back requests would delay vCPUs that reset a device, and the draining
+        // of all devices.
         for disk in &self.disks {
             disk.throttle.set(Limits::default());
             disk.backend.end_pauses();
@@ -201,10 +203,11 @@ impl Vm {
             vcpus,
             ..
         } = self;
-        // Dropping the devices finishes the guest's requests. After that nothing writes to the disks.
+        // Dropping the devices finishes the guest's requests. After that nothing writes to the
+        // disks.
         drop((machine, serial, vcpus));
-        // The devices were the only senders of jobs, so the thread ends. A panic of that thread has been
-        // printed.
+        // The devices were the only senders of jobs, so the thread ends. A panic of that thread has
+        // been printed.
         let _ = starter.join();
         let mut flush_failures = Vec::new();
         for disk in &disks {
@@ -225,7 +228,8 @@ impl Vm {
         })
     }
 
-    /// Starts a thread per vCPU. Returns the threads that run, and the error if one could not be started.
+    /// Starts a thread per vCPU. Returns the threads that run, and the error if one could not be
+    /// started.
     fn start_vcpus(&mut self) -> (Vec<JoinHandle<()>>, Option<io::Error>) {
         let mut threads = Vec::new();
         // The other vCPUs wait for vCPU 0 to start them, so its thread starts last.
@@ -249,8 +253,9 @@ impl Vm {
         (threads, None)
     }
 
-    /// Waits until the run ends. A signal or [`RunControl::ask_for_power_down`] presses the power button. The run
-    /// is ended if the guest ignores the button, is asked a second time, or takes too long.
+    /// Waits until the run ends. A signal or [`RunControl::ask_for_power_down`] presses the power
+    /// button. The run is ended if the guest ignores the button, is asked a second time, or takes
+    /// too long.
     fn wait(&mut self) -> io::Result<()> {
         let control = self.machine.control.clone();
         let mut events = EventLoop::<_, ()>::new()?;
@@ -307,7 +312,8 @@ impl Vm {
             }
             if !again {
                 tracing::warn!(
-                    "the guest ignores the power button (no ACPI, or not booted far enough): stopping it"
+                    "the guest ignores the power button (no ACPI, or not booted far enough): \
+                     stopping it"
                 );
             }
             control.end(reason);

@@ -14,13 +14,14 @@ pub struct MemoryUse {
     pub resident: u64,
     /// Guest memory.
     pub guest: u64,
-    /// The process's own data: pages that it has written, without guest memory. Programs and libraries are left
-    /// out, because all processes that run them share them.
+    /// The process's own data: pages that it has written, without guest memory. Programs and
+    /// libraries are left out, because all processes that run them share them.
     pub own: u64,
 }
 
-/// Maps `size` bytes of guest memory, which take no space until touched. Core dumps leave the mappings out, and
-/// because of that flag the kernel does not merge them with other mappings, so [`measure`] can tell them apart.
+/// Maps `size` bytes of guest memory, which take no space until touched. Core dumps leave the
+/// mappings out, and because of that flag the kernel does not merge them with other mappings, so
+/// [`measure`] can tell them apart.
 ///
 /// # Errors
 /// If the system refuses the mapping.
@@ -34,8 +35,8 @@ pub fn map(size: u64) -> io::Result<GuestMemoryMmap> {
         let address = memory
             .get_host_address(region.start_addr())
             .map_err(io::Error::other)?;
-        // SAFETY: the range is a mapping of `memory`, and leaving it out of core dumps does not change its
-        // contents.
+        // SAFETY: the range is a mapping of `memory`, and leaving it out of core dumps does not
+        // change its contents.
         unsafe { madvise(address.cast(), region.len() as usize, Advice::LinuxDontDump)? };
     }
     Ok(memory)
@@ -55,8 +56,8 @@ pub fn measure(memory: &GuestMemoryMmap) -> Option<MemoryUse> {
     Some(sum(&text, &ranges))
 }
 
-/// Adds up the `Rss` of all mappings in `smaps`, the `Rss` of those in `ranges`, and the `Anonymous` of all
-/// others.
+/// Adds up the `Rss` of all mappings in `smaps`, the `Rss` of those in `ranges`, and the
+/// `Anonymous` of all others.
 fn sum(smaps: &str, ranges: &[(u64, u64)]) -> MemoryUse {
     let mut total = MemoryUse {
         resident: 0,
@@ -102,8 +103,8 @@ mod tests {
             memory.write_obj(1u8, GuestAddress(page * 4096)).unwrap();
         }
         let measured = measure(&memory).unwrap();
-        // The kernel may count the memory of another test's guest with this one's if they are adjacent, so the
-        // value may be too high, and may fall later.
+        // The kernel may count the memory of another test's guest with this one's if they are
+        // adjacent, so the value may be too high, and may fall later.
         assert!(measured.guest >= 1 << 20, "{measured:?}");
         assert!(
             measured.guest < 64 << 20 && measured.resident > measured.guest,

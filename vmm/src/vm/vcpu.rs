@@ -55,13 +55,14 @@ pub fn install_kick_handler() -> io::Result<()> {
     register_signal_handler(kick_signal(), handle_kick).map_err(io::Error::from)
 }
 
-/// Makes this thread's vCPU leave KVM_RUN, or not enter it: a signal that arrives just before KVM_RUN must not be
-/// lost.
+/// Makes this thread's vCPU leave KVM_RUN, or not enter it: a signal that arrives just before
+/// KVM_RUN must not be lost.
 extern "C" fn handle_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
     let run = RUNNING.get();
     if !run.is_null() {
-        // SAFETY: `RUNNING` is set only while `VcpuThread::run` of this very thread holds the vCPU, whose
-        // mapping it points into, and a signal handler runs on the thread that set it. KVM reads the byte.
+        // SAFETY: `RUNNING` is set only while `VcpuThread::run` of this very thread holds the vCPU,
+        // whose mapping it points into, and a signal handler runs on the thread that set it. KVM
+        // reads the byte.
         unsafe { ptr::write_volatile(&raw mut (*run).immediate_exit, 1) };
     }
 }
@@ -120,8 +121,8 @@ impl VcpuThread {
         while !control.is_stopping() {
             if control.is_paused() {
                 control.park();
-                // Tells a guest that uses KVM's clock that it was paused, not stuck. For other guests it fails,
-                // which is harmless.
+                // Tells a guest that uses KVM's clock that it was paused, not stuck. For other
+                // guests it fails, which is harmless.
                 let _ = self.fd.kvmclock_ctrl();
                 continue;
             }
@@ -147,8 +148,8 @@ impl VcpuThread {
         self.machine.control.end(RunEnd::Crashed(Box::new(crash)));
     }
 
-    /// A reset or a crash? Linux may reset by a triple fault, on any vCPU. A kernel that cannot run here faults
-    /// before it has accessed any device.
+    /// A reset or a crash? Linux may reset by a triple fault, on any vCPU. A kernel that cannot run
+    /// here faults before it has accessed any device.
     fn triple_fault(&mut self) -> RunEnd {
         if self.machine.exits.iter().any(|exits| exits.accesses() > 0) {
             tracing::warn!(
@@ -171,7 +172,8 @@ impl VcpuThread {
         let machine = &self.machine;
         let (reason, next) = match self.fd.run() {
             Ok(VcpuExit::IoIn(port, data)) => {
-                // SAFETY: `run` points to the mapping of the vCPU that `self.fd` keeps; KVM has just filled `io`.
+                // SAFETY: `run` points to the mapping of the vCPU that `self.fd` keeps; KVM has
+                // just filled `io`.
                 let width = unsafe { (*run).__bindgen_anon_1.io.size };
                 for item in data.chunks_exact_mut(usize::from(width.max(1))) {
                     if !machine.ports.read(u64::from(port), item) {
@@ -200,8 +202,8 @@ impl VcpuThread {
                 }
                 (ExitReason::MmioWrite, NextStep::Continue)
             }
-            // With an in-kernel interrupt controller, KVM itself waits in HLT. It exits only without one, and then
-            // nothing would wake the vCPU.
+            // With an in-kernel interrupt controller, KVM itself waits in HLT. It exits only
+            // without one, and then nothing would wake the vCPU.
             Ok(VcpuExit::Hlt) => (ExitReason::Halt, NextStep::Continue),
             Ok(VcpuExit::Intr) => (ExitReason::Interrupted, NextStep::Continue),
             Ok(VcpuExit::Shutdown) => (ExitReason::Other, NextStep::TripleFault),

@@ -13,7 +13,8 @@ pub struct Judge {
     paused: bool,
     /// A `shutdown` that takes effect was answered.
     ended: bool,
-    /// The process is a VM, which can end at once without its guest's consent; a daemon has no guest.
+    /// The process is a VM, which can end at once without its guest's consent; a daemon has no
+    /// guest.
     vm: bool,
 }
 

@@ -1,14 +1,14 @@
-//! Sends any bytes, in any pieces, to the control socket of a process with two disks in use. The server must answer
-//! each line once and in order, the disks and the process must do what the answers say, and afterwards the socket and
-//! the disks must still work.
+//! Sends any bytes, in any pieces, to the control socket of a process with two disks in use. The
+//! server must answer each line once and in order, the disks and the process must do what the
+//! answers say, and afterwards the socket and the disks must still work.
 //!
 //! ```text
 //!   input ──▶ words.rs: text ──▶ client.rs ──socket──▶ walvisor's Server ──▶ ControlledProcess ──▶ RAM disk, raw image
 //!                                    └─ lines and answers ──▶ judge.rs            guest.rs: its requests meanwhile ─┘
 //! ```
 //!
-//! An *input* starts with a byte of options (mask 1: a VM instead of a daemon, mask 6: the length of the
-//! pieces); the rest is text, see `words.rs`.
+//! An *input* starts with a byte of options (mask 1: a VM instead of a daemon, mask 6: the length
+//! of the pieces); the rest is text, see `words.rs`.
 #![no_main]
 
 mod client;
@@ -31,8 +31,9 @@ use walvisor_vmm::control::RunControl;
 use guest::Guest;
 use judge::Judge;
 
-/// A line has at most 64 KiB, and its decoded form is at most three times as long (`\u0000`); a client's stack
-/// is not counted. The two disks, their queues and the harness's own data take less than 4 MiB.
+/// A line has at most 64 KiB, and its decoded form is at most three times as long (`\u0000`); a
+/// client's stack is not counted. The two disks, their queues and the harness's own data take less
+/// than 4 MiB.
 #[global_allocator]
 static ALLOCATOR: BoundedAllocator<{ 512 << 10 }, { 8 << 20 }> = BoundedAllocator {};
 

@@ -1,6 +1,6 @@
-//! Socket activation: listening sockets that a service manager such as systemd passes to the process
-//! (`sd_listen_fds(3)`). The service manager keeps them open when the process ends, so clients that connect during
-//! a restart wait instead of being refused.
+//! Socket activation: listening sockets that a service manager such as systemd passes to the
+//! process (`sd_listen_fds(3)`). The service manager keeps them open when the process ends, so
+//! clients that connect during a restart wait instead of being refused.
 
 use std::env;
 use std::fmt;
@@ -48,10 +48,12 @@ impl InheritedSockets {
     /// Takes over the inherited sockets. Call it once, before the process opens anything.
     ///
     /// # Errors
-    /// If the environment announces a descriptor that is not open, or that is not a listening stream socket.
+    /// If the environment announces a descriptor that is not open, or that is not a listening
+    /// stream socket.
     pub fn take() -> Result<Self, CommandError> {
         let variable = |name| env::var(name).unwrap_or_default();
-        // Variables with another process's id were meant for that process, which passed its environment on.
+        // Variables with another process's id were meant for that process, which passed its
+        // environment on.
         if variable("LISTEN_PID") != std::process::id().to_string() {
             return Ok(Self::default());
         }
@@ -62,7 +64,8 @@ impl InheritedSockets {
             .filter(|count| (0..=MOST).contains(count))
             .ok_or_else(|| {
                 CommandError::Failed(format!(
-                    "LISTEN_FDS is '{count}': it must be the number of sockets that the service manager passes"
+                    "LISTEN_FDS is '{count}': it must be the number of sockets that the service \
+                     manager passes"
                 ))
             })?;
         let names = variable("LISTEN_FDNAMES");
@@ -113,7 +116,8 @@ impl InheritedSockets {
             name => format!(" '{name}'"),
         };
         Err(CommandError::Failed(format!(
-            "the service manager's socket{name} listens at {place}, where no disk is served: {advice}"
+            "the service manager's socket{name} listens at {place}, where no disk is served: \
+             {advice}"
         )))
     }
 }
@@ -138,8 +142,8 @@ fn adopt(fd: RawFd, name: &str) -> Result<InheritedSocket, CommandError> {
     // SAFETY: the call only asks whether the descriptor is open, which is sound for any number.
     let open = rustix::io::fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::CLOEXEC);
     open.map_err(|_| failed(&"is not open"))?;
-    // SAFETY: the descriptor is open, and the environment says that this process may use it. Nothing in this
-    // process has opened anything yet, so nothing else owns it.
+    // SAFETY: the descriptor is open, and the environment says that this process may use it.
+    // Nothing in this process has opened anything yet, so nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let listens = sockopt::socket_type(&fd) == Ok(SocketType::STREAM)
         && sockopt::socket_acceptconn(&fd) == Ok(true);

@@ -1,4 +1,5 @@
-//! `walvisor ctl`: controls a running `walvisor run` or `walvisor serve`, or asks for its statistics.
+//! `walvisor ctl`: controls a running `walvisor run` or `walvisor serve`, or asks for its
+//! statistics.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -100,7 +101,8 @@ pub enum CtlRequest {
         #[arg(long)]
         json: bool,
     },
-    /// Name the current state of all disks of the disk's log; the log keeps what is needed to restore it
+    /// Name the current state of all disks of the disk's log; the log keeps what is needed to
+    /// restore it
     Snapshot {
         /// The snapshot's name
         #[arg(value_name = "NAME")]
@@ -127,7 +129,8 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Make a paused disk what it was at a point, at once; its current contents stay a point of the log. Whoever uses the disk must read it again
+    /// Make a paused disk what it was at a point, at once; its current contents stay a point of the
+    /// log. Whoever uses the disk must read it again
     Restore {
         /// The point, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]
@@ -144,7 +147,8 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Change how much history the disk's log keeps: off, all, a time such as 24h, or a size such as 50G
+    /// Change how much history the disk's log keeps: off, all, a time such as 24h, or a size such
+    /// as 50G
     SetRetain {
         /// How much
         retain: String,
@@ -157,12 +161,14 @@ pub enum CtlRequest {
         /// The disk, as on the daemon's command line; paths are the daemon's
         spec: String,
     },
-    /// Stop serving a disk and close it: its clients get their outstanding replies and are disconnected
+    /// Stop serving a disk and close it: its clients get their outstanding replies and are
+    /// disconnected
     RemoveDisk {
         /// The disk's name in stats
         name: String,
     },
-    /// Serve a disk in use as of a point, over NBD, read-only without --scratch, until its last client is gone
+    /// Serve a disk in use as of a point, over NBD, read-only without --scratch, until its last
+    /// client is gone
     Look(LookArguments),
     /// End a look
     Unlook {
@@ -186,7 +192,8 @@ pub struct LookArguments {
     /// Which disk
     #[command(flatten)]
     disk: DiskName,
-    /// The point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now such as -15m, or newest
+    /// The point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now such as
+    /// -15m, or newest
     #[arg(
         long,
         value_name = "AT",
@@ -194,10 +201,12 @@ pub struct LookArguments {
         allow_hyphen_values = true
     )]
     at: String,
-    /// The Unix socket to create for NBD clients; only this user can connect. Several looks can be open, each on its own
+    /// The Unix socket to create for NBD clients; only this user can connect. Several looks can be
+    /// open, each on its own
     #[arg(long = "socket", value_name = "SOCKET")]
     at_socket: PathBuf,
-    /// Allow writes, which go to an unnamed file in TMPDIR or /var/tmp that is gone when the look ends
+    /// Allow writes, which go to an unnamed file in TMPDIR or /var/tmp that is gone when the look
+    /// ends
     #[arg(long)]
     scratch: bool,
     /// Keep the look open when its last client is gone
@@ -308,8 +317,8 @@ fn absolute(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// Makes a socket, and lets the other process serve a look there. A child removes the socket's name when the look
-/// has ended, because the other process may lack the right to.
+/// Makes a socket, and lets the other process serve a look there. A child removes the socket's name
+/// when the look has ended, because the other process may lack the right to.
 fn look(control: &Path, wanted: &LookArguments) -> Result<(), CommandError> {
     let (listener, name) = bind(&wanted.at_socket, CONTROL_MODE)?;
     let mut names = SocketNames::default();

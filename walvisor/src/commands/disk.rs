@@ -39,11 +39,12 @@ enum DiskAction {
     Create {
         #[command(flatten)]
         disk: DiskPath,
-        /// Size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
+        /// Size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so
+        /// on of 1000.
         #[arg(long, value_parser = parse_size)]
         size: u64,
-        /// How much history the log keeps, for all its disks: off, all, a time such as 24h or 15m, or a size such
-        /// as 50G [default: off, or as an existing log is set].
+        /// How much history the log keeps, for all its disks: off, all, a time such as 24h or 15m,
+        /// or a size such as 50G [default: off, or as an existing log is set].
         #[arg(long, value_parser = parse_retain)]
         retain: Option<Retention>,
     },
@@ -59,8 +60,8 @@ enum DiskAction {
     Check {
         #[command(flatten)]
         disk: DiskPath,
-        /// If the log's image is lost: discard the log's records of this disk, and take the image as it is. Other
-        /// disks of the log keep their records.
+        /// If the log's image is lost: discard the log's records of this disk, and take the image
+        /// as it is. Other disks of the log keep their records.
         #[arg(long)]
         discard_log: bool,
         #[command(flatten)]
@@ -78,14 +79,16 @@ enum DiskAction {
     Import(transfer::ImportArguments),
     /// Copy the disk's current contents to a raw image; the disk is not changed.
     Export(transfer::ExportArguments),
-    /// Copy the disk as of a point of its history to a raw image, or make the disk itself what it was.
+    /// Copy the disk as of a point of its history to a raw image, or make the disk itself what it
+    /// was.
     Restore(transfer::RestoreArguments),
-    /// Create a disk from another one, as of now or a point of its history. They share blocks if the file system
-    /// can.
+    /// Create a disk from another one, as of now or a point of its history. They share blocks if
+    /// the file system can.
     Clone(transfer::CloneArguments),
     /// Show which parts of a disk changed between two points of its history.
     Changes(changes::ChangesArguments),
-    /// Name the current state of all disks of the disk's log; the log keeps what is needed to restore it.
+    /// Name the current state of all disks of the disk's log; the log keeps what is needed to
+    /// restore it.
     Snapshot(snapshot::MakeArguments),
     /// List the snapshots of the disk's log, oldest first.
     Snapshots(snapshot::SnapshotsArguments),
@@ -95,9 +98,11 @@ enum DiskAction {
     Mark(snapshot::MarkArguments),
     /// Change the size of a disk.
     Resize(transfer::ResizeArguments),
-    /// Take a disk out of its log: its image is then a plain raw image, and the log's other disks are not changed.
+    /// Take a disk out of its log: its image is then a plain raw image, and the log's other disks
+    /// are not changed.
     Leave(membership::LeaveArguments),
-    /// Move a disk to another log, which is made if it does not exist; a raw image without a log joins that log.
+    /// Move a disk to another log, which is made if it does not exist; a raw image without a log
+    /// joins that log.
     MoveLog(membership::MoveArguments),
 }
 
@@ -202,7 +207,8 @@ fn without_log(report: &DiskReport) -> &'static str {
     if report.marked {
         "a raw image of a disk that was closed, with all bytes in the image"
     } else {
-        "a raw image without a log or a mark; if it is a copy of a disk that was not closed, its newest bytes are missing"
+        "a raw image without a log or a mark; if it is a copy of a disk that was not closed, its \
+         newest bytes are missing"
     }
 }
 
@@ -229,8 +235,8 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             );
         }
         return Err(CommandError::Failed(format!(
-            "{}: damaged: {} blocks in {} are not what was written; reads of them fail until the guest overwrites them, \
-             or restore the disk from a copy",
+            "{}: damaged: {} blocks in {} are not what was written; reads of them fail until the \
+             guest overwrites them, or restore the disk from a copy",
             first.disk.display(),
             damaged.len(),
             disk.log().display(),
@@ -249,8 +255,9 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             );
         }
         return Err(CommandError::Failed(format!(
-            "{}: damaged: {} batch headers are not what was written; summaries have copies of them, so no record is lost: \
-             'walvisor disk checkpoint' copies the records to the base image",
+            "{}: damaged: {} batch headers are not what was written; summaries have copies of \
+             them, so no record is lost: 'walvisor disk checkpoint' copies the records to the base \
+             image",
             first.segment.display(),
             headers.count(),
         )));
@@ -265,8 +272,8 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             say!("{name}: snapshots {}: {}", names.join(", "), fault.what);
         }
         return Err(CommandError::Failed(format!(
-            "{name}: its snapshots have {} faults, and the disk as it is now has none: put the files back that are named, or delete \
-             the snapshots",
+            "{name}: its snapshots have {} faults, and the disk as it is now has none: put the \
+             files back that are named, or delete the snapshots",
             faults.count(),
         )));
     }
@@ -282,7 +289,8 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             without_log(&report)
         ),
         (Some(log), _) => say!(
-            "{name}: clean: {} batches verified; {} records ({} bytes) in the log, the rest in the base image{}",
+            "{name}: clean: {} batches verified; {} records ({} bytes) in the log, the rest in the \
+             base image{}",
             log.batches,
             log.records,
             log.payload_bytes,
@@ -331,7 +339,8 @@ fn discard(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
 fn checkpoint(disk: &DiskPath) -> Result<(), CommandError> {
     let log = disk.log();
     let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;
-    // A disk without a log is already what a checkpoint leaves, a plain raw image, so no log is made.
+    // A disk without a log is already what a checkpoint leaves, a plain raw image, so no log is
+    // made.
     if report.log.is_none() {
         return Ok(());
     }
@@ -387,5 +396,12 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
         log.damaged.is_empty() && log.damaged_headers.is_empty() && log.snapshot_faults.is_empty()
     };
     let clean = report.log.as_ref().is_none_or(log_is_clean);
-    json!({ "disk": path, "size_bytes": report.size, "allocated_bytes": report.allocated, "marked": report.marked, "clean": clean, "log": log })
+    json!({
+        "disk": path,
+        "size_bytes": report.size,
+        "allocated_bytes": report.allocated,
+        "marked": report.marked,
+        "clean": clean,
+        "log": log,
+    })
 }

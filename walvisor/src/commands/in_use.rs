@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use super::CommandError;
 
-/// The failure of a command that only looks at a disk or a log. If a process with a control socket has it open, the
-/// line ends with the command that asks that process.
+/// The failure of a command that only looks at a disk or a log. If a process with a control socket
+/// has it open, the line ends with the command that asks that process.
 pub(super) fn cannot_look(error: walvisor_storage::Error) -> CommandError {
     ask_owner(error, "stats")
 }

@@ -32,7 +32,8 @@ enum LogAction {
         /// Print one line per record.
         #[arg(long)]
         records: bool,
-        /// Begin with this point: cid:N, lsn:N, time:2026-11-22T12:03:00Z, or a time before now, such as -15m.
+        /// Begin with this point: cid:N, lsn:N, time:2026-11-22T12:03:00Z, or a time before now,
+        /// such as -15m.
         #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
         since: Option<Point>,
         /// End with this point.
@@ -46,7 +47,8 @@ enum LogAction {
     Resize {
         /// The log directory.
         dir: PathBuf,
-        /// New size in bytes, rounded up to whole segments; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
+        /// New size in bytes, rounded up to whole segments; K, M, G, T, P and E are powers of 1024,
+        /// KB, MB and so on of 1000.
         #[arg(long, value_parser = parse_size)]
         size: u64,
         /// Print JSON.

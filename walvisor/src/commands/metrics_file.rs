@@ -6,8 +6,8 @@ use std::path::Path;
 
 use super::CommandError;
 
-/// The destination of metrics. It is opened before the work begins, so that a command does not fail to write them
-/// after hours.
+/// The destination of metrics. It is opened before the work begins, so that a command does not fail
+/// to write them after hours.
 pub struct MetricsFile {
     writer: Box<dyn Write>,
 }

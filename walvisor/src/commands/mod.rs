@@ -1,4 +1,5 @@
-//! The subcommands, one module each: a struct of arguments for clap, and a function that carries the command out.
+//! The subcommands, one module each: a struct of arguments for clap, and a function that carries
+//! the command out.
 
 mod activation;
 pub mod config;

@@ -1,4 +1,5 @@
-//! The arguments of every process with disks in use: metrics, control socket, seccomp filter and Landlock.
+//! The arguments of every process with disks in use: metrics, control socket, seccomp filter and
+//! Landlock.
 
 use std::os::unix::net::UnixListener;
 use std::path::PathBuf;
@@ -36,7 +37,8 @@ pub struct ProcessArguments {
     /// Seccomp filter against system calls that the process does not need: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = seccomp_modes())]
     pub seccomp: Seccomp,
-    /// Landlock against files and ports that the process does not need: on or off. It does as much as the kernel supports
+    /// Landlock against files and ports that the process does not need: on or off. It does as much
+    /// as the kernel supports
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub landlock: Landlock,
 }
@@ -47,8 +49,8 @@ impl ProcessArguments {
         self.metrics.as_deref().map(MetricsFile::open).transpose()
     }
 
-    /// Makes the control socket, if `--control` was given, and adds its name to `names`. Call it while the process
-    /// has one thread.
+    /// Makes the control socket, if `--control` was given, and adds its name to `names`. Call it
+    /// while the process has one thread.
     pub(super) fn control(
         &self,
         names: &mut SocketNames,

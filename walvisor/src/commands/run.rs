@@ -81,13 +81,14 @@ pub struct RunArguments {
     /// Metrics, control, and what the process gives up.
     #[command(flatten)]
     pub process: ProcessArguments,
-    /// Seconds that the guest may take to power off after a signal or 'walvisor ctl shutdown'; 0: stop it at once
+    /// Seconds that the guest may take to power off after a signal or 'walvisor ctl shutdown'; 0:
+    /// stop it at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub power_down_seconds: u32,
 }
 
-/// Boots the guest. Returns when it has powered off or reset, or when a signal has stopped it. A reset is not
-/// followed by another boot; that is up to the caller.
+/// Boots the guest. Returns when it has powered off or reset, or when a signal has stopped it. A
+/// reset is not followed by another boot; that is up to the caller.
 ///
 /// # Errors
 /// If the guest cannot be started, cannot run on this machine, or reports that its kernel panicked.
@@ -98,17 +99,20 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
         initrd: arguments.initrd.clone(),
         command_line: arguments.cmdline.clone(),
     };
-    // Bad input must change nothing, and opening a disk may give it a log, so the check comes first.
+    // Bad input must change nothing, and opening a disk may give it a log, so the check comes
+    // first.
     linux::check(&image).map_err(CommandError::failed)?;
     let console = console(&arguments.console)?;
     let metrics = arguments.process.metrics()?;
-    // The socket is made while there is one thread, and before the disks are opened, whose recovery may take long.
+    // The socket is made while there is one thread, and before the disks are opened, whose recovery
+    // may take long.
     let mut names = SocketNames::default();
     let control = arguments.process.control(&mut names)?;
     names.hand_over().map_err(CommandError::failed)?;
     let scratch = disks::make_files(&arguments.disks).map_err(CommandError::failed)?;
     places(arguments).restrict(arguments.process.landlock);
-    // Blocked here already, because the logs' threads start before the VM is built and inherit the mask.
+    // Blocked here already, because the logs' threads start before the VM is built and inherit the
+    // mask.
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus, scratch).map_err(CommandError::failed)?;
@@ -143,8 +147,8 @@ fn check(arguments: &RunArguments) -> Result<(), CommandError> {
     let machine = disks::machine_memory();
     if memory > machine && !arguments.overcommit {
         return Err(CommandError::Usage(format!(
-            "--memory {memory}: this machine has {machine} bytes of memory and swap: give less, or give --overcommit if \
-             the guest will not use all of it"
+            "--memory {memory}: this machine has {machine} bytes of memory and swap: give less, or \
+             give --overcommit if the guest will not use all of it"
         )));
     }
     Ok(())
@@ -181,8 +185,9 @@ fn run_on(
 
     if !crash::hardware_virtualisation() {
         eprintln!(
-            "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not completely; a stock \
-             Linux kernel will hardly boot here; 'walvisor-guest-images boot IMAGE' boots a root image nested"
+            "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not \
+             completely; a stock Linux kernel will hardly boot here; 'walvisor-guest-images boot \
+             IMAGE' boots a root image nested"
         );
     }
     if let Some(listener) = control {
@@ -204,7 +209,8 @@ fn run_on(
         RunEnd::Crashed(crash) => return Err(CommandError::failed(crash)),
         RunEnd::Panicked => {
             return Err(CommandError::Failed(
-                "the guest's kernel panicked: its console tells why; the disks are closed and need no repair"
+                "the guest's kernel panicked: its console tells why; the disks are closed and need \
+                 no repair"
                     .to_owned(),
             ));
         }
@@ -212,7 +218,8 @@ fn run_on(
     }
     match outcome.flush_failures.first() {
         Some((disk, error)) => Err(CommandError::Failed(format!(
-            "disk '{disk}': the last flush failed: {error}; check the disk with 'walvisor disk check'"
+            "disk '{disk}': the last flush failed: {error}; check the disk with 'walvisor disk \
+             check'"
         ))),
         None => Ok(()),
     }

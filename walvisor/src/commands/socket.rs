@@ -1,8 +1,9 @@
-//! Listening sockets of servers: inherited from a service manager, or bound here. Sets the permissions of Unix
-//! sockets, and replaces sockets that a killed server left behind.
+//! Listening sockets of servers: inherited from a service manager, or bound here. Sets the
+//! permissions of Unix sockets, and replaces sockets that a killed server left behind.
 //!
-//! A server locks (flock) the directory of a socket before it changes the name there. So of two servers that start
-//! at once, one finds the other's socket, and neither removes a socket that a server listens at.
+//! A server locks (flock) the directory of a socket before it changes the name there. So of two
+//! servers that start at once, one finds the other's socket, and neither removes a socket that a
+//! server listens at.
 
 use std::fs::{self};
 use std::io;
@@ -20,7 +21,8 @@ use super::socket_file::{LateName, Name, SocketFile, SocketPlace};
 use super::socket_names::SocketNames;
 use crate::commands::CommandError;
 
-/// Provides listening sockets: the service manager's if there is one for the address, else new ones.
+/// Provides listening sockets: the service manager's if there is one for the address, else new
+/// ones.
 #[derive(Debug)]
 pub struct Sockets {
     inherited: InheritedSockets,
@@ -37,7 +39,8 @@ impl Sockets {
         Ok(Self { inherited, mode })
     }
 
-    /// A socket that listens at `path`. If this process has made it, its name is added to `names`, for removal.
+    /// A socket that listens at `path`. If this process has made it, its name is added to `names`,
+    /// for removal.
     ///
     /// # Errors
     /// As [`bind`].
@@ -75,8 +78,9 @@ impl Sockets {
     }
 }
 
-/// Makes a listening socket at `path` with the permissions `mode`. Replaces a socket that no server listens at any
-/// more. Call it while the process has one thread, because it sets the permissions through the umask.
+/// Makes a listening socket at `path` with the permissions `mode`. Replaces a socket that no server
+/// listens at any more. Call it while the process has one thread, because it sets the permissions
+/// through the umask.
 ///
 /// # Errors
 /// If a server listens at `path`, if `path` is not a socket, or if the system refuses.
@@ -128,8 +132,9 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
     Ok((listener, SocketFile { name }))
 }
 
-/// As [`bind`], for a process that has several threads and lacks the right to connect. So it sets the permissions
-/// without the umask, and refuses any path that exists. This process must [remove](LateName) the name.
+/// As [`bind`], for a process that has several threads and lacks the right to connect. So it sets
+/// the permissions without the umask, and refuses any path that exists. This process must
+/// [remove](LateName) the name.
 ///
 /// # Errors
 /// If there is a file at `path`, or the system refuses.

@@ -167,8 +167,8 @@ impl Drop for SocketFile {
     }
 }
 
-/// The name of a socket that was made by a process with other sockets in use. Dropping it removes the name; close the
-/// socket first.
+/// The name of a socket that was made by a process with other sockets in use. Dropping it removes
+/// the name; close the socket first.
 #[derive(Debug)]
 pub struct LateName(pub(super) Name);
 

@@ -1,8 +1,9 @@
 //! A child process removes the names of sockets, and does nothing else.
 //!
-//! Landlock can allow removing any file of a directory, but not one name only: a process with the right to remove
-//! its socket could also remove every image beside it. So the process forks a child for that before it gives up its
-//! own rights. The only message from parent to child is the closed pipe:
+//! Landlock can allow removing any file of a directory, but not one name only: a process with the
+//! right to remove its socket could also remove every image beside it. So the process forks a child
+//! for that before it gives up its own rights. The only message from parent to child is the closed
+//! pipe:
 //!
 //! ```text
 //!   process ── bind ── fork ── restrict ── serve ── drop, or any other end ──▶ pipe closed
@@ -32,8 +33,9 @@ impl SocketNames {
         self.own.push(file);
     }
 
-    /// Hands all names that have been added to a child, which removes them however this process ends. So this process
-    /// may give up the right to remove files. Call it once, while the process has one thread.
+    /// Hands all names that have been added to a child, which removes them however this process
+    /// ends. So this process may give up the right to remove files. Call it once, while the process
+    /// has one thread.
     ///
     /// # Errors
     /// If the system refuses a pipe or a process.
@@ -64,8 +66,8 @@ impl SocketNames {
         Ok(())
     }
 
-    /// As [`hand_over`](Self::hand_over), but the child removes the names once all copies of the returned descriptor
-    /// are closed, in any process.
+    /// As [`hand_over`](Self::hand_over), but the child removes the names once all copies of the
+    /// returned descriptor are closed, in any process.
     ///
     /// # Errors
     /// As [`hand_over`](Self::hand_over).
@@ -101,7 +103,8 @@ impl Drop for NameRemover {
 fn wait_and_remove(names: &[Name], kept: &PipeReader) {
     while let Err(Errno::INTR) = rustix::io::read(kept, &mut [0; 1]) {}
     for name in names {
-        // There is nobody to report an error to. The next server that binds a name replaces it if it stays.
+        // There is nobody to report an error to. The next server that binds a name replaces it if
+        // it stays.
         let _ = name.remove();
     }
 }

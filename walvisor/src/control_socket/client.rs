@@ -38,13 +38,14 @@ struct ExportProgress {
 /// Sends one request to the socket at `path`, and waits for its answer.
 ///
 /// # Errors
-/// One line: what, where, what to do. If no server listens there, if it refuses the request, or if its reply is not
-/// an answer.
+/// One line: what, where, what to do. If no server listens there, if it refuses the request, or if
+/// its reply is not an answer.
 pub fn ask(path: &Path, command: &ControlCommand) -> Result<Value, String> {
     ask_with(path, command, &[], &mut |_, _| {})
 }
 
-/// As [`ask`], for a request with descriptors. `progress` is called with the bytes done and the total.
+/// As [`ask`], for a request with descriptors. `progress` is called with the bytes done and the
+/// total.
 ///
 /// # Errors
 /// As [`ask`].
@@ -56,7 +57,10 @@ pub fn ask_with(
 ) -> Result<Value, String> {
     let place = path.display();
     let stream = UnixStream::connect(path).map_err(|error| {
-        format!("control socket '{place}': {error}: is 'walvisor run' or 'walvisor serve' running with --control {place}?")
+        format!(
+            "control socket '{place}': {error}: is 'walvisor run' or 'walvisor serve' running \
+            with --control {place}?"
+        )
     })?;
     let gone = |error: std::io::Error| {
         format!("control socket '{place}': {error}: its process may have ended")
@@ -88,13 +92,14 @@ pub fn ask_with(
             }) => progress(passed.passed_bytes, passed.total_bytes),
             Ok(_) => {
                 return Err(format!(
-                    "control socket '{place}': the reply is neither an answer nor an event, so the process is not walvisor"
+                    "control socket '{place}': the reply is neither an answer nor an event, so the \
+                     process is not walvisor"
                 ));
             }
             Err(error) => {
                 return Err(format!(
-                    "control socket '{place}': what answers there is no control socket ({error}): name the one that was given to \
-                     walvisor with --control"
+                    "control socket '{place}': what answers there is no control socket ({error}): \
+                     name the one that was given to walvisor with --control"
                 ));
             }
         }

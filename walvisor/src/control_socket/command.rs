@@ -79,7 +79,8 @@ pub struct LimitChange {
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
-    /// Bytes that may pass at once after an idle time, with K, M or G [default: the limit of one second]
+    /// Bytes that may pass at once after an idle time, with K, M or G [default: the limit of one
+    /// second]
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_burst: Option<u64>,
@@ -104,7 +105,8 @@ pub struct LookRequest {
     pub at: String,
     /// Where the socket that comes with the request is bound. It identifies the look.
     pub socket: String,
-    /// The look can be written. The descriptor of an empty file for the writes follows that of the socket.
+    /// The look can be written. The descriptor of an empty file for the writes follows that of the
+    /// socket.
     #[serde(default)]
     pub scratch: bool,
     /// The look stays open when its last client is gone.
@@ -460,7 +462,9 @@ impl ControlCommand {
             _ => {
                 let name: String = name.chars().take(80).collect();
                 return Err(ControlError::unknown_command(format_args!(
-                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, restore, mark, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
+                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, \
+                     set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, restore, \
+                     mark, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
                 )));
             }
         })

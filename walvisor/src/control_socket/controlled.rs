@@ -36,7 +36,8 @@ pub enum Power {
     },
 }
 
-/// Adds and removes disks of a running daemon. Can be called from any thread; calls are carried out one at a time.
+/// Adds and removes disks of a running daemon. Can be called from any thread; calls are carried out
+/// one at a time.
 pub trait DiskHotplug: Send + Sync {
     /// Opens a disk and serves it.
     ///
@@ -44,8 +45,8 @@ pub trait DiskHotplug: Send + Sync {
     /// One line. Nothing has changed then.
     fn add(&self, spec: &DiskSpec) -> Result<AddedDisk, String>;
 
-    /// Answers a disk's outstanding requests, ends its connections, and closes it. The caller must have dropped its
-    /// [`DiskInUse`] of it.
+    /// Answers a disk's outstanding requests, ends its connections, and closes it. The caller must
+    /// have dropped its [`DiskInUse`] of it.
     ///
     /// # Errors
     /// If the disk cannot be closed.
@@ -139,15 +140,16 @@ impl ControlledProcess {
         Self::new(DiskCommand::Run, started, disks, power)
     }
 
-    /// Lifts all limits for good, because the process is ending: neither a limit, even one that a client sets now,
-    /// nor a lack of space may delay that.
+    /// Lifts all limits for good, because the process is ending: neither a limit, even one that a
+    /// client sets now, nor a lack of space may delay that.
     pub(crate) fn lift_limits(&self) {
         self.ending.store(true, Ordering::SeqCst);
         self.disks().iter().for_each(|disk| self.apply_end(disk));
     }
 
-    /// If the process is ending, lifts what may delay a disk's requests. Call it after each change of a limit: either
-    /// this thread sees that the process is ending, or the thread that ends it sees the change.
+    /// If the process is ending, lifts what may delay a disk's requests. Call it after each change
+    /// of a limit: either this thread sees that the process is ending, or the thread that ends it
+    /// sees the change.
     pub(super) fn apply_end(&self, disk: &DiskInUse) {
         if self.ending.load(Ordering::SeqCst) {
             disk.throttle.set(throttle::Limits::default());
@@ -171,8 +173,8 @@ impl ControlledProcess {
         self.entries().push(disk.into());
     }
 
-    /// Takes the disk of this name off the list, and waits until no request of another client uses it. `false`: no
-    /// disk has this name, or several have.
+    /// Takes the disk of this name off the list, and waits until no request of another client uses
+    /// it. `false`: no disk has this name, or several have.
     pub(super) fn take_off(&self, name: &str) -> bool {
         let mut disks = self.entries();
         let named = |entry: &DiskEntry| entry.listed.name == name;
@@ -184,7 +186,8 @@ impl ControlledProcess {
         };
         let DiskEntry { listed, released } = disks.remove(place);
         drop((disks, listed));
-        // Nobody sends anything: the wait ends when the last lease, and with it the sender, is dropped.
+        // Nobody sends anything: the wait ends when the last lease, and with it the sender, is
+        // dropped.
         let _ = released.recv();
         true
     }
@@ -201,7 +204,8 @@ impl ControlledProcess {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the vCPUs and disks are paused: from the end of a pause to the beginning of the next resume.
+    /// Whether the vCPUs and disks are paused: from the end of a pause to the beginning of the next
+    /// resume.
     pub(super) fn is_paused(&self) -> bool {
         self.paused.load(Ordering::SeqCst)
     }

@@ -1,4 +1,5 @@
-//! Looks at disks in use: each is served read-only, or with a scratch file, over NBD on a socket of its own.
+//! Looks at disks in use: each is served read-only, or with a scratch file, over NBD on a socket of
+//! its own.
 //!
 //! ```text
 //!   walvisor ctl look ── binds SOCKET ── descriptors ──▶ Looks::serve ──▶ a thread: NBD server of one export
@@ -129,7 +130,8 @@ impl Looks {
             found = open.iter().position(of_disk);
             if open.iter().filter(|served| of_disk(served)).count() > 1 {
                 return Err(ControlError::new(format_args!(
-                    "several looks at '{look}' are open: give the socket of one ('looks' lists them)"
+                    "several looks at '{look}' are open: give the socket of one ('looks' lists \
+                     them)"
                 )));
             }
         }

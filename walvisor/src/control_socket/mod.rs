@@ -1,5 +1,5 @@
-//! The control socket of `walvisor run` and of the daemons: JSON, one line per request and one per answer, over a
-//! Unix socket of mode 0600.
+//! The control socket of `walvisor run` and of the daemons: JSON, one line per request and one per
+//! answer, over a Unix socket of mode 0600.
 //!
 //! ```text
 //!   walvisor ctl ──▶ {"execute": "resize", "arguments": {"disk": "a", "size_bytes": 1073741824}, "id": 1}
@@ -10,12 +10,14 @@
 //!                                                    │
 //!            {"return": {...}, "id": 1} ◀────────────┴───────▶ {"error": {"class": "...", "desc": "..."}, "id": 1}
 //! ```
-//! Requests and answers have the form of QMP (QEMU's `docs/interop/qmp-spec.rst`) without its greeting and
-//! capabilities, so a program that speaks QMP can speak this. A client's requests are carried out and answered in
-//! order. Clients do not wait for each other, unless both change something.
+//! Requests and answers have the form of QMP (QEMU's `docs/interop/qmp-spec.rst`) without its
+//! greeting and capabilities, so a program that speaks QMP can speak this. A client's requests are
+//! carried out and answered in order. Clients do not wait for each other, unless both change
+//! something.
 //!
-//! An export needs the descriptor of a file, which comes with the request, and sends events with its progress before
-//! its answer. A look needs the descriptor of a listening socket, where this process serves it.
+//! An export needs the descriptor of a file, which comes with the request, and sends events with
+//! its progress before its answer. A look needs the descriptor of a listening socket, where this
+//! process serves it.
 
 mod client;
 mod command;

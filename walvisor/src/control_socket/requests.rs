@@ -47,7 +47,8 @@ impl ControlledProcess {
             ControlCommand::SetLimit { disk, limits } => self.set_limit(disk.as_deref(), limits),
             ControlCommand::Checkpoint { disk } => self.checkpoint(disk.as_deref()),
             ControlCommand::Export { .. } => Err(ControlError::new(
-                "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as 'walvisor ctl' does",
+                "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as \
+                 'walvisor ctl' does",
             )),
             ControlCommand::AddDisk { spec } => {
                 self.hotplug()?;
@@ -85,7 +86,8 @@ impl ControlledProcess {
                 Ok(json!({ "retain": show_retain(kept) }))
             }
             ControlCommand::Look(_) => Err(ControlError::new(
-                "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), as 'walvisor ctl' does",
+                "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), \
+                 as 'walvisor ctl' does",
             )),
             ControlCommand::Unlook { look } => self.looks.end(look),
             ControlCommand::Looks => Ok(self.looks.list()),
@@ -148,7 +150,8 @@ impl ControlledProcess {
                 control.pause();
             }
             for disk in &self.disks() {
-                // A limit that holds back requests would delay the pause, and no client could lift it meanwhile.
+                // A limit that holds back requests would delay the pause, and no client could lift
+                // it meanwhile.
                 let limits = disk.throttle.limits();
                 disk.throttle.set(throttle::Limits::default());
                 let rests = disk.device.pause();
@@ -204,9 +207,11 @@ impl ControlledProcess {
             // Writes that completed before the change must be as durable as later ones.
             flush(&*disk.backend).map_err(|error| failed(&error))?;
         }
-        Ok(
-            json!({ "disk": disk.name, "requested": cache, "cache": cache_in_force(&*disk.backend) }),
-        )
+        Ok(json!({
+            "disk": disk.name,
+            "requested": cache,
+            "cache": cache_in_force(&*disk.backend),
+        }))
     }
 
     fn set_limit(&self, name: Option<&str>, wanted: &LimitChange) -> Result<Value, ControlError> {
@@ -256,8 +261,9 @@ impl ControlledProcess {
                 self.kind.words()
             ))),
             Power::Guest { .. } => Err(ControlError::new(
-                "the disks of a guest are fixed: this monitor has no hot-plug; stop the guest and start it with other disks, \
-                 or use 'walvisor serve vhost-user' with a monitor that has hot-plug",
+                "the disks of a guest are fixed: this monitor has no hot-plug; stop the guest and \
+                 start it with other disks, or use 'walvisor serve vhost-user' with a monitor that \
+                 has hot-plug",
             )),
         }
     }
@@ -315,7 +321,8 @@ impl ControlledProcess {
                 "disk": name,
                 "image": "incomplete",
                 "log": log,
-                "note": "the log keeps history, and with it this disk's newest records: open the disk together with its log",
+                "note": "the log keeps history, and with it this disk's newest records: open the \
+                    disk together with its log",
             })),
             Err(RemovalError { reason, disk }) => {
                 if let Some(disk) = disk {
@@ -358,14 +365,15 @@ impl ControlledProcess {
             .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
     }
 
-    /// Makes a disk what it was at a point. The disk is paused, so none of its requests is in flight.
+    /// Makes a disk what it was at a point. The disk is paused, so none of its requests is in
+    /// flight.
     fn restore(&self, name: Option<&str>, at: &str) -> Result<Value, ControlError> {
         let at = parse_point(at).map_err(ControlError::new)?;
         let _change = self.change();
         if !self.is_paused() {
             return Err(ControlError::new(
-                "restore: the disks are in use: unmount this one in its guest, or end what uses it, then 'walvisor ctl SOCKET \
-                 pause', restore, and 'resume'",
+                "restore: the disks are in use: unmount this one in its guest, or end what uses \
+                 it, then 'walvisor ctl SOCKET pause', restore, and 'resume'",
             ));
         }
         let disk = self.disk(name)?.name.clone();
@@ -375,8 +383,8 @@ impl ControlledProcess {
         Ok(answer)
     }
 
-    /// Serves a disk as of a point. `files`: the listening socket; an empty file, if the look can be written; and
-    /// descriptors to close when the look ends.
+    /// Serves a disk as of a point. `files`: the listening socket; an empty file, if the look can
+    /// be written; and descriptors to close when the look ends.
     pub(super) fn look(
         &self,
         request: &LookRequest,
@@ -427,7 +435,8 @@ impl ControlledProcess {
 /// The error for a look without a descriptor that it needs.
 fn missing(what: &str) -> ControlError {
     ControlError::new(format_args!(
-        "look: the descriptor of {what} is missing: send it with the request (SCM_RIGHTS), as 'walvisor ctl' does"
+        "look: the descriptor of {what} is missing: send it with the request (SCM_RIGHTS), as \
+         'walvisor ctl' does"
     ))
 }
 
@@ -474,8 +483,8 @@ mod tests {
         fn resume(&self) {}
     }
 
-    /// A daemon with one slow disk, a receiver that gets each call to its device, and a sender that lets the call
-    /// return.
+    /// A daemon with one slow disk, a receiver that gets each call to its device, and a sender that
+    /// lets the call return.
     fn daemon() -> (ControlledProcess, Receiver<()>, Sender<()>) {
         let ((came, comes), (go, goes)) = (channel(), channel());
         let disk = DiskInUse {

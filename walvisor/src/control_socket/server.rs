@@ -1,5 +1,5 @@
-//! One thread accepts clients, and each client has a thread. Every wait ends when the server stops, so a client that
-//! sends half a line or never reads delays neither the shutdown nor other clients.
+//! One thread accepts clients, and each client has a thread. Every wait ends when the server stops,
+//! so a client that sends half a line or never reads delays neither the shutdown nor other clients.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IoSliceMut, Write};
@@ -34,7 +34,8 @@ fn thread(name: &str) -> thread::Builder {
         .stack_size(256 << 10)
 }
 
-/// The server of a control socket. Dropping it finishes the requests in progress, and ends the connections.
+/// The server of a control socket. Dropping it finishes the requests in progress, and ends the
+/// connections.
 pub struct Server {
     stop: Stop,
     _threads: Threads,
@@ -173,8 +174,8 @@ fn receive(stream: &UnixStream, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> 
     Ok(received.bytes)
 }
 
-/// Returns a function that sends a client the progress of its export from time to time. It returns `false` once the
-/// client is gone or the server stops.
+/// Returns a function that sends a client the progress of its export from time to time. It returns
+/// `false` once the client is gone or the server stops.
 fn progress<'a>(
     stream: &'a UnixStream,
     waiter: &'a mut Waiter,

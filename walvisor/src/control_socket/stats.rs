@@ -107,8 +107,8 @@ fn logs(disks: &[DiskLease]) -> Vec<Value> {
     logs
 }
 
-/// The latency of requests by operation, over all queues. A percentile is the upper bound of its class, a power of
-/// two; null means more than 8.4 s.
+/// The latency of requests by operation, over all queues. A percentile is the upper bound of its
+/// class, a power of two; null means more than 8.4 s.
 fn latency(latencies: &Latencies) -> Value {
     let mut by_operation = Map::new();
     for kind in OperationKind::ALL {

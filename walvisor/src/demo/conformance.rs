@@ -32,7 +32,8 @@ pub struct ConformanceReport {
 }
 
 impl ConformanceReport {
-    /// Makes the report from the guest's transcript. A transport whose cases did not all run has failed.
+    /// Makes the report from the guest's transcript. A transport whose cases did not all run has
+    /// failed.
     pub(super) fn new(transcript: Transcript, transports: &[&str]) -> Self {
         let mut cases: Vec<CaseReport> = Vec::new();
         let report = |case: Case| CaseReport {

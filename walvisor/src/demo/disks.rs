@@ -23,8 +23,8 @@ const SEGMENT_SIZE: u64 = 16 << 20;
 const QUEUES: u16 = 4;
 const QUEUE_SIZE: u16 = 128;
 
-/// The configuration of a disk's device for `task`. For the conformance task the device offers every feature
-/// that a write-ahead-logged disk can have.
+/// The configuration of a disk's device for `task`. For the conformance task the device offers
+/// every feature that a write-ahead-logged disk can have.
 pub fn device(name: &str, task: Task) -> BlockConfig {
     let trial = task == Task::Conformance;
     BlockConfig {

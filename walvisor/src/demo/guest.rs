@@ -29,8 +29,8 @@ const BOOT_INFO: u64 = 0xe000;
 /// The keyboard controller's command port, and the command that resets.
 const RESET: (u16, u8) = (0x64, 0xfe);
 
-/// Runs the guest for `task` on these disks until it powers off. Each disk has the guest's name for its
-/// transport.
+/// Runs the guest for `task` on these disks until it powers off. Each disk has the guest's name for
+/// its transport.
 pub(super) fn run_guest(
     disks: impl IntoIterator<Item = DiskConfig>,
     task: Task,
@@ -86,7 +86,8 @@ pub(super) fn run_guest(
     }
 }
 
-/// Loads the image, its tables and its boot information into guest memory, and sets the vCPU's registers.
+/// Loads the image, its tables and its boot information into guest memory, and sets the vCPU's
+/// registers.
 fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
     let failed = |error: &dyn std::fmt::Display| DemoError::Guest(error.to_string());
     let memory = vm.memory();

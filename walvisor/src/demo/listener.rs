@@ -1,4 +1,5 @@
-//! Collects the guest's reports, passes on its other messages, and ends the run if the guest goes silent.
+//! Collects the guest's reports, passes on its other messages, and ends the run if the guest goes
+//! silent.
 
 use std::io;
 use std::sync::Arc;
@@ -57,8 +58,8 @@ pub struct Transcript {
 pub struct Listener(JoinHandle<Transcript>);
 
 impl Listener {
-    /// Listens to `events` until their sender is gone. Ends the run of `control` after `patience` without an
-    /// event.
+    /// Listens to `events` until their sender is gone. Ends the run of `control` after `patience`
+    /// without an event.
     ///
     /// # Errors
     /// If the system refuses a thread.

@@ -32,8 +32,9 @@ pub struct LoadReport {
     pub cpu: Duration,
     /// Processor time of the whole machine, in clock ticks of 10 ms, where it can be read.
     pub host_cpu: Option<Duration>,
-    /// Exits to user space by [the name of their reason](ExitReason::name), without those of the console.
-    /// [`ALL_EXITS`] also counts the exits that KVM handled itself, where KVM reports them.
+    /// Exits to user space by [the name of their reason](ExitReason::name), without those of the
+    /// console. [`ALL_EXITS`] also counts the exits that KVM handled itself, where KVM reports
+    /// them.
     pub exits: BTreeMap<&'static str, u64>,
     /// Requests that the device took.
     pub device_requests: u64,
@@ -53,14 +54,14 @@ pub fn ticks(time: Duration) -> Result<u64, DemoError> {
     let rate = kvm
         .create_vm()
         .and_then(|vm| vm.create_vcpu(0)?.get_tsc_khz());
-    // An old KVM does not report the rate. Assume 2 GHz: the load then takes about as long, and its time is measured
-    // anyway.
+    // An old KVM does not report the rate. Assume 2 GHz: the load then takes about as long, and its
+    // time is measured anyway.
     let khz = u128::from(rate.unwrap_or(2_000_000));
     Ok(u64::try_from(time.as_micros() * khz / 1000).unwrap_or(u64::MAX))
 }
 
-/// Runs `load` in a VM with one vCPU, on one disk. The disk's transport overrides [`Load::pci`]. Other messages of the
-/// guest are dropped.
+/// Runs `load` in a VM with one vCPU, on one disk. The disk's transport overrides [`Load::pci`].
+/// Other messages of the guest are dropped.
 ///
 /// After a signal that asks the process to end, the error is [`DemoError::Stopped`].
 ///
@@ -239,7 +240,8 @@ mod tests {
             else {
                 return;
             };
-            // virtio-mmio needs a register access to acknowledge each interrupt; virtio-pci needs none.
+            // virtio-mmio needs a register access to acknowledge each interrupt; virtio-pci needs
+            // none.
             match transport {
                 TransportKind::Pci => assert_eq!(with, 0),
                 TransportKind::Mmio => assert!(with <= counts.interrupts, "{with} {counts:?}"),

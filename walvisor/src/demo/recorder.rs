@@ -1,6 +1,8 @@
-//! Receives the serial line's output, splits it into lines, and reads the counters when a job begins and ends.
+//! Receives the serial line's output, splits it into lines, and reads the counters when a job
+//! begins and ends.
 //!
-//! It runs on the vCPU's thread, so it reads the counters at exactly the moment that the guest marks with a byte.
+//! It runs on the vCPU's thread, so it reads the counters at exactly the moment that the guest
+//! marks with a byte.
 
 use std::io::{self, Write};
 use std::sync::mpsc::Sender;
@@ -69,7 +71,8 @@ struct Counts {
 pub struct Measurement {
     /// Exits to user space, by reason in the order of [`ExitReason::ALL`].
     pub exits: [u64; ExitReason::ALL.len()],
-    /// All exits, including the console's and those that KVM handled itself, where KVM reports them.
+    /// All exits, including the console's and those that KVM handled itself, where KVM reports
+    /// them.
     pub kvm_exits: Option<u64>,
     /// Requests that the device took.
     pub requests: u64,
@@ -101,8 +104,8 @@ pub struct Recorder {
 }
 
 impl Recorder {
-    /// A recorder that sends events to `events`. It reads the counts of `sources`, which must be set before the
-    /// guest runs.
+    /// A recorder that sends events to `events`. It reads the counts of `sources`, which must be
+    /// set before the guest runs.
     pub fn new(sources: Arc<OnceLock<CountSources>>, events: Sender<Event>) -> Self {
         Self {
             sources,
@@ -152,7 +155,8 @@ impl Recorder {
             line,
             measured: self.measured.take(),
         });
-        // The counts are read last, because sending the event takes time that is not part of the job.
+        // The counts are read last, because sending the event takes time that is not part of the
+        // job.
         self.job = begins.and_then(|transport| {
             let counts = self.counts(&transport)?;
             Some((transport, counts))

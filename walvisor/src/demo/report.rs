@@ -41,7 +41,8 @@ pub struct TransportReport {
     pub syncs: u64,
     /// Bytes that the guest read and wrote.
     pub bytes: u64,
-    /// Whether every byte that the guest read was right, and every byte of the disk's image afterwards.
+    /// Whether every byte that the guest read was right, and every byte of the disk's image
+    /// afterwards.
     pub verified: bool,
     /// Duration of the job in microseconds.
     pub time_us: u64,
@@ -117,8 +118,8 @@ fn of_transport(image: &ClosedImage, job: Option<&Job>) -> Result<TransportRepor
     })
 }
 
-/// Compares the blocks that the guest read last with those of the image. Returns the difference, if there is
-/// one.
+/// Compares the blocks that the guest read last with those of the image. Returns the difference, if
+/// there is one.
 fn compare(path: &Path, outcome: &Outcome) -> io::Result<Option<String>> {
     let mut image = BufReader::with_capacity(1 << 20, File::open(path)?);
     let mut digest = Digest::default();
@@ -192,7 +193,8 @@ mod tests {
         host_cpu: None,
     };
 
-    /// The report of a job on an image of two blocks; `change` may change the image and the reported job.
+    /// The report of a job on an image of two blocks; `change` may change the image and the
+    /// reported job.
     fn report(change: impl FnOnce(&mut Vec<u8>, &mut Job)) -> TransportReport {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("image");

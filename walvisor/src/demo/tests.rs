@@ -163,7 +163,8 @@ impl BackendQueue for FaultyQueue {
     }
 }
 
-/// The guest's transcript with `fault` in the MMIO disk and no fault in the PCI disk; `None` without KVM.
+/// The guest's transcript with `fault` in the MMIO disk and no fault in the PCI disk; `None`
+/// without KVM.
 fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
     if let Err(error) = probe::open() {
         println!("skipped: {error}");

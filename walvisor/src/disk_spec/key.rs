@@ -84,7 +84,8 @@ impl Value {
         }
     }
 
-    /// Stores `text` in `spec`. Returns `None` if `text` is not an [expected](Self::expected) value.
+    /// Stores `text` in `spec`. Returns `None` if `text` is not an [expected](Self::expected)
+    /// value.
     pub fn set(&self, spec: &mut DiskSpec, text: &str) -> Option<()> {
         let number = || text.parse::<u64>().ok();
         match self {

@@ -67,7 +67,8 @@ pub enum DiskSpecError {
     Conflict(&'static str),
 }
 
-/// The keys that `command` accepts. For `serve`, whose disks name their doors, these are the keys of all doors.
+/// The keys that `command` accepts. For `serve`, whose disks name their doors, these are the keys
+/// of all doors.
 pub(super) fn keys_of(command: DiskCommand) -> impl Iterator<Item = &'static Key> {
     KEYS.iter().filter(move |key| match command {
         DiskCommand::Serve => DiskCommand::DOORS
@@ -85,7 +86,8 @@ fn door_of(keys: &[(String, String)]) -> Option<DiskCommand> {
         .find(|door| door.name() == named)
 }
 
-/// Asks whether a similar key was meant. The measure and threshold are those that clap uses for arguments.
+/// Asks whether a similar key was meant. The measure and threshold are those that clap uses for
+/// arguments.
 fn hint(mistyped: &str, command: DiskCommand) -> String {
     let likeness = |key: &Key| strsim::jaro(mistyped, key.name);
     let alike = keys_of(command).filter(|key| likeness(key) > 0.7);
@@ -133,8 +135,8 @@ impl DiskSpec {
     /// The disk of `command` that these keys and values describe.
     ///
     /// # Errors
-    /// If a key is unknown or missing, if the disk's door or backend does not accept it, if a value is wrong,
-    /// or if keys contradict each other.
+    /// If a key is unknown or missing, if the disk's door or backend does not accept it, if a value
+    /// is wrong, or if keys contradict each other.
     pub fn from_keys(
         keys: &[(String, String)],
         command: DiskCommand,
@@ -187,8 +189,8 @@ impl DiskSpec {
         Ok(spec)
     }
 
-    /// The keys of a disk of `command`: its own, and the `defaults` that it lacks, if its door and backend
-    /// accept them.
+    /// The keys of a disk of `command`: its own, and the `defaults` that it lacks, if its door and
+    /// backend accept them.
     pub(crate) fn with_defaults(
         own: &[(String, String)],
         defaults: &[(String, String)],
@@ -273,8 +275,8 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
         ),
         (
             spec.answer == Answer::Memory && spec.cache == DiskCache::Writethrough,
-            "answer=memory contradicts cache=writethrough, which answers writes once they are durable: \
-             give one of them",
+            "answer=memory contradicts cache=writethrough, which answers writes once they are \
+             durable: give one of them",
         ),
         (
             spec.at.is_some() && has("readonly") && spec.read_only == spec.scratch,

@@ -12,7 +12,8 @@ use walvisor_vmm::disk::{Notifications, TransportKind};
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
 
-/// The commands that use disks. `VhostUser`, `Nbd` and `Tcmu` also stand for the doors of a daemon's disks.
+/// The commands that use disks. `VhostUser`, `Nbd` and `Tcmu` also stand for the doors of a
+/// daemon's disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DiskCommand {
     /// `walvisor run`
@@ -153,14 +154,17 @@ pub struct DiskSpec {
     pub limits: Limits,
     /// How long the log's commit groups wait for more FLUSHes to join them.
     pub commit_wait: CommitWait,
-    /// How long closing may copy the log to the images; `None`: as another disk of the log says, or 10 seconds.
+    /// How long closing may copy the log to the images; `None`: as another disk of the log says, or
+    /// 10 seconds.
     pub close_time: Option<Duration>,
-    /// How much history the log keeps; `None`: as another disk of the log says, or as the log was last set.
+    /// How much history the log keeps; `None`: as another disk of the log says, or as the log was
+    /// last set.
     pub retain: Option<Retention>,
-    /// Memory limit of the log's index in bytes; `None`: as another disk of the log says, or 64 MiB.
+    /// Memory limit of the log's index in bytes; `None`: as another disk of the log says, or 64
+    /// MiB.
     pub index_memory: Option<u64>,
-    /// What writes and FLUSHes do while the log is full and cannot be emptied; `None`: as another disk of the
-    /// log says, or they fail.
+    /// What writes and FLUSHes do while the log is full and cannot be emptied; `None`: as another
+    /// disk of the log says, or they fail.
     pub on_full: Option<FullLogPolicy>,
     /// The Unix socket at which a server offers the disk.
     pub socket: Option<PathBuf>,
@@ -172,9 +176,11 @@ pub struct DiskSpec {
     pub backstore: Option<String>,
     /// The fabric through which initiators reach the disk in the target.
     pub fabric: Fabric,
-    /// The target's name in that fabric, `naa.` and 16 hexadecimal digits; `None` is made from the disk's name and path.
+    /// The target's name in that fabric, `naa.` and 16 hexadecimal digits; `None` is made from the
+    /// disk's name and path.
     pub wwn: Option<String>,
-    /// Seconds after which the kernel times a command out; 0 means never. `None` keeps the kernel's default.
+    /// Seconds after which the kernel times a command out; 0 means never. `None` keeps the kernel's
+    /// default.
     pub command_timeout: Option<u32>,
 }
 

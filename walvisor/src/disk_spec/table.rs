@@ -1,4 +1,5 @@
-//! All keys of `--disk`. The parser, its errors, `--disk help` and the manual's page read this table.
+//! All keys of `--disk`. The parser, its errors, `--disk help` and the manual's page read this
+//! table.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -76,7 +77,8 @@ pub const KEYS: &[Key] = &[
         default: "wal",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "Where data is stored: in an image with a log, in an image alone, or in memory, which is lost at the end",
+        help: "Where data is stored: in an image with a log, in an image alone, or in memory, \
+            which is lost at the end",
     },
     Key {
         name: "format",
@@ -95,7 +97,8 @@ pub const KEYS: &[Key] = &[
         default: "none, it is required",
         commands: EVERYWHERE,
         backends: MEMORY,
-        help: "The size of a disk in memory; an image has the size that 'walvisor disk create' gave it",
+        help: "The size of a disk in memory; an image has the size that 'walvisor disk create' \
+            gave it",
     },
     Key {
         name: "cache",
@@ -107,7 +110,8 @@ pub const KEYS: &[Key] = &[
         default: "writeback",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "writeback: FLUSH makes writes durable; writethrough: a write is durable before it completes; unsafe: FLUSH does nothing, for throw-away guests",
+        help: "writeback: FLUSH makes writes durable; writethrough: a write is durable before it \
+            completes; unsafe: FLUSH does nothing, for throw-away guests",
     },
     Key {
         name: "readonly",
@@ -141,7 +145,8 @@ pub const KEYS: &[Key] = &[
         default: "the disk as it is now",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Serve the disk as of this point of its history, read-only unless scratch=on; nobody else may write to it meanwhile",
+        help: "Serve the disk as of this point of its history, read-only unless scratch=on; nobody \
+            else may write to it meanwhile",
     },
     Key {
         name: "scratch",
@@ -149,7 +154,8 @@ pub const KEYS: &[Key] = &[
         default: "off",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "With at=: allow writes, which go to a file in TMPDIR (/var/tmp) that is gone when the disk is closed",
+        help: "With at=: allow writes, which go to a file in TMPDIR (/var/tmp) that is gone when \
+            the disk is closed",
     },
     Key {
         name: "transport",
@@ -174,7 +180,8 @@ pub const KEYS: &[Key] = &[
         default: "on",
         commands: GUEST,
         backends: ANY,
-        help: "KVM passes doorbells and interrupts through eventfds; off: a doorbell is an exit to user space, an interrupt an ioctl",
+        help: "KVM passes doorbells and interrupts through eventfds; off: a doorbell is an exit to \
+            user space, an interrupt an ioctl",
     },
     Key {
         name: "queues",
@@ -251,7 +258,8 @@ pub const KEYS: &[Key] = &[
         default: "written",
         commands: SOCKETS,
         backends: LOGGED,
-        help: "written: answer a write once it survives a kill of the server; memory: answer it at once, and a kill may lose it",
+        help: "written: answer a write once it survives a kill of the server; memory: answer it at \
+            once, and a kill may lose it",
     },
     Key {
         name: "ops-per-second",
@@ -309,7 +317,8 @@ pub const KEYS: &[Key] = &[
         default: "adaptive, from the size of recent groups",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Longest time that a commit group waits for more FLUSHes, in microseconds; 0: it never waits",
+        help: "Longest time that a commit group waits for more FLUSHes, in microseconds; 0: it \
+            never waits",
     },
     Key {
         name: "commit-wait-count",
@@ -333,7 +342,8 @@ pub const KEYS: &[Key] = &[
         default: "10 seconds",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Longest time that closing copies the log to the images, in seconds; the rest stays in the log until the next open; 0: all of it stays",
+        help: "Longest time that closing copies the log to the images, in seconds; the rest stays \
+            in the log until the next open; 0: all of it stays",
     },
     Key {
         name: "retain",
@@ -348,7 +358,8 @@ pub const KEYS: &[Key] = &[
         default: "as the log was last set; off for a new log",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "How much history the log keeps: any state in it can be looked at or restored; the image lags behind by as much",
+        help: "How much history the log keeps: any state in it can be looked at or restored; the \
+            image lags behind by as much",
     },
     Key {
         name: "index-memory",
@@ -359,7 +370,8 @@ pub const KEYS: &[Key] = &[
         default: "64 MiB",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Memory limit of the log's index; at half of it the log is copied to the images, and at all of it writes wait for the copy; looks and snapshots may take as much again",
+        help: "Memory limit of the log's index; at half of it the log is copied to the images, and \
+            at all of it writes wait for the copy; looks and snapshots may take as much again",
     },
     Key {
         name: "on-full",
@@ -370,7 +382,8 @@ pub const KEYS: &[Key] = &[
         default: "fail, unless another disk of the log says pause",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "What writes and FLUSHes do while the log is full and there is no space to empty it: fail, or wait until there is space",
+        help: "What writes and FLUSHes do while the log is full and there is no space to empty it: \
+            fail, or wait until there is space",
     },
     Key {
         name: "door",
@@ -382,7 +395,8 @@ pub const KEYS: &[Key] = &[
         default: "the command's, such as nbd for serve nbd; required for serve",
         commands: DOORS,
         backends: ANY,
-        help: "How clients reach the disk; disks with different doors can be in one daemon and share a log",
+        help: "How clients reach the disk; disks with different doors can be in one daemon and \
+            share a log",
     },
     Key {
         name: "socket",
@@ -441,7 +455,8 @@ pub const KEYS: &[Key] = &[
         default: "loop",
         commands: TCMU,
         backends: ANY,
-        help: "loop: this host gets /dev/sdX; vhost: a guest of QEMU uses vhost-scsi; none: nothing is exported",
+        help: "loop: this host gets /dev/sdX; vhost: a guest of QEMU uses vhost-scsi; none: \
+            nothing is exported",
     },
     Key {
         name: "wwn",

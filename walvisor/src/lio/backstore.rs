@@ -36,8 +36,8 @@ pub struct BackstoreSpec {
 }
 
 impl BackstoreSpec {
-    /// The configuration string. Characters of the path that would end it in the kernel's parser are replaced. Of a
-    /// path that is too long, the end is kept.
+    /// The configuration string. Characters of the path that would end it in the kernel's parser
+    /// are replaced. Of a path that is too long, the end is kept.
     fn config(&self) -> String {
         let clean: String = self
             .image
@@ -93,11 +93,12 @@ impl Backstore {
             .collect()
     }
 
-    /// Makes a back store, enabled and without a size. If there is an enabled one for the same image, returns it
-    /// unchanged, with `true`. One that was never enabled is made again.
+    /// Makes a back store, enabled and without a size. If there is an enabled one for the same
+    /// image, returns it unchanged, with `true`. One that was never enabled is made again.
     ///
     /// # Errors
-    /// If the name is taken, or the kernel refuses. Whatever this call has made by then is removed again.
+    /// If the name is taken, or the kernel refuses. Whatever this call has made by then is removed
+    /// again.
     pub fn raise(target: &Target, wanted: &BackstoreSpec) -> Result<(Self, bool)> {
         let (name, config) = (&wanted.name, wanted.config());
         let standing = Self::all(target)
@@ -112,7 +113,8 @@ impl Backstore {
             let half_built = known.is_empty() || known.starts_with(SUBTYPE);
             if store.enabled() || !half_built {
                 return Err(TargetError::Taken(format!(
-                    "a back store '{name}' exists ({}, of '{known}'): give the disk another name=, or remove that one first",
+                    "a back store '{name}' exists ({}, of '{known}'): give the disk another name=, \
+                     or remove that one first",
                     store.directory.display()
                 )));
             }
@@ -129,7 +131,8 @@ impl Backstore {
         built.map(|()| (store, false))
     }
 
-    /// Refuses another block size for an existing back store, because its initiators still use the old one.
+    /// Refuses another block size for an existing back store, because its initiators still use the
+    /// old one.
     fn check_blocks(&self, wanted: &BackstoreSpec) -> Result<()> {
         let known: Option<u32> = get(&self.directory.join("attrib/hw_block_size"))
             .parse()
@@ -137,8 +140,9 @@ impl Backstore {
         match known.filter(|known| *known != wanted.block_size) {
             None => Ok(()),
             Some(known) => Err(TargetError::Taken(format!(
-                "disk '{0}' stands in the target with blocks of {known} bytes, in which its initiators count: give \
-                 block-size={known}, or remove it first ('walvisor serve tcmu --remove {0}')",
+                "disk '{0}' stands in the target with blocks of {known} bytes, in which its \
+                 initiators count: give block-size={known}, or remove it first ('walvisor serve \
+                 tcmu --remove {0}')",
                 self.name
             ))),
         }
@@ -171,7 +175,8 @@ impl Backstore {
     fn build(&self, wanted: &BackstoreSpec, config: &str) -> Result<()> {
         make_directory(&self.directory)?;
         let control = self.directory.join("control");
-        // The kernel must not wait for answers to its events: if the handler is killed, it would wait for ever.
+        // The kernel must not wait for answers to its events: if the handler is killed, it would
+        // wait for ever.
         for value in [
             format!("dev_config={config}"),
             format!("hw_block_size={}", wanted.block_size),
@@ -223,8 +228,8 @@ impl Backstore {
         set(&attribute, &bytes.to_string())
     }
 
-    /// Records whether completed writes outlive the process that serves the disk. The kernel keeps the record for the
-    /// next process.
+    /// Records whether completed writes outlive the process that serves the disk. The kernel keeps
+    /// the record for the next process.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -238,7 +243,8 @@ impl Backstore {
         get(&self.directory.join("alias")) == DURABLE
     }
 
-    /// Makes initiators wait: the kernel answers their commands with BUSY, and they retry. `false` ends that.
+    /// Makes initiators wait: the kernel answers their commands with BUSY, and they retry. `false`
+    /// ends that.
     ///
     /// # Errors
     /// If the kernel refuses, or is older than 4.20.
@@ -247,7 +253,8 @@ impl Backstore {
         set(&attribute, if blocked { "1" } else { "0" })
     }
 
-    /// Completes the commands that a dead handler has left in the ring, with BUSY if `retry`, else with an error.
+    /// Completes the commands that a dead handler has left in the ring, with BUSY if `retry`, else
+    /// with an error.
     ///
     /// # Errors
     /// If the kernel refuses, or is older than 4.20.

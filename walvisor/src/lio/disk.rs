@@ -12,8 +12,8 @@ use super::target::{Result, StepContext, Target, TargetError};
 use super::uio::Uio;
 use crate::disk_spec::Fabric;
 
-/// A disk in the kernel's target. Dropping it takes it down, unless initiators of an earlier process still wait for
-/// it: if it was not served again, it stays blocked.
+/// A disk in the kernel's target. Dropping it takes it down, unless initiators of an earlier
+/// process still wait for it: if it was not served again, it stays blocked.
 pub struct LioDisk {
     store: Backstore,
     /// Its LUNs: the one that this process made, or those that it found.
@@ -30,9 +30,10 @@ pub struct LioDisk {
 }
 
 impl LioDisk {
-    /// Makes a disk that is not served yet. A disk that a killed process left behind is taken over if all its
-    /// completed writes were durable: its initiators wait from here on, keep their outstanding commands, and lose
-    /// nothing. Otherwise unflushed writes may be lost without the initiators' knowledge, so they get a new disk.
+    /// Makes a disk that is not served yet. A disk that a killed process left behind is taken over
+    /// if all its completed writes were durable: its initiators wait from here on, keep their
+    /// outstanding commands, and lose nothing. Otherwise unflushed writes may be lost without the
+    /// initiators' knowledge, so they get a new disk.
     ///
     /// # Errors
     /// If the kernel refuses, or the name is taken. Nothing half-built stays.
@@ -46,13 +47,15 @@ impl LioDisk {
         if stood && !store.is_durable() && !TargetExport::of(&store).is_empty() {
             Self::clear(&store).map_err(|error| {
                 TargetError::Taken(format!(
-                    "{error} (it was left by a process that had writes in its memory: what was not flushed is gone, and \
-                     initiators must not go on without knowing; with cache=writethrough they can)"
+                    "{error} (it was left by a process that had writes in its memory: what was not \
+                     flushed is gone, and initiators must not go on without knowing; with \
+                     cache=writethrough they can)"
                 ))
             })?;
             tracing::warn!(
-                "disk '{}' was left by a process that had writes in its memory: what was not flushed is gone, so its \
-                 initiators get a new disk (with cache=writethrough they keep theirs)",
+                "disk '{}' was left by a process that had writes in its memory: what was not \
+                 flushed is gone, so its initiators get a new disk (with cache=writethrough they \
+                 keep theirs)",
                 wanted.name
             );
             (store, stood) = Backstore::raise(target, wanted)?;
@@ -118,8 +121,9 @@ impl LioDisk {
         &self.exports
     }
 
-    /// Takes the disk down: first its LUNs, while commands are still answered, then the back store. If another
-    /// fabric exports the back store, it stays and is returned, and its initiators wait for the next start.
+    /// Takes the disk down: first its LUNs, while commands are still answered, then the back store.
+    /// If another fabric exports the back store, it stays and is returned, and its initiators wait
+    /// for the next start.
     ///
     /// # Errors
     /// The first step that the kernel refused. The later steps are tried all the same.
@@ -149,8 +153,8 @@ impl LioDisk {
                 None => String::new(),
             };
             tracing::warn!(
-                "disk '{name}' stays{by}: initiators wait until it is served again, or removed ('walvisor serve tcmu \
-                 --remove {name}')"
+                "disk '{name}' stays{by}: initiators wait until it is served again, or removed \
+                 ('walvisor serve tcmu --remove {name}')"
             );
             return blocked;
         }
@@ -171,10 +175,12 @@ impl LioDisk {
         outcome
     }
 
-    /// Removes a back store that no process serves, with its LUNs. Commands that still arrive are refused.
+    /// Removes a back store that no process serves, with its LUNs. Commands that still arrive are
+    /// refused.
     ///
     /// # Errors
-    /// If a process serves it, a fabric that walvisor does not set up exports it, or the kernel refuses.
+    /// If a process serves it, a fabric that walvisor does not set up exports it, or the kernel
+    /// refuses.
     pub fn clear(store: &Backstore) -> Result<()> {
         let name = &store.name;
         let exports = TargetExport::of(store);

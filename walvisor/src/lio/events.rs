@@ -1,5 +1,5 @@
-//! Changes that an administrator makes in configfs, as target_core_user reports them (generic netlink, family
-//! TCM-USER, group config).
+//! Changes that an administrator makes in configfs, as target_core_user reports them (generic
+//! netlink, family TCM-USER, group config).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -94,7 +94,8 @@ impl Events {
         Ok(Self { socket })
     }
 
-    /// The next change, with the device's name as UIO shows it; `None` if there is no further one now.
+    /// The next change, with the device's name as UIO shows it; `None` if there is no further one
+    /// now.
     ///
     /// # Errors
     /// If events were lost, or cannot be read.

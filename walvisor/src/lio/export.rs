@@ -14,8 +14,8 @@ use super::target::{
 };
 use crate::disk_spec::Fabric;
 
-/// How often, and how far apart, to check for the disk's name, which the kernel's disk driver assigns some time after
-/// the LUN appears.
+/// How often, and how far apart, to check for the disk's name, which the kernel's disk driver
+/// assigns some time after the LUN appears.
 const NAME_TRIES: u32 = 40;
 const NAME_WAIT: Duration = Duration::from_millis(50);
 
@@ -48,8 +48,8 @@ impl TargetExport {
     /// Makes the target `wwn` in `fabric`, with a LUN that is still empty.
     ///
     /// # Errors
-    /// If the fabric's module is missing, or the target already has a LUN 0. Whatever this call has made by then is
-    /// removed again.
+    /// If the fabric's module is missing, or the target already has a LUN 0. Whatever this call has
+    /// made by then is removed again.
     pub fn prepare(target: &Target, fabric: Fabric, wwn: &str) -> Result<Option<Self>> {
         let (name, module, command) = match fabric {
             Fabric::Loop => ("loopback", "tcm_loop", "modprobe tcm_loop"),
@@ -67,7 +67,8 @@ impl TargetExport {
             }
             if error.kind() == io::ErrorKind::PermissionDenied {
                 return Err(TargetError::Taken(format!(
-                    "{0} did not exist when this process gave up its rights: run '{command} && mkdir {0}', and restart it",
+                    "{0} did not exist when this process gave up its rights: run '{command} && \
+                     mkdir {0}', and restart it",
                     root.display()
                 )));
             }
@@ -144,7 +145,8 @@ impl TargetExport {
         self.links().find(is)
     }
 
-    /// Shows the back store to initiators. Those on this machine send commands at once, so a handler must be running.
+    /// Shows the back store to initiators. Those on this machine send commands at once, so a
+    /// handler must be running.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -204,8 +206,8 @@ impl TargetExport {
         Some(format!("/dev/{}", name_of(&disk)))
     }
 
-    /// The disk's name on this machine, once the kernel's disk driver has assigned it; the SCSI address, if it
-    /// does not.
+    /// The disk's name on this machine, once the kernel's disk driver has assigned it; the SCSI
+    /// address, if it does not.
     pub fn disk(&self) -> Option<String> {
         for _ in 0..NAME_TRIES {
             if let Some(disk) = self.disk_now() {

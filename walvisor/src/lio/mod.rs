@@ -1,4 +1,5 @@
-//! The kernel's SCSI target (LIO) as configfs shows it: back stores of target_core_user, and the fabrics that export them.
+//! The kernel's SCSI target (LIO) as configfs shows it: back stores of target_core_user, and the
+//! fabrics that export them.
 //!
 //! ```text
 //!   /sys/kernel/config/target/
@@ -8,8 +9,8 @@
 //!                                                          opened before or by a child process              opener.rs
 //!   netlink, family TCM-USER, group config                 Events: what an administrator changes          events.rs
 //! ```
-//! If a step fails, the steps before it are undone, so nothing half-built stays. Only back stores whose configuration
-//! names walvisor are ever changed.
+//! If a step fails, the steps before it are undone, so nothing half-built stays. Only back stores
+//! whose configuration names walvisor are ever changed.
 
 mod backstore;
 mod disk;

@@ -1,8 +1,8 @@
 //! A child process opens the UIO devices of disks that are added later, and does nothing else.
 //!
-//! The device of a new back store is a new file in /dev. With the right to open it, a process could open every other
-//! file there too, such as the machine's disks. So the process forks a child before it gives up its rights. The child
-//! opens only devices of target_core_user:
+//! The device of a new back store is a new file in /dev. With the right to open it, a process could
+//! open every other file there too, such as the machine's disks. So the process forks a child
+//! before it gives up its rights. The child opens only devices of target_core_user:
 //!
 //! ```text
 //!   process ── number of the UIO device ──▶ child: is its name that of a back store of walvisor? ─▶ open
@@ -34,7 +34,8 @@ pub(super) const SUBTYPE: &str = "walvisor/";
 pub(super) struct Opener(Mutex<OwnedFd>);
 
 impl Opener {
-    /// Starts the child, which looks up device names in the directory `uio`. Call it while the process has one thread.
+    /// Starts the child, which looks up device names in the directory `uio`. Call it while the
+    /// process has one thread.
     pub(super) fn start(uio: &Path) -> io::Result<Self> {
         let (flags, kind) = (SocketFlags::CLOEXEC, SocketType::SEQPACKET);
         let (mine, its) = socketpair(AddressFamily::UNIX, kind, flags, None)?;

@@ -11,7 +11,8 @@ use walvisor_devices::tcmu::{CommandRing, Entry, Response};
 use super::target::Result;
 use super::uio::Uio;
 
-/// NOT READY, MEDIUM NOT PRESENT in the fixed format (SPC-4, 4.5.3), which makes a disk driver give up at once.
+/// NOT READY, MEDIUM NOT PRESENT in the fixed format (SPC-4, 4.5.3), which makes a disk driver give
+/// up at once.
 const GONE: [u8; 18] = {
     let mut sense = [0; 18];
     sense[0] = 0x70;

@@ -25,8 +25,8 @@ pub enum TargetError {
     },
     /// A part of the kernel is missing.
     #[error(
-        "{what}: as root run '{command}' (the module is in Debian's linux-image packages, in Ubuntu's \
-         linux-modules-extra-$(uname -r), in Fedora's kernel-modules)"
+        "{what}: as root run '{command}' (the module is in Debian's linux-image packages, in \
+         Ubuntu's linux-modules-extra-$(uname -r), in Fedora's kernel-modules)"
     )]
     Missing {
         /// The missing part.
@@ -94,7 +94,8 @@ impl Target {
         if !self.configfs.is_dir() {
             return missing(
                 "this kernel has no configfs, so it has no SCSI target",
-                "modprobe configfs && mount -t configfs configfs /sys/kernel/config && modprobe target_core_user",
+                "modprobe configfs && mount -t configfs configfs /sys/kernel/config && modprobe \
+                 target_core_user",
             );
         }
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
@@ -111,8 +112,8 @@ impl Target {
         )
     }
 
-    /// Starts a child process that opens the devices of back stores from now on, so that this process may give up the
-    /// right to. Call it while the process has one thread.
+    /// Starts a child process that opens the devices of back stores from now on, so that this
+    /// process may give up the right to. Call it while the process has one thread.
     ///
     /// # Errors
     /// If the system refuses a socket or a process.

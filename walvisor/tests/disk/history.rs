@@ -1,4 +1,5 @@
-//! `walvisor disk restore` and `log dump --since --until`: the commits of a log that was not checkpointed.
+//! `walvisor disk restore` and `log dump --since --until`: the commits of a log that was not
+//! checkpointed.
 
 use std::path::Path;
 
@@ -236,8 +237,8 @@ fn a_time_restores_the_disk_as_of_then() {
     let log = objects(&done(dir, "log dump disk.img.wal --json"));
     let first = &log[0];
     let time = |us: &Value| {
-        let script = "import sys, datetime as d; \
-                      print((d.datetime(1970, 1, 1) + d.timedelta(microseconds=int(sys.argv[1]))).isoformat() + 'Z')";
+        let script = "import sys, datetime as d; print((d.datetime(1970, 1, 1) + \
+            d.timedelta(microseconds=int(sys.argv[1]))).isoformat() + 'Z')";
         let arguments = ["-c", script, &us.to_string()];
         let output = std::process::Command::new("python3")
             .args(arguments)
@@ -517,7 +518,8 @@ fn a_snapshot_of_a_closed_disk_is_restored() {
     assert!(std::fs::read(dir.join("disk.img")).unwrap() == unclosed_bytes());
 }
 
-/// Not in part: every command that shows the past refuses, the check says why, and the open says what is lost.
+/// Not in part: every command that shows the past refuses, the check says why, and the open says
+/// what is lost.
 #[test]
 fn a_snapshot_is_refused_over_another_image() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,5 @@
-//! Messages about an image that is not the one that a log's records belong to, and the commands that resolve it.
+//! Messages about an image that is not the one that a log's records belong to, and the commands
+//! that resolve it.
 
 use std::process::Command;
 
@@ -66,8 +67,8 @@ fn create_refuses_an_existing_disk_or_file() {
     refused(dir, "disk create plain.img --size 1M", 1, parts);
 }
 
-/// After a kill the newest bytes are in the log. What a copy of the image alone lacks is refused or told, and the
-/// commands of the manual's page copy everything.
+/// After a kill the newest bytes are in the log. What a copy of the image alone lacks is refused or
+/// told, and the commands of the manual's page copy everything.
 #[test]
 fn a_copy_of_an_image_alone_is_not_called_clean() {
     let dir = tempfile::tempdir().unwrap();
@@ -87,7 +88,8 @@ fn a_copy_of_an_image_alone_is_not_called_clean() {
     }
     // `cp`: nothing in the file tells, so nothing is claimed.
     std::fs::copy(at("disk.img"), at("copy.img")).unwrap();
-    let lacks = "without a log or a mark; if it is a copy of a disk that was not closed, its newest bytes are missing";
+    let lacks = "without a log or a mark; if it is a copy of a disk that was not closed, its \
+        newest bytes are missing";
     assert!(done(&crashed, "disk info copy.img").contains(lacks));
     let text = done(&crashed, "disk check copy.img");
     assert!(
@@ -118,7 +120,8 @@ fn a_copy_of_an_image_alone_is_not_called_clean() {
     assert_eq!(report["marked"], true);
 }
 
-/// Without extended attributes an image has no mark: whoever makes a disk there learns what that means.
+/// Without extended attributes an image has no mark: whoever makes a disk there learns what that
+/// means.
 #[test]
 fn a_file_system_without_marks_is_reported() {
     let Some(ramfs) = MemoryFs::ramfs() else {

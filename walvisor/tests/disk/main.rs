@@ -1,5 +1,5 @@
-//! `walvisor disk` and `walvisor log`, as scripts call them: exit statuses, one-line errors, round trips, and a second
-//! reader of the format that finds the same records.
+//! `walvisor disk` and `walvisor log`, as scripts call them: exit statuses, one-line errors, round
+//! trips, and a second reader of the format that finds the same records.
 
 mod formats;
 mod history;
@@ -60,7 +60,8 @@ fn done(dir: &Path, arguments: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs `walvisor`, and asserts exit `status`, an empty stdout, and one line on stderr that contains each of `parts`.
+/// Runs `walvisor`, and asserts exit `status`, an empty stdout, and one line on stderr that
+/// contains each of `parts`.
 #[track_caller]
 fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) {
     let output = walvisor(dir, arguments);
@@ -116,7 +117,8 @@ fn write(port: &mut Port, sector: u64, byte: u8, sectors: usize) {
     end(port, Operation::Write { sector, data });
 }
 
-/// Copies the files of an open log and its disks to `to`, as a crash would leave them. No checkpoint may run.
+/// Copies the files of an open log and its disks to `to`, as a crash would leave them. No
+/// checkpoint may run.
 fn crash(log: &Path, disks: &[&Path], to: &Path) {
     let log_copy = to.join(log.file_name().unwrap());
     std::fs::create_dir_all(&log_copy).unwrap();
@@ -138,8 +140,8 @@ fn copy_image(from: &Path, to: &Path) {
     }
 }
 
-/// Makes a disk of 8 MiB in `crashed/`: 0..64 KiB in the base image; four commit groups in the log, which overwrite,
-/// discard and zero parts of that, and write the last page.
+/// Makes a disk of 8 MiB in `crashed/`: 0..64 KiB in the base image; four commit groups in the log,
+/// which overwrite, discard and zero parts of that, and write the last page.
 fn unclosed(dir: &Path) -> PathBuf {
     let disk = dir.join("disk.img");
     let log = default_log_dir(&disk);
@@ -216,7 +218,8 @@ fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
             "{name}: {blocks} > {allocated}"
         );
     }
-    // A raw image without a log is a disk too; a pipe gets no progress bar (`done` asserts that stderr is empty).
+    // A raw image without a log is a disk too; a pipe gets no progress bar (`done` asserts that
+    // stderr is empty).
     done(dir, "disk export raw out --force --json");
     // The result is the same with any number of threads.
     for threads in ["1", "3"] {

@@ -1,4 +1,5 @@
-//! Bad input: the program prints one line that names the fault and the remedy, and exits with status 1 or 2.
+//! Bad input: the program prints one line that names the fault and the remedy, and exits with
+//! status 1 or 2.
 
 use std::ffi::OsStr;
 use std::fs;

@@ -13,7 +13,8 @@ use walvisor_tests::leash;
 use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, wait_for};
 
-/// A guest that runs on two vCPUs and a WAL disk `disk.img` of 1 MiB, with a control socket. Dropping it kills it.
+/// A guest that runs on two vCPUs and a WAL disk `disk.img` of 1 MiB, with a control socket.
+/// Dropping it kills it.
 pub struct Guest {
     child: Child,
     dir: tempfile::TempDir,
@@ -35,8 +36,9 @@ impl Guest {
         guest
     }
 
-    /// Kills the VMM three times at any point, and each time starts another on the files that are left, without
-    /// unlocking, repairing or removing any; waits until the guest has printed `said` once more.
+    /// Kills the VMM three times at any point, and each time starts another on the files that are
+    /// left, without unlocking, repairing or removing any; waits until the guest has printed `said`
+    /// once more.
     pub fn kill_and_start_again(&mut self, said: &str) {
         for round in 2..5 {
             self.child.kill().unwrap();
@@ -94,7 +96,8 @@ impl Guest {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Waits for the VMM's end and returns exit status and stderr. Asserts that the disk is closed and the socket gone.
+    /// Waits for the VMM's end and returns exit status and stderr. Asserts that the disk is closed
+    /// and the socket gone.
     pub fn end(mut self) -> (Option<i32>, String) {
         let mut errors = String::new();
         let stderr = self.child.stderr.take().unwrap();
@@ -298,7 +301,8 @@ fn no_control_client_harms_another_or_the_guest() {
         .is_ok()
     {}
     for _ in 0..100 {
-        // The server may turn this client away before it has written, while earlier ones still take up places.
+        // The server may turn this client away before it has written, while earlier ones still take
+        // up places.
         let _ = guest.connect().write_all(b"{\"execute\": \"stats\"}\n\xff");
     }
     // The places of clients that have left become free one after the other.

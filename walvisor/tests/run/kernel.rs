@@ -1,5 +1,5 @@
-//! Kernels of a few instructions, in the two formats that `walvisor run` boots. Every KVM runs them, also one that
-//! interprets ring 0.
+//! Kernels of a few instructions, in the two formats that `walvisor run` boots. Every KVM runs
+//! them, also one that interprets ring 0.
 //!
 //! ```text
 //!   entry: ESI = the command line, as the boot protocol hands it over
@@ -25,7 +25,8 @@ pub enum KernelAction {
     IgnoreButton,
     /// Execute an undefined instruction without an exception handler: a triple fault.
     Fault,
-    /// Start the other processors, each of which faults without an exception handler: a triple fault; halt.
+    /// Start the other processors, each of which faults without an exception handler: a triple
+    /// fault; halt.
     FaultElsewhere,
     /// Jump to an address without memory.
     JumpAstray,
@@ -41,7 +42,8 @@ impl KernelAction {
             Self::ResetRegister => &[0x66, 0xba, 0xf9, 0x0c, 0xb0, 0x06, 0xee],
             // mov al, 0xfe; out 0x64, al
             Self::ResetKeyboard => &[0xb0, 0xfe, 0xe6, 0x64],
-            // again: mov dx, 0x3fd; in al, dx; test al, 1; jz again; mov dx, 0x3f8; in al, dx; out dx, al; jmp again
+            // again: mov dx, 0x3fd; in al, dx; test al, 1; jz again; mov dx, 0x3f8; in al, dx; out
+            // dx, al; jmp again
             Self::Echo => &[
                 0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 0x01, 0x74, 0xf7, 0x66, 0xba, 0xf8, 0x03, 0xec,
                 0xee, 0xeb, 0xef,
@@ -60,9 +62,9 @@ impl KernelAction {
             ],
             // ud2
             Self::Fault => &[0x0f, 0x0b],
-            // mov edi, 0x70000; there, code for the others: lidt cs:[0x20], where memory is zero; mov eax, cr0; or al,
-            // 1; mov cr0, eax; mov ds, ax: an invalid selector mov edi, 0xfee00300: the local APIC's ICR: INIT, then a
-            // start at 0x70000, to all but this one
+            // mov edi, 0x70000; there, code for the others: lidt cs:[0x20], where memory is zero;
+            // mov eax, cr0; or al, 1; mov cr0, eax; mov ds, ax: an invalid selector mov edi,
+            // 0xfee00300: the local APIC's ICR: INIT, then a start at 0x70000, to all but this one
             Self::FaultElsewhere => &[
                 0xbf, 0x00, 0x00, 0x07, 0x00, 0xc7, 0x07, 0x2e, 0x0f, 0x01, 0x1e, 0xc7, 0x47, 0x04,
                 0x20, 0x00, 0x0f, 0x20, 0xc7, 0x47, 0x08, 0xc0, 0x0c, 0x01, 0x0f, 0xc7, 0x47, 0x0c,
@@ -111,7 +113,8 @@ pub fn bzimage(then: KernelAction) -> Vec<u8> {
     image
 }
 
-/// An ELF file with a PVH entry, if `note` says so: a loaded segment at 1 MiB and a note that names it.
+/// An ELF file with a PVH entry, if `note` says so: a loaded segment at 1 MiB and a note that names
+/// it.
 pub fn vmlinux(then: KernelAction, note: bool) -> Vec<u8> {
     const ENTRY: u64 = 0x10_0000;
     const CODE_OFFSET: u64 = 0x1000;

@@ -1,4 +1,5 @@
-//! The terminal: it is raw while the guest runs, and restored when the guest has ended for whatever reason.
+//! The terminal: it is raw while the guest runs, and restored when the guest has ended for whatever
+//! reason.
 
 use std::fs::File;
 use std::io::{Read, Write};

@@ -22,7 +22,8 @@ fn nbdinfo_sees_the_features_of_each_disk() {
     create(dir, "b.img", "1M --log logs");
     let daemon = Daemon::start(
         dir,
-        "--disk path=a.img,log=logs,socket=s --disk path=b.img,log=logs,socket=s,serial=second,readonly=on",
+        "--disk path=a.img,log=logs,socket=s --disk \
+         path=b.img,log=logs,socket=s,serial=second,readonly=on",
     );
     let list = json(&client(
         dir,

@@ -259,7 +259,8 @@ fn stats_report_a_disk_without_space_until_it_has_some() {
     assert!(errors.contains("No space left"), "{errors}");
 }
 
-/// With on-full=pause writes wait for space, which the statistics tell, and no wait holds up the end.
+/// With on-full=pause writes wait for space, which the statistics tell, and no wait holds up the
+/// end.
 #[test]
 fn requests_wait_for_space_with_on_full_pause() {
     let Some(small) = MemoryFs::tmpfs("size=2m") else {
@@ -302,7 +303,8 @@ fn requests_wait_for_space_with_on_full_pause() {
         command.args(["serve", "nbd", "--control", "ctl", "--disk", &disk]);
         let mut daemon = Daemon::start_telling(dir, &mut command, errors.into(), 1);
         let client = RawClient::extended(&dir.join("s"));
-        // A second descriptor of the connection: the requests are more than the socket's buffers hold.
+        // A second descriptor of the connection: the requests are more than the socket's buffers
+        // hold.
         let mut sender = RawClient {
             socket: client.socket.try_clone().unwrap(),
         };
@@ -395,8 +397,8 @@ fn vhost_user_disks_are_paused_and_grow() {
     assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
 }
 
-/// Sends `count` reads at once and asserts that exactly `expected` of them are answered; then removes the limit and
-/// asserts that the rest are answered too.
+/// Sends `count` reads at once and asserts that exactly `expected` of them are answered; then
+/// removes the limit and asserts that the rest are answered too.
 fn limited(dir: &Path, count: u64, expected: u64) {
     let mut client = RawClient::extended(&dir.join("s"));
     for cookie in 0..count {

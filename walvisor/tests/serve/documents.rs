@@ -1,4 +1,5 @@
-//! The systemd units and libvirt domains in `docs/nbd` and `docs/vhost-user`, checked by the programs they are for.
+//! The systemd units and libvirt domains in `docs/nbd` and `docs/vhost-user`, checked by the
+//! programs they are for.
 
 use std::fs;
 use std::path::Path;

@@ -1,4 +1,5 @@
-//! One daemon whose disks have different doors: one log, one sync for all of them; and the file that describes such a pool.
+//! One daemon whose disks have different doors: one log, one sync for all of them; and the file
+//! that describes such a pool.
 
 use std::fs;
 use std::path::Path;
@@ -51,7 +52,8 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
     for disk in ["guest", "export"] {
         create(dir, disk, "4M --log log");
     }
-    let disks = "--disk path=guest,log=log,door=vhost-user,socket=v --disk path=export,log=log,door=nbd,socket=n";
+    let disks = "--disk path=guest,log=log,door=vhost-user,socket=v --disk \
+        path=export,log=log,door=nbd,socket=n";
     let daemon = serve(dir, disks);
     assert!(daemon.uris[0].ends_with("/v"), "{:?}", daemon.uris);
     assert!(daemon.uris[1].starts_with("nbd+unix:///export?socket="));

@@ -62,8 +62,8 @@ impl Drop for StopGuard<'_> {
     }
 }
 
-/// Each export is the disk after one of the writes, at least the last one that was acknowledged before it began, while
-/// checkpoints overwrite the image all the time.
+/// Each export is the disk after one of the writes, at least the last one that was acknowledged
+/// before it began, while checkpoints overwrite the image all the time.
 #[test]
 fn each_export_is_the_disk_at_one_moment_beside_a_writer() {
     let dir = tempfile::tempdir().unwrap();

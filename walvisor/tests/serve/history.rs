@@ -12,7 +12,8 @@ use walvisor_storage::{StoreOptions, create_disk};
 
 const TRIM: u16 = 4;
 
-/// Makes a disk of 8 MiB whose daemon was killed after these commits. Returns the state after each of them.
+/// Makes a disk of 8 MiB whose daemon was killed after these commits. Returns the state after each
+/// of them.
 fn killed(dir: &Path, commits: usize) -> Vec<Vec<u8>> {
     create(dir, "disk.img", "8M");
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
@@ -201,8 +202,8 @@ fn told(dir: &Path, words: &str) -> String {
     text(&output.stdout)
 }
 
-/// A client's disk is named at one moment while the client goes on writing; the log keeps it, and what it is told to keep,
-/// over a stop and a kill.
+/// A client's disk is named at one moment while the client goes on writing; the log keeps it, and
+/// what it is told to keep, over a stop and a kill.
 #[test]
 fn a_disk_in_use_gets_snapshots_and_keeps_history() {
     let dir = tempfile::tempdir().unwrap();
@@ -309,7 +310,8 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
     daemon.stop();
 }
 
-/// Ten disks are cloned from one snapshot, and share a log and a daemon. Each has what the snapshot had, and its own writes.
+/// Ten disks are cloned from one snapshot, and share a log and a daemon. Each has what the snapshot
+/// had, and its own writes.
 #[test]
 fn ten_disks_are_cloned_from_one_snapshot() {
     let dir = tempfile::tempdir().unwrap();
@@ -350,8 +352,8 @@ fn ten_disks_are_cloned_from_one_snapshot() {
     }
 }
 
-/// A disk with a log of its own is restored in place while its daemon goes on with other disks: it is removed, restored, and added
-/// again. While it is there, that is refused.
+/// A disk with a log of its own is restored in place while its daemon goes on with other disks: it
+/// is removed, restored, and added again. While it is there, that is refused.
 #[test]
 fn a_disk_that_a_daemon_has_closed_is_restored_in_place() {
     let dir = tempfile::tempdir().unwrap();
@@ -362,7 +364,8 @@ fn a_disk_that_a_daemon_has_closed_is_restored_in_place() {
     }
     let daemon = Daemon::start(
         dir,
-        "--disk-dir . --control ctl --disk path=a,serial=a,socket=s --disk path=b,serial=b,socket=t",
+        "--disk-dir . --control ctl --disk path=a,serial=a,socket=s --disk \
+         path=b,serial=b,socket=t",
     );
     let mut other = RawClient::extended(&dir.join("t"));
     let mut client = RawClient::extended(&dir.join("s"));
@@ -392,8 +395,8 @@ fn a_disk_that_a_daemon_has_closed_is_restored_in_place() {
     daemon.stop();
 }
 
-/// The owner of a disk restores it while it is paused, one of two on a log, and the other stays as it is. After a kill both are
-/// what they were.
+/// The owner of a disk restores it while it is paused, one of two on a log, and the other stays as
+/// it is. After a kill both are what they were.
 #[test]
 fn a_paused_disk_is_restored_in_place_by_its_owner() {
     let dir = tempfile::tempdir().unwrap();
@@ -405,7 +408,8 @@ fn a_paused_disk_is_restored_in_place_by_its_owner() {
         );
         assert!(created.status.success(), "{}", text(&created.stderr));
     }
-    let options = "--control ctl --disk path=a,log=log,serial=a,socket=s --disk path=b,log=log,serial=b,socket=t";
+    let options = "--control ctl --disk path=a,log=log,serial=a,socket=s --disk \
+        path=b,log=log,serial=b,socket=t";
     let daemon = Daemon::start(dir, options);
     let mut clients = ["s", "t"].map(|socket| RawClient::extended(&dir.join(socket)));
     for byte in 1..4 {
@@ -483,7 +487,8 @@ fn saved_bytes(dir: &Path) -> u64 {
     saved.map(|entry| entry.metadata().unwrap().len()).sum()
 }
 
-/// A guest writes the whole log many times after a snapshot. What the snapshot needs is saved once, and the log never fills up.
+/// A guest writes the whole log many times after a snapshot. What the snapshot needs is saved once,
+/// and the log never fills up.
 #[test]
 fn a_snapshot_costs_what_has_changed_since_and_does_not_fill_the_log() {
     const BLOCKS: u64 = 200;
@@ -535,7 +540,8 @@ fn a_snapshot_costs_what_has_changed_since_and_does_not_fill_the_log() {
     assert_eq!(daemon.stop(), "");
 }
 
-/// What a snapshot between the two points of a restore in place needs stays in the log, and so does what a look reads.
+/// What a snapshot between the two points of a restore in place needs stays in the log, and so does
+/// what a look reads.
 #[test]
 fn a_log_that_is_full_of_pinned_records_says_so() {
     let dir = tempfile::tempdir().unwrap();

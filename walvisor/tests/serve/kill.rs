@@ -1,8 +1,9 @@
-//! What a kill of the daemon leaves of writes that were answered and not flushed. Clients that reconnect by themselves
-//! do not repeat such a write, and take a later FLUSH as proof that it is durable.
+//! What a kill of the daemon leaves of writes that were answered and not flushed. Clients that
+//! reconnect by themselves do not repeat such a write, and take a later FLUSH as proof that it is
+//! durable.
 //!
-//! The writes here are too few to be written to the log unless a client waits for them: where answers do not wait, they
-//! are only in the daemon's memory.
+//! The writes here are too few to be written to the log unless a client waits for them: where
+//! answers do not wait, they are only in the daemon's memory.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -63,8 +64,9 @@ fn restart(daemon: Daemon, dir: &Path, arguments: &str) -> Daemon {
     Daemon::start(dir, arguments)
 }
 
-/// Writes pages 0 and 41 and flushes. KernelAction writes pages 1 to 40, trims page 0 and zeroes page 41, without a FLUSH. Once
-/// the daemon is back, the next connection flushes, and prints how many pages are as they were left.
+/// Writes pages 0 and 41 and flushes. KernelAction writes pages 1 to 40, trims page 0 and zeroes
+/// page 41, without a FLUSH. Once the daemon is back, the next connection flushes, and prints how
+/// many pages are as they were left.
 const CLIENT: &str = r"
 import nbd, sys
 def connect():

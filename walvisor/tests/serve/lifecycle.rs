@@ -101,7 +101,8 @@ fn every_thread_is_restricted() {
     }
 }
 
-/// A Python script that runs its arguments without io_uring: a filter answers io_uring_setup, 425, with ENOSYS.
+/// A Python script that runs its arguments without io_uring: a filter answers io_uring_setup, 425,
+/// with ENOSYS.
 pub const WITHOUT_IO_URING: &str = "
 import ctypes, os, struct, sys
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7fff0000)]
@@ -239,8 +240,8 @@ fn bad_input_is_one_line() {
     assert_eq!(fs::read(dir.join("file")).unwrap(), b"data");
 }
 
-/// SIGTERM ends a daemon that has no time to copy its log: the daemon says what stays there, and the next one has it.
-/// 'disk checkpoint' copies everything, whatever time the daemons had.
+/// SIGTERM ends a daemon that has no time to copy its log: the daemon says what stays there, and
+/// the next one has it. 'disk checkpoint' copies everything, whatever time the daemons had.
 #[test]
 fn a_close_without_time_says_what_it_leaves() {
     let dir = tempfile::tempdir().unwrap();

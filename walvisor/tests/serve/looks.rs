@@ -188,7 +188,8 @@ fn ten_looks_beside_a_writer_show_their_points() {
     served.iter().for_each(|socket| gone(socket));
 }
 
-/// What is written to a look is seen there alone, also when the look is at a disk that keeps no history, and through any door.
+/// What is written to a look is seen there alone, also when the look is at a disk that keeps no
+/// history, and through any door.
 #[test]
 fn a_look_with_scratch_accepts_writes() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,7 +1,8 @@
-//! Disks that are added to a daemon and removed from it while clients write to others on the same log.
+//! Disks that are added to a daemon and removed from it while clients write to others on the same
+//! log.
 //!
-//! `WALVISOR_MEMBER_CYCLES=N` makes it N additions and removals, and prints how long the flushes of the other disks took
-//! with and without them.
+//! `WALVISOR_MEMBER_CYCLES=N` makes it N additions and removals, and prints how long the flushes of
+//! the other disks took with and without them.
 
 use std::collections::HashSet;
 use std::fs;
@@ -84,7 +85,8 @@ impl Oracle {
         self.client.try_request(FLUSH, self.writes, 0, &[])
     }
 
-    /// Writes some blocks, and flushes them. Returns how long the FLUSH took; `None`: the connection has ended.
+    /// Writes some blocks, and flushes them. Returns how long the FLUSH took; `None`: the
+    /// connection has ended.
     fn step(&mut self) -> Option<Duration> {
         let mut newest = Vec::new();
         for _ in 0..4 {
@@ -98,8 +100,8 @@ impl Oracle {
         Some(began.elapsed())
     }
 
-    /// Writes without flushing, until the connection ends. Returns what the disk holds then: of each block the last write
-    /// that was answered, or one that was not.
+    /// Writes without flushing, until the connection ends. Returns what the disk holds then: of
+    /// each block the last write that was answered, or one that was not.
     fn write_until_the_end(mut self) -> PossibleBytes {
         while let Some(block) = self.write() {
             self.held.0[block] = HashSet::from([(self.writes % 251) as u8]);
@@ -254,8 +256,8 @@ fn disks_come_and_go_while_clients_write_to_others() {
     }
     let [without, with] = times;
     println!(
-        "{cycles} additions and removals with {} disks: p99 of the other disks' flushes {:?} with them ({}), {:?} without ({}); \
-         a cycle took {:?} in the mean",
+        "{cycles} additions and removals with {} disks: p99 of the other disks' flushes {:?} with \
+         them ({}), {:?} without ({}); a cycle took {:?} in the mean",
         STAYING + CHANGING,
         p99(with.clone()),
         with.len(),
@@ -273,7 +275,8 @@ fn a_kill_while_disks_come_and_go_loses_nothing_that_a_flush_covered() {
     make(dir, &staying, &changing);
     let mut held = vec![PossibleBytes::new(); 3];
     let all = [&staying[..], &changing[..]].concat();
-    // Whether the kill comes with an addition or a removal, and after how many steps of the other disks' clients.
+    // Whether the kill comes with an addition or a removal, and after how many steps of the other
+    // disks' clients.
     let kills = [
         (false, 0),
         (true, 0),

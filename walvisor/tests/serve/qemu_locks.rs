@@ -31,7 +31,8 @@ fn qemu(dir: &Path, drive: &str) -> StepProgram {
     qemu
 }
 
-/// Asserts that `walvisor` refuses the image at `path` because of a program that uses it for `what`.
+/// Asserts that `walvisor` refuses the image at `path` because of a program that uses it for
+/// `what`.
 #[track_caller]
 fn refused_here(dir: &Path, arguments: &str, path: &str, what: &str) {
     let output = walvisor(dir, arguments);

@@ -1,4 +1,5 @@
-//! A base image whose file system does not answer when asked for holes: only the client that asked has to wait.
+//! A base image whose file system does not answer when asked for holes: only the client that asked
+//! has to wait.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -17,7 +18,8 @@ struct SlowFileSystem {
 }
 
 impl SlowFileSystem {
-    /// 16 MiB at `mountpoint/disk.img`. `None`: this machine has no FUSE, and `skipped: why` was printed.
+    /// 16 MiB at `mountpoint/disk.img`. `None`: this machine has no FUSE, and `skipped: why` was
+    /// printed.
     fn mount(mountpoint: &Path) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() {
             println!("skipped: no /dev/fuse");
@@ -27,7 +29,8 @@ impl SlowFileSystem {
         let image = mountpoint.join("disk.img");
         let mut command = Command::new("nbdfuse");
         command
-            // Without this the kernel would cache attributes for a second instead of asking the program.
+            // Without this the kernel would cache attributes for a second instead of asking the
+            // program.
             .args(["-o", "attr_timeout=0"])
             .arg(&image)
             .args(["--command", "nbdkit", "-s", "--exit-with-parent"])
@@ -50,7 +53,8 @@ impl SlowFileSystem {
         kill_process(Pid::from_child(&self.fuse), signal).unwrap();
     }
 
-    /// Halts the program. SIGSTOP goes to one of its threads, and the others still answer until that thread has run.
+    /// Halts the program. SIGSTOP goes to one of its threads, and the others still answer until
+    /// that thread has run.
     fn halt(&self) {
         self.signal(Signal::STOP);
         let stopped = WaitId::Pid(Pid::from_child(&self.fuse));

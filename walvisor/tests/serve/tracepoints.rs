@@ -2,11 +2,11 @@
 
 use std::collections::BTreeMap;
 
-/// The notes of SystemTap (`.note.stapsdt`) in an ELF file: the names of the provider's tracepoints, each with its number
-/// of arguments.
+/// The notes of SystemTap (`.note.stapsdt`) in an ELF file: the names of the provider's
+/// tracepoints, each with its number of arguments.
 fn tracepoints(elf: &[u8], provider: &str) -> BTreeMap<String, usize> {
-    // An ELF note: lengths of name and description, type 3, the name, the description. The description is three addresses
-    // and three texts: provider, name, arguments.
+    // An ELF note: lengths of name and description, type 3, the name, the description. The
+    // description is three addresses and three texts: provider, name, arguments.
     const OWNER: &[u8] = b"stapsdt\0";
     let number = |at: usize| u32::from_le_bytes(elf[at..at + 4].try_into().unwrap()) as usize;
     let owners = elf.windows(OWNER.len()).enumerate();

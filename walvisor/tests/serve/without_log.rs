@@ -19,7 +19,8 @@ fn image(dir: &Path) -> Vec<u8> {
     data
 }
 
-/// Sends every kind of request. `contents` is the disk's contents before, and is updated to those after.
+/// Sends every kind of request. `contents` is the disk's contents before, and is updated to those
+/// after.
 fn use_disk(dir: &Path, contents: &mut [u8]) {
     let mut client = RawClient::extended(&dir.join("s"));
     let mut done = |command, offset: u64, len: usize, data: &[u8]| {

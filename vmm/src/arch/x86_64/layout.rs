@@ -66,7 +66,8 @@ pub const COM1: u16 = 0x3f8;
 pub const COM1_GSI: u32 = 4;
 /// The keyboard controller's ports, 0x60 to 0x64.
 pub const I8042: u16 = 0x60;
-/// PCI configuration mechanism 1: address and data, and the reset control register at 0xcf9 between them.
+/// PCI configuration mechanism 1: address and data, and the reset control register at 0xcf9 between
+/// them.
 pub const PCI_PORTS: u16 = 0xcf8;
 /// Reset control register (as in Intel's chip sets).
 pub const RESET_PORT: u16 = 0xcf9;
@@ -81,8 +82,8 @@ pub const SCI: u16 = 9;
 
 /// Pins of the I/O APIC.
 pub const IO_APIC_PINS: u32 = 24;
-/// Pins that virtio-mmio devices use, in this order. The list leaves out the pins of the timer (0, 2), keyboard
-/// (1), serial lines (3, 4), clock (8), ACPI (9) and coprocessor (13).
+/// Pins that virtio-mmio devices use, in this order. The list leaves out the pins of the timer (0,
+/// 2), keyboard (1), serial lines (3, 4), clock (8), ACPI (9) and coprocessor (13).
 pub const MMIO_GSIS: [u32; 16] = [5, 6, 7, 10, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23];
 
 /// Smallest guest memory in bytes: no kernel starts with less.
@@ -108,8 +109,8 @@ pub enum RangeKind {
     Reserved,
 }
 
-/// The memory map that the boot protocol passes to the kernel (E820, and PVH's): address, length and kind, in
-/// ascending order.
+/// The memory map that the boot protocol passes to the kernel (E820, and PVH's): address, length
+/// and kind, in ascending order.
 pub fn memory_map(size: u64) -> Vec<(u64, u64, RangeKind)> {
     let mut map = vec![
         (0, CONVENTIONAL_END, RangeKind::Memory),

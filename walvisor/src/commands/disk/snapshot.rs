@@ -1,5 +1,5 @@
-//! `walvisor disk snapshot`, `snapshots`, `snapshot-delete` and `mark`: snapshots and marks of a disk that is not in
-//! use.
+//! `walvisor disk snapshot`, `snapshots`, `snapshot-delete` and `mark`: snapshots and marks of a
+//! disk that is not in use.
 
 use std::time::Duration;
 
@@ -110,8 +110,8 @@ pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
     })?;
     let Some(made) = made else {
         return Err(CommandError::Failed(format!(
-            "{}: its log keeps no history, so a mark would be gone when the disk is opened next: open it once with retain=24h, or make \
-             a snapshot first",
+            "{}: its log keeps no history, so a mark would be gone when the disk is opened next: \
+             open it once with retain=24h, or make a snapshot first",
             disk.path.display()
         )));
     };

@@ -53,15 +53,15 @@ pub(super) struct ExportArguments {
 pub(super) struct RestoreArguments {
     #[command(flatten)]
     disk: DiskPath,
-    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a time before now, such as
-    /// -15m.
+    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a
+    /// time before now, such as -15m.
     #[arg(long, value_parser = parse_point, allow_hyphen_values = true)]
     at: Point,
     /// The raw image to create.
     #[arg(long, short, value_name = "NEW", required_unless_present = "in_place")]
     output: Option<PathBuf>,
-    /// Make the disk itself what it was, at once. The command prints how to undo that, which works as long as the
-    /// log keeps the current state.
+    /// Make the disk itself what it was, at once. The command prints how to undo that, which works
+    /// as long as the log keeps the current state.
     #[arg(long, conflicts_with = "output")]
     in_place: bool,
     #[command(flatten)]
@@ -81,8 +81,8 @@ pub(super) struct CloneArguments {
     /// The new disk's log directory [default: NEW.wal].
     #[arg(long, value_name = "DIR")]
     new_log: Option<PathBuf>,
-    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a time before now, such as
-    /// -15m [default: the disk as it is].
+    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a
+    /// time before now, such as -15m [default: the disk as it is].
     #[arg(long, value_parser = parse_point, allow_hyphen_values = true)]
     at: Option<Point>,
     #[command(flatten)]
@@ -97,7 +97,8 @@ pub(super) struct CloneArguments {
 pub(super) struct ResizeArguments {
     #[command(flatten)]
     disk: DiskPath,
-    /// New size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
+    /// New size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so
+    /// on of 1000.
     #[arg(long, value_parser = parse_size)]
     size: u64,
     /// Shrink the disk even if data is lost.
@@ -258,7 +259,8 @@ fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), Comman
                 redone => format!(", and {redone} are back"),
             };
             print(format_args!(
-                "{path}: restored in place as of LSN {to_lsn}: {undone} records are undone{back}\nto undo this: {undo}\n"
+                "{path}: restored in place as of LSN {to_lsn}: {undone} records are \
+                 undone{back}\nto undo this: {undo}\n"
             ));
         }
     }

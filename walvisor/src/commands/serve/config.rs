@@ -1,4 +1,5 @@
-//! `--config FILE`: the disks of a daemon as a TOML file, one table for each, with the keys of `--disk`.
+//! `--config FILE`: the disks of a daemon as a TOML file, one table for each, with the keys of
+//! `--disk`.
 //!
 //! ```toml
 //! [defaults]                    # a disk takes those that fit its door and backend
@@ -40,8 +41,8 @@ pub(super) struct PoolFile {
 /// A disk of the file.
 #[derive(Clone)]
 struct PoolDisk {
-    /// The texts of the file, defaults included. They are compared instead of the spec, because a point such
-    /// as `-15m` parses differently each time.
+    /// The texts of the file, defaults included. They are compared instead of the spec, because a
+    /// point such as `-15m` parses differently each time.
     keys: Vec<(String, String)>,
     spec: DiskSpec,
 }
@@ -67,8 +68,8 @@ impl PoolFile {
         paths.read(self.path.parent().unwrap_or(&self.path));
     }
 
-    /// Reads the file again, and adds and removes disks to match it. A file with an error changes nothing. The
-    /// next call retries the disks that could not be added or removed.
+    /// Reads the file again, and adds and removes disks to match it. A file with an error changes
+    /// nothing. The next call retries the disks that could not be added or removed.
     pub(super) fn reload(&mut self, controlled: &ControlledProcess, hotplug: &Hotplug) {
         let wanted = match read(&self.path, self.kind) {
             Ok(wanted) => wanted,
@@ -86,7 +87,8 @@ impl PoolFile {
             if let Some(place) = names.iter().position(|other| *other == name) {
                 if wanted[place].keys != disk.keys {
                     tracing::warn!(
-                        "{}: the keys of disk '{name}' have changed; they take effect at the next start",
+                        "{}: the keys of disk '{name}' have changed; they take effect at the next \
+                         start",
                         self.path.display()
                     );
                 }

@@ -37,7 +37,8 @@ use crate::metrics::{DiskMetrics, render_served};
 /// The arguments of every daemon.
 #[derive(Args, Debug)]
 pub struct DaemonArguments {
-    /// A disk and how clients reach it: path=FILE,door=nbd,socket=PATH ...; may be given several times; 'help' lists the keys
+    /// A disk and how clients reach it: path=FILE,door=nbd,socket=PATH ...; may be given several
+    /// times; 'help' lists the keys
     #[arg(long = "disk", value_name = "SPEC", required_unless_present = "config", value_parser = DiskArgument(DiskCommand::Serve))]
     pub disks: Vec<DiskSpec>,
     /// Serve the disks of this TOML file too; SIGHUP reads it again
@@ -46,7 +47,8 @@ pub struct DaemonArguments {
     /// Permissions of the sockets, octal
     #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
     pub mode: u32,
-    /// Let disks be added beneath this directory, by 'walvisor ctl SOCKET add-disk' or --config; may be given several times
+    /// Let disks be added beneath this directory, by 'walvisor ctl SOCKET add-disk' or --config;
+    /// may be given several times
     #[arg(long = "disk-dir", value_name = "DIR", value_parser = parse_directory)]
     pub disk_dirs: Vec<PathBuf>,
     /// TLS of disks with door=nbd.
@@ -76,8 +78,8 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 }
 
 impl DaemonArguments {
-    /// Serves until a signal or a control client asks it to stop. `kind`: the command, which is also the
-    /// door of a disk that names none.
+    /// Serves until a signal or a control client asks it to stop. `kind`: the command, which is
+    /// also the door of a disk that names none.
     ///
     /// # Errors
     /// If the disks cannot be served or closed.
@@ -133,9 +135,9 @@ impl DaemonArguments {
         hotplug.lock().doors.logs_closed()
     }
 
-    /// Confines the process to the files and ports that its disks need, and those that `more` adds. Call it
-    /// while there is one thread, after the sockets are bound and before the disks are opened. Returns the
-    /// scratch files, which must be made first.
+    /// Confines the process to the files and ports that its disks need, and those that `more` adds.
+    /// Call it while there is one thread, after the sockets are bound and before the disks are
+    /// opened. Returns the scratch files, which must be made first.
     fn give_up_paths(
         &self,
         specs: &[DiskSpec],
@@ -173,8 +175,8 @@ fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, Comm
     Ok(in_use)
 }
 
-/// Ends a daemon, whether serving succeeded or failed: writes the metrics, and closes the disks, which nobody
-/// may use any more. Returns the first error.
+/// Ends a daemon, whether serving succeeded or failed: writes the metrics, and closes the disks,
+/// which nobody may use any more. Returns the first error.
 fn finish(
     served: Result<Vec<DiskMetrics>, CommandError>,
     metrics: Option<MetricsFile>,
@@ -207,8 +209,8 @@ struct Shutdown {
 }
 
 impl Shutdown {
-    /// Blocks the signals, and makes the control socket. Call it while there is one thread, so that all
-    /// later threads inherit the blocked signals.
+    /// Blocks the signals, and makes the control socket. Call it while there is one thread, so that
+    /// all later threads inherit the blocked signals.
     fn prepare(
         arguments: &DaemonArguments,
         names: &mut SocketNames,
@@ -225,8 +227,8 @@ impl Shutdown {
         })
     }
 
-    /// Serves the control socket, and waits until a signal or a control client asks to stop. With a `pool`,
-    /// SIGHUP reads its file again instead. Returns the disks that are left at the end.
+    /// Serves the control socket, and waits until a signal or a control client asks to stop. With a
+    /// `pool`, SIGHUP reads its file again instead. Returns the disks that are left at the end.
     fn wait(
         mut self,
         disks: Vec<DiskInUse>,

@@ -38,8 +38,9 @@ pub(super) trait Door: Send {
     /// Refuses disks that can't be served together. `specs`: all disks of this door.
     fn check(&self, specs: &[DiskSpec]) -> Result<(), String>;
 
-    /// Makes what clients connect to. It comes before the disks are opened, which may take long after a
-    /// crash: clients that connect early wait instead of being refused. Call it while there is one thread.
+    /// Makes what clients connect to. It comes before the disks are opened, which may take long
+    /// after a crash: clients that connect early wait instead of being refused. Call it while there
+    /// is one thread.
     fn bind(
         &mut self,
         specs: &[DiskSpec],
@@ -50,8 +51,8 @@ pub(super) trait Door: Send {
     /// Allows the paths that the door needs besides images and logs.
     fn allow(&self, _paths: &mut AllowedPaths) {}
 
-    /// Refuses a disk that can't be added to `others`, before it is opened. Returns the path of the socket
-    /// that [`add`](Self::add) will make for it, if any.
+    /// Refuses a disk that can't be added to `others`, before it is opened. Returns the path of the
+    /// socket that [`add`](Self::add) will make for it, if any.
     fn check_added(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String>;
 
     /// Serves a disk. Before [`start`](Self::start), clients are let in only then.
@@ -82,8 +83,8 @@ pub(super) trait Door: Send {
 pub(super) struct Doors(BTreeMap<DiskCommand, Box<dyn Door>>);
 
 impl Doors {
-    /// The doors that `specs` name, with nothing open yet. `mode`: permissions of sockets; `grows`: disks may
-    /// be added later.
+    /// The doors that `specs` name, with nothing open yet. `mode`: permissions of sockets; `grows`:
+    /// disks may be added later.
     pub(super) fn new(specs: &[DiskSpec], mode: u32, grows: bool, tls: &Tls) -> Self {
         let mut doors: BTreeMap<DiskCommand, Box<dyn Door>> = BTreeMap::new();
         for spec in specs {

@@ -4,7 +4,8 @@
 //!   add-disk    ─▶ the disk and its log lie beneath a --disk-dir ─▶ OpenLogs opens it ─▶ its Door serves it
 //!   remove-disk ─▶ its Door answers the requests in flight and drops it ─▶ OpenLogs closes it, and a log without disks
 //! ```
-//! By then the process has given up most of its rights. `--disk-dir` decides, at the start, which ones it keeps for this.
+//! By then the process has given up most of its rights. `--disk-dir` decides, at the start, which
+//! ones it keeps for this.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -61,7 +62,8 @@ impl Hotplug {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, ServedDisks> {
-        // After a panic, the disk that was being added or removed is still in the list and can be removed.
+        // After a panic, the disk that was being added or removed is still in the list and can be
+        // removed.
         self.served.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -114,7 +116,8 @@ impl Hotplug {
         }
         if spec.scratch {
             return Err(format!(
-                "disk '{name}': scratch=on works only for disks of the daemon's command line: leave it out"
+                "disk '{name}': scratch=on works only for disks of the daemon's command line: \
+                 leave it out"
             ));
         }
         let socket = door.check_added(spec, &with_door(spec.door, &served.specs))?;

@@ -22,7 +22,8 @@ pub struct TlsArguments {
     /// Whether clients can or must use TLS [default: require with certificates, else off]
     #[arg(long, value_name = "MODE", value_enum)]
     pub tls: Option<TlsMode>,
-    /// Directory with server-cert.pem and server-key.pem, and for --tls-verify-peer ca-cert.pem (and ca-crl.pem)
+    /// Directory with server-cert.pem and server-key.pem, and for --tls-verify-peer ca-cert.pem
+    /// (and ca-crl.pem)
     #[arg(long, value_name = "DIR")]
     pub tls_certificates: Option<PathBuf>,
     /// Require a client certificate that the CA has signed
@@ -84,7 +85,8 @@ enum Uri {
 /// The NBD server, and where its clients find it.
 pub(super) struct NbdDoor {
     tls: Tls,
-    /// The addresses, in the order of the disks that name them first. Each is a service of the server.
+    /// The addresses, in the order of the disks that name them first. Each is a service of the
+    /// server.
     places: Vec<(ListenAddress, Uri)>,
     /// The services to start the server with.
     services: Vec<Service>,
@@ -225,7 +227,8 @@ fn place(spec: &DiskSpec) -> Result<ListenAddress, String> {
         (Some(path), _) => Ok(ListenAddress::Unix(disks::real_path(path))),
         (None, Some(port)) => Ok(ListenAddress::Tcp(SocketAddr::new(spec.address, port))),
         (None, None) => Err(format!(
-            "disk '{}' has no address to be served at: give socket=PATH, or port=N (10809 is usual)",
+            "disk '{}' has no address to be served at: give socket=PATH, or port=N (10809 is \
+             usual)",
             spec.name()
         )),
     }

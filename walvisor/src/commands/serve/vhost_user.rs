@@ -27,7 +27,8 @@ pub(super) struct VhostUserDoor {
     workers: Arc<WorkerPool>,
     /// Permissions of the sockets.
     mode: u32,
-    /// By path. A removed disk's socket stays until the disk is closed, in case it must be served again.
+    /// By path. A removed disk's socket stays until the disk is closed, in case it must be served
+    /// again.
     sockets: HashMap<PathBuf, OwnSocket>,
 }
 
@@ -181,7 +182,8 @@ fn places(specs: &[DiskSpec]) -> Result<Vec<PathBuf>, String> {
         let place = place(spec)?;
         if places.contains(&place) {
             return Err(format!(
-                "disk '{}': another disk is served at {}, and a socket serves one disk: name another",
+                "disk '{}': another disk is served at {}, and a socket serves one disk: name \
+                 another",
                 spec.name(),
                 place.display()
             ));

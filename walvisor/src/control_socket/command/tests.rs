@@ -132,8 +132,8 @@ fn an_answer_carries_the_id_of_its_request() {
     );
 }
 
-/// Requests with bytes changed, removed or doubled: each parses as a command or gives an error of one line,
-/// and a command reads the same after it is written again.
+/// Requests with bytes changed, removed or doubled: each parses as a command or gives an error of
+/// one line, and a command reads the same after it is written again.
 #[test]
 fn mutated_requests_parse_or_are_errors() {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;

@@ -1,4 +1,5 @@
-//! Front-ends that break every rule: each loses its own connection, with a line that says why, and harms no other.
+//! Front-ends that break every rule: each loses its own connection, with a line that says why, and
+//! harms no other.
 
 use std::fs::File;
 use std::io::{IoSliceMut, Read, Write};

@@ -52,7 +52,8 @@ pub(super) fn backstore_name(spec: &DiskSpec) -> Result<String, String> {
     }
 }
 
-/// The target's name in its fabric: NAA 5, LIO's company id, and a number made from the disk's name and image.
+/// The target's name in its fabric: NAA 5, LIO's company id, and a number made from the disk's name
+/// and image.
 pub(super) fn wwn(spec: &DiskSpec, backstore: &BackstoreSpec) -> String {
     let own = identity(&backstore.name, &backstore.image) & 0xf_ffff_ffff;
     spec.wwn

@@ -1,4 +1,5 @@
-//! This process's disks in the kernel's target, and the changes that an administrator makes to them in configfs.
+//! This process's disks in the kernel's target, and the changes that an administrator makes to them
+//! in configfs.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -33,7 +34,8 @@ impl TargetDisks {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves a disk that is in the target already. Returns its handle, and where initiators find it.
+    /// Serves a disk that is in the target already. Returns its handle, and where initiators find
+    /// it.
     pub(super) fn serve(
         &self,
         spec: &DiskSpec,
@@ -105,8 +107,8 @@ impl TargetDisks {
         Ok(true)
     }
 
-    /// Takes down all disks. Returns the back stores that stay: the next process may take them over once the
-    /// logs are closed.
+    /// Takes down all disks. Returns the back stores that stay: the next process may take them over
+    /// once the logs are closed.
     ///
     /// # Errors
     /// The first step that the kernel refused. The other disks are taken down all the same.
@@ -156,25 +158,28 @@ impl TargetDisk {
             Change::Size(bytes) => match backend.grow(bytes) {
                 Ok(()) => self.device.capacity_changed(),
                 Err(error) => tracing::warn!(
-                    "disk '{name}' keeps its size, although dev_size in configfs is {bytes} now: {error}"
+                    "disk '{name}' keeps its size, although dev_size in configfs is {bytes} now: \
+                     {error}"
                 ),
             },
             Change::WriteCache(on) => {
                 if self.device.set_write_cache(on) != on {
                     tracing::warn!(
-                        "disk '{name}' keeps its cache mode, although configfs says otherwise now: initiators \
-                         that saw the old mode would not flush; one of them can ask for writeback (MODE SELECT)"
+                        "disk '{name}' keeps its cache mode, although configfs says otherwise now: \
+                         initiators that saw the old mode would not flush; one of them can ask for \
+                         writeback (MODE SELECT)"
                     );
                 }
             }
             Change::Config(config) => tracing::warn!(
-                "disk '{name}' is still served from the image that it was started with, although its dev_config \
-                 was set to '{config}'"
+                "disk '{name}' is still served from the image that it was started with, although \
+                 its dev_config was set to '{config}'"
             ),
         }
     }
 
-    /// Takes the disk down. Returns its back store if that stays in the target for the next process.
+    /// Takes the disk down. Returns its back store if that stays in the target for the next
+    /// process.
     fn dismantle(self) -> Result<Option<Backstore>, TargetError> {
         // The kernel waits for the answers to its last commands, and a pause would hold those up.
         self.in_use.device.resume();

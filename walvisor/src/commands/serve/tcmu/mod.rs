@@ -111,8 +111,8 @@ impl Door for TcmuDoor {
         backstore_specs(specs).map(drop)
     }
 
-    /// Makes the back stores, or takes over those of an earlier process, whose initiators wait meanwhile
-    /// instead of getting errors.
+    /// Makes the back stores, or takes over those of an earlier process, whose initiators wait
+    /// meanwhile instead of getting errors.
     fn bind(
         &mut self,
         specs: &[DiskSpec],
@@ -130,7 +130,8 @@ impl Door for TcmuDoor {
             self.unserved.insert(backstore.name, disk);
         }
         self.target = Some(target);
-        // Starts after the back stores are made, so that it does not report this process's own changes.
+        // Starts after the back stores are made, so that it does not report this process's own
+        // changes.
         let events = Events::listen()
             .inspect_err(|error| tracing::warn!("changes in configfs are not noticed: {error}"));
         self.events = events.ok();
@@ -145,7 +146,8 @@ impl Door for TcmuDoor {
             allow_disk(paths, target, disk);
         }
         if self.grows {
-            // The number of a back store, and with it its directory, is not known before it is made.
+            // The number of a back store, and with it its directory, is not known before it is
+            // made.
             let parents = target.disk_parents();
             parents.iter().for_each(|parent| paths.build(parent));
             paths.read(target.devices());
@@ -203,8 +205,8 @@ impl Door for TcmuDoor {
         Ok(())
     }
 
-    /// Marks the back stores durable: no completed write is in memory only any more, so the next process can take
-    /// them over.
+    /// Marks the back stores durable: no completed write is in memory only any more, so the next
+    /// process can take them over.
     fn logs_closed(&mut self) -> Result<(), CommandError> {
         std::mem::take(&mut self.kept_backstores)
             .iter()
@@ -213,7 +215,8 @@ impl Door for TcmuDoor {
     }
 }
 
-/// Allows the directories of configfs that a disk needs, while it is served and when it is taken down.
+/// Allows the directories of configfs that a disk needs, while it is served and when it is taken
+/// down.
 fn allow_disk(paths: &mut AllowedPaths, target: &Target, disk: &LioDisk) {
     let directory = disk.store().directory();
     let hba = directory.parent().unwrap_or(directory);
