@@ -52,7 +52,7 @@ pub fn main(started: Instant) -> ExitCode {
         Ok(cli) => cli,
         Err(error) => {
             return match moved(&error) {
-                Some(told) => end("walvisor", Err(CommandError::Usage(told))),
+                Some(usage) => end("walvisor", Err(CommandError::Usage(usage))),
                 None => report_usage::<Cli>(&error),
             };
         }
@@ -142,8 +142,8 @@ pub fn report_usage<P: CommandFactory>(error: &clap::Error) -> ExitCode {
             ExitCode::from(2)
         }
         _ => {
-            let told = one_line(&error.to_string());
-            eprintln!("{program}: {told}; see '{asked} --help'");
+            let message = one_line(&error.to_string());
+            eprintln!("{program}: {message}; see '{asked} --help'");
             ExitCode::from(2)
         }
     }
@@ -223,14 +223,14 @@ mod tests {
 
     #[test]
     fn moved_commands_name_the_program_that_has_them_now() {
-        let told = |arguments: &[&str]| {
+        let moved_message = |arguments: &[&str]| {
             let error = Cli::try_parse_from([&["walvisor"], arguments].concat()).unwrap_err();
             moved(&error)
         };
-        let bench = told(&["bench", "commit", "--clients", "8"]).unwrap();
+        let bench = moved_message(&["bench", "commit", "--clients", "8"]).unwrap();
         assert!(bench.contains("'walvisor-bench store' now"), "{bench}");
-        let compare = told(&["compare", "notify", "--quick"]).unwrap();
+        let compare = moved_message(&["compare", "notify", "--quick"]).unwrap();
         assert!(compare.contains("'walvisor-bench' now"), "{compare}");
-        assert_eq!(told(&["banana"]), None);
+        assert_eq!(moved_message(&["banana"]), None);
     }
 }

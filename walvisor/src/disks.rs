@@ -301,9 +301,9 @@ fn reads_only(specs: &[DiskSpec], members: &[usize]) -> bool {
 
 /// This machine's memory and swap together, in bytes.
 pub(crate) fn machine_memory() -> u64 {
-    let told = rustix::system::sysinfo();
-    let unit = u64::from(told.mem_unit);
-    (told.totalram + told.totalswap).saturating_mul(unit)
+    let memory = rustix::system::sysinfo();
+    let unit = u64::from(memory.mem_unit);
+    (memory.totalram + told.totalswap).saturating_mul(unit)
 }
 
 /// Refuses RAM disks that are larger than this machine's memory and swap together.
@@ -575,8 +575,8 @@ mod tests {
         ] {
             let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}{unit}"));
             let error = check(&specs(&[&two[0], &two[1]])).unwrap_err();
-            let told = format!("the disks on the log l disagree about {key}: ");
-            assert!(error.starts_with(&told), "{error}");
+            let begin = format!("the disks on the log l disagree about {key}: ");
+            assert!(error.starts_with(&begin), "{error}");
         }
     }
 

@@ -393,14 +393,14 @@ fn list(of: &Value, keys: &[&str]) -> String {
 }
 
 /// The condition of a disk: one word, or its trouble.
-fn condition(told: &Value) -> String {
-    let name = text(&told["name"]).replace('_', " ");
-    let Some(since) = told["since_unix_us"].as_u64() else {
+fn condition_text(condition: &Value) -> String {
+    let name = text(&condition["name"]).replace('_', " ");
+    let Some(since) = condition["since_unix_us"].as_u64() else {
         return name;
     };
     let seconds = unix_us(SystemTime::now()).saturating_sub(since) / 1_000_000;
-    let error = text(&told["error"]);
-    match (&told["pauses_writes"], &told["refuses_writes"]) {
+    let error = text(&condition["error"]);
+    match (&condition["pauses_writes"], &condition["refuses_writes"]) {
         (Value::Bool(true), _) => format!("paused: {name} for {seconds} s: {error}"),
         (_, Value::Bool(true)) => format!("{name} for {seconds} s, writes fail: {error}"),
         _ => format!("{name} for {seconds} s, writes go on: {error}"),
@@ -429,7 +429,7 @@ fn disk_lines(disk: &Value, indent: &str) -> String {
             Some(true) => ", read-only",
             _ => "",
         },
-        condition(&disk["condition"]),
+        condition_text(&disk["condition"]),
         list(disk, &requests),
         list(disk, &traffic),
     )

@@ -230,7 +230,7 @@ fn print_record(lines: &mut LineWriter, record: &LogRecord<'_>, json: bool) {
     let segment = segment.to_string_lossy();
     let mark = record.kind == RecordKind::Mark;
     if json {
-        let mut told = json!({
+        let mut object = json!({
             "lsn": record.lsn,
             "cid": record.cid,
             "unix_us": record.unix_us,
@@ -248,9 +248,9 @@ fn print_record(lines: &mut LineWriter, record: &LogRecord<'_>, json: bool) {
             "damaged": record.damaged,
         });
         if mark {
-            told["text"] = record.text.map(MarkText::as_str).into();
+            object["text"] = record.text.map(MarkText::as_str).into();
         }
-        return lines.print(format_args!("{told}\n"));
+        return lines.print(format_args!("{object}\n"));
     }
     let payload = match record.payload_bytes {
         0 => "-".to_owned(),

@@ -22,7 +22,7 @@ use super::lines::{InputLine, LineReader, MAX_LINE, MOST_FILES};
 pub const MAX_CLIENTS: usize = 32;
 
 /// How often a client gets the progress of its export.
-const TELL_EVERY: Duration = Duration::from_millis(100);
+const PROGRESS_PERIOD: Duration = Duration::from_millis(100);
 
 /// The server's name in messages.
 const OWNER: &str = "control socket";
@@ -180,12 +180,12 @@ fn progress<'a>(
     stream: &'a UnixStream,
     waiter: &'a mut Waiter,
 ) -> impl FnMut(u64, u64) -> bool + 'a {
-    let mut told = Instant::now();
+    let mut last_event = Instant::now();
     move |passed, total| {
-        if told.elapsed() < TELL_EVERY {
+        if last_event.elapsed() < PROGRESS_PERIOD {
             return true;
         }
-        told = Instant::now();
+        last_event = Instant::now();
         let free = waiter.wait(stream, EventSet::OUT, None);
         matches!(free, Ok(WakeReason::Ready))
             && send(stream, &export_progress(passed, total), waiter).is_ok()

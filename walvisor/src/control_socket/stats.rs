@@ -78,14 +78,14 @@ fn disk(disk: &DiskInUse) -> Value {
 
 /// The condition of a disk. Trouble comes with its beginning, its error, and whether writes fail.
 fn condition(condition: &Condition) -> Value {
-    let mut told = json!({ "name": condition.name() });
+    let mut object = json!({ "name": condition.name() });
     if let Some(trouble) = condition.trouble() {
-        told["since_unix_us"] = unix_us(trouble.since).into();
-        told["error"] = trouble.error.as_str().into();
-        told["refuses_writes"] = trouble.refuses_writes.into();
-        told["pauses_writes"] = trouble.pauses_writes.into();
+        object["since_unix_us"] = unix_us(trouble.since).into();
+        object["error"] = trouble.error.as_str().into();
+        object["refuses_writes"] = trouble.refuses_writes.into();
+        object["pauses_writes"] = trouble.pauses_writes.into();
     }
-    told
+    object
 }
 
 /// The logs, each once, with the names of its disks.

@@ -46,7 +46,7 @@ impl ConformanceReport {
         for &transport in transports {
             let tried = cases.iter().filter(|case| case.transport == transport);
             let tried = tried.count();
-            let told = transcript
+            let checked = transcript
                 .checked
                 .iter()
                 .find(|(checked, _)| checked == transport);
@@ -55,7 +55,7 @@ impl ConformanceReport {
                 .iter()
                 .find(|job| job.transport == transport)
                 .and_then(|job| job.outcome.as_ref().err());
-            let problem = match (told, why) {
+            let problem = match (checked, why) {
                 (Some(&(_, count)), _) if count as usize == tried && tried > 0 => continue,
                 (Some(&(_, count)), _) => format!("{count} cases were tried, {tried} reported"),
                 (None, Some(why)) => why.clone(),

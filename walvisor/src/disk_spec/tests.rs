@@ -164,11 +164,12 @@ fn a_key_is_accepted_by_its_commands_and_backends_only() {
                     Err(error) => {
                         let error = error.to_string();
                         assert!(!ours || !fits, "{text}, {command:?}: {error}");
-                        let told = format!("{}= is for ", key.name);
+                        let named = format!("{}= is for ", key.name);
                         let remedy = format!("leave {}= out", key.name);
-                        let told = error.contains(&told) && error.contains(&remedy);
+                        let names_it = error.contains(&named) && error.contains(&remedy);
                         assert!(
-                            told || key.name == "path"
+                            names_it
+                                || key.name == "path"
                                 || key.name == "size"
                                 || key.name == "address",
                             "{text}: {error}"
@@ -272,7 +273,7 @@ fn the_error_for_an_unknown_key_lists_the_valid_ones() {
 
 #[test]
 fn the_error_for_a_mistyped_key_suggests_one_of_the_command() {
-    let told = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
+    let error_of = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
     for (wrong, command, right) in [
         ("read-only", DiskCommand::Run, Some("readonly")),
         ("cached", DiskCommand::Nbd, Some("cache")),
@@ -281,7 +282,7 @@ fn the_error_for_a_mistyped_key_suggests_one_of_the_command() {
         ("sockets", DiskCommand::Run, None),
         ("x", DiskCommand::Run, None),
     ] {
-        let error = told(&format!("path=a,{wrong}=1"), command);
+        let error = error_of(&format!("path=a,{wrong}=1"), command);
         let hint = right.map(|right| format!("did you mean '{right}'?"));
         match hint {
             Some(hint) => assert!(error.contains(&hint), "{error}"),

@@ -245,10 +245,10 @@ fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), Comman
     let undo = format!("walvisor disk restore {path}{log} --at lsn:{from_lsn} --in-place");
     match (json, lsn) {
         (true, _) => {
-            let mut told = rewound_json(&done);
-            told["disk"] = json!(disk.path);
-            told["undo"] = json!(lsn.map(|_| undo));
-            print(format_args!("{told}\n"));
+            let mut report = rewound_json(&done);
+            report["disk"] = json!(disk.path);
+            report["undo"] = json!(lsn.map(|_| undo));
+            print(format_args!("{report}\n"));
         }
         (false, None) => print(format_args!(
             "{path}: the disk already is as of LSN {to_lsn}: nothing to do\n"
