@@ -51,7 +51,7 @@ fn run(input: &[u8]) {
             DiskCommand::Nbd,
             Power::Daemon {
                 end: Box::new(end),
-                members: None,
+                hotplug: None,
             },
         )
     } else {
