@@ -7,7 +7,7 @@ PACKAGES = gcc g++ libc6-dev
 SHELL = bash
 export DEBIAN_FRONTEND = noninteractive
 
-.PHONY: all install uninstall deb demo test soak quick setup format lint doc check fuzz api api-update
+.PHONY: all install uninstall deb demo test soak quick deny setup format lint doc check fuzz api api-update
 
 ## all: the program, target/release/walvisor; then this list
 all: setup
@@ -98,6 +98,10 @@ api: setup
 	$(TEST) --test api
 api-update: setup
 	WALVISOR_API=update $(TEST) --test api
+
+## deny: whether licences, sources and versions of the dependencies are those that deny.toml allows; needs cargo-deny
+deny:
+	$(CARGO) deny --locked check licenses bans sources
 
 setup:
 	@command -v $(CARGO) >/dev/null || { echo 'cargo is missing: install Rust 1.95 or newer' >&2; exit 1; }

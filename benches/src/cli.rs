@@ -68,7 +68,7 @@ mod tests {
     use clap::CommandFactory;
 
     #[test]
-    fn the_grammar_is_consistent() {
+    fn clap_accepts_the_grammar() {
         Cli::command().debug_assert();
     }
 }

@@ -55,10 +55,10 @@ const SECTOR_LEN: usize = SECTOR_SIZE as usize;
 /// every write that was not made durable by a FLUSH or by writethrough mode.
 #[derive(Clone)]
 pub struct RamDisk {
-    shared: Arc<Shared>,
+    shared: Arc<RamDiskState>,
 }
 
-struct Shared {
+struct RamDiskState {
     sectors: u64,
     read_only: bool,
     toggle: bool,
@@ -109,7 +109,7 @@ impl RamDisk {
         let count = sectors.saturating_mul(SECTOR_SIZE).div_ceil(CHUNK_LEN);
         chunks.resize_with(count as usize, RwLock::default);
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(RamDiskState {
                 sectors,
                 read_only,
                 toggle,
@@ -132,7 +132,7 @@ impl RamDisk {
     }
 }
 
-impl Shared {
+impl RamDiskState {
     /// Splits `[offset, offset + len)` at chunk boundaries and calls `each` with the chunk, the offset in it and the
     /// range of the request.
     fn pieces(
@@ -303,7 +303,7 @@ impl Backend for RamDisk {
 
 /// A queue of a RAM disk. Every request ends on submission.
 struct RamQueue {
-    shared: Arc<Shared>,
+    shared: Arc<RamDiskState>,
     /// Never readable: no request ends later.
     event: EventFd,
     done: Vec<Completion>,

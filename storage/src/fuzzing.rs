@@ -298,9 +298,10 @@ impl FileSystem for Files {
         let name = path.to_string_lossy();
         let part = name.rsplit('-').next().and_then(|part| part.parse().ok());
         let index = 1 + self.segments + part.unwrap_or(SAVED);
-        match index < self.bytes.lock().expect("one thread").len() {
-            true => Ok(Box::new(self.file(index))),
-            false => Err(io::ErrorKind::NotFound.into()),
+        if index < self.bytes.lock().expect("one thread").len() {
+            Ok(Box::new(self.file(index)))
+        } else {
+            Err(io::ErrorKind::NotFound.into())
         }
     }
 

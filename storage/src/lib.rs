@@ -22,7 +22,7 @@
 //! too.
 //!
 //! The folders are layers. Each imports only from itself and from those after it in this list: `raw` (raw images),
-//! `store` (opening, closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`,
+//! `offline` (opening, closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`,
 //! `log`, `catalog` (the control file, options, which image is which disk), `index`, `medium` (files, segments,
 //! engines), and the modules outside the folders. `docs/glossary.md` explains the terms.
 //!
@@ -73,6 +73,7 @@ mod recovery;
 #[cfg(test)]
 mod simulation;
 mod sync;
+mod tracepoints;
 
 pub use walvisor_block::{
     Allocation, BUFFER_ALIGN, Backend, BackendQueue, Buffer, Capabilities, Change, Completion,

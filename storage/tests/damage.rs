@@ -111,9 +111,10 @@ fn damage_of_a_payload_below_the_durable_lsn_is_named_and_its_reads_fail() {
         for i in 0..3 {
             let sector = i * 8;
             let found = run(&mut port, Operation::Read { sector, sectors: 8 });
-            match i + 1 == lsn {
-                true => assert_eq!(found.unwrap_err(), Failure::Io),
-                false => assert!(found.unwrap().unwrap().iter().all(|&b| b == i as u8 + 1)),
+            if i + 1 == lsn {
+                assert_eq!(found.unwrap_err(), Failure::Io)
+            } else {
+                assert!(found.unwrap().unwrap().iter().all(|&b| b == i as u8 + 1))
             }
         }
     }

@@ -32,12 +32,13 @@ fn each_file_system(test: impl Fn(&Site)) {
     let dir = tempfile::tempdir().unwrap();
     let top = dir.path().to_owned();
     let site = Site::new(top, dir, None);
-    match site.attributes {
-        true => test(&site),
-        false => println!(
+    if site.attributes {
+        test(&site)
+    } else {
+        println!(
             "skipped: no attributes in {}",
             std::env::temp_dir().display()
-        ),
+        )
     }
     // ramfs has no user attributes, no birth times, and no O_DIRECT.
     if let Some(small) = SmallFileSystem::mount_as("ramfs", "mode=0700") {
@@ -225,9 +226,10 @@ fn moved_disks_keep_their_bytes() {
 fn images_that_change_their_names_are_still_the_same_disks() {
     for killed in [false, true] {
         each_file_system(|site| {
-            match killed {
-                true => site.kill_both(),
-                false => site.close_both(),
+            if killed {
+                site.kill_both()
+            } else {
+                site.close_both()
             }
             let (one, two, between) = (site.image(1), site.image(2), site.top.join("between"));
             std::fs::rename(&one, &between).unwrap();
@@ -476,9 +478,10 @@ fn disks_copied_together_with_their_log_go_on_beside_the_originals() {
             for entry in std::fs::read_dir(site.vms().join(part)).unwrap() {
                 let entry = entry.unwrap();
                 let to = to.join(part).join(entry.file_name());
-                match marks {
-                    true => copy_image(&entry.path(), &to),
-                    false => drop(std::fs::copy(entry.path(), to).unwrap()),
+                if marks {
+                    copy_image(&entry.path(), &to)
+                } else {
+                    std::fs::copy(entry.path(), to).unwrap();
                 }
             }
         }

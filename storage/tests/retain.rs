@@ -113,9 +113,10 @@ fn horizon(place: &Place, newest: u64) -> u64 {
     }
     while there - gone > 1 {
         let middle = gone.midpoint(there);
-        match is_there(middle) {
-            true => there = middle,
-            false => gone = middle,
+        if is_there(middle) {
+            there = middle
+        } else {
+            gone = middle
         }
     }
     for lsn in (there..newest).step_by(97) {

@@ -132,7 +132,7 @@ say "fstrim: status $?"
 umount /mnt/files
 kill -KILL $daemon
 wait $daemon
-walvisor serve tcmu --list | grep -c 'served by none' | sed 's/^/guest: served by none: /'
+walvisor serve tcmu --list | grep -c 'not served' | sed 's/^/guest: not served: /'
 walvisor serve tcmu --remove --all | sed 's/^/guest: /'
 say "left: $(ls -d $config/target/core/user_* $config/target/loopback/naa.* 2>/dev/null | wc -l)"
 both second

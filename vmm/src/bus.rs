@@ -34,7 +34,7 @@ impl Bus {
         Self::default()
     }
 
-    /// Puts `device` at the `length` bytes from `base` on.
+    /// Puts `device` at `length` bytes, starting at `base`.
     ///
     /// # Errors
     /// If the range is empty, wraps around or overlaps another one.
@@ -117,7 +117,7 @@ mod tests {
     }
 
     #[test]
-    fn an_access_outside_or_across_an_end_misses() {
+    fn an_access_outside_a_range_or_across_its_end_finds_no_device() {
         let mut bus = Bus::new();
         bus.insert(0x1000, 16, registers()).unwrap();
         let mut data = [9; 4];

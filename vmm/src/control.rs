@@ -1,5 +1,5 @@
-//! The end and the pauses of a guest's run: the thread that first notices the end records it here, and the
-//! waiting thread wakes up.
+//! Ends and pauses a guest's run. The first thread to end it records the reason here and wakes the
+//! main thread.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -14,19 +14,20 @@ use crate::arch::x86_64::crash::Crash;
 pub enum RunEnd {
     /// The guest powered off (ACPI S5).
     PowerOff,
-    /// The guest asked for a reset: ACPI reset register, keyboard controller, or a triple fault once it ran.
+    /// The guest asked for a reset: ACPI reset register, keyboard controller, or a triple fault of
+    /// a guest that had used a device.
     Reset,
     /// This signal was sent to the process.
     Signal(i32),
-    /// The user asked for the end: the console's quit keys, or the control socket.
+    /// The user ended it: with the console's quit keys, or through the control socket.
     Quit,
     /// The guest reported that its kernel panicked.
     Panicked,
-    /// The guest cannot run on.
+    /// A vCPU cannot go on.
     Crashed(Box<Crash>),
 }
 
-/// The end of a run and its pauses, shared by everything that can cause them.
+/// Ends and pauses a run. Shared by all that can do so.
 pub struct RunControl {
     event: EventFd,
     ended: OnceLock<RunEnd>,
@@ -71,7 +72,7 @@ impl RunControl {
             self.stopping.store(true, Ordering::SeqCst);
             // The write fails only if the counter is full, and then the event is readable already.
             let _ = self.event.write(1);
-            // Taking the lock once makes sure that no thread is between its check and its sleep.
+            // With the lock taken once, no thread is between its check and its sleep.
             drop(self.lock());
             self.changed.notify_all();
         }
@@ -82,17 +83,17 @@ impl RunControl {
         &self.event
     }
 
-    /// Whether the vCPUs have to stop.
-    pub fn stopping(&self) -> bool {
+    /// Whether the run has ended, so that the vCPUs have to stop.
+    pub fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::SeqCst)
     }
 
-    /// The reason why the run ended, once it has.
-    pub fn ended(&self) -> Option<&RunEnd> {
+    /// Why the run ended; `None` while it goes on.
+    pub fn end_reason(&self) -> Option<&RunEnd> {
         self.ended.get()
     }
 
-    /// Asks the guest to power off. The run is stopped if the guest does not.
+    /// Asks the guest to power off. If it does not, the run is ended.
     pub fn ask_for_power_down(&self) {
         // The write fails only if the counter is full, and then the event is readable already.
         let _ = self.power_down.write(1);
@@ -108,16 +109,16 @@ impl RunControl {
         self.vcpus.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Takes every vCPU out of the guest. Returns when all have parked or the run ends.
+    /// Takes all vCPUs out of the guest. Returns once they are parked or the run has ended.
     pub fn pause(&self) {
         let mut vcpus = self.lock();
         self.paused.store(true, Ordering::SeqCst);
         for &thread in &vcpus.threads {
-            // SAFETY: the thread is in the list, so it lives: it removes itself only under the lock, which is
-            // held here. The call fails only for a signal that does not exist.
+            // SAFETY: the thread is in the list, so it lives: it removes itself only under the
+            // lock, which is held here. The call fails only for a signal that does not exist.
             let _ = unsafe { libc::pthread_kill(thread, kick_signal()) };
         }
-        while vcpus.parked < vcpus.threads.len() && !self.stopping() {
+        while vcpus.parked < vcpus.threads.len() && !self.is_stopping() {
             vcpus = wait(&self.changed, vcpus);
         }
     }
@@ -131,27 +132,28 @@ impl RunControl {
     }
 
     /// Whether the vCPUs have to park.
-    pub fn paused(&self) -> bool {
+    pub fn is_paused(&self) -> bool {
         self.paused.load(Ordering::SeqCst)
     }
 
-    /// Parks until the pause or the run is over. Called by a vCPU's thread that has [entered](Self::enter).
+    /// Waits until the pause or the run is over. For a vCPU's thread that has
+    /// [registered](Self::enter).
     pub(super) fn park(&self) {
         let mut vcpus = self.lock();
         vcpus.parked += 1;
         self.changed.notify_all();
-        while self.paused() && !self.stopping() {
+        while self.is_paused() && !self.is_stopping() {
             vcpus = wait(&self.changed, vcpus);
         }
         vcpus.parked -= 1;
     }
 
-    /// Adds the calling thread to the vCPU threads, until the guard is dropped.
-    pub(super) fn enter(&self) -> Running<'_> {
+    /// Registers the calling thread as a vCPU thread until the guard is dropped.
+    pub(super) fn enter(&self) -> VcpuRegistration<'_> {
         // SAFETY: `pthread_self` is always sound.
         let thread = unsafe { libc::pthread_self() };
         self.lock().threads.push(thread);
-        Running(self, thread)
+        VcpuRegistration(self, thread)
     }
 }
 
@@ -159,10 +161,10 @@ fn wait<'a>(changed: &Condvar, guard: MutexGuard<'a, Vcpus>) -> MutexGuard<'a, V
     changed.wait(guard).unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A thread that runs a vCPU. The value must stay on that thread.
-pub(super) struct Running<'a>(&'a RunControl, libc::pthread_t);
+/// Keeps a thread registered as one that runs a vCPU. It must stay on that thread.
+pub(super) struct VcpuRegistration<'a>(&'a RunControl, libc::pthread_t);
 
-impl Drop for Running<'_> {
+impl Drop for VcpuRegistration<'_> {
     fn drop(&mut self) {
         self.0.lock().threads.retain(|thread| *thread != self.1);
         self.0.changed.notify_all();

@@ -15,7 +15,7 @@ pub struct OpenDisk {
     pub backend: Arc<dyn Backend>,
     /// The configuration of its virtio-blk device.
     pub device: BlockConfig,
-    /// The limits on its use.
+    /// Limits on its requests and bytes per second.
     pub limits: Limits,
 }
 
@@ -30,9 +30,9 @@ pub struct DiskInUse {
     pub backend: Arc<dyn Backend>,
     /// Counts and latencies of its requests.
     pub metrics: Arc<BlockMetrics>,
-    /// Enforces the limits on its use.
+    /// Enforces its limits.
     pub throttle: Arc<Throttle>,
-    /// Reports changes to its users, and pauses it, while its device exists.
+    /// Tells the device's users of changes, and pauses it. Does nothing once the device is gone.
     pub device: Arc<dyn DeviceControl>,
 }
 
@@ -56,11 +56,11 @@ impl TransportKind {
     }
 }
 
-/// How doorbells and interrupts pass between a guest and the device.
+/// How doorbells and interrupts travel between the guest and the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Notifications {
-    /// KVM signals an eventfd for a doorbell (ioeventfd), and raises an interrupt when another is signalled
-    /// (irqfd): no vCPU exits to user space.
+    /// KVM turns a doorbell into a signal of an eventfd (ioeventfd), and a signal of another into
+    /// an interrupt (irqfd). No vCPU exits to user space.
     #[default]
     Eventfds,
     /// A doorbell makes its vCPU exit to user space, and an interrupt takes an ioctl (KVM_IRQ_LINE,

@@ -1,4 +1,5 @@
-//! A small virtual machine monitor as a library: KVM, boot, buses, interrupts, and disks over virtio-mmio and virtio-pci.
+//! A small virtual machine monitor as a library: KVM, boot, buses, interrupts, and disks over
+//! virtio-mmio and virtio-pci.
 //!
 //! ```text
 //!   vm::VmBuilder ─▶ Vm ── one thread per vCPU ──▶ KVM_RUN
@@ -6,8 +7,8 @@
 //!   arch::x86_64 (boot, ACPI, CPUID)  ▼
 //!                             bus (PIO, MMIO) ─▶ serial, i8042, ACPI, PCI, virtio transports
 //! ```
-//! It opens no disks: a program gives it any [`Backend`](walvisor_devices::backend::Backend). The program `walvisor` gives it those of the
-//! log.
+//! It opens no disks: the program that embeds it passes in any
+//! [`Backend`](walvisor_devices::backend::Backend). `walvisor` passes in disks with a log.
 
 pub mod arch;
 pub mod bus;

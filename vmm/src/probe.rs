@@ -1,14 +1,14 @@
-//! The abilities of this machine's KVM: whether it exists, and whether ring 0 runs on the processor or in an
-//! interpreter.
+//! Finds out whether this machine has KVM, and whether KVM runs ring 0 on the processor or
+//! interprets it.
 //!
 //! ```text
 //!   /dev/kvm ──▶ throwaway VM, one vCPU in ring 0 ──▶ POPCNT, CMPXCHG16B, then OUT
 //!                   reached OUT: native    ·    emulation failure before: interpreted
 //! ```
 //!
-//! A stock kernel needs ring 0 on the processor. A machine without VMX or SVM may still have a `/dev/kvm` that
-//! keeps page tables, runs ring 3 natively and interprets ring 0. The embedded guest runs there, but a Linux
-//! kernel does not.
+//! A stock kernel needs ring 0 on the processor. A machine without VMX or SVM may still have a
+//! `/dev/kvm` that keeps page tables, runs ring 3 natively and interprets ring 0. The embedded
+//! guest runs there, but a Linux kernel does not.
 
 use std::io;
 
@@ -20,12 +20,13 @@ use vm_memory::{
 
 use crate::arch::x86_64::long_mode::{self, PrivilegeLevel};
 
-/// The way in which this KVM executes ring 0.
+/// How this KVM executes ring 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ring0 {
     /// On the processor (VMX or SVM): a stock kernel can boot.
     Native,
-    /// Interpreted, with a subset of the instructions: no stock kernel boots, but ring 3 runs natively.
+    /// Interpreted, with a subset of the instructions: no stock kernel boots, but ring 3 runs
+    /// natively.
     Interpreted,
 }
 
@@ -34,21 +35,21 @@ pub enum Ring0 {
 pub enum ProbeError {
     /// There is no `/dev/kvm`.
     #[error(
-        "/dev/kvm does not exist: load the driver with `modprobe kvm-intel` or `modprobe kvm-amd`; if that \
-         fails, switch on VT-x or AMD-V in the firmware or, inside a virtual machine, nested virtualisation \
-         on its host"
+        "/dev/kvm does not exist: load the driver with `modprobe kvm-intel` or `modprobe kvm-amd`; \
+         if that fails, switch on VT-x or AMD-V in the firmware or, inside a virtual machine, \
+         nested virtualisation on its host"
     )]
     Missing,
     /// This user may not open `/dev/kvm`.
     #[error(
-        "/dev/kvm: permission denied: join its group with `usermod -aG kvm $USER` and log in again, or run as \
-         root"
+        "/dev/kvm: permission denied: join its group with `usermod -aG kvm $USER` and log in \
+         again, or run as root"
     )]
     Denied,
     /// `/dev/kvm` exists but cannot be opened.
     #[error(
-        "/dev/kvm cannot be opened: {0}: load the driver with `modprobe kvm-intel` or `modprobe kvm-amd`, or \
-         pass the device into this container"
+        "/dev/kvm cannot be opened: {0}: load the driver with `modprobe kvm-intel` or `modprobe \
+         kvm-amd`, or pass the device into this container"
     )]
     Open(io::Error),
     /// `/dev/kvm` has another API version.
@@ -91,14 +92,14 @@ const PORT: u16 = 0x80;
 
 /// `out 0x80, al; hlt`: every KVM executes this.
 const PLAIN: [u8; 3] = [0xe6, PORT as u8, 0xf4];
-/// `popcnt rax, rax; cmpxchg16b [rdi]; out 0x80, al; hlt`: a kernel uses the first two instructions from its
-/// first second on, and KVM's instruction emulator knows neither.
+/// `popcnt rax, rax; cmpxchg16b [rdi]; out 0x80, al; hlt`: a kernel uses the first two instructions
+/// from its first second on, and KVM's instruction emulator knows neither.
 const KERNEL: [u8; 12] = [
     0xf3, 0x48, 0x0f, 0xb8, 0xc0, 0x48, 0x0f, 0xc7, 0x0f, 0xe6, PORT as u8, 0xf4,
 ];
 
-/// Runs a few ring-0 instructions in a throwaway VM and returns how this KVM executes them. Takes some
-/// milliseconds and leaves nothing behind.
+/// Runs a few ring-0 instructions in a throwaway VM and returns how this KVM executes them. Takes
+/// some milliseconds and leaves nothing behind.
 ///
 /// # Errors
 /// If there is no usable KVM (the text names the remedy), or a step of the throwaway VM fails.
@@ -116,7 +117,8 @@ pub fn ring0() -> Result<Ring0, ProbeError> {
     }
 }
 
-/// Whether `program` reaches its OUT in ring 0; `false` if KVM cannot emulate an instruction before it.
+/// Whether `program` reaches its OUT in ring 0; `false` if KVM cannot emulate an instruction before
+/// it.
 fn reaches_out(kvm: &Kvm, program: &[u8]) -> Result<bool, ProbeError> {
     let step = |what| move |error: kvm_ioctls::Error| ProbeError::Step(what, error.into());
     let vm = kvm.create_vm().map_err(step("create a VM"))?;
@@ -130,8 +132,8 @@ fn reaches_out(kvm: &Kvm, program: &[u8]) -> Result<bool, ProbeError> {
             memory_size: region.len(),
             userspace_addr: memory.get_host_address(region.start_addr())? as u64,
         };
-        // SAFETY: the region is mapped, writable and used by nothing else, and the vCPU below runs only
-        // inside this function, where `memory` lives.
+        // SAFETY: the region is mapped, writable and used by nothing else, and the vCPU below runs
+        // only inside this function, where `memory` lives.
         unsafe { vm.set_user_memory_region(region) }.map_err(step("give memory to a VM"))?;
     }
     long_mode::write_tables(&memory)?;

@@ -1,4 +1,5 @@
-//! Writes the manual pages and the shells' completions of `walvisor` below a directory, as `make install` places them:
+//! Writes the manual pages and the shells' completions of `walvisor` below a directory, as
+//! `make install` places them:
 //!
 //! ```text
 //! cargo run -p walvisor --example manual -- DIR

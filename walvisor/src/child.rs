@@ -1,14 +1,14 @@
-//! Child processes that are forked before a process gives up its rights, and keep one of them.
+//! Helper processes: forked before the process gives up its rights, they keep one of these.
 
 use std::ffi::{CStr, c_uint};
 use std::io;
 use std::mem::MaybeUninit;
 
-/// Forks a child that does `work` and ends. It is called `name`, which is cut to 15 bytes, and starts with all signals
-/// blocked: a signal that is sent to the process group or by the terminal must not end it. It has a copy of this
-/// process's memory, and of its descriptors only those in `needed`.
+/// Forks a child that does `work` and ends. It is named `name`, cut to 15 bytes. All its signals
+/// are blocked, so that one to the process group or from the terminal does not end it. It has a
+/// copy of this process's memory, and only the descriptors in `needed`.
 ///
-/// To be called while this process has one thread.
+/// Call it while this process has one thread.
 ///
 /// # Errors
 /// If the system refuses a process.
@@ -36,8 +36,9 @@ pub fn start(name: &CStr, needed: &mut [i32], work: impl FnOnce()) -> io::Result
 fn close_all_but(needed: &mut [i32]) {
     let close = |first: c_uint, last: c_uint| {
         if first <= last {
-            // SAFETY: the child uses no descriptor that is closed here, and it ends without returning. Where
-            // the kernel has no such call (before Linux 5.9) the descriptors stay open until the end.
+            // SAFETY: the child uses no descriptor that is closed here, and it ends without
+            // returning. Before Linux 5.9 there is no such call, and the descriptors stay open
+            // until the end.
             unsafe { libc::syscall(libc::SYS_close_range, first, last, 0) };
         }
     };
@@ -55,8 +56,8 @@ fn close_all_but(needed: &mut [i32]) {
 
 fn block_signals() -> libc::sigset_t {
     let (mut all, mut before) = (MaybeUninit::uninit(), MaybeUninit::uninit());
-    // SAFETY: both sets are valid for writes; the first is filled before it is read, and the call writes the
-    // second.
+    // SAFETY: both sets are valid for writes; the first is filled before it is read, and the call
+    // writes the second.
     unsafe {
         libc::sigfillset(all.as_mut_ptr());
         libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());

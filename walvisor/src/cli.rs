@@ -45,23 +45,23 @@ pub enum Command {
     Log(commands::log::LogArguments),
 }
 
-/// Parses the command line, carries it out and returns the exit status: 0 done, 1 failed, 2 wrong usage.
-/// `started` is when the process began.
+/// Parses and runs the command line. Returns the exit status: 0 done, 1 failed, 2 wrong usage.
+/// `started`: when the process began.
 pub fn main(started: Instant) -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(error) => {
             return match moved(&error) {
-                Some(told) => end("walvisor", Err(CommandError::Usage(told))),
+                Some(usage) => end("walvisor", Err(CommandError::Usage(usage))),
                 None => report_usage::<Cli>(&error),
             };
         }
     };
-    // With SIGXFSZ ignored, a write beyond the shell's file size limit ('ulimit -f') is an error like any
-    // other, and does not kill the process.
-    // SAFETY: the signal is ignored: no handler is installed.
+    // With SIGXFSZ ignored, a write beyond the shell's file size limit ('ulimit -f') fails instead
+    // of killing the process. SAFETY: the signal is ignored: no handler is installed.
     unsafe { libc::signal(libc::SIGXFSZ, libc::SIG_IGN) };
-    // The conformance driver breaks every rule on purpose, so a device's warnings about it are expected.
+    // The conformance driver breaks every rule on purpose, so a device's warnings about it are
+    // expected.
     let provoked = matches!(&cli.command, Command::Demo(demo) if demo.conformance);
     show_warnings(if provoked { "off" } else { WARNINGS });
     let result = match cli.command {
@@ -76,8 +76,8 @@ pub fn main(started: Instant) -> ExitCode {
     end("walvisor", result)
 }
 
-/// The exit status of `program` for the result of its command: 0 done, 1 failed, 2 wrong usage. Prints an error
-/// on stderr, in one line.
+/// Prints the error of a command, if any, on one line of stderr. Returns the exit status of
+/// `program`: 0 done, 1 failed, 2 wrong usage.
 pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
     match result {
         Ok(()) => ExitCode::SUCCESS,
@@ -91,15 +91,16 @@ pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
     }
 }
 
-/// The warnings that are shown unless `RUST_LOG` says otherwise. `virtio-queue` is silent, because the device
-/// reports the same faults of a guest's rings, at a bounded rate.
+/// The warnings that are shown without `RUST_LOG`. `virtio-queue` is silent, because the device
+/// reports the same faults of a guest's rings, and limits the rate.
 pub const WARNINGS: &str = "warn,virtio_queue=off";
 
-/// Shows warnings on stderr, a line each: failures that do not end the command (a failed log, a checkpoint to
-/// be tried again, a device that a guest broke). `RUST_LOG` asks for more or less than `otherwise`.
+/// Prints warnings on stderr, one line each: failures that do not end the command, such as a failed
+/// log, a checkpoint that will be retried, or a device that a guest broke. `RUST_LOG` overrides the
+/// filter `otherwise`.
 ///
 /// # Panics
-/// If this process shows warnings already.
+/// If it is called twice.
 pub fn show_warnings(otherwise: &str) {
     let asked = std::env::var("RUST_LOG").ok();
     let lines = tracing_subscriber::fmt::layer()
@@ -113,22 +114,22 @@ pub fn show_warnings(otherwise: &str) {
         .init();
 }
 
-/// The filter in `asked`, or `otherwise` if there is none or it cannot be parsed.
+/// The filter in `asked`, or `otherwise` if that is missing or invalid.
 fn filter(asked: Option<&str>, otherwise: &str) -> Targets {
     let asked = asked.and_then(|asked| asked.parse().ok());
     asked.unwrap_or_else(|| otherwise.parse().expect("levels of targets"))
 }
 
-/// Prints help and version of the program `P` as clap does, and every other error as one line on stderr, which names the
-/// command whose help explains more. Returns the exit status.
+/// Prints help and version of the program `P` as clap does, and any other error as one line on
+/// stderr that names the command with the relevant help. Returns the exit status.
 pub fn report_usage<P: CommandFactory>(error: &clap::Error) -> ExitCode {
     let command = P::command();
     let program = command.get_name();
     let asked = asked(&command, std::env::args().skip(1));
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => {
-            // A failed write is ignored: the reader closed the pipe. Clap reports '--disk help' as an error, so
-            // its prefix is removed.
+            // A failed write is fine: the reader closed the pipe. Clap reports '--disk help' as an
+            // error, so its prefix is removed.
             let text = error.to_string();
             let _ = match text.strip_prefix("error: ") {
                 Some(help) => io::stdout().write_all(help.as_bytes()),
@@ -141,8 +142,8 @@ pub fn report_usage<P: CommandFactory>(error: &clap::Error) -> ExitCode {
             ExitCode::from(2)
         }
         _ => {
-            let told = one_line(&error.to_string());
-            eprintln!("{program}: {told}; see '{asked} --help'");
+            let message = one_line(&error.to_string());
+            eprintln!("{program}: {message}; see '{asked} --help'");
             ExitCode::from(2)
         }
     }
@@ -172,7 +173,8 @@ fn moved(error: &clap::Error) -> Option<String> {
         _ => return None,
     };
     Some(format!(
-        "'walvisor {command}' is '{now}' now: build it with: cargo build --release -p walvisor-benches"
+        "'walvisor {command}' is '{now}' now: build it with: cargo build --release -p \
+         walvisor-benches"
     ))
 }
 
@@ -193,7 +195,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_grammar_is_consistent() {
+    fn clap_accepts_the_grammar() {
         Cli::command().debug_assert();
     }
 
@@ -205,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_shown_is_what_was_asked_for() {
+    fn rust_log_overrides_the_default_filter() {
         use tracing::Level;
         let shown = filter(None, WARNINGS);
         assert!(shown.would_enable("walvisor", &Level::WARN));
@@ -220,15 +222,15 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_for_a_measurement_is_told_of_the_program_that_does_it() {
-        let told = |arguments: &[&str]| {
+    fn moved_commands_name_the_program_that_has_them_now() {
+        let moved_message = |arguments: &[&str]| {
             let error = Cli::try_parse_from([&["walvisor"], arguments].concat()).unwrap_err();
             moved(&error)
         };
-        let bench = told(&["bench", "commit", "--clients", "8"]).unwrap();
+        let bench = moved_message(&["bench", "commit", "--clients", "8"]).unwrap();
         assert!(bench.contains("'walvisor-bench store' now"), "{bench}");
-        let compare = told(&["compare", "notify", "--quick"]).unwrap();
+        let compare = moved_message(&["compare", "notify", "--quick"]).unwrap();
         assert!(compare.contains("'walvisor-bench' now"), "{compare}");
-        assert_eq!(told(&["banana"]), None);
+        assert_eq!(moved_message(&["banana"]), None);
     }
 }

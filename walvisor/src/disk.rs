@@ -1,10 +1,11 @@
-//! What a disk in use says of itself.
+//! Properties of a disk in use.
 
 use std::any::Any;
 
 use walvisor_devices::backend::Backend;
 
-/// The cache mode in force: what the driver's features, its `writeback` register and the disk's owner have led to.
+/// The cache mode in force, after the driver's features, its `writeback` register and the disk's
+/// owner.
 pub fn cache_in_force(backend: &dyn Backend) -> &'static str {
     match (backend.is_unsafe(), backend.write_cache()) {
         (true, _) => "unsafe",
@@ -13,7 +14,7 @@ pub fn cache_in_force(backend: &dyn Backend) -> &'static str {
     }
 }
 
-/// The disk, as one that has a log; `None`: it has none, or is a look at the past.
+/// The store's disk; `None` if the disk has no log, or is a look at the past.
 pub fn logged(backend: &dyn Backend) -> Option<&walvisor_storage::Disk> {
     let backend: &dyn Any = backend;
     backend.downcast_ref()

@@ -1,5 +1,5 @@
-//! Opens the disks of a command line. All disks that name the same log directory share one log; the logs are
-//! closed in order at the end.
+//! Opens the disks of a command line. Disks that name the same log directory share the log. Closes
+//! the logs at the end.
 
 use std::collections::HashMap;
 use std::fs::File;
@@ -23,7 +23,7 @@ use crate::disk_spec::{
 };
 use crate::progress::with_bar;
 
-/// How long closing a log may copy it to the images if no disk says.
+/// How long closing a log may copy it to the images by default.
 pub const DEFAULT_CLOSE_TIME: Duration = Duration::from_secs(10);
 
 /// The logs of a process's disks. Dropping them closes them too, but ignores errors.
@@ -39,28 +39,28 @@ struct OpenLog {
     store: Store,
 }
 
-/// What has become of a disk that was removed.
+/// Where the data of a removed disk is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Removed {
-    /// Its image holds all of it.
+pub enum RemovedDisk {
+    /// All of it is in the image.
     Complete,
-    /// Its log keeps history, and so the disk's newest records.
+    /// The newest records are in the log, which keeps history.
     InLog,
 }
 
 impl OpenLogs {
-    /// Closes the logs at the same time, which copies their contents to the base images, or as much as the time of
-    /// each log allows. The VM that used the disks must have been dropped.
+    /// Closes all logs in parallel. Each is copied to the base images, as far as its close time
+    /// allows. Nobody may use the disks any more.
     ///
     /// # Errors
-    /// The error of the first log that cannot be closed; the other logs are closed all the same.
+    /// The first log's that cannot be closed. The other logs are closed all the same.
     pub fn close(self) -> Result<(), walvisor_storage::Error> {
         let stores = self.logs.into_iter().map(|log| log.store);
         Store::close_all(stores.collect())
     }
 
-    /// The open log of a disk that is no look at the past.
-    fn of(&self, spec: &DiskSpec) -> Option<usize> {
+    /// The open log of a disk, unless the disk is a look at the past.
+    fn log_of(&self, spec: &DiskSpec) -> Option<usize> {
         let directory = real_path(&spec.log_directory().filter(|_| spec.at.is_none())?);
         let mut logs = self.logs.iter();
         logs.position(|log| log.directory == directory)
@@ -68,17 +68,18 @@ impl OpenLogs {
 
     /// Whether the log of this disk is open.
     pub fn has_log_of(&self, spec: &DiskSpec) -> bool {
-        self.of(spec).is_some()
+        self.log_of(spec).is_some()
     }
 
-    /// Opens another disk. If its log is open, the disk joins the log; else the log is opened for it.
+    /// Opens another disk. It joins its log if that is open, and opens it otherwise.
     ///
     /// # Errors
-    /// One line: if the disk or its log cannot be opened, or the disk has keys of a log that is open already.
+    /// One line: if the disk or its log cannot be opened, or the disk sets options of a log that is
+    /// already open.
     pub fn add(&mut self, spec: &DiskSpec, cpus: u8) -> Result<OpenDisk, String> {
         let one = std::slice::from_ref(spec);
         let failed = |error: walvisor_storage::Error| error.to_string();
-        let Some(place) = self.of(spec) else {
+        let Some(place) = self.log_of(spec) else {
             let scratch = make_files(one).map_err(failed)?;
             let mut disks = self.open(one, cpus, scratch).map_err(failed)?;
             return disks.pop().ok_or_else(|| "no disk was opened".to_owned());
@@ -94,21 +95,21 @@ impl OpenLogs {
         Ok(open_disk(spec, Arc::new(disk.clone()), cpus))
     }
 
-    /// A disk of an open log once more, after it could not be [removed](Self::remove).
-    pub fn again(&mut self, spec: &DiskSpec, cpus: u8) -> Option<OpenDisk> {
-        let place = self.of(spec)?;
+    /// Opens a disk of an open log again, after it could not be [removed](Self::remove).
+    pub fn reopen(&mut self, spec: &DiskSpec, cpus: u8) -> Option<OpenDisk> {
+        let place = self.log_of(spec)?;
         let mut disks = self.logs[place].store.disks().iter();
         let disk = disks.find(|disk| Some(disk.path()) == spec.path.as_deref())?;
         Some(open_disk(spec, Arc::new(disk.clone()), cpus))
     }
 
-    /// Closes a disk that nobody uses any more, and its log with the last disk of that.
+    /// Closes a disk that nobody uses any more. The last disk of a log closes the log too.
     ///
     /// # Errors
     /// If the disk's records cannot be copied to its image. The disk then stays open.
-    pub fn remove(&mut self, spec: &DiskSpec) -> Result<Removed, walvisor_storage::Error> {
-        let (Some(place), Some(path)) = (self.of(spec), &spec.path) else {
-            return Ok(Removed::Complete);
+    pub fn remove(&mut self, spec: &DiskSpec) -> Result<RemovedDisk, walvisor_storage::Error> {
+        let (Some(place), Some(path)) = (self.log_of(spec), &spec.path) else {
+            return Ok(RemovedDisk::Complete);
         };
         let store = &mut self.logs[place].store;
         let keeps =
@@ -118,9 +119,10 @@ impl OpenLogs {
         if store.disks().is_empty() {
             drop(self.logs.remove(place));
         }
-        Ok(match keeps_history {
-            true => Removed::InLog,
-            false => Removed::Complete,
+        Ok(if keeps_history {
+            RemovedDisk::InLog
+        } else {
+            RemovedDisk::Complete
         })
     }
 
@@ -137,13 +139,16 @@ impl OpenLogs {
                 .iter()
                 .map(|member| disk_options(&specs[*member]))
                 .collect();
-            // `check` has refused disks that disagree.
+            // `check` has already refused disks that disagree.
             let store_options = log_options(specs, &members).unwrap_or_default();
             let mut read = 0;
-            let store = match reads_only(specs, &members) {
-                true if !has_log(&log) => continue,
-                true => Store::open_read_only(&log, &options, &store_options)?,
-                false => with_bar("recovering", |progress| {
+            let store = if reads_only(specs, &members) {
+                if !has_log(&log) {
+                    continue;
+                }
+                Store::open_read_only(&log, &options, &store_options)?
+            } else {
+                with_bar("recovering", |progress| {
                     Store::open_with_progress(
                         &log,
                         &options,
@@ -153,12 +158,17 @@ impl OpenLogs {
                             progress(passed, total);
                         },
                     )
-                })?,
+                })?
             };
             if read > 0 {
                 let log = log.display();
                 tracing::info!("log {log}: recovered from {read} bytes of segments");
             }
+            assert_eq!(
+                members.len(),
+                store.disks().len(),
+                "a log opens all its disks, in order"
+            );
             for (member, disk) in members.iter().zip(store.disks()) {
                 backends.insert(*member, Arc::new(disk.clone()));
             }
@@ -177,11 +187,11 @@ impl OpenLogs {
     }
 }
 
-/// Opens the disks that `specs` describe, for a VM of `cpus` vCPUs. `scratch`: what [`make_files`] has returned for them.
+/// Opens disks for a VM with `cpus` vCPUs. `scratch`: what [`make_files`] returned for them.
 /// Returns the disks in the same order, and their logs.
 ///
 /// # Errors
-/// If a disk or its log cannot be opened. The logs that were opened before are closed again.
+/// If a disk or its log cannot be opened. Logs that are open by then are closed again.
 pub fn open(
     specs: &[DiskSpec],
     cpus: u8,
@@ -193,8 +203,9 @@ pub fn open(
     Ok((disks, logs))
 }
 
-/// Raises the limit on descriptors. A log opens each of its segments twice, past the page cache and through it. A
-/// vhost-user front-end may bring some hundreds more, and must not use up those that the logs need.
+/// Raises the limit on descriptors. A log opens each segment twice, with and without the page
+/// cache. A vhost-user front-end may bring hundreds more, and must not use up those that the logs
+/// need.
 fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     let raised = Rlimit {
@@ -203,7 +214,7 @@ fn raise_descriptor_limit() {
     };
     if let Err(error) = setrlimit(Resource::Nofile, raised) {
         tracing::warn!(
-            "the limit of open files stays at {:?}: {error}",
+            "the limit on open files stays at {:?}: {error}",
             limit.current
         );
     }
@@ -227,8 +238,9 @@ fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
     }
 }
 
-/// One queue for each vCPU. Who connects to a vhost-user disk isn't known, so it has one for each CPU of the host: a front-end
-/// uses no more than its guest has CPUs, and an unused queue costs nothing.
+/// One queue for each vCPU. For a vhost-user disk, whose front-end isn't known yet, one for each
+/// CPU of the host: a front-end uses no more queues than its guest has CPUs, and an unused queue
+/// costs nothing.
 fn default_queues(spec: &DiskSpec, cpus: u8) -> u16 {
     if spec.door != DiskCommand::VhostUser {
         return u16::from(cpus);
@@ -242,7 +254,7 @@ pub fn disk_name(spec: &DiskSpec) -> String {
     spec.serial.clone().unwrap_or_else(|| spec.name())
 }
 
-/// A key of this disk that is one of its log.
+/// A key of this disk that sets an option of its log.
 fn log_key(spec: &DiskSpec) -> Option<&'static str> {
     let given = [
         ("commit-wait-usec", spec.commit_wait.longest.is_some()),
@@ -256,11 +268,11 @@ fn log_key(spec: &DiskSpec) -> Option<&'static str> {
     found.map(|(key, _)| key)
 }
 
-/// The scratch files of disks that have `scratch=on`, by their places on the command line.
+/// The scratch files of disks with `scratch=on`, by index of the disk.
 #[derive(Default)]
 pub struct ScratchFiles(HashMap<usize, File>);
 
-/// Makes the logs that do not exist yet, and scratch files, so that a process that has given up the right to make
+/// Makes missing logs and scratch files, so that a process that has given up the right to make
 /// files can open the disks.
 ///
 /// # Errors
@@ -281,16 +293,17 @@ pub fn make_files(specs: &[DiskSpec]) -> Result<ScratchFiles, walvisor_storage::
     Ok(ScratchFiles(files.collect::<Result<_, _>>()?))
 }
 
-/// Whether these disks of one log can only be read: then nothing is written, and without a log the images are served alone.
+/// Whether all these disks of one log are read-only. Then nothing is written, and if there is no
+/// log the images are served without one.
 fn reads_only(specs: &[DiskSpec], members: &[usize]) -> bool {
     members.iter().all(|member| specs[*member].read_only)
 }
 
 /// This machine's memory and swap together, in bytes.
 pub(crate) fn machine_memory() -> u64 {
-    let told = rustix::system::sysinfo();
-    let unit = u64::from(told.mem_unit);
-    (told.totalram + told.totalswap).saturating_mul(unit)
+    let memory = rustix::system::sysinfo();
+    let unit = u64::from(memory.mem_unit);
+    (memory.totalram + told.totalswap).saturating_mul(unit)
 }
 
 /// Refuses RAM disks that are larger than this machine's memory and swap together.
@@ -298,15 +311,16 @@ fn check_memory(specs: &[DiskSpec]) -> Result<(), String> {
     let most = machine_memory();
     let sizes = specs.iter().filter_map(|spec| spec.size);
     let all = sizes.fold(0, u64::saturating_add);
-    match all > most {
-        false => Ok(()),
-        true => Err(format!(
-            "backend=ram: {all} bytes, and this machine has {most} bytes of memory and swap: give a smaller size=, or an image"
-        )),
+    if all > most {
+        return Err(format!(
+            "backend=ram: {all} bytes, and this machine has {most} bytes of memory and swap: \
+             give a smaller size=, or an image"
+        ));
     }
+    Ok(())
 }
 
-/// Refuses looks at logs that other disks of the command line write to.
+/// Refuses looks at logs that other disks write.
 fn check_looks(specs: &[DiskSpec], groups: &[(PathBuf, Vec<usize>)]) -> Result<(), String> {
     let written: Vec<PathBuf> = groups.iter().map(|(log, _)| real_path(log)).collect();
     let mut looks = specs.iter().filter(|spec| spec.at.is_some());
@@ -317,13 +331,14 @@ fn check_looks(specs: &[DiskSpec], groups: &[(PathBuf, Vec<usize>)]) -> Result<(
     match clash {
         None => Ok(()),
         Some(spec) => Err(format!(
-            "disk '{}' has at=, and another disk writes to its log: give all disks of that log at=, or leave it out",
+            "disk '{}' has at=, and another disk writes to the same log: give at= to all disks of \
+             that log, or to none",
             spec.name()
         )),
     }
 }
 
-/// Refuses disks that contradict each other, or that this machine cannot hold.
+/// Refuses disks that contradict each other, or do not fit this machine.
 ///
 /// # Errors
 /// One line that names the disks.
@@ -336,25 +351,26 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
         .try_for_each(|(log, members)| match log_options(specs, members) {
             Ok(_) => Ok(()),
             Err(key) => Err(format!(
-                "the disks on the log {} disagree about {key}: it has one, give it once",
+                "the disks on the log {} disagree about {key}, which belongs to the log: give it once",
                 log.display()
             )),
         })
 }
 
-/// The options of the log of these disks, as any of the disks says them.
+/// The options that these disks of one log set for it.
 ///
 /// # Errors
 /// The key about which two disks disagree.
 fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'static str> {
     let specs = || members.iter().map(|member| &specs[*member]);
-    let longest = agreed(specs().filter_map(|spec| spec.commit_wait.longest));
-    let count = agreed(specs().filter_map(|spec| spec.commit_wait.count));
-    let close_time = agreed(specs().filter_map(|spec| spec.close_time)).ok_or("close-seconds")?;
-    let index_memory = agreed(specs().filter_map(|spec| spec.index_memory));
+    let longest = common_value(specs().filter_map(|spec| spec.commit_wait.longest));
+    let count = common_value(specs().filter_map(|spec| spec.commit_wait.count));
+    let close_time =
+        common_value(specs().filter_map(|spec| spec.close_time)).ok_or("close-seconds")?;
+    let index_memory = common_value(specs().filter_map(|spec| spec.index_memory));
     let index_memory = index_memory.ok_or("index-memory")?;
-    let retain = agreed(specs().filter_map(|spec| spec.retain)).ok_or("retain")?;
-    let on_full = agreed(specs().filter_map(|spec| spec.on_full)).ok_or("on-full")?;
+    let retain = common_value(specs().filter_map(|spec| spec.retain)).ok_or("retain")?;
+    let on_full = common_value(specs().filter_map(|spec| spec.on_full)).ok_or("on-full")?;
     let usual = StoreOptions::default();
     Ok(StoreOptions {
         on_full: on_full.unwrap_or_default(),
@@ -369,14 +385,14 @@ fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'
     })
 }
 
-/// The value that all items share; `Some(None)` if there are no items, and `None` if two differ.
-fn agreed<T: PartialEq>(mut said: impl Iterator<Item = T>) -> Option<Option<T>> {
+/// The value that all items share, `Some(None)` if there are no items, or `None` if two differ.
+fn common_value<T: PartialEq>(mut said: impl Iterator<Item = T>) -> Option<Option<T>> {
     let first = said.next();
     said.all(|other| Some(&other) == first.as_ref())
         .then_some(first)
 }
 
-/// Groups the disks that write to a log by its directory, in the order in which the directories are first named.
+/// Groups the disks that write to a log by its directory, in the order of the first disk of each.
 fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
     let mut groups: Vec<(PathBuf, PathBuf, Vec<usize>)> = Vec::new();
     let written = |(_, spec): &(usize, &DiskSpec)| spec.at.is_none();
@@ -396,7 +412,7 @@ fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
         .collect()
 }
 
-/// A path that is the same for two names of one directory; the directory itself need not exist.
+/// A canonical path. The last part need not exist.
 pub(crate) fn real_path(path: &Path) -> PathBuf {
     if let Ok(real) = path.canonicalize() {
         return real;
@@ -411,7 +427,7 @@ pub(crate) fn real_path(path: &Path) -> PathBuf {
     }
 }
 
-/// The options with which the store opens a disk.
+/// The store's options for a disk.
 fn disk_options(spec: &DiskSpec) -> DiskOptions {
     let mut options = DiskOptions::new(spec.path.clone().unwrap_or_default());
     options.read_only = spec.read_only;
@@ -424,7 +440,7 @@ fn disk_options(spec: &DiskSpec) -> DiskOptions {
     options
 }
 
-/// Opens a disk as it was at a point.
+/// Opens a disk as of a point.
 fn look(
     spec: &DiskSpec,
     at: Point,
@@ -436,8 +452,8 @@ fn look(
     Ok(Arc::new(look))
 }
 
-/// Opens a disk without a log: an image, or memory. Nothing in memory is durable, so a RAM disk has no cache
-/// modes.
+/// Opens a disk without a log: an image, or memory. A RAM disk has no cache modes, because nothing
+/// in memory is durable.
 fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storage::Error> {
     if spec.backend != BackendKind::Ram {
         let path = spec.path.clone().unwrap_or_default();
@@ -450,9 +466,10 @@ fn open_without_log(spec: &DiskSpec) -> Result<Arc<dyn Backend>, walvisor_storag
         return Ok(Arc::new(RawDisk::new(image, cache)));
     }
     let bytes = spec.size.unwrap_or(0);
-    Ok(match spec.read_only {
-        true => Arc::new(RamDisk::empty_read_only(bytes / SECTOR_SIZE)),
-        false => Arc::new(RamDisk::new(bytes / SECTOR_SIZE)),
+    Ok(if spec.read_only {
+        Arc::new(RamDisk::empty_read_only(bytes / SECTOR_SIZE))
+    } else {
+        Arc::new(RamDisk::new(bytes / SECTOR_SIZE))
     })
 }
 
@@ -503,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn disks_in_memory_fit_the_machine() {
+    fn disks_in_memory_must_fit_the_machine() {
         for size in [
             "8E",
             "15E",
@@ -528,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn a_log_has_the_options_that_its_disks_agree_about() {
+    fn a_log_gets_the_options_that_its_disks_agree_on() {
         let agreed = specs(&[
             "path=a,log=l,commit-wait-usec=5",
             "path=b,log=l,commit-wait-count=2,close-seconds=0",
@@ -558,20 +575,20 @@ mod tests {
         ] {
             let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}{unit}"));
             let error = check(&specs(&[&two[0], &two[1]])).unwrap_err();
-            let told = format!("the disks on the log l disagree about {key}: ");
-            assert!(error.starts_with(&told), "{error}");
+            let begin = format!("the disks on the log l disagree about {key}: ");
+            assert!(error.starts_with(&begin), "{error}");
         }
     }
 
     #[test]
-    fn a_look_and_a_disk_in_use_do_not_share_a_log() {
+    fn a_look_at_a_log_that_another_disk_writes_is_refused() {
         let error = check(&specs(&["path=a,log=l", "path=b,log=./l,at=cid:1"])).unwrap_err();
         assert!(error.starts_with("disk 'b' has at=, and"), "{error}");
         check(&specs(&["path=a,at=cid:1", "path=a,at=cid:2", "path=c"])).unwrap();
     }
 
     #[test]
-    fn a_serial_that_nobody_gave_is_the_file_name() {
+    fn the_default_serial_is_the_file_name() {
         let specs = specs(&[
             "path=/x/a b.img",
             "path=a-very-long-name-of-an-image.img",

@@ -1,18 +1,23 @@
 //! Landlock: limits the files and ports that a process can reach once it has started.
 //!
 //! ```text
-//!   AllowedPaths::of(specs) + what the command adds ─▶ restrict ─▶ disks are opened, threads start: all of them inherit it
+//!   AllowedPaths::of(specs) + the command's own ─▶ restrict ─▶ open disks, start threads: these inherit it
 //! ```
-//! Landlock restricts a thread and the threads that it starts, so it must come before any other thread. It also
-//! comes before the recovery of logs, where the process first reads bytes that a crash or a stranger has left.
-//! A new log is made before the restriction, and the names of sockets are left to another process, so the
-//! process need not make or remove files beside the images, except where `--disk-dir` lets disks be added later. The process may use the images and logs that the
-//! command line names, other images that share such a log, and the files that the command reads. It can run no
-//! program, bind or connect to no port, and reach no abstract socket or process outside. Files that are open
-//! already stay open.
+//! Landlock restricts the calling thread and the threads that it starts, so it must come before the
+//! process starts any. It also comes before the recovery of logs, where the process first reads
+//! bytes that a crash or a stranger has left. Afterwards the process may use:
 //!
-//! The process asks for the rights that the kernel knows (Linux 5.13 for files, 6.7 for ports, 6.12 for the
-//! rest) and does without the others. If the kernel has no Landlock at all, the process warns once.
+//! * the images and logs of its disks, and other images that share such a log,
+//! * the files that the command reads,
+//! * the directories that `--disk-dir` names.
+//!
+//! It can't run a program, bind or connect to a port, or reach an abstract socket or process
+//! outside. Files that are already open stay open. Outside `--disk-dir` the process need not make
+//! or remove files beside the images: a new log is made before the restriction, and another process
+//! removes the names of sockets.
+//!
+//! The process uses all of Landlock that the kernel has (Linux 5.13 for files, 6.7 for ports, 6.12
+//! for the rest). If the kernel has none, the process warns once.
 
 use std::path::{Path, PathBuf};
 
@@ -35,7 +40,7 @@ pub enum Landlock {
     Off,
 }
 
-/// The newest Landlock version whose rights this program knows.
+/// The newest version of Landlock that this program knows.
 const NEWEST: ABI = ABI::V6;
 
 /// Paths, and the rights beneath each.
@@ -60,14 +65,14 @@ impl AllowedPaths {
             let Some(log) = spec.log_directory() else {
                 continue;
             };
-            // Recovery also opens other images if the log holds records of theirs.
+            // Recovery also opens other images that the log has records of.
             log_images(&log)
                 .iter()
                 .for_each(|image| places.image(image));
             places.log(&log);
         }
-        // The process reads its own memory use and limits here. A backtrace reads the program's own file for
-        // line numbers.
+        // Memory use and limits of the process; and its own file, from which backtraces take line
+        // numbers.
         places.read(Path::new("/proc/self"));
         places.read(Path::new("/sys/fs/cgroup"));
         if let Ok(program) = std::env::current_exe() {
@@ -82,14 +87,14 @@ impl AllowedPaths {
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Allows opening a device, reading and writing it, and its ioctls.
+    /// Allows opening, reading and writing a device, and its ioctls.
     pub fn device(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile | AccessFs::WriteFile | AccessFs::IoctlDev;
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Allows reading and setting attributes beneath a directory of configfs, and making and removing entries
-    /// in it.
+    /// Allows reading and setting attributes beneath a directory of configfs, and making and
+    /// removing entries in it.
     pub fn configure(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile
             | AccessFs::ReadDir
@@ -100,7 +105,8 @@ impl AllowedPaths {
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Allows making directories beneath a directory, and what [`configure`](Self::configure) allows.
+    /// Allows making directories beneath a directory, and what [`configure`](Self::configure)
+    /// allows.
     pub fn build(&mut self, path: &Path) {
         self.configure(path);
         self.rules.push((path.to_owned(), AccessFs::MakeDir.into()));
@@ -112,7 +118,7 @@ impl AllowedPaths {
             .push((path.to_owned(), AccessFs::RemoveDir.into()));
     }
 
-    /// Allows what disks take that are added later, with their logs and sockets, beneath a directory.
+    /// Allows adding disks beneath a directory later, with their logs and sockets.
     pub fn disks_in(&mut self, path: &Path) {
         let rights = AccessFs::ReadFile
             | AccessFs::ReadDir
@@ -140,22 +146,22 @@ impl AllowedPaths {
         self.rules.push((path.to_owned(), rights));
     }
 
-    /// Gives up all other rights, for this thread and the threads that it will start. To be called before there
-    /// is a second thread. Rights that the kernel does not know are skipped; if it knows none, a warning says
-    /// so.
+    /// Gives up all other rights, for this thread and the threads that it will start. Call it
+    /// before there is a second thread. Rights that the kernel does not know are skipped; if it
+    /// knows none, there is a warning.
     pub fn restrict(&self, mode: Landlock) {
         if mode == Landlock::Off {
             return;
         }
         match self.try_restrict() {
             Ok(RulesetStatus::NotEnforced) => tracing::warn!(
-                "this kernel has no Landlock: the process keeps its reach into the file system; '--landlock off' says \
-                 that this is known"
+                "this kernel has no Landlock, so the process can still reach all files of its \
+                 user: '--landlock off' accepts that and silences this warning"
             ),
             Ok(_) => {}
             Err(error) => tracing::warn!(
-                "Landlock: {error}: the process keeps its reach into the file system; '--landlock off' says that this is \
-                 known"
+                "Landlock: {error}: the process can still reach all files of its user; \
+                 '--landlock off' accepts that and silences this warning"
             ),
         }
     }
@@ -176,14 +182,15 @@ fn add(
     ruleset: RulesetCreated,
     (path, rights): &(PathBuf, BitFlags<AccessFs>),
 ) -> Result<RulesetCreated, RulesetError> {
-    // The code that uses a missing path reports that it is missing.
+    // A missing path is reported by the code that uses it.
     let Ok(file) = PathFd::new(path) else {
         return Ok(ruleset);
     };
-    // A file takes fewer rights than a directory.
-    let rights = match path.is_dir() {
-        true => *rights,
-        false => *rights & AccessFs::from_file(NEWEST),
+    // Some rights are for directories only.
+    let rights = if path.is_dir() {
+        *rights
+    } else {
+        *rights & AccessFs::from_file(NEWEST)
     };
     ruleset.add_rule(PathBeneath::new(file, rights))
 }
@@ -203,7 +210,7 @@ mod tests {
 
     const DIRECTORY: &str = "WALVISOR_TEST_LANDLOCK";
 
-    /// The process that the test below starts begins here; as a test of its own it does nothing.
+    /// The test below runs this in a child process. As a test of its own it does nothing.
     #[test]
     fn a_restricted_process() {
         let Some(dir) = std::env::var_os(DIRECTORY).map(PathBuf::from) else {
@@ -269,8 +276,9 @@ mod tests {
     }
 
     #[test]
-    fn only_the_disks_and_what_they_take_can_be_reached() {
-        // SAFETY: the call only asks for the version; the kernel reads no memory through the null pointer.
+    fn only_allowed_paths_can_be_reached() {
+        // SAFETY: the call only asks for the version; the kernel reads no memory through the null
+        // pointer.
         let version = unsafe { libc::syscall(libc::SYS_landlock_create_ruleset, 0, 0, 1) };
         if version < 1 {
             println!("skipped: this kernel has no Landlock");

@@ -1,5 +1,5 @@
-//! The program `walvisor`: its command line, its daemon with any doors, the control socket, the specs of disks, what a process gives
-//! up, and the kernel's SCSI target.
+//! The program `walvisor`: its command line, its daemon with any doors, the control socket, the
+//! specs of disks, what a process gives up, and the kernel's SCSI target.
 //!
 //! ```text
 //!   main ─▶ cli ─▶ commands ─┬─▶ run ─────▶ disks::open ─▶ walvisor_vmm::vm::VmBuilder

@@ -43,7 +43,8 @@ impl Text {
         let _ = writeln!(self.0, "{name}{labels} {value}");
     }
 
-    /// Adds a histogram: the upper end of each class, `None` for the last, and the number of values in it.
+    /// Adds a histogram: the upper end of each class, `None` for the last, and the number of values
+    /// in it.
     fn histogram(
         &mut self,
         name: &str,
@@ -114,7 +115,8 @@ pub fn render(run: &RunMetrics<'_>) -> String {
         );
         text.gauge(
             "walvisor_vmm_own_bytes",
-            "Part of that which the process has written itself; the rest is pages of programs and libraries, which processes share.",
+            "The part of that which the process has written itself; the rest is program and \
+             library pages, which processes share.",
             memory.own,
         );
         text.gauge(
@@ -152,11 +154,11 @@ pub struct DiskMetrics {
     pub block: Arc<BlockMetrics>,
     /// The cache mode in force.
     pub cache: &'static str,
-    /// How it is.
+    /// Its condition.
     pub condition: Condition,
-    /// The name and the counts of its log, if it has one.
+    /// The name and the counters of its log, if it has one.
     pub log: Option<(String, LogCounters)>,
-    /// What its log has of the history of its disks.
+    /// The history that its log keeps.
     pub history: Option<LogHistory>,
 }
 
@@ -205,7 +207,7 @@ fn disks(text: &mut Text, disks: &[DiskMetrics]) {
     history(text, &logs);
 }
 
-/// Adds how the disks are: their cache modes, their logs, and what keeps them from their work.
+/// Adds the conditions of the disks: their cache modes, their logs, and their trouble.
 fn conditions(text: &mut Text, disks: &[DiskMetrics]) {
     let name = "walvisor_disk_info";
     text.metric(
@@ -220,7 +222,7 @@ fn conditions(text: &mut Text, disks: &[DiskMetrics]) {
         text.sample(name, &labels, 1);
     }
     let name = "walvisor_disk_condition";
-    text.metric(name, "gauge", "1 for how the disk is now, else 0.");
+    text.metric(name, "gauge", "1 for the disk's current condition, else 0.");
     for disk in disks {
         for one in Condition::NAMES {
             let labels = format!("{{{},condition=\"{one}\"}}", disk.own_labels());
@@ -240,26 +242,27 @@ fn conditions(text: &mut Text, disks: &[DiskMetrics]) {
     for (labels, trouble) in &troubles {
         text.sample(name, labels, unix_us(trouble.since) / 1_000_000);
     }
-    type Told = fn(&Trouble) -> bool;
-    let answers: [(&str, &str, Told); 2] = [
+    type Getter = fn(&Trouble) -> bool;
+    let answers: [(&str, &str, Getter); 2] = [
         ("refuses", "fail", |trouble| trouble.refuses_writes),
         ("pauses", "wait", |trouble| trouble.pauses_writes),
     ];
-    for (does, writes, told) in answers {
+    for (does, writes, get) in answers {
         let name = format!("walvisor_disk_{does}_writes");
-        let help =
-            format!("1 if writes {writes} for the disk's trouble, else 0; absent without trouble.");
+        let help = format!(
+            "1 if writes {writes} because of the disk's trouble, else 0; absent without trouble."
+        );
         text.metric(&name, "gauge", &help);
         for (labels, trouble) in &troubles {
-            text.sample(&name, labels, u8::from(told(trouble)));
+            text.sample(&name, labels, u8::from(get(trouble)));
         }
     }
 }
 
-/// A log: its labels, its counters, and what it has of the history of its disks.
+/// A log: its labels, its counters, and the history that it keeps.
 type LogMetrics<'a> = (String, LogCounters, Option<&'a LogHistory>);
 
-/// Each log once.
+/// The logs of the disks, each once.
 fn logs(disks: &[DiskMetrics]) -> Vec<LogMetrics<'_>> {
     let mut logs: Vec<LogMetrics<'_>> = Vec::new();
     for disk in disks {
@@ -274,18 +277,20 @@ fn logs(disks: &[DiskMetrics]) -> Vec<LogMetrics<'_>> {
     logs
 }
 
-/// Adds what the logs have of the history of their disks.
+/// Adds the history that the logs keep.
 fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
-    type Told = fn(&LogHistory) -> u64;
-    let gauges: [(&str, &str, Told); 8] = [
+    type Getter = fn(&LogHistory) -> u64;
+    let gauges: [(&str, &str, Getter); 8] = [
         (
             "horizon_lsn",
-            "The base images hold all records up to this LSN: the oldest state that comes back.",
+            "The base images hold all records up to this LSN: the oldest state that can be \
+             restored.",
             |history| history.horizon.lsn,
         ),
         (
             "horizon_seconds",
-            "The time of the oldest state that comes back, in seconds since 1970; 0 if the log has had no record.",
+            "The time of the oldest state that can be restored, in seconds since 1970; 0 if the \
+             log has had no record.",
             |history| history.horizon.unix_us / 1_000_000,
         ),
         ("kept_bytes", "Bytes of the segments in use.", |history| {
@@ -293,7 +298,7 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
         }),
         (
             "pinned_bytes",
-            "Bytes of the segments that must stay, for snapshots or looks at the past.",
+            "Bytes of the segments that snapshots and looks at the past keep from being recycled.",
             |history| history.pinned_bytes,
         ),
         (
@@ -303,12 +308,13 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
         ),
         (
             "saved_bytes",
-            "Bytes of the files that hold what snapshots need and the base images have no more.",
+            "Bytes of the saved files, which hold what snapshots need and the base images no \
+             longer have.",
             |history| history.saved_bytes,
         ),
         (
             "index_bytes",
-            "Bytes of memory that the extents of all disks take.",
+            "Memory of the indexes of all disks, in bytes.",
             |history| history.index_bytes,
         ),
         ("snapshots", "Snapshots of the log.", |history| {
@@ -319,11 +325,11 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
         .iter()
         .filter_map(|(labels, _, history)| Some((labels, (*history)?)))
         .collect();
-    for (name, help, told) in gauges {
+    for (name, help, get) in gauges {
         let name = format!("walvisor_log_{name}");
         text.metric(&name, "gauge", help);
         for (labels, history) in &logs {
-            text.sample(&name, &format!("{{{labels}}}"), told(history));
+            text.sample(&name, &format!("{{{labels}}}"), get(history));
         }
     }
     let name = "walvisor_log_oldest_snapshot_seconds";
@@ -342,14 +348,14 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
         }
     }
     let name = "walvisor_log_retain_info";
-    text.metric(name, "gauge", "How much of its history the log is to keep.");
+    text.metric(name, "gauge", "How much history the log is set to keep.");
     for (labels, history) in &logs {
         let retain = show_retain(history.retain);
         text.sample(name, &format!("{{{labels},retain=\"{retain}\"}}"), 1);
     }
 }
 
-/// Adds the front-ends' counters; doorbells and interrupts only for virtio.
+/// Adds the front-ends' counters. Doorbells and interrupts are for virtio only.
 fn block(text: &mut Text, disks: &[DiskMetrics]) {
     let counts: Vec<_> = disks
         .iter()
@@ -405,7 +411,7 @@ fn block(text: &mut Text, disks: &[DiskMetrics]) {
     );
 }
 
-/// Adds the notifications between the kernel's SCSI target and its handler.
+/// Adds the counters of the kernel's SCSI target.
 fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
     type Count = fn(&BlockCounts) -> u64;
     let metrics: [(&str, &str, Count); 3] = [
@@ -414,12 +420,12 @@ fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
         }),
         (
             "uio_wakes",
-            "Writes to the UIO device: each completes a batch of commands.",
+            "Writes to the UIO device; each completes a batch of commands.",
             |counts| counts.interrupts,
         ),
         (
             "uio_events",
-            "Reads of the UIO device: each is a wake-up for new commands.",
+            "Reads of the UIO device; each is a wake-up for new commands.",
             |counts| counts.doorbells,
         ),
     ];
@@ -435,7 +441,8 @@ fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
 /// Adds the latencies of requests: a histogram for each operation and queue that had any.
 fn latency(text: &mut Text, disks: &[DiskMetrics]) {
     let name = "walvisor_block_latency_us";
-    let help = "Time from taking a request to its end in microseconds, by operation and queue.";
+    let help =
+        "Time from the receipt of a request to its end in microseconds, by operation and queue.";
     text.metric(name, "histogram", help);
     for disk in disks {
         let latencies = &disk.block.latencies;
@@ -458,7 +465,7 @@ fn latency(text: &mut Text, disks: &[DiskMetrics]) {
     }
 }
 
-/// Adds the number of FLUSHes that each commit group served.
+/// Adds the number of FLUSHes per commit group.
 fn group_sizes(text: &mut Text, logs: &[LogMetrics<'_>]) {
     let name = "walvisor_log_group_size";
     let help = "FLUSH requests, and writes in writethrough mode, that a commit group served.";

@@ -1,4 +1,5 @@
-//! Points in the history of a log, snapshots and amounts of history, as the command line takes and shows them.
+//! Points of a log's history, snapshots, and amounts of history, as text and JSON of the command
+//! line.
 
 use std::time::Duration;
 
@@ -8,28 +9,28 @@ use walvisor_storage::{Commit, LogHistory, MarkText, Point, Retention, RewindRep
 
 use crate::size::{parse_size, show_size};
 
-/// The points that are accepted, for people.
-pub const POINT: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, time:2026-11-22T12:03:00Z, \
-                         a time before now, such as -15m, or newest";
+/// Describes the accepted points to the user.
+pub const POINT: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, \
+    time:2026-11-22T12:03:00Z, a time before now, such as -15m, or newest";
 
-/// Why a point was not understood.
+/// Why a text is not a point.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PointError {
-    /// It has no form that points have.
+    /// It has none of the forms of a point.
     #[error("'{0}' is not a point: give {POINT}")]
     Form(String),
     /// It is later than now.
-    #[error("'{0}' is in the future: give a time that has passed")]
+    #[error("'{0}' is in the future: give a time in the past")]
     Future(String),
 }
 
-/// How much history a log keeps, for people.
+/// Describes the accepted amounts of history to the user.
 pub const RETAIN: &str = "off, all, a time such as 24h or 15m, or a size such as 50G";
 
 /// Parses how much history a log keeps: `off`, `all`, a duration, or a size.
 ///
 /// # Errors
-/// A message that says what is possible.
+/// A message with the accepted forms.
 pub fn parse_retain(text: &str) -> Result<Retention, String> {
     let time = || duration(text).and_then(|time| Duration::try_from(time).ok());
     // 24 may be meant as hours, days or gigabytes.
@@ -39,7 +40,9 @@ pub fn parse_retain(text: &str) -> Result<Retention, String> {
         ("all", ..) => Ok(Retention::All),
         (_, Some(time), _) if !time.is_zero() => Ok(Retention::Time(time)),
         (_, None, Ok(bytes)) if bytes > 0 && has_unit => Ok(Retention::Bytes(bytes)),
-        _ => Err(format!("'{text}' is no amount of history: give {RETAIN}")),
+        _ => Err(format!(
+            "'{text}' is not an amount of history: give {RETAIN}"
+        )),
     }
 }
 
@@ -66,8 +69,8 @@ pub fn retain_text(retain: Retention) -> String {
     }
 }
 
-/// Parses a point: `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a duration before now, or
-/// `newest`.
+/// Parses a point: `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a
+/// duration before now, or `newest`.
 ///
 /// # Errors
 /// If `text` is none of these, or is in the future.
@@ -112,7 +115,7 @@ pub fn snapshot_json(snapshot: &Snapshot) -> Value {
     })
 }
 
-/// A mark that was written at this place, as JSON.
+/// A mark that was written with this commit, as JSON.
 pub fn mark_json(text: &MarkText, made: &Commit) -> Value {
     json!({
         "text": text.as_str(),
@@ -133,7 +136,7 @@ pub fn rewound_json(done: &RewindReport) -> Value {
     })
 }
 
-/// What a log has of the history of its disks, as JSON.
+/// The history that a log keeps, as JSON.
 pub fn history_json(history: &LogHistory) -> Value {
     let LogHistory {
         horizon, snapshots, ..
@@ -151,7 +154,7 @@ pub fn history_json(history: &LogHistory) -> Value {
     })
 }
 
-/// The same for people, from [`history_json`].
+/// The history that a log keeps, as a line of text. `history` is from [`history_json`].
 pub fn history_text(history: &Value) -> String {
     let number = |of: &Value, key: &str| of[key].as_u64().unwrap_or(0);
     let horizon = &history["horizon"];
@@ -180,7 +183,8 @@ pub fn history_text(history: &Value) -> String {
     )
 }
 
-/// Refuses a checkpoint of a log that keeps history of these disks, which the checkpoint would end. (Snapshots stay.)
+/// Refuses a checkpoint of a log that keeps history of these disks, which the checkpoint would end.
+/// (Snapshots stay.)
 ///
 /// # Errors
 /// A message that says what would be lost, and how to do it.
@@ -193,21 +197,22 @@ pub fn refuse_checkpoint(history: &LogHistory, disks: Vec<String>) -> Result<(),
         unix_us => time_text(unix_us),
     };
     Err(format!(
-        "its log keeps history (retain={}), and a checkpoint would end it for {}: what is there since {since} would be \
-         lost; to do that, add --give-up-history (in JSON: \"give_up_history\": true)",
+        "its log keeps history (retain={}), and a checkpoint would end it for {}: what is there \
+         since {since} would be lost; to do that, add --give-up-history (in JSON: \
+         \"give_up_history\": true)",
         show_retain(history.retain),
         disks.join(", "),
     ))
 }
 
-/// How long ago a time in microseconds since 1970 was, in whole seconds.
+/// The age of a time, which is in microseconds since 1970, in whole seconds.
 fn age(unix_us: u64) -> String {
     let now = Timestamp::now().as_microsecond();
     let passed = now.saturating_sub_unsigned(unix_us).max(0) / 1_000_000;
     format!("{:#}", SignedDuration::from_secs(passed))
 }
 
-/// A time in microseconds since 1970, as text of RFC 3339 in UTC.
+/// A time in microseconds since 1970, as RFC 3339 text in UTC.
 pub fn time_text(unix_us: u64) -> String {
     let time = i64::try_from(unix_us).map(Timestamp::from_microsecond);
     time.ok().and_then(Result::ok).map_or_else(
@@ -216,7 +221,7 @@ pub fn time_text(unix_us: u64) -> String {
     )
 }
 
-/// The time so long before now. A day has 24 hours.
+/// The time that lies a duration before now. A day has 24 hours.
 fn before(now: Timestamp, ago: &str) -> Option<Timestamp> {
     now.checked_sub(duration(ago)?).ok()
 }
@@ -266,7 +271,7 @@ mod tests {
     }
 
     #[test]
-    fn amounts_of_history() {
+    fn amounts_of_history_parse_and_print() {
         for (text, retain) in [
             ("off", Retention::Nothing),
             ("all", Retention::All),
@@ -286,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_point_is_refused() {
+    fn texts_that_are_not_points_are_refused() {
         for text in [
             "",
             "7",

@@ -1,5 +1,6 @@
-//! Sizes as the command line takes them: a number of bytes, or one with a unit. K, M, G, T, P and E, also written KiB and
-//! so on, are powers of 1024; KB and so on are powers of 1000, as in GNU's programs.
+//! Sizes as the command line takes them: a number of bytes, or one with a unit. K, M, G, T, P and
+//! E, also written KiB and so on, are powers of 1024; KB and so on are powers of 1000, as in GNU's
+//! programs.
 
 /// Why a size was not understood.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -30,7 +31,8 @@ pub fn show_size(bytes: u64) -> String {
 /// The units, by their power of 1024 or 1000.
 const UNITS: &[u8] = b"KMGTPE";
 
-/// Parses `text` into bytes. A fraction of a byte is rounded up to a multiple of 4096 bytes, which fits sectors and pages.
+/// Parses `text` into bytes. A fraction of a byte is rounded up to a multiple of 4096 bytes, which
+/// fits sectors and pages.
 ///
 /// # Errors
 /// If `text` is no number with an optional unit, or does not fit 64 bits.
@@ -52,9 +54,10 @@ fn size(text: &str) -> Option<u64> {
     let number = whole.parse::<u128>().ok()?.checked_mul(parts)?;
     let number = number.checked_add(fraction.parse().ok()?)?;
     let bytes = number.checked_mul(scale(unit)?)?;
-    let bytes = match bytes.is_multiple_of(parts) {
-        true => bytes / parts,
-        false => (bytes / parts + 1).next_multiple_of(4096),
+    let bytes = if bytes.is_multiple_of(parts) {
+        bytes / parts
+    } else {
+        (bytes / parts + 1).next_multiple_of(4096)
     };
     u64::try_from(bytes).ok()
 }
@@ -81,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn numbers_and_units() {
+    fn sizes_have_numbers_and_units() {
         for (text, bytes) in [
             ("512", 512),
             ("4k", 4096),
@@ -136,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_size_is_refused() {
+    fn texts_that_are_not_sizes_are_refused() {
         for text in [
             "",
             "M",

@@ -56,8 +56,8 @@ fn both_transports_verify_every_byte_and_the_counts_make_sense() {
         assert_eq!(row["verified"], true, "{row}");
         assert!(count("requests") > 4000, "{row}");
         assert!(count("flushes") > 80, "{row}");
-        // With batches and EVENT_IDX one doorbell and one interrupt serve many requests. How many depends on which of
-        // the threads gets a processor.
+        // With batches and EVENT_IDX one doorbell and one interrupt serve many requests. How many
+        // depends on which of the threads gets a processor.
         assert!(
             (1..count("requests") / 2).contains(&count("doorbells")),
             "{row}"
@@ -72,8 +72,9 @@ fn both_transports_verify_every_byte_and_the_counts_make_sense() {
         assert!(count("bytes") > (2048 + 1024) * 4096, "{row}");
         assert!(count("time_us") > 0, "{row}");
     }
-    // Neither a doorbell nor an interrupt is an exit, but a virtio-mmio driver reads and acknowledges the interrupt
-    // status. After an interrupt without completions either driver reads the device status.
+    // Neither a doorbell nor an interrupt is an exit, but a virtio-mmio driver reads and
+    // acknowledges the interrupt status. After an interrupt without completions either driver reads
+    // the device status.
     let count = |row: usize, key: &str| transports[row][key].as_u64().expect("a number");
     assert!(
         count(0, "exits") <= 3 * count(0, "interrupts") + 16,

@@ -84,6 +84,7 @@ impl ReplyQueue {
     }
 
     fn advance(&mut self, written: usize) {
+        assert!(written <= self.bytes, "sent more than there was");
         self.bytes -= written;
         self.sent += written;
         while let Some(piece) = self.pieces.front()
@@ -92,5 +93,9 @@ impl ReplyQueue {
             self.sent -= piece.bytes().len();
             self.pieces.pop_front();
         }
+        debug_assert!(
+            self.bytes > 0 || (self.pieces.is_empty() && self.sent == 0),
+            "all bytes are sent, and some pieces are not"
+        );
     }
 }

@@ -275,6 +275,7 @@ impl CommandRing {
                 }
             };
             self.next = (position + len) % self.size;
+            debug_assert!(self.next.is_multiple_of(8), "entries end on 8 bytes");
             self.taken.push_back(TakenEntry {
                 position,
                 len,
@@ -343,7 +344,15 @@ impl CommandRing {
     }
 
     fn advance(&mut self, entry: &TakenEntry) {
+        assert_eq!(
+            entry.position, self.tail,
+            "entries are given back in the ring's order"
+        );
         self.tail = (entry.position + entry.len) % self.size;
+        debug_assert!(
+            self.tail < self.size && self.tail.is_multiple_of(8),
+            "a position in the ring"
+        );
     }
 
     /// Copies a request.

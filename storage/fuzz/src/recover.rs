@@ -14,10 +14,10 @@ use libfuzzer_sys::fuzz_target;
 const LONGEST: usize = 4 << 20;
 
 /// The system's allocator, refusing what an unchecked length would ask for.
-struct Bounded;
+struct BoundedAllocator;
 
 // SAFETY: every call is passed on to the system's allocator, whose promises these are.
-unsafe impl GlobalAlloc for Bounded {
+unsafe impl GlobalAlloc for BoundedAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         refuse_long(layout.size());
         // SAFETY: the caller keeps the rules of this function, which are those of the called one.
@@ -51,6 +51,6 @@ fn refuse_long(size: usize) {
 }
 
 #[global_allocator]
-static ALLOCATOR: Bounded = Bounded;
+static ALLOCATOR: BoundedAllocator = BoundedAllocator;
 
 fuzz_target!(|input: &[u8]| walvisor_storage::fuzzing::recover_input(input));

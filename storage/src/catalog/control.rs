@@ -120,6 +120,10 @@ impl ControlFile {
         let mut next = self.control.clone();
         change(&mut next);
         next.header.generation = U64::new(generation);
+        debug_assert!(
+            next.header.checkpoint_lsn.get() >= self.control.header.checkpoint_lsn.get(),
+            "a checkpoint is never taken back"
+        );
         if !next.counted() {
             return Err(Error::new(
                 ErrorKind::Damaged,

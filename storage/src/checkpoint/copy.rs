@@ -512,10 +512,12 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         if !was_written {
             flight.reads -= 1;
             // After an error, no further run is written.
-            match flight.reads == 0 && self.failed.is_none() {
-                true if flight.damaged => self.leave(&mut flight),
-                true => self.write(number, &mut flight),
-                false => {}
+            if flight.reads == 0 && self.failed.is_none() {
+                if flight.damaged {
+                    self.leave(&mut flight);
+                } else {
+                    self.write(number, &mut flight);
+                }
             }
         }
         if flight.reads > 0 || (flight.writing && !was_written) {

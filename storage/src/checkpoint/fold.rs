@@ -24,6 +24,7 @@ use crate::recovery::live::read_live;
 use crate::recovery::replay::place;
 use crate::recovery::scan::FoundRecord;
 use crate::sync::Arc;
+use crate::tracepoints;
 
 /// The log warns once history that must stay takes this many percent of its room or of its index memory.
 const WARN_PERCENT: u128 = 80;
@@ -236,10 +237,13 @@ impl Keeper {
         };
         let (mut fewer, mut more) = (0, None);
         for (count, lsn) in (1..).zip(state.ring.sealed_ends()) {
-            match count <= wanted {
-                _ if !fits(lsn) => {}
-                true => fewer = count,
-                false => more = more.or(Some(count)),
+            if !fits(lsn) {
+                continue;
+            }
+            if count <= wanted {
+                fewer = count;
+            } else {
+                more = more.or(Some(count));
             }
         }
         match (fewer, more) {
@@ -279,6 +283,14 @@ impl Keeper {
 
     /// Returns whether the segments were folded. Otherwise the log is closing, or everything was copied instead.
     fn fold_range(&mut self, range: FoldRange, pace: CopyPace) -> Result<bool> {
+        let (lsn, segments) = (range.last.lsn, range.segments.len());
+        tracepoints::fold(lsn, segments);
+        let folded = self.copy_and_forget(range, pace);
+        tracepoints::folded(lsn, matches!(folded, Ok(true)));
+        folded
+    }
+
+    fn copy_and_forget(&mut self, range: FoldRange, pace: CopyPace) -> Result<bool> {
         let copied = self.copy_range(&range, pace);
         self.end_pace();
         let layers = match copied {

@@ -178,10 +178,10 @@ impl Keeper {
 
     /// Refuses an order once the time limit for closing has run out.
     pub(super) fn refuse_over(&self) -> Result<()> {
-        match self.log.lock().keeper.is_over() {
-            false => Ok(()),
-            true => Err(self.log.closed()),
+        if self.log.lock().keeper.is_over() {
+            return Err(self.log.closed());
         }
+        Ok(())
     }
 
     /// Begins an export of the disk as of an LSN, at least `lsn`.

@@ -124,6 +124,7 @@ impl<I: Iterator<Item = Piece>> Iterator for Runs<I> {
             while let Some(piece) = self.next_at(end, u64::MAX, |piece| is_zero(piece) == zero) {
                 end += piece.sectors;
             }
+            debug_assert!(sector < end, "a run of nothing");
             return Some(Run::Zero {
                 sector,
                 sectors: end - sector,
@@ -142,6 +143,10 @@ impl<I: Iterator<Item = Piece>> Iterator for Runs<I> {
                 _ => parts.push(piece),
             }
         }
+        debug_assert!(
+            !parts.is_empty() && sector < end && end <= limit,
+            "a run has bytes, and at most one operation's"
+        );
         Some(Run::Data { sector, parts })
     }
 }

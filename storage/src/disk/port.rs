@@ -17,6 +17,7 @@ use crate::medium::checksum::{self, Payload};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
+use crate::tracepoints;
 use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE};
 
 /// One thread's access to a disk. Dropping it waits for reads in flight; completions not taken are lost.
@@ -89,6 +90,7 @@ impl BackendQueue for Port {
     }
 
     fn submit(&mut self, token: u64, operation: Operation) {
+        tracepoints::submit(token, &operation);
         let submitted = match operation {
             Operation::Read { sector, sectors } => self.read(token, sector, sectors),
             Operation::Write { sector, data } => self.write(token, sector, data),
@@ -150,6 +152,7 @@ impl BackendQueue for Port {
             self.unpark();
             self.committer.start(false);
         }
+        self.done.iter().for_each(tracepoints::complete);
         done.append(&mut self.done);
         if planted(Mutant::SignalClearedLate) {
             self.committer.clear();

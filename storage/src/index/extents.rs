@@ -94,6 +94,7 @@ impl ExtentMap {
     }
 
     fn insert_word(&mut self, sector: u64, sectors: u64, word: PackedPlace) {
+        debug_assert!(sectors > 0, "an empty extent");
         let end = sector + sectors;
         let mut free = false;
         if let Some((_, leaf)) = self.leaves.range_mut(..=sector).next_back() {
@@ -149,6 +150,7 @@ impl ExtentMap {
 
     /// Inserts an extent into an empty range.
     fn put(&mut self, sector: u64, sectors: u64, word: PackedPlace) {
+        debug_assert!(u32::try_from(sectors).is_ok(), "an extent of one record");
         let extent = IndexExtent {
             start: sector as u32,
             sectors: sectors as u32,
@@ -201,6 +203,10 @@ impl ExtentMap {
 
     /// Inserts records that are in sector order and do not overlap.
     pub(super) fn merge(&mut self, mut new_extents: &[NewExtent]) {
+        debug_assert!(
+            new_extents.is_sorted_by(|one, next| one.end() <= next.sector),
+            "extents are sorted and disjoint"
+        );
         let mut merged = Vec::new();
         while let Some(first) = new_extents.first() {
             let count = self.merge_leaf(new_extents, &mut merged).unwrap_or(0);
@@ -286,6 +292,7 @@ impl ExtentMap {
                 each(Piece::gap(*at, start));
                 *at = start;
             }
+            debug_assert!(start <= *at && *at < piece_end, "pieces are in order");
             each(self.piece(*at, piece_end, extent.word.skip(*at - start)));
             *at = piece_end;
         }

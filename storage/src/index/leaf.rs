@@ -199,6 +199,14 @@ impl Leaf {
         if self.extents.len() == self.extents.capacity() {
             self.extents.reserve_exact(STEP);
         }
+        debug_assert!(
+            at == 0 || self.end(&self.extents[at - 1]) <= sector,
+            "overlaps the extent before it"
+        );
+        debug_assert!(
+            (self.extents.get(at)).is_none_or(|after| self.end(&extent) <= self.start(after)),
+            "overlaps the extent after it"
+        );
         self.extents.insert(at, extent);
         self.join(at, at + 1);
         if self.extents.len() <= LEAF {

@@ -393,6 +393,13 @@ impl Log {
             chunks.push(chunk(Buffer::zeroed(padding).share()));
         }
         let bytes = payload_at - offset + payload_len as u64;
+        debug_assert!(
+            [offset, payload_at, bytes]
+                .iter()
+                .all(|at| at.is_multiple_of(format::BLOCK as u64)),
+            "a batch, its payload and its end are on blocks"
+        );
+        debug_assert_eq!(head.len(), header_len, "the header has its measured length");
         let last = Commit {
             lsn: last_lsn,
             cid,

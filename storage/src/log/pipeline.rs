@@ -16,6 +16,7 @@ use crate::log::history::Commit;
 use crate::medium::checksum::{self, Payload};
 use crate::medium::file::{Segment, SyncScope, WriteBack};
 use crate::sync::Arc;
+use crate::tracepoints;
 
 /// A request that becomes a record of the log.
 pub(crate) struct Modification {
@@ -181,6 +182,7 @@ impl Pipeline {
 
     /// Notes that all records up to `lsn` are in the base images.
     pub(crate) fn set_applied(&mut self, lsn: u64) {
+        assert!(self.applied <= lsn, "a checkpoint is never taken back");
         self.applied = lsn;
     }
 
@@ -253,9 +255,17 @@ impl Pipeline {
 
     /// Gives a record the next LSN, and returns it.
     pub(crate) fn append(&mut self, disk: &Arc<DiskState>, change: Modification) -> u64 {
+        debug_assert!(change.sectors > 0, "a record of nothing");
+        debug_assert!(
+            change.payload.is_none()
+                || change.payload_len() as u64 == 512 * u64::from(change.sectors),
+            "a payload has the bytes of its sectors"
+        );
         let lsn = self.next_lsn;
+        debug_assert!(self.appended < lsn, "LSNs rise");
         self.next_lsn += 1;
         self.appended = lsn;
+        tracepoints::append(lsn, disk.id, change.sector, change.sectors);
         let disk = disk.clone();
         let record = Record { disk, lsn, change };
         self.queued_bytes += record.pending_bytes();
@@ -272,7 +282,13 @@ impl Pipeline {
         synced: bool,
         records: &mut Vec<Record>,
     ) {
+        assert!(records.is_empty(), "a batch of two lists");
         records.extend(self.pending.drain(..count));
+        debug_assert!(
+            self.batched < records[0].lsn
+                && records.is_sorted_by(|one, next| one.lsn + 1 == next.lsn),
+            "a batch has consecutive records"
+        );
         let bytes = records.iter().map(Record::pending_bytes).sum();
         self.queued_bytes -= bytes;
         self.writing_bytes += bytes;
@@ -294,6 +310,7 @@ impl Pipeline {
         batch.ended = true;
         self.writing_bytes -= batch.bytes;
         while let Some(batch) = self.writing.pop_front_if(|batch| batch.ended) {
+            debug_assert!(self.written < batch.last_lsn, "batches count in log order");
             self.written = batch.last_lsn;
             if !batch.synced {
                 add(&mut self.unsynced, &batch.segment);
@@ -303,6 +320,7 @@ impl Pipeline {
 
     fn begin_sync(&mut self, lsn: u64) {
         assert!(self.syncing.is_none(), "one sync at a time");
+        tracepoints::sync(self.next_cid, lsn);
         self.syncing = Some(lsn);
         self.next_cid += 1;
     }
@@ -338,7 +356,13 @@ impl Pipeline {
 
     /// Notes that the sync under way has ended.
     pub(crate) fn end_sync(&mut self) {
-        self.durable = self.syncing.take().expect("a sync is under way");
+        let lsn = self.syncing.take().expect("a sync is under way");
+        assert!(
+            self.durable <= lsn && lsn <= self.written,
+            "a sync covers what is written"
+        );
+        self.durable = lsn;
+        tracepoints::synced(self.next_cid - 1, self.durable);
     }
 
     /// Drops everything on its way, because the log has failed and nothing becomes durable any more.

@@ -119,6 +119,21 @@ impl SegmentRing {
         live: VecDeque<LiveSegment>,
         free: VecDeque<Arc<Segment>>,
     ) -> Self {
+        assert!(files <= most, "{files} segment files, at most {most}");
+        assert!(
+            live.len() + free.len() <= files as usize,
+            "a segment has a file"
+        );
+        assert!(
+            live.iter().is_sorted_by(|one, next| {
+                one.sequence < next.sequence && one.last.lsn <= next.last.lsn
+            }),
+            "segments in use are in log order"
+        );
+        assert!(
+            live.back().is_none_or(|live| live.sequence < next_sequence),
+            "each use of a segment has a new sequence"
+        );
         Self {
             segment_size,
             most,
@@ -243,6 +258,7 @@ impl SegmentRing {
         self.cannot_grow = false;
         self.free.push_back(Arc::new(made));
         self.files += 1;
+        assert!(self.files <= self.most, "more segment files than allowed");
         (self.starved, self.full) = (false, false);
     }
 
@@ -332,6 +348,12 @@ impl SegmentRing {
         let headers = self.seal_tail(log);
         segment.note(ChecksumTable::clear);
         let sequence = self.next_sequence;
+        assert!(
+            self.live
+                .back()
+                .is_none_or(|live| live.sequence < sequence && live.last.lsn <= batched),
+            "the log goes on after its newest segment"
+        );
         let header = SegmentHeader {
             magic: format::SEGMENT_MAGIC,
             version: U32::new(format::VERSION),
@@ -401,6 +423,7 @@ impl SegmentRing {
         tail.extend(bytes, header, self.segment_size);
         self.end += bytes;
         let live = self.live.back_mut().expect("the tail is live");
+        debug_assert!(live.last.lsn < last.lsn, "batches are in log order");
         (live.last, live.passed) = (last, self.passed);
     }
 

@@ -51,8 +51,13 @@ impl Tail {
     /// Advances past a batch of `bytes`, segment header included. `header` is its header with descriptors and
     /// checksums, and `crc` that header's checksum.
     pub(crate) fn extend(&mut self, bytes: u64, (header, crc): (&[u8], u32), segment_size: u64) {
+        debug_assert!(
+            bytes.is_multiple_of(format::BLOCK as u64),
+            "batches end on a block"
+        );
         self.header = None;
         self.offset += bytes;
+        assert!(self.offset <= segment_size, "a batch beyond its segment");
         self.previous_crc = crc;
         let summary = self.summary_len(header.len(), segment_size);
         let fits = self.offset + summary <= segment_size || planted(Mutant::SummaryUnreserved);

@@ -186,16 +186,19 @@ pub(crate) fn disk_len(file: &dyn DataFile, path: &Path) -> Result<u64> {
     let size = file.len();
     let size = size.map_err(|error| Error::io("read its length", path, error))?;
     let path = path.display();
-    match size.is_multiple_of(SECTOR_SIZE) {
-        true if size > 0 => Ok(size),
-        true => Err(invalid(format!(
-            "{path}: empty, and a disk has a positive multiple of 512 bytes; give it a size with 'truncate -s SIZE {path}'"
-        ))),
-        false => Err(invalid(format!(
-            "{path}: the size of {size} bytes is not a multiple of 512; round it up with 'truncate -s %512 {path}', which \
-             keeps all bytes"
-        ))),
+    if size == 0 {
+        return Err(invalid(format!(
+            "{path}: empty, and a disk has a positive multiple of 512 bytes; give it a size with \
+             'truncate -s SIZE {path}'"
+        )));
     }
+    if !size.is_multiple_of(SECTOR_SIZE) {
+        return Err(invalid(format!(
+            "{path}: the size of {size} bytes is not a multiple of 512; round it up with \
+             'truncate -s %512 {path}', which keeps all bytes"
+        )));
+    }
+    Ok(size)
 }
 
 #[cfg(test)]
@@ -243,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn an_image_whose_newest_bytes_are_in_a_log_is_refused() {
+    fn an_image_with_newer_bytes_in_a_log_is_refused() {
         let directory = tempfile::tempdir().unwrap();
         let (path, log) = (
             directory.path().join("disk.img"),

@@ -158,18 +158,16 @@ fn move_log(
             to.display()
         )));
     }
-    let (base, old) = match knows(from, path)? {
-        true => {
-            let (base, old, place) = open_emptied(path, from)?;
-            (base, Some((old, place)))
-        }
+    let (base, old) = if knows(from, path)? {
+        let (base, old, place) = open_emptied(path, from)?;
+        (base, Some((old, place)))
+    } else if knows(to, path)? {
         // What a killed process wrote may be in the page cache only.
-        false if knows(to, path)? => return open_control(to, Access::Log)?.confirm(),
-        false => {
-            let base = OpenBase::open(&DiskOptions::new(path), Access::Write, from, false)?;
-            base.refuse_foreign(from)?;
-            (base, None)
-        }
+        return open_control(to, Access::Log)?.confirm();
+    } else {
+        let base = OpenBase::open(&DiskOptions::new(path), Access::Write, from, false)?;
+        base.refuse_foreign(from)?;
+        (base, None)
     };
     reached(LeaveStep::Copied);
     // A new log keeps as much history as the one before.

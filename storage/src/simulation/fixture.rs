@@ -183,9 +183,10 @@ impl Fixture {
         let options = StoreOptions {
             commit_wait,
             // Sometimes so little that writes wait for checkpoints.
-            index_memory: match self.medium.lock().random.one_in(4) {
-                true => 1000,
-                false => StoreOptions::default().index_memory,
+            index_memory: if self.medium.lock().random.one_in(4) {
+                1000
+            } else {
+                StoreOptions::default().index_memory
             },
             retain: Some(self.retain),
             ..StoreOptions::default()

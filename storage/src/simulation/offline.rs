@@ -142,10 +142,10 @@ impl History {
         trace(|| format!("{what}: {ended}, power lost: {crashed}"));
         self.totals.commands_cut += u64::from(matches!(ran, CommandOutcome::Cut));
         self.totals.commands_refused += u64::from(matches!(ran, CommandOutcome::Refused));
-        match kept {
-            true => self.fixture.medium.lock().restart(),
-            false if crashed || fault || self.acts.one_in(2) => drop(self.end_process()),
-            false => self.fixture.medium.lock().restart(),
+        if !kept && (crashed || fault || self.acts.one_in(2)) {
+            self.end_process();
+        } else {
+            self.fixture.medium.lock().restart();
         }
         if matches!(ran, CommandOutcome::Cut) {
             // What the control file has now counts from here on.

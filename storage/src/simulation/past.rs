@@ -117,20 +117,20 @@ impl History {
             }
             let id = disk.id.get();
             let mut snapshots = control.snapshots.iter();
-            let saved = match snapshots.any(|entry| entry.lsn == lsn && entry.has(id)) {
-                true => read_saved(
+            let saved = if snapshots.any(|entry| entry.lsn == lsn && entry.has(id)) {
+                read_saved(
                     files,
                     Path::new(LOG),
                     &files_saved,
                     (id, disk.size.get()),
                     lsn..u64::MAX,
-                ),
-                false if lsn >= horizon => Ok(None),
+                )
+            } else if lsn >= horizon {
+                Ok(None)
+            } else {
                 // The base images have moved past a snapshot of the other disk only.
-                false => {
-                    sectors.clone_from(wanted);
-                    continue;
-                }
+                sectors.clone_from(wanted);
+                continue;
             };
             let saved = saved.map_err(broken)?;
             let in_log = indexes.get(&id).map(|waiting| &waiting.extents);

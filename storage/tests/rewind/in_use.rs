@@ -40,15 +40,12 @@ fn a_disk_goes_back_and_forth_while_its_log_is_in_use() {
         bench.change(&store, 10);
         bench.back_in_use(&store, 0, 0);
         bench.check_in_use(&store);
-        match killed {
-            true => {
-                let _dir = bench.take_copy();
-                drop(store);
-            }
-            false => {
-                bench.change(&store, 5);
-                store.close().unwrap();
-            }
+        if killed {
+            let _dir = bench.take_copy();
+            drop(store);
+        } else {
+            bench.change(&store, 5);
+            store.close().unwrap();
         }
         bench.check();
         // Restores of a disk that is not in use, and of one that is, follow each other.

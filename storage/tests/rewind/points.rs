@@ -15,9 +15,12 @@ use crate::support::copy_log;
 fn a_disk_goes_back_and_forth_and_the_other_stays() {
     for killed in [false, true] {
         let mut bench = Bench::new(Retention::All);
-        let work = |bench: &mut Bench, count| match killed {
-            true => bench.work_killed(count),
-            false => bench.work(count),
+        let work = |bench: &mut Bench, count| {
+            if killed {
+                bench.work_killed(count)
+            } else {
+                bench.work(count)
+            }
         };
         work(&mut bench, 40);
         bench.check();

@@ -4,10 +4,10 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-struct Counting;
+struct CountingAllocator;
 
 #[global_allocator]
-static HEAP: Counting = Counting;
+static HEAP: CountingAllocator = CountingAllocator;
 
 static CALLS: AtomicU64 = AtomicU64::new(0);
 
@@ -37,7 +37,7 @@ pub fn bytes() -> isize {
 }
 
 // SAFETY: the system's allocator does all the work; counting touches no memory of it and allocates none.
-unsafe impl GlobalAlloc for Counting {
+unsafe impl GlobalAlloc for CountingAllocator {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         CALLS.fetch_add(1, Ordering::Relaxed);
         count(footprint(layout.size()));

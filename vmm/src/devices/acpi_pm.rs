@@ -5,9 +5,9 @@
 //!   2  PM1 enable                      8  timer, 3.579545 MHz, 32 bits
 //! ```
 //!
-//! The VMM emulates fixed hardware rather than hardware-reduced ACPI, so that Linux keeps its timer and
-//! interrupt controllers as on any PC. The SCI is a level: it is high while an event is both pending and
-//! enabled.
+//! The VMM emulates fixed hardware rather than hardware-reduced ACPI, so that Linux keeps its timer
+//! and interrupt controllers as on any PC. The SCI is a level: it is high while an event is both
+//! pending and enabled.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -46,7 +46,8 @@ pub struct AcpiPm {
 }
 
 impl AcpiPm {
-    /// The registers. A power off ends the run of `control`; `sci` sets the level of their interrupt.
+    /// The registers. A power off ends the run of `control`; `sci` sets the level of their
+    /// interrupt.
     pub fn new(control: Arc<RunControl>, sci: Box<dyn Fn(bool) + Send>) -> Self {
         Self {
             control,
@@ -133,17 +134,17 @@ mod tests {
         let mut pm = AcpiPm::new(control.clone(), Box::new(|_| {}));
         pm.write(CONTROL, &(5u16 << 10).to_le_bytes());
         pm.write(CONTROL, &(1u16 << 10 | SLEEP_ENABLE).to_le_bytes());
-        assert!(control.ended().is_none());
+        assert!(control.end_reason().is_none());
         let mut value = [0; 2];
         pm.read(CONTROL, &mut value);
         assert_eq!(u16::from_le_bytes(value), 1 << 10 | SCI_ENABLED);
         pm.write(CONTROL, &(5u16 << 10 | SLEEP_ENABLE).to_le_bytes());
-        assert!(matches!(control.ended(), Some(RunEnd::PowerOff)));
-        assert!(control.stopping());
+        assert!(matches!(control.end_reason(), Some(RunEnd::PowerOff)));
+        assert!(control.is_stopping());
     }
 
     #[test]
-    fn the_power_button_interrupts_a_guest_that_listens_until_it_is_acknowledged() {
+    fn the_power_button_interrupts_a_guest_that_enabled_it_until_it_is_acknowledged() {
         let levels = Arc::new(std::sync::Mutex::new(Vec::new()));
         let seen = levels.clone();
         let sci = Box::new(move |level| seen.lock().unwrap().push(level));

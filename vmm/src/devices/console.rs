@@ -1,7 +1,8 @@
-//! The other end of the serial line: a writer for the output and, if wanted, stdin as the input, read by its
-//! own thread.
+//! The host's end of the serial line: a writer for the output, and optionally stdin for the input,
+//! which has its own thread.
 //!
-//! On a terminal, Ctrl-A x ends the run and Ctrl-A h lists the keys. All other input, Ctrl-C included, goes to the guest.
+//! On a terminal, Ctrl-A x ends the run and Ctrl-A h lists the keys. All other input, Ctrl-C
+//! included, goes to the guest.
 
 use std::fs::OpenOptions;
 use std::io::{self, Write};
@@ -24,11 +25,11 @@ const ESCAPE: u8 = 1;
 
 /// What Ctrl-A h prints.
 const KEYS: &str =
-    "  Ctrl-A x       end the guest at once, without a shutdown of its own; its disks are closed
+    "  Ctrl-A x       stop the guest at once, without a shutdown; its disks are closed
   Ctrl-A Ctrl-A  send Ctrl-A to the guest
-  Ctrl-A h       list these keys; all others, Ctrl-C too, go to the guest";
+  Ctrl-A h       list these keys; all other keys, even Ctrl-C, go to the guest";
 
-/// The other end of the serial line.
+/// The host's end of the serial line.
 pub struct Console {
     /// The destination of the guest's output.
     pub output: Box<dyn Write + Send>,
@@ -74,7 +75,8 @@ impl Console {
     }
 }
 
-/// The thread that feeds stdin to the serial line. Dropping it stops the thread and restores the terminal.
+/// The thread that feeds stdin to the serial line. Dropping it stops the thread and restores the
+/// terminal.
 pub struct ConsoleInput {
     stop: Stop,
     thread: Option<JoinHandle<()>>,
@@ -82,8 +84,8 @@ pub struct ConsoleInput {
 }
 
 impl ConsoleInput {
-    /// Starts feeding stdin to `serial`. `room` is the event that the serial line signals when the guest has
-    /// read its input.
+    /// Starts feeding stdin to `serial`. `room` is the event that the serial line signals when the
+    /// guest has read its input.
     ///
     /// # Errors
     /// If the system refuses a descriptor, a thread or raw mode.
@@ -152,9 +154,10 @@ impl Feeder {
                 Err(_) => return,
             };
             let mut input = buffer[..length].to_vec();
-            let typed = match self.on_terminal {
-                true => keys.filter(&mut input),
-                false => Vec::new(),
+            let typed = if self.on_terminal {
+                keys.filter(&mut input)
+            } else {
+                Vec::new()
             };
             if typed.contains(&b'h') {
                 eprintln!("{KEYS}");
@@ -169,12 +172,12 @@ impl Feeder {
         }
     }
 
-    /// Hands `input` to the guest as its buffer empties. Returns `false` if the run ended before the guest took
-    /// all.
+    /// Feeds `input` to the guest as its buffer empties. Returns `false` if the run ended before
+    /// that was done.
     fn feed(&mut self, mut input: &[u8]) -> bool {
         loop {
-            // The event is cleared before the buffer is checked, because room that appears after the check sets
-            // the event again.
+            // Clear the event before checking the buffer: room that appears after the check sets it
+            // again.
             let _ = self.room.read();
             let taken = self
                 .serial

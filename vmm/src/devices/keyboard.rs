@@ -1,4 +1,4 @@
-//! The keyboard controller, whose only use for a guest without a keyboard is a reset.
+//! The keyboard controller. There is no keyboard: guests use it to reset.
 
 use std::convert::Infallible;
 use std::sync::Arc;

@@ -1,8 +1,8 @@
-//! The port through which a guest reports that its kernel panicked: QEMU's pvpanic (QEMU, docs/specs/pvpanic),
-//! for which Linux has a driver.
+//! The port through which a guest reports that its kernel panicked: QEMU's pvpanic (QEMU,
+//! docs/specs/pvpanic), for which Linux has a driver.
 //!
-//! Without the port a panic looks like a reset, or like a guest that hangs for ever. The port has one byte: a
-//! read returns the supported events, and a write reports the events that have happened.
+//! Without it, a panic looks like a reset or a guest that hangs. The port is one byte: a read
+//! returns the events that it supports, and a write reports events.
 
 use std::sync::Arc;
 
@@ -13,8 +13,7 @@ use crate::control::{RunControl, RunEnd};
 
 /// The kernel panicked, and no crash kernel follows.
 const PANICKED: u8 = 1;
-/// The kernel panicked, and a crash kernel takes over: the guest runs on, and resets after the dump was
-/// written.
+/// The kernel panicked, and a crash kernel takes over, which writes a dump and resets.
 const CRASH_LOADED: u8 = 1 << 1;
 
 /// The port.
@@ -56,8 +55,8 @@ mod tests {
         for harmless in [&[][..], &[0], &[CRASH_LOADED], &[0xfc]] {
             port.write(0, harmless);
         }
-        assert!(control.ended().is_none());
+        assert!(control.end_reason().is_none());
         port.write(0, &[PANICKED]);
-        assert!(matches!(control.ended(), Some(RunEnd::Panicked)));
+        assert!(matches!(control.end_reason(), Some(RunEnd::Panicked)));
     }
 }

@@ -40,8 +40,8 @@ impl SerialEvents for RoomEvents {
 pub struct SerialPort(Serial<LineTrigger, RoomEvents, Box<dyn Write + Send>>);
 
 impl SerialPort {
-    /// A serial line that writes to `output`, interrupts through `interrupt`, and signals `room` when the guest
-    /// has read its input.
+    /// A serial line that writes to `output`, interrupts through `interrupt`, and signals `room`
+    /// when the guest has read its input.
     pub fn new(output: Box<dyn Write + Send>, interrupt: EventFd, room: Arc<EventFd>) -> Self {
         Self(Serial::with_events(
             LineTrigger(interrupt),

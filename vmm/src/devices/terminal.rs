@@ -1,4 +1,4 @@
-//! The terminal in raw mode, restored on every way out.
+//! The terminal in raw mode, restored however the process ends the run.
 
 use std::io;
 
@@ -23,7 +23,8 @@ impl RawTerminal {
         let original = tcgetattr(stdin)?;
         let mut raw = original.clone();
         raw.make_raw();
-        // The guest's line discipline sends CR LF already, but messages of this process need the conversion.
+        // The guest's line discipline sends CR LF already, but messages of this process need the
+        // conversion.
         raw.output_modes |= OutputModes::OPOST | OutputModes::ONLCR;
         tcsetattr(stdin, OptionalActions::Now, &raw)?;
         Ok(Some(Self { original }))
@@ -32,7 +33,7 @@ impl RawTerminal {
 
 impl Drop for RawTerminal {
     fn drop(&mut self) {
-        // A failure cannot be reported any more.
+        // There is nobody left to report a failure to.
         let _ = tcsetattr(stdio::stdin(), OptionalActions::Now, &self.original);
     }
 }

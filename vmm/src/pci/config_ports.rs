@@ -1,5 +1,5 @@
-//! Ports 0xcf8 to 0xcff: PCI configuration mechanism 1 (PCI 3.0, 3.2.2.3.2), and the reset control register at
-//! 0xcf9, within the address register's ports.
+//! Ports 0xcf8 to 0xcff: PCI configuration mechanism 1 (PCI 3.0, 3.2.2.3.2), and the reset control
+//! register at 0xcf9, within the address register's ports.
 
 use std::sync::Arc;
 
@@ -33,8 +33,8 @@ impl ConfigPorts {
         }
     }
 
-    /// Device and register that an access at byte `byte` of the data register reaches; only bus 0, function 0
-    /// exists.
+    /// Device and register that an access at byte `byte` of the data register reaches; only bus 0,
+    /// function 0 exists.
     fn target(&self, byte: u64) -> Option<(usize, u16)> {
         let address = self.address;
         let (bus, device, function) =

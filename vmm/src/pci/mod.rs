@@ -30,7 +30,8 @@ use crate::disk::Notifications;
 
 /// Devices on a bus.
 pub const DEVICES: usize = 32;
-/// End of the part of the configuration space that holds the command register and the BARs (PCI 3.0, 6.1).
+/// End of the part of the configuration space that holds the command register and the BARs (PCI
+/// 3.0, 6.1).
 const HEADER_END: u16 = 0x40;
 
 /// A PCI function.
@@ -61,7 +62,7 @@ pub type SharedFunction = Arc<Mutex<dyn PciFunction>>;
 #[derive(Debug, thiserror::Error)]
 pub enum PciError {
     /// All 32 devices are taken.
-    #[error("too many PCI devices: the bus holds {DEVICES} with its host bridge")]
+    #[error("too many PCI devices: the bus holds {DEVICES}, host bridge included; use fewer disks")]
     Full,
     /// The BARs do not fit the window.
     #[error("the PCI memory window is full: use fewer disks")]
@@ -75,7 +76,7 @@ pub enum PciError {
 struct Slot {
     function: SharedFunction,
     doorbells: Vec<PciDoorbell>,
-    /// The BARs that the map and the ioeventfds currently reflect. Locked for the whole of a change.
+    /// The BARs as the map and the ioeventfds have them. Locked throughout a change.
     applied: Mutex<Vec<Bar>>,
 }
 
@@ -111,8 +112,8 @@ impl PciBus {
         }
     }
 
-    /// Adds `function` as the next device, gives its BARs addresses, and returns its device number. Without
-    /// eventfds no doorbell is registered with KVM, and each doorbell exits to
+    /// Adds `function` as the next device, gives its BARs addresses, and returns its device number.
+    /// Without eventfds no doorbell is registered with KVM, and each doorbell exits to
     /// [`memory_write`](Self::memory_write).
     ///
     /// # Errors
@@ -146,8 +147,8 @@ impl PciBus {
         Ok(number as u8)
     }
 
-    /// Allocates the next naturally aligned `size` bytes of the window; `size` is a power of two (PCI 3.0,
-    /// 6.2.5.1).
+    /// Allocates the next naturally aligned `size` bytes of the window; `size` is a power of two
+    /// (PCI 3.0, 6.2.5.1).
     fn allocate(&self, size: u64) -> Result<u64, PciError> {
         let mut next = self
             .next_address
@@ -162,7 +163,8 @@ impl PciBus {
         Ok(address)
     }
 
-    /// Reads the configuration space of device `device`, function 0. Reads all ones if there is no such device.
+    /// Reads the configuration space of device `device`, function 0. Reads all ones if there is no
+    /// such device.
     pub fn config_read(&self, device: usize, offset: u16, data: &mut [u8]) {
         let slots = self.slots.read().expect("a thread panicked in PciBus");
         match slots.get(device) {
@@ -176,7 +178,8 @@ impl PciBus {
         }
     }
 
-    /// Writes the configuration space of device `device`, function 0, and applies changes of its BARs.
+    /// Writes the configuration space of device `device`, function 0, and applies changes of its
+    /// BARs.
     pub fn config_write(&self, device: usize, offset: u16, data: &[u8]) {
         let slots = self.slots.read().expect("a thread panicked in PciBus");
         let Some(slot) = slots.get(device) else {
@@ -227,8 +230,8 @@ impl PciBus {
         *applied = bars;
     }
 
-    /// Calls `change` for each doorbell in `bar`. If KVM refuses one, the only loss is speed: its accesses exit
-    /// to user space.
+    /// Calls `change` for each doorbell in `bar`. If KVM refuses one, the only loss is speed: its
+    /// accesses exit to user space.
     fn each_doorbell(
         &self,
         slot: &Slot,
@@ -249,8 +252,8 @@ impl PciBus {
         }
     }
 
-    /// Finds the function and BAR that decode all of the `length` bytes at `address`, and the offset in the
-    /// BAR.
+    /// Finds the function and BAR that decode all of the `length` bytes at `address`, and the
+    /// offset in the BAR.
     fn decode(&self, address: u64, length: usize) -> Option<(SharedFunction, usize, u64)> {
         let map = self.map.read().expect("a thread panicked in PciBus");
         let found = map.iter().find_map(|mapping| {
@@ -285,7 +288,8 @@ impl PciBus {
             .lock()
             .expect("a device panicked")
             .bar_write(bar, offset, data);
-        // An access through PCI_CFG (virtio 1.2, 4.1.4.9) reaches BARs only, so no write here moves a BAR.
+        // An access through PCI_CFG (virtio 1.2, 4.1.4.9) reaches BARs only, so no write here moves
+        // a BAR.
         true
     }
 }
@@ -294,8 +298,8 @@ impl PciBus {
 pub struct Ecam(pub Arc<PciBus>);
 
 impl Ecam {
-    /// Device and register at an offset into the ECAM; `None` for a function other than 0, or an access that
-    /// crosses into the next function.
+    /// Device and register at an offset into the ECAM; `None` for a function other than 0, or an
+    /// access that crosses into the next function.
     fn decode(offset: u64, length: usize) -> Option<(usize, u16)> {
         let register = offset & 0xfff;
         let function = offset >> 12 & 7;

@@ -18,7 +18,8 @@ const COMMAND: u16 = 4;
 const MEMORY_SPACE: [u8; 2] = [2, 0];
 const FIRST_BAR: u16 = 0x10;
 
-/// A bus with one virtio-blk function as device 1, or `None` (with a printed reason) if there is no KVM.
+/// A bus with one virtio-blk function as device 1, or `None` (with a printed reason) if there is no
+/// KVM.
 fn bus() -> Option<(Arc<PciBus>, Arc<VmFd>, SharedFunction)> {
     let vm = match crate::probe::open() {
         Ok(kvm) => Arc::new(kvm.create_vm().unwrap()),
@@ -127,7 +128,7 @@ fn a_bar_decodes_and_its_doorbells_are_registered_only_while_memory_space_is_on(
 }
 
 #[test]
-fn a_moved_bar_is_followed() {
+fn a_moved_bar_decodes_at_its_new_address_only() {
     let Some((bus, vm, function)) = bus() else {
         return;
     };
@@ -157,7 +158,7 @@ fn a_moved_bar_is_followed() {
 }
 
 #[test]
-fn bars_at_the_end_of_the_address_space_or_on_each_other_harm_nothing() {
+fn overlapping_bars_and_bars_at_the_end_of_the_address_space_are_harmless() {
     let Some((bus, _vm, function)) = bus() else {
         return;
     };
@@ -198,7 +199,8 @@ fn ecam_and_ports_reach_the_same_configuration_space() {
         ports.read(6, &mut half);
         assert_eq!(half, data[2..]);
     }
-    // Reads of another function, of another bus and with a disabled address register find no device.
+    // Reads of another function, of another bus and with a disabled address register find no
+    // device.
     for address in [1 << 31 | 1 << 8, 1 << 31 | 1 << 16, 1u32 << 11] {
         ports.write(0, &address.to_le_bytes());
         let mut data = [0; 4];
@@ -211,9 +213,9 @@ fn ecam_and_ports_reach_the_same_configuration_space() {
     assert_eq!(data, [0xff; 4]);
     ecam.read(0xffe, &mut data);
     assert_eq!(data, [0xff; 4], "across the end of a function");
-    assert!(control.ended().is_none());
+    assert!(control.end_reason().is_none());
     ports.write(1, &[6]);
-    assert!(matches!(control.ended(), Some(RunEnd::Reset)));
+    assert!(matches!(control.end_reason(), Some(RunEnd::Reset)));
 }
 
 #[test]

@@ -65,7 +65,8 @@ pub(super) const OPEN_FILES: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// Further calls for disks: making and recycling segments, checkpoints, exports, holes, marks.
+/// Further calls of the store: to make and recycle segments, copy to images and exports, punch
+/// holes, and mark images.
 pub(super) const STORE: &[c_long] = &[
     libc::SYS_copy_file_range,
     libc::SYS_fadvise64,
@@ -83,8 +84,8 @@ pub(super) const STORE: &[c_long] = &[
     libc::SYS_unlink,
 ];
 
-/// Further calls for opening disks: resolving paths, making logs, naming their files, and the machine's memory, which bounds
-/// disks in memory.
+/// Further calls to open disks later: to resolve paths, make logs and name their files, and read
+/// the size of the machine's memory, which limits disks in memory.
 pub(super) const OPENING: &[c_long] = &[
     libc::SYS_faccessat,
     libc::SYS_faccessat2,
@@ -94,7 +95,7 @@ pub(super) const OPENING: &[c_long] = &[
     libc::SYS_sysinfo,
 ];
 
-/// The calls for a control socket, with which descriptors may come, and for NBD clients, which look at disks in use.
+/// The calls for control sockets, which also pass descriptors, and for NBD clients.
 pub(super) const CONTROL: &[c_long] = &[
     libc::SYS_accept4,
     libc::SYS_getsockopt,
@@ -104,7 +105,7 @@ pub(super) const CONTROL: &[c_long] = &[
     libc::SYS_shutdown,
 ];
 
-/// The calls for vhost-user front-ends: descriptors that come with messages, memory shared with front-ends, and
+/// The calls for vhost-user front-ends: descriptors in messages, memory shared with front-ends, and
 /// signals that do not block.
 pub(super) const VHOST_USER: &[c_long] = &[
     libc::SYS_dup,
@@ -116,7 +117,8 @@ pub(super) const VHOST_USER: &[c_long] = &[
     libc::SYS_sendmsg,
 ];
 
-/// Further calls for the sockets of disks that are added, beside `socket` for Unix sockets only.
+/// Further calls for the sockets of disks that are added later. `socket` is allowed too, for Unix
+/// sockets only.
 pub(super) const VHOST_USER_OPENING: &[c_long] = &[
     libc::SYS_bind,
     libc::SYS_fchmodat,
@@ -124,8 +126,7 @@ pub(super) const VHOST_USER_OPENING: &[c_long] = &[
     libc::SYS_unlinkat,
 ];
 
-/// The calls for the kernel's SCSI target: LUNs that come and go in configfs, and directories that are removed
-/// there.
+/// The calls for the kernel's SCSI target: to add and remove LUNs in configfs.
 pub(super) const TCMU: &[c_long] = &[libc::SYS_rmdir, libc::SYS_symlink];
 
 /// The calls for event loops.
@@ -137,12 +138,12 @@ pub(super) const EPOLL: &[c_long] = &[
     libc::SYS_epoll_wait,
 ];
 
-/// Further calls for a VM's process: duplicating doorbells, stricter filters for some threads, and the removal
-/// of the demo's directory.
+/// Further calls for a VM's process: to duplicate doorbells, set stricter filters for some threads,
+/// and remove the demo's directory.
 pub(super) const VM: &[c_long] = &[libc::SYS_dup, libc::SYS_seccomp, libc::SYS_unlinkat];
 
-/// The calls for a vCPU, which runs the guest, rings doorbells and prints. It opens and syncs no file, and maps
-/// only memory.
+/// The calls for a vCPU, which runs the guest, rings doorbells and prints. It neither opens nor
+/// syncs files, and maps anonymous memory only.
 pub(super) const VCPU: &[c_long] = &[
     libc::SYS_close,
     libc::SYS_dup,
@@ -154,8 +155,8 @@ pub(super) const VCPU: &[c_long] = &[
     libc::SYS_writev,
 ];
 
-/// Further calls for a disk's queue worker, and for the thread that starts it: punching holes in a raw image
-/// where io_uring is missing.
+/// Further calls for a disk's queue worker and the thread that starts it: to punch holes in a raw
+/// image where io_uring is missing.
 pub(super) const DISK_WORKER: &[c_long] = &[libc::SYS_dup, libc::SYS_fallocate];
 
 /// Requests that raise the interrupts of a device whose disk has `ioeventfd=off`.
@@ -164,8 +165,8 @@ pub(super) const INTERRUPT_IOCTL: &[c_ulong] = &[
     0x4020_aea5, // KVM_SIGNAL_MSI
 ];
 
-/// Requests about terminals and sockets: setting non-blocking mode, and finding out whether there is a terminal
-/// and how wide it is.
+/// Requests for terminals and sockets: to set non-blocking mode, and to ask whether a file is a
+/// terminal and how wide it is.
 pub(super) const IOCTL: &[c_ulong] = &[libc::FIONBIO, libc::TCGETS, libc::TIOCGWINSZ];
 
 /// Requests that set the modes of the terminal that is the guest's console.
@@ -189,7 +190,7 @@ pub(super) const KVM_IOCTL: &[c_ulong] = &[
     0x4020_ae76, // KVM_IRQFD
     0x4020_aea5, // KVM_SIGNAL_MSI
     0x4040_ae79, // KVM_IOEVENTFD
-    0x8090_ae81, // KVM_GET_REGS, for a crash's report
+    0x8090_ae81, // KVM_GET_REGS, for crash reports
     0x8138_ae83, // KVM_GET_SREGS
     0xc018_ae85, // KVM_TRANSLATE
 ];

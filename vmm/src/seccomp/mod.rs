@@ -1,32 +1,38 @@
-//! System call filters (seccomp). If a client or guest ever took control of a thread, that thread could still
-//! make only the system calls that its process needs.
+//! System call filters (seccomp). Even if a client or guest takes control of a thread, the thread
+//! can make only the system calls that its process needs.
 //!
 //! ```text
-//!   restrict(mode, profile) ─▶ RUNTIME + STORE + CONTROL + the profile's own ─▶ BPF ─▶ every thread there is, and those they start
+//!   restrict(mode, profile) ─▶ RUNTIME + STORE + CONTROL + the profile's own ─▶ BPF ─▶ all threads, and those they start
 //! ```
-//! A daemon has one filter for all threads: a thread that serves a client also leads commit groups and opens
-//! ports of the store, so separate filters would hardly differ. The filter is installed when disks and sockets
-//! are open, before the first client is served. A VM's process also has one filter for all threads. Two kinds
-//! of its threads get a stricter one before they handle anything of the guest. vCPUs may use KVM, events and
-//! the console, but no file or ring. Disk workers may use only what is open already; a thread of their own kind
-//! starts them, not the vCPU that asks for them. They cannot open, make, name or remove a file: an attempt to
-//! open fails (EACCES), and any other call that they may not make kills the process. The remaining calls are
-//! left to the log's keeper and to the thread that ends the run.
+//! **A daemon** has one filter for all threads: a thread that serves a client also leads commit
+//! groups and opens ports of the store, so separate filters would hardly differ. It is installed
+//! when disks and sockets are open, before the first client is served. If disks may be added
+//! (`--disk-dir`), it also allows making and locking files, and making Unix sockets for vhost-user.
 //!
-//! No thread can start a program or another process, make memory executable, make or connect a socket, trace,
-//! mount, signal another process or change its credentials. A daemon to which disks may be added (`--disk-dir`) can also make
-//! and lock files, and for vhost-user make Unix sockets.
+//! **A VM's process** has one filter for all threads too, and a stricter one for two kinds of them,
+//! installed before they touch anything of the guest:
 //!
-//! **io_uring.** Seccomp does not see the requests in a ring, and a thread that may make a ring can open files
-//! and sockets through it. IORING_REGISTER_RESTRICTIONS restricts one ring and not the thread. Code that runs
-//! in a worker can make another ring without restrictions, so restricting a ring would only look like a fence.
-//! Landlock  limits the files that a ring can open, because the kernel checks it for
-//! rings as for calls. Where Landlock is missing too, a ring is a way around the filter to every file that the
-//! process's user may open.
+//! * vCPUs may use KVM, events and the console, but neither files nor rings.
+//! * Disk workers may use only what is already open. A starter thread of their own kind starts
+//!   them, not the vCPU that asks for them.
 //!
-//! A call that is not allowed kills the process at once (SIGSYS, "Bad system call"), and the disks are
-//! recovered at the next start, as after any kill. With `--seccomp log` the call is carried out, and the kernel
-//! logs its number.
+//! Neither can open, make, name or remove a file: an open fails with EACCES, and any other call
+//! that is not allowed kills the process. The log's keeper and the thread that ends the run have
+//! the wider filter.
+//!
+//! No thread of either process can start a program or another process, make memory executable, make
+//! or connect a socket (but for `--disk-dir`), trace, mount, signal another process, or change its
+//! credentials.
+//!
+//! **io_uring.** Seccomp does not see the requests in a ring, so a thread that may make a ring can
+//! open files and sockets through it. IORING_REGISTER_RESTRICTIONS would not help: it restricts one
+//! ring, and the thread can make another. Landlock does limit the files that a ring can open. Where
+//! Landlock is missing, a ring gets around the filter to every file that the process's user may
+//! open.
+//!
+//! A call that is not allowed kills the process at once (SIGSYS, "Bad system call"), and the next
+//! start recovers the disks, as after any kill. With `--seccomp log` the kernel carries the call
+//! out and logs its number.
 
 mod calls;
 
@@ -44,7 +50,7 @@ use calls::{
     STORE, TCMU, TERMINAL_IOCTL, VCPU, VHOST_USER, VHOST_USER_OPENING, VM,
 };
 
-/// The treatment of a system call that the filter does not allow.
+/// What happens on a system call that the filter does not allow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Seccomp {
     /// Kill the process
@@ -56,26 +62,26 @@ pub enum Seccomp {
     Log,
 }
 
-/// The purpose of a process, which decides the calls that it may make.
+/// What a process is for, which decides the calls that it may make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum SyscallProfile {
-    /// Serve disks. NBD clients take no calls of their own.
+    /// Serve disks. NBD needs no further calls.
     Daemon {
-        /// Some of them to vhost-user front-ends.
+        /// Some of the disks are served to vhost-user front-ends.
         vhost_user: bool,
-        /// Some of them to the kernel's SCSI target.
+        /// Some of the disks are served to the kernel's SCSI target.
         tcmu: bool,
     },
     /// Run a VM.
     Vm,
 }
 
-/// Threads of a VM with a stricter filter than the others.
+/// The threads of a VM that have a stricter filter than the others.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ThreadKind {
-    /// Runs a vCPU: a guest that breaks out of KVM or of a device's registers ends up here.
+    /// Runs a vCPU. A guest that breaks out of KVM or of a device's registers ends up here.
     Vcpu,
-    /// Serves a queue of a disk: a guest that breaks out through a ring or a request ends up here.
+    /// Serves a disk's queue. A guest that breaks out through a ring or a request ends up here.
     DiskWorker,
 }
 
@@ -109,8 +115,8 @@ impl Seccomp {
     }
 }
 
-/// Restricts every thread of this process, and the threads that they will start. The restriction cannot be
-/// undone. `opens`: the process will open more disks.
+/// Restricts all threads of this process and those that they will start, for good. `opens`: the
+/// process may open more disks.
 ///
 /// # Errors
 /// If the kernel has no seccomp, or refuses the filter.
@@ -118,12 +124,12 @@ pub fn restrict(mode: Seccomp, profile: SyscallProfile, opens: bool) -> Result<(
     let Some(forbidden) = mode.action() else {
         return Ok(());
     };
-    // The first use of this clock looks up the kernel's own implementation, on kernels before 6.4 with open(2),
-    // so it comes before the filter.
+    // Its first use looks up the vDSO, on kernels before 6.4 with open(2), so it must come before
+    // the filter.
     let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let allowed = of_process(profile, opens).map_err(seccompiler::Error::from)?;
-    // The arguments of clone3 are in memory, where a filter cannot see them. A C library that gets ENOSYS for
-    // clone3 uses clone instead. Of two filters the stricter one decides.
+    // A filter cannot see the arguments of clone3, which are in memory. On ENOSYS the C library
+    // uses clone instead. Of two filters the stricter one decides.
     let no_clone3 = BTreeMap::from([(libc::SYS_clone3, vec![])]);
     let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
     seccompiler::apply_filter_all_threads(&program(no_clone3, SeccompAction::Allow, enosys)?)?;
@@ -131,8 +137,8 @@ pub fn restrict(mode: Seccomp, profile: SyscallProfile, opens: bool) -> Result<(
     Ok(())
 }
 
-/// Restricts the calling thread, and the threads that it will start, further than [`restrict`] has done with
-/// [`SyscallProfile::Vm`].
+/// Restricts the calling thread, and the threads that it will start, further than [`restrict`] has
+/// done with [`SyscallProfile::Vm`].
 ///
 /// # Errors
 /// If the kernel refuses the filter.
@@ -142,9 +148,8 @@ pub fn restrict_thread(mode: Seccomp, kind: ThreadKind) -> Result<(), SeccompErr
     };
     let mut allowed = of_thread(kind).map_err(seccompiler::Error::from)?;
     if mode == Seccomp::On {
-        // The C library's allocator reads /proc/sys/vm/overcommit_memory when it gives memory back, and does
-        // without if the open fails, so an open must not kill the process. Of two filters the stricter one
-        // decides.
+        // The C library's allocator opens /proc/sys/vm/overcommit_memory when it gives memory back,
+        // and does without it if that fails, so an open must fail instead of killing the process.
         let no_open = BTreeMap::from([(libc::SYS_openat, vec![])]);
         let denied = SeccompAction::Errno(libc::EACCES as u32);
         allowed.insert(libc::SYS_openat, vec![]);
@@ -154,7 +159,7 @@ pub fn restrict_thread(mode: Seccomp, kind: ThreadKind) -> Result<(), SeccompErr
     Ok(())
 }
 
-/// Calls, each with its rules. One of the rules must hold; a call without rules is always allowed.
+/// The allowed calls. If a call has rules, one of them must hold.
 type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
 
 fn program(
@@ -232,8 +237,8 @@ fn of_thread(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
     }
 }
 
-/// The rules for the calls in these lists, for the calls that every thread may make with some arguments only,
-/// and for more requests of `ioctl` and `prctl`.
+/// The rules for the calls in these lists, and for the calls that every thread may make with
+/// certain arguments only. `more_ioctl` and `more_prctl` add to those arguments.
 fn allowed(
     common: &[&[c_long]],
     own: &[c_long],
@@ -301,10 +306,10 @@ mod tests {
 
     use super::*;
 
-    const DEED: &str = "WALVISOR_TEST_SECCOMP_DEED";
+    const ACTION: &str = "WALVISOR_TEST_SECCOMP_ACTION";
 
-    /// The action that the test below tries in a child process.
-    fn deed(name: &str) {
+    /// An action that the tests below try in a child process.
+    fn act(name: &str) {
         match name {
             "allowed" => {
                 std::backtrace::Backtrace::force_capture().to_string();
@@ -323,13 +328,14 @@ mod tests {
             }
             "interrupts" => {
                 for call in INTERRUPT_IOCTL {
-                    // SAFETY: there is no such descriptor, so the kernel returns an error and does nothing.
+                    // SAFETY: there is no such descriptor, so the kernel returns an error and does
+                    // nothing.
                     assert_eq!(unsafe { libc::ioctl(-1, *call, 0) }, -1);
                 }
             }
             "ring" => drop(io_uring::IoUring::new(2)),
             "raw-disk" => raw_disks(),
-            // A further filter could not lift the restriction, but these threads must not install one.
+            // A second filter could not lift the first, but these threads must not install one.
             "lift" => drop(restrict_thread(Seccomp::Log, ThreadKind::DiskWorker)),
             "socket" => drop(TcpListener::bind("127.0.0.1:0")),
             "program" => drop(Command::new("true").spawn()),
@@ -400,7 +406,7 @@ mod tests {
     }
 
     /// Runs the action `name` under the filter, in a child process.
-    fn done(name: &str, mode: &str) -> ExitStatus {
+    fn act_restricted(name: &str, mode: &str) -> ExitStatus {
         let me = std::env::current_exe().unwrap();
         let mut command = Command::new(me);
         command.args([
@@ -408,14 +414,14 @@ mod tests {
             "seccomp::tests::a_restricted_process",
             "--nocapture",
         ]);
-        command.env(DEED, format!("{mode} {name}"));
+        command.env(ACTION, format!("{mode} {name}"));
         command.output().unwrap().status
     }
 
-    /// The child process of [`done`] begins here; as a test of its own it does nothing.
+    /// [`act_restricted`] runs this in a child process. As a test of its own it does nothing.
     #[test]
     fn a_restricted_process() {
-        let Ok(text) = std::env::var(DEED) else {
+        let Ok(text) = std::env::var(ACTION) else {
             return;
         };
         let (mode, name) = text.split_once(' ').unwrap();
@@ -432,7 +438,7 @@ mod tests {
             restrict(mode, SyscallProfile::Vm, false).unwrap();
             let thread = thread::spawn(move || {
                 restrict_thread(mode, kind).unwrap();
-                deed(&name);
+                act(&name);
             });
             thread.join().unwrap();
             std::process::exit(0);
@@ -441,7 +447,7 @@ mod tests {
         let (go, wait) = std::sync::mpsc::channel();
         let earlier = thread::spawn(move || {
             wait.recv().unwrap();
-            deed(&name);
+            act(&name);
         });
         let nbd = SyscallProfile::Daemon {
             vhost_user: false,
@@ -454,7 +460,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_of_a_vm_may_do_what_its_kind_does() {
+    fn each_kind_of_thread_may_do_its_work_and_no_more() {
         for name in [
             "vcpu:memory",
             "worker:memory",
@@ -465,21 +471,29 @@ mod tests {
             "vcpu:no-open",
             "worker:no-open",
         ] {
-            assert_eq!(done(name, "on").code(), Some(0), "{name}");
+            assert_eq!(act_restricted(name, "on").code(), Some(0), "{name}");
         }
         for name in ["vcpu:thread", "vcpu:ring", "worker:lift", "vcpu:lift"] {
-            assert_eq!(done(name, "on").signal(), Some(libc::SIGSYS), "{name}");
-            assert_eq!(done(name, "log").code(), Some(0), "{name}");
+            assert_eq!(
+                act_restricted(name, "on").signal(),
+                Some(libc::SIGSYS),
+                "{name}"
+            );
+            assert_eq!(act_restricted(name, "log").code(), Some(0), "{name}");
         }
     }
 
     #[test]
-    fn a_forbidden_call_kills_unless_it_is_only_logged() {
-        assert_eq!(done("allowed", "on").code(), Some(0));
+    fn a_forbidden_call_kills_the_process_unless_it_is_only_logged() {
+        assert_eq!(act_restricted("allowed", "on").code(), Some(0));
         for name in ["socket", "program", "executable", "process", "signal"] {
-            assert_eq!(done(name, "on").signal(), Some(libc::SIGSYS), "{name}");
-            assert_eq!(done(name, "log").code(), Some(0), "{name}");
-            assert_eq!(done(name, "off").code(), Some(0), "{name}");
+            assert_eq!(
+                act_restricted(name, "on").signal(),
+                Some(libc::SIGSYS),
+                "{name}"
+            );
+            assert_eq!(act_restricted(name, "log").code(), Some(0), "{name}");
+            assert_eq!(act_restricted(name, "off").code(), Some(0), "{name}");
         }
     }
 }

@@ -19,8 +19,8 @@ use super::interrupts::{FunctionVectors, GsiRouter};
 use super::machine::{SerialLine, Vm, VmError};
 use super::memory_use;
 use super::signals::TerminationSignals;
-use super::starter::Starters;
-use super::vcpu::Machine;
+use super::starter::StarterHandle;
+use super::vcpu::SharedMachine;
 use crate::arch::x86_64::acpi::{self, MmioSlot};
 use crate::arch::x86_64::{cpuid, layout};
 use crate::bus::{Bus, BusDevice, SharedDevice};
@@ -40,13 +40,13 @@ const KEYBOARD_SIZE: u64 = 5;
 /// Ports of PCI configuration mechanism 1.
 const PCI_PORTS_SIZE: u64 = 8;
 
-/// A disk to attach.
+/// A disk of the VM.
 pub struct DiskConfig {
     /// The open disk.
     pub disk: OpenDisk,
     /// The transport through which the guest reaches the disk.
     pub transport: TransportKind,
-    /// How doorbells and interrupts pass between the guest and the device.
+    /// How doorbells and interrupts travel between the guest and the device.
     pub notifications: Notifications,
 }
 
@@ -87,7 +87,8 @@ impl VmBuilder {
         self
     }
 
-    /// Guest memory in bytes, a multiple of 4096 from [`layout::LEAST_MEMORY`] to [`layout::MOST_MEMORY`].
+    /// Guest memory in bytes, a multiple of 4096 from [`layout::LEAST_MEMORY`] to
+    /// [`layout::MOST_MEMORY`].
     pub fn memory(mut self, bytes: u64) -> Self {
         self.memory = bytes;
         self
@@ -99,7 +100,7 @@ impl VmBuilder {
         self
     }
 
-    /// Attaches a disk, behind those attached before.
+    /// Attaches a disk, after those attached before.
     pub fn disk(mut self, disk: DiskConfig) -> Self {
         self.disks.push(disk);
         self
@@ -111,25 +112,28 @@ impl VmBuilder {
         self
     }
 
-    /// Sets how long a guest that listens to its power button may take to power off, when a signal or
-    /// [`RunControl::ask_for_power_down`] asks for the end. With zero, the default, the guest is stopped at once.
+    /// Sets how long the guest may take to power off when a signal or
+    /// [`RunControl::ask_for_power_down`] presses its power button. With zero, the default, the
+    /// guest is stopped at once.
     pub fn power_down(mut self, limit: Duration) -> Self {
         self.power_down = limit;
         self
     }
 
-    /// Restricts the system calls of the process from the start of the run on, for good. Off by default.
+    /// Restricts the system calls of the process for good, from the start of the run. Off by
+    /// default.
     pub fn seccomp(mut self, mode: Seccomp) -> Self {
         self.seccomp = mode;
         self
     }
 
-    /// Builds the VM. Blocks the signals that ask the process to end, so that [`Vm::run`] can read them.
+    /// Builds the VM. Blocks the signals that ask the process to end, so that [`Vm::run`] can read
+    /// them.
     ///
     /// # Errors
     /// If there is no usable KVM, or KVM or the system refuses a step.
     pub fn build(self) -> Result<Vm, VmError> {
-        // The signals are blocked before any thread starts, because threads inherit the mask.
+        // Signals are blocked before any thread starts, because threads inherit the mask.
         let signals =
             TerminationSignals::block().map_err(|error| VmError::System("take signals", error))?;
         let kvm = probe::open()?;
@@ -141,8 +145,8 @@ impl VmBuilder {
             });
         }
         let vm = Arc::new(create_vm(&kvm)?);
-        // Memory comes before the interrupt controllers: once those exist, KVM takes milliseconds for a change
-        // of memory.
+        // Memory comes first: once interrupt controllers exist, KVM takes milliseconds to change
+        // memory.
         let memory = Arc::new(map_memory(&vm, self.memory)?);
         create_interrupt_controllers(&kvm, &vm)?;
         let vcpus = create_vcpus(&kvm, &vm, self.cpus)?;
@@ -159,8 +163,8 @@ impl VmBuilder {
             })
         };
         let power = Arc::new(Mutex::new(AcpiPm::new(control.clone(), sci)));
-        let (starter, jobs) = Starters::new();
-        let mut attach = Attach {
+        let (starter, jobs) = StarterHandle::new();
+        let mut attachment = DiskAttachment {
             workers: Arc::new(WorkerPool::with_starter(Arc::new(starter))),
             pci: Arc::new(PciBus::new(vm.clone())),
             vm,
@@ -171,9 +175,9 @@ impl VmBuilder {
             disks: Vec::new(),
         };
         for disk in self.disks {
-            attach.disk(disk)?;
+            attachment.attach(disk)?;
         }
-        let Attach {
+        let DiskAttachment {
             pci,
             memory,
             router,
@@ -181,7 +185,7 @@ impl VmBuilder {
             slots,
             disks,
             ..
-        } = attach;
+        } = attachment;
         acpi::write_tables(&memory, self.cpus, &slots)?;
         insert(
             &mut mmio,
@@ -236,7 +240,7 @@ impl VmBuilder {
             .iter()
             .map(|_| Arc::new(ExitCounters::default()))
             .collect();
-        let machine = Machine {
+        let machine = SharedMachine {
             memory,
             ports,
             mmio,
@@ -267,7 +271,7 @@ fn insert(bus: &mut Bus, base: u64, length: u64, device: impl BusDevice + 'stati
     insert_shared(bus, base, length, Arc::new(Mutex::new(device)));
 }
 
-/// As [`insert`], for a device that another owner holds too.
+/// As [`insert`], for a device with another owner.
 fn insert_shared(bus: &mut Bus, base: u64, length: u64, device: SharedDevice) {
     bus.insert(base, length, device)
         .expect("the address map has no overlaps");
@@ -278,14 +282,20 @@ fn kvm_error(step: &'static str) -> impl Fn(kvm_ioctls::Error) -> VmError {
     move |error| VmError::Kvm(step, error)
 }
 
-/// How often an interrupted KVM_CREATE_VM is tried again.
+/// How many times an interrupted KVM_CREATE_VM is retried.
 const CREATE_ATTEMPTS: u32 = 100;
 
 /// Creates an empty VM.
 fn create_vm(kvm: &Kvm) -> Result<VmFd, VmError> {
-    // A signal, or the completion of an io_uring request of a disk opened before, interrupts KVM_CREATE_VM. The
-    // kernel handles either on the way back to user space, so the next attempt or the one after it succeeds.
-    let interrupted = |result: &Result<VmFd, kvm_ioctls::Error>| matches!(result, Err(error) if error.errno() == libc::EINTR);
+    // A signal, or a completed io_uring request of an open disk, interrupts KVM_CREATE_VM. The
+    // kernel handles either on the way back to user space, so the next attempt or the one after it
+    // succeeds.
+    type Created = Result<VmFd, kvm_ioctls::Error>;
+    let interrupted = |created: &Created| {
+        created
+            .as_ref()
+            .is_err_and(|error| error.errno() == libc::EINTR)
+    };
     let mut created = kvm.create_vm();
     for _ in 0..CREATE_ATTEMPTS {
         if !interrupted(&created) {
@@ -330,8 +340,8 @@ fn map_memory(vm: &VmFd, size: u64) -> Result<GuestMemoryMmap, VmError> {
             memory_size: region.len(),
             userspace_addr: address as u64,
         };
-        // SAFETY: the region is a private mapping of this size that only guest memory accesses reach. vCPUs run only
-        // in threads that hold the `Machine`, which keeps it mapped.
+        // SAFETY: the region is a private mapping of this size that only guest memory accesses
+        // reach. vCPUs run only in threads that hold the `SharedMachine`, which keeps it mapped.
         unsafe { vm.set_user_memory_region(region) }.map_err(kvm_error("give memory to a VM"))?;
     }
     Ok(memory)
@@ -356,8 +366,8 @@ fn create_vcpus(kvm: &Kvm, vm: &VmFd, cpus: u8) -> Result<Vec<VcpuFd>, VmError> 
         .collect()
 }
 
-/// The inputs and results of attaching disks.
-struct Attach {
+/// Attaches disks: what that needs, and what it has made so far.
+struct DiskAttachment {
     workers: Arc<WorkerPool>,
     vm: Arc<VmFd>,
     memory: Arc<GuestMemoryMmap>,
@@ -368,9 +378,9 @@ struct Attach {
     disks: Vec<DiskInUse>,
 }
 
-impl Attach {
+impl DiskAttachment {
     /// Attaches a disk: makes its device and puts the device behind its transport.
-    fn disk(&mut self, disk: DiskConfig) -> Result<(), VmError> {
+    fn attach(&mut self, disk: DiskConfig) -> Result<(), VmError> {
         let DiskConfig {
             disk,
             transport,
@@ -429,7 +439,8 @@ impl Attach {
         Ok(slot)
     }
 
-    /// Puts a device behind virtio-mmio registers. With eventfds it gets an ioeventfd per queue and an irqfd.
+    /// Puts a device behind virtio-mmio registers, with eventfds also an ioeventfd per queue and an
+    /// irqfd.
     fn mmio(
         &mut self,
         device: VirtioBlock,

@@ -1,4 +1,4 @@
-//! Counts of exits to user space, by reason: they are the cost of a request besides its own work.
+//! Counts exits to user space by reason: what a request costs besides its own work.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -64,7 +64,7 @@ impl ExitCounters {
         self.counts[reason as usize].load(Ordering::Relaxed)
     }
 
-    /// Exits that the guest caused by an access to a register or port.
+    /// Exits because the guest accessed a register or port.
     pub fn accesses(&self) -> u64 {
         use ExitReason::{MmioRead, MmioWrite, PortRead, PortWrite};
         [PortRead, PortWrite, MmioRead, MmioWrite]

@@ -1,5 +1,5 @@
-//! Interrupts into the guest: pins of the I/O APIC, and messages (MSI-X). Each is raised through an irqfd, or
-//! by an ioctl for a comparison of the two.
+//! Interrupts into the guest: pins of the I/O APIC, and messages (MSI-X). Each is raised through an
+//! irqfd, or by an ioctl if the disk has `ioeventfd=off`.
 //!
 //! ```text
 //!   GSI 0..23   pins, routed by KVM to the I/O APIC (and 0..15 to the PIC): serial line, virtio-mmio
@@ -49,7 +49,7 @@ impl GsiRouter {
         }
     }
 
-    /// An eventfd that raises pin `gsi` (an edge).
+    /// An eventfd that raises an edge on pin `gsi`.
     ///
     /// # Errors
     /// If the system refuses a descriptor or KVM the pin.
@@ -140,22 +140,24 @@ pub struct InterruptLine {
 }
 
 impl EdgeLine for InterruptLine {
-    /// Two calls: KVM takes the level of a pin, and the I/O APIC detects an edge (82093AA, 3.2.4).
+    /// Raises an edge, with two calls: KVM takes levels, and the I/O APIC detects edges (82093AA,
+    /// 3.2.4).
     fn pulse(&self) -> io::Result<()> {
         self.vm.set_irq_line(self.gsi, true)?;
         Ok(self.vm.set_irq_line(self.gsi, false)?)
     }
 }
 
-/// The means by which a vector is raised.
+/// How a vector is raised.
 enum Vector {
-    /// By this eventfd: KVM turns its signal into the message that this GSI is routed to.
+    /// By this eventfd, which KVM turns into the message that this GSI is routed to.
     Irqfd(u32, EventFd),
     /// By KVM_SIGNAL_MSI.
     Message(MsiMessage),
 }
 
-/// The MSI-X vectors of one PCI function. With irqfds a vector gets its GSI and its irqfd when it is first routed.
+/// The MSI-X vectors of one PCI function. With irqfds a vector gets its GSI and its irqfd when it
+/// is first routed.
 pub struct FunctionVectors {
     router: Arc<GsiRouter>,
     notifications: Notifications,
@@ -203,7 +205,8 @@ impl MsiRouter for FunctionVectors {
                     ..Default::default()
                 });
                 match sent {
-                    // A message to a processor that does not exist (KVM returns EPERM) is lost, as on hardware.
+                    // A message to a processor that does not exist (KVM returns EPERM) is lost, as
+                    // on hardware.
                     Err(error) if error.errno() != libc::EPERM => Err(error.into()),
                     _ => Ok(()),
                 }
@@ -263,6 +266,6 @@ mod tests {
         called.trigger(0).unwrap();
         router.line(layout::MMIO_GSIS[0]).pulse().unwrap();
         let routed = router.table.lock().unwrap().messages.len();
-        assert_eq!(routed, 2, "what KVM is called for needs no route");
+        assert_eq!(routed, 2, "a vector raised by an ioctl needs no route");
     }
 }

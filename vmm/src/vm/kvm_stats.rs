@@ -1,5 +1,5 @@
-//! The statistics that KVM itself keeps of a vCPU (KVM_GET_STATS_FD, Linux 5.14). They include exits that KVM
-//! handles itself and that user space never sees, such as the doorbell of an ioeventfd.
+//! KVM's own statistics of a vCPU (KVM_GET_STATS_FD, Linux 5.14). They include exits that KVM
+//! handles itself, such as the doorbell of an ioeventfd.
 //!
 //! ```text
 //!   header │ name of the file │ descriptors: flags, unit, size, offset, name │ data: a u64 or more each
@@ -14,9 +14,11 @@ use kvm_ioctls::VcpuFd;
 
 /// `_IO(KVMIO, 0xce)`.
 const KVM_GET_STATS_FD: libc::c_ulong = 0xaece;
-/// struct kvm_stats_header: flags, name_size, num_desc, id_offset, desc_offset, data_offset, a u32 each.
+/// struct kvm_stats_header: flags, name_size, num_desc, id_offset, desc_offset, data_offset, a u32
+/// each.
 const HEADER: usize = 24;
-/// struct kvm_stats_desc without its name: flags u32, exponent i16, size u16, offset u32, bucket_size u32.
+/// struct kvm_stats_desc without its name: flags u32, exponent i16, size u16, offset u32,
+/// bucket_size u32.
 const DESCRIPTOR: usize = 16;
 /// More descriptors than any kernel has.
 const MOST_DESCRIPTORS: u32 = 4096;

@@ -1,4 +1,4 @@
-//! A virtual machine that is built, and its run.
+//! A virtual machine that has been built, and its run.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -17,8 +17,8 @@ use walvisor_devices::throttle::Limits;
 use super::exits::ExitCounters;
 use super::memory_use::{self, MemoryUse};
 use super::signals::TerminationSignals;
-use super::starter::Jobs;
-use super::vcpu::{Machine, VcpuThread, install_kick_handler};
+use super::starter::StarterJobs;
+use super::vcpu::{SharedMachine, VcpuThread, install_kick_handler};
 use crate::arch::x86_64::acpi::{AcpiError, MmioSlot};
 use crate::control::{RunControl, RunEnd, kick_signal};
 use crate::devices::acpi_pm::AcpiPm;
@@ -42,7 +42,7 @@ pub enum VmError {
     /// More vCPUs than KVM runs.
     #[error("{cpus} vCPUs are more than this KVM runs ({most}): give fewer with --cpus")]
     TooManyCpus {
-        /// The number asked for.
+        /// The number that was asked for.
         cpus: u8,
         /// The largest number that KVM allows.
         most: usize,
@@ -80,7 +80,7 @@ pub(super) struct SerialLine {
 /// A virtual machine that has not run yet.
 pub struct Vm {
     pub(super) vcpus: Vec<VcpuFd>,
-    pub(super) machine: Arc<Machine>,
+    pub(super) machine: Arc<SharedMachine>,
     pub(super) serial: SerialLine,
     pub(super) disks: Vec<DiskInUse>,
     pub(super) slots: Vec<MmioSlot>,
@@ -91,7 +91,7 @@ pub struct Vm {
     /// Dropped when the guest has ended, before its devices.
     pub(super) companions: Vec<Box<dyn Send>>,
     pub(super) seccomp: Seccomp,
-    pub(super) jobs: Option<Jobs>,
+    pub(super) jobs: Option<StarterJobs>,
 }
 
 /// The result of a run. The VM's devices are drained and dropped, and its disks are flushed.
@@ -100,7 +100,8 @@ pub struct RunOutcome {
     pub ended: RunEnd,
     /// The moment just before the first KVM_RUN.
     pub first_run: Option<Instant>,
-    /// Resident memory when the guest ended, if [`VmBuilder::measure_memory`](super::VmBuilder::measure_memory) asked for it.
+    /// Resident memory when the guest ended, if
+    /// [`VmBuilder::measure_memory`](super::VmBuilder::measure_memory) asked for it.
     pub memory: Option<MemoryUse>,
     /// Disks that could not be flushed: name and reason.
     pub flush_failures: Vec<(String, String)>,
@@ -117,8 +118,8 @@ impl Vm {
         self.machine.first_run.clone()
     }
 
-    /// Drops `companion` when the guest has ended, before its devices are drained.
-    pub fn accompany(&mut self, companion: impl Send + 'static) {
+    /// Drops `companion` when the guest has ended, before the devices are drained.
+    pub fn drop_at_end(&mut self, companion: impl Send + 'static) {
         self.companions.push(Box::new(companion));
     }
 
@@ -127,8 +128,8 @@ impl Vm {
         &self.machine.memory
     }
 
-    /// vCPU `index`, for setting its initial state. All but vCPU 0 wait for INIT and SIPI unless their MP state
-    /// is set.
+    /// vCPU `index`, for setting its initial state. All but vCPU 0 wait for INIT and SIPI unless
+    /// their MP state is set.
     pub fn vcpu(&self, index: usize) -> Option<&VcpuFd> {
         self.vcpus.get(index)
     }
@@ -148,12 +149,12 @@ impl Vm {
         &self.machine.exits
     }
 
-    /// Runs the guest until it powers off, resets or crashes, or until a signal comes. Then stops the vCPUs,
-    /// drains the devices and flushes the disks.
+    /// Runs the guest until it powers off, resets or crashes, or until a signal comes. Then stops
+    /// the vCPUs, drains the devices and flushes the disks.
     ///
     /// # Errors
-    /// If the system refuses a thread, a descriptor or a terminal mode. A crash of the guest is not an error:
-    /// see [`RunOutcome::ended`].
+    /// If the system refuses a thread, a descriptor or a terminal mode. A crash of the guest is not
+    /// an error: see [`RunOutcome::ended`].
     pub fn run(mut self) -> Result<RunOutcome, VmError> {
         seccomp::restrict(self.seccomp, SyscallProfile::Vm, false)?;
         let jobs = self.jobs.take().expect("a VM runs once");
@@ -177,10 +178,10 @@ impl Vm {
             Ok(())
         };
         let control = self.machine.control.clone();
-        // This has an effect only if the wait itself failed: then the vCPUs still run.
+        // Without effect unless the wait itself failed, which leaves the vCPUs running.
         control.end(RunEnd::Quit);
-        // Requests that a limit holds back would delay a vCPU that resets a device, and the draining of all
-        // devices.
+        // A limit that holds back requests would delay vCPUs that reset a device, and the draining
+        // of all devices.
         for disk in &self.disks {
             disk.throttle.set(Limits::default());
             disk.backend.end_pauses();
@@ -202,11 +203,11 @@ impl Vm {
             vcpus,
             ..
         } = self;
-        // The devices are dropped first: they finish the guest's requests. After that nothing writes to the
-        // disks any more.
+        // Dropping the devices finishes the guest's requests. After that nothing writes to the
+        // disks.
         drop((machine, serial, vcpus));
-        // The devices were the only senders of jobs, so the thread ends. A panic of that thread has been
-        // printed.
+        // The devices were the only senders of jobs, so the thread ends. A panic of that thread has
+        // been printed.
         let _ = starter.join();
         let mut flush_failures = Vec::new();
         for disk in &disks {
@@ -218,7 +219,7 @@ impl Vm {
             return Err(VmError::System("start a vCPU thread", error));
         }
         waited.map_err(|error| VmError::System("wait for the guest", error))?;
-        let ended = control.ended().cloned().unwrap_or(RunEnd::Quit);
+        let ended = control.end_reason().cloned().unwrap_or(RunEnd::Quit);
         Ok(RunOutcome {
             ended,
             first_run,
@@ -227,7 +228,8 @@ impl Vm {
         })
     }
 
-    /// Starts a thread per vCPU. Returns the threads that run, and the error if one could not be started.
+    /// Starts a thread per vCPU. Returns the threads that run, and the error if one could not be
+    /// started.
     fn start_vcpus(&mut self) -> (Vec<JoinHandle<()>>, Option<io::Error>) {
         let mut threads = Vec::new();
         // The other vCPUs wait for vCPU 0 to start them, so its thread starts last.
@@ -251,25 +253,26 @@ impl Vm {
         (threads, None)
     }
 
-    /// Waits until the run ends. A signal or [`RunControl::ask_for_power_down`] presses the power button. The run
-    /// is stopped if the guest does not listen to the button, is asked a second time, or takes too long.
+    /// Waits until the run ends. A signal or [`RunControl::ask_for_power_down`] presses the power
+    /// button. The run is ended if the guest ignores the button, is asked a second time, or takes
+    /// too long.
     fn wait(&mut self) -> io::Result<()> {
         let control = self.machine.control.clone();
         let mut events = EventLoop::<_, ()>::new()?;
         for (source, fd) in [
-            (Source::Ended, readiness::descriptor(control.event())),
-            (Source::Signal, self.signals.as_fd()),
+            (WakeSource::Ended, readiness::descriptor(control.event())),
+            (WakeSource::Signal, self.signals.as_fd()),
             (
-                Source::PowerDown,
+                WakeSource::PowerDown,
                 readiness::descriptor(control.power_down()),
             ),
         ] {
             events.watch(fd, source, EventSet::IN)?;
         }
         let mut happened = Vec::new();
-        // When the guest must have powered off, and why it was asked to.
+        // The deadline for the guest to power off, and why it was asked to.
         let mut pending: Option<(Instant, RunEnd)> = None;
-        while control.ended().is_none() {
+        while control.end_reason().is_none() {
             let left = pending
                 .as_ref()
                 .map(|(end, _)| end.saturating_duration_since(Instant::now()));
@@ -279,9 +282,9 @@ impl Vm {
                 Event::Message(()) => None,
             });
             let reason = match sources.min() {
-                Some(Source::Ended) => continue,
-                Some(Source::Signal) => RunEnd::Signal(self.signals.take()?),
-                Some(Source::PowerDown) => {
+                Some(WakeSource::Ended) => continue,
+                Some(WakeSource::Signal) => RunEnd::Signal(self.signals.take()?),
+                Some(WakeSource::PowerDown) => {
                     // The event is readable, and only this thread reads it.
                     let _ = control.power_down().read();
                     RunEnd::Quit
@@ -290,14 +293,14 @@ impl Vm {
                     if let Some((_, reason)) = pending.take_if(|_| left == Some(Duration::ZERO)) {
                         let seconds = self.power_down.as_secs();
                         tracing::warn!(
-                            "the guest has not powered off in {seconds} s: it is stopped"
+                            "the guest has not powered off within {seconds} s: stopping it"
                         );
                         control.end(reason);
                     }
                     continue;
                 }
             };
-            let again = pending.is_some() || self.power_down.is_zero() || control.paused();
+            let again = pending.is_some() || self.power_down.is_zero() || control.is_paused();
             let heard = !again && {
                 let power = self.power.lock();
                 // The lock is poisoned only by a vCPU that panicked, and that has ended the run.
@@ -309,7 +312,8 @@ impl Vm {
             }
             if !again {
                 tracing::warn!(
-                    "the guest does not listen to the power button (no ACPI, or not yet): it is stopped"
+                    "the guest ignores the power button (no ACPI, or not booted far enough): \
+                     stopping it"
                 );
             }
             control.end(reason);
@@ -318,9 +322,9 @@ impl Vm {
     }
 }
 
-/// The sources of a run's end, the most urgent first.
+/// What wakes the main thread, the most urgent first.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Source {
+enum WakeSource {
     Ended,
     Signal,
     PowerDown,

@@ -14,14 +14,14 @@ pub struct MemoryUse {
     pub resident: u64,
     /// Guest memory.
     pub guest: u64,
-    /// The process's own data: pages that it has written, without guest memory. Programs and libraries are left
-    /// out, because all processes that run them share them.
+    /// The process's own data: pages that it has written, without guest memory. Programs and
+    /// libraries are left out, because all processes that run them share them.
     pub own: u64,
 }
 
-/// Maps `size` bytes of guest memory, which take no space until touched. The mappings are left out of core
-/// dumps. This also keeps the kernel from merging them with other mappings of the process, so [`measure`] can
-/// tell them apart.
+/// Maps `size` bytes of guest memory, which take no space until touched. Core dumps leave the
+/// mappings out, and because of that flag the kernel does not merge them with other mappings, so
+/// [`measure`] can tell them apart.
 ///
 /// # Errors
 /// If the system refuses the mapping.
@@ -35,8 +35,8 @@ pub fn map(size: u64) -> io::Result<GuestMemoryMmap> {
         let address = memory
             .get_host_address(region.start_addr())
             .map_err(io::Error::other)?;
-        // SAFETY: the range is a mapping of `memory`, and leaving it out of core dumps does not change its
-        // contents.
+        // SAFETY: the range is a mapping of `memory`, and leaving it out of core dumps does not
+        // change its contents.
         unsafe { madvise(address.cast(), region.len() as usize, Advice::LinuxDontDump)? };
     }
     Ok(memory)
@@ -56,8 +56,8 @@ pub fn measure(memory: &GuestMemoryMmap) -> Option<MemoryUse> {
     Some(sum(&text, &ranges))
 }
 
-/// Adds up the `Rss` of all mappings in `smaps`, the `Rss` of those in `ranges`, and the `Anonymous` of all
-/// others.
+/// Adds up the `Rss` of all mappings in `smaps`, the `Rss` of those in `ranges`, and the
+/// `Anonymous` of all others.
 fn sum(smaps: &str, ranges: &[(u64, u64)]) -> MemoryUse {
     let mut total = MemoryUse {
         resident: 0,
@@ -97,14 +97,14 @@ mod tests {
     use vm_memory::Bytes;
 
     #[test]
-    fn touched_guest_memory_counts_as_the_guests() {
+    fn touched_guest_memory_is_counted_as_guest_memory() {
         let memory = map(64 << 20).unwrap();
         for page in 0..256u64 {
             memory.write_obj(1u8, GuestAddress(page * 4096)).unwrap();
         }
         let measured = measure(&memory).unwrap();
-        // The kernel may count the memory of another test's guest with this one's if they are adjacent, so the
-        // value may be too high, and may fall later.
+        // The kernel may count the memory of another test's guest with this one's if they are
+        // adjacent, so the value may be too high, and may fall later.
         assert!(measured.guest >= 1 << 20, "{measured:?}");
         assert!(
             measured.guest < 64 << 20 && measured.resident > measured.guest,
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn mappings_are_told_from_their_fields() {
+    fn smaps_lines_of_mappings_and_fields_are_told_apart() {
         let smaps = "1000-3000 rw-p 0 00:00 0\nSize: 8 kB\nRss:  4 kB\nAnonymous: 4 kB\n\
                      3000-4000 rw-p 0 00:00 0\nRss:    12 kB\nAnonymous:  8 kB\n";
         assert_eq!(

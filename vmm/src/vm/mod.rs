@@ -1,7 +1,7 @@
 //! A virtual machine: built from its parts, given a guest, run until it ends.
 //!
 //! ```text
-//!   VmBuilder ── build ──▶ Vm ── load a guest, set the vCPUs' first state ──▶ run ──▶ Outcome
+//!   VmBuilder ── build ──▶ Vm ── load a guest, set the vCPUs' first state ──▶ run ──▶ RunOutcome
 //!                           │
 //!                           ├─ memory(), vcpu(n), disks(), exits()
 //!                           └─ vCPU threads + the thread that called run: waits for the end, then stops

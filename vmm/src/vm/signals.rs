@@ -1,4 +1,5 @@
-//! Signals that ask the process to end. They are read from a descriptor, so no code runs in a signal handler.
+//! Signals that ask the process to end. They are read from a descriptor, so no code runs in a
+//! signal handler.
 
 use std::fs::File;
 use std::io::{self, Read};
@@ -14,9 +15,9 @@ pub struct TerminationSignals {
     file: File,
 }
 
-/// Blocks the signals that ask the process to end, in this thread and in every thread that it starts later.
-/// They stay blocked, so that a signal never interrupts the closing of the disks. To be called before any
-/// thread starts that outlives the VM's building, such as a log's. A second call does nothing.
+/// Blocks the signals that ask the process to end, in this thread and in those that it starts
+/// later, for good: no signal may interrupt the closing of the disks. Call it before starting
+/// threads that outlive the building of the VM, such as a log's. A second call does nothing.
 ///
 /// # Errors
 /// If the system refuses.

@@ -10,23 +10,23 @@ use crate::seccomp::{Seccomp, ThreadKind, restrict_thread};
 
 type Job = Box<dyn FnOnce() + Send>;
 
-/// Sends jobs to the starter thread. Jobs sent before the thread runs are kept for it.
-pub(super) struct Starters {
+/// Sends jobs to the starter thread. Those sent before the thread runs wait for it.
+pub(super) struct StarterHandle {
     jobs: Mutex<mpsc::Sender<Job>>,
 }
 
-impl Starters {
-    /// A sender, and the jobs with which its thread is started.
-    pub(super) fn new() -> (Self, Jobs) {
+impl StarterHandle {
+    /// A handle, and the queue of jobs to start the thread with.
+    pub(super) fn new() -> (Self, StarterJobs) {
         let (sender, jobs) = mpsc::channel();
-        let starters = Self {
+        let handle = Self {
             jobs: Mutex::new(sender),
         };
-        (starters, Jobs(jobs))
+        (handle, StarterJobs(jobs))
     }
 }
 
-impl Starter for Starters {
+impl Starter for StarterHandle {
     fn run(&self, job: Job) {
         let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
         // If the thread is gone, the job is dropped, and its caller notices that.
@@ -35,26 +35,26 @@ impl Starter for Starters {
 }
 
 /// The jobs that the starter thread runs.
-pub(super) struct Jobs(mpsc::Receiver<Job>);
+pub(super) struct StarterJobs(mpsc::Receiver<Job>);
 
-impl Jobs {
+impl StarterJobs {
     /// Starts the thread, restricted as `seccomp` says. The thread ends when its sender is dropped.
     ///
     /// # Errors
     /// If the system refuses the thread or the filter.
     pub(super) fn start(self, seccomp: Seccomp) -> io::Result<JoinHandle<()>> {
-        let (told, tells) = mpsc::channel();
+        let (sender, receiver) = mpsc::channel();
         let thread = thread::Builder::new()
             .name("disk-starter".into())
             .spawn(move || {
                 let restricted = restrict_thread(seccomp, ThreadKind::DiskWorker);
-                let goes_on = restricted.is_ok();
-                let _ = told.send(restricted);
-                if goes_on {
+                let is_restricted = restricted.is_ok();
+                let _ = sender.send(restricted);
+                if is_restricted {
                     self.0.iter().for_each(|job| job());
                 }
             })?;
-        let restricted = tells.recv().map_err(io::Error::other)?;
+        let restricted = receiver.recv().map_err(io::Error::other)?;
         restricted.map(|()| thread).map_err(io::Error::other)
     }
 }

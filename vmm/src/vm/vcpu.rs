@@ -30,7 +30,7 @@ thread_local! {
 }
 
 /// The state that the vCPU threads share.
-pub struct Machine {
+pub struct SharedMachine {
     /// Guest memory.
     pub memory: Arc<GuestMemoryMmap>,
     /// Port accesses.
@@ -55,13 +55,14 @@ pub fn install_kick_handler() -> io::Result<()> {
     register_signal_handler(kick_signal(), handle_kick).map_err(io::Error::from)
 }
 
-/// Makes the vCPU of this thread leave KVM_RUN, or not enter it. Without this, a signal that arrives just
-/// before KVM_RUN would be lost.
+/// Makes this thread's vCPU leave KVM_RUN, or not enter it: a signal that arrives just before
+/// KVM_RUN must not be lost.
 extern "C" fn handle_kick(_: libc::c_int, _: *mut libc::siginfo_t, _: *mut libc::c_void) {
     let run = RUNNING.get();
     if !run.is_null() {
-        // SAFETY: `RUNNING` is set only while `VcpuThread::run` of this very thread holds the vCPU, whose
-        // mapping it points into, and a signal handler runs on the thread that set it. KVM reads the byte.
+        // SAFETY: `RUNNING` is set only while `VcpuThread::run` of this very thread holds the vCPU,
+        // whose mapping it points into, and a signal handler runs on the thread that set it. KVM
+        // reads the byte.
         unsafe { ptr::write_volatile(&raw mut (*run).immediate_exit, 1) };
     }
 }
@@ -82,13 +83,13 @@ pub struct VcpuThread {
     /// KVM's vCPU.
     pub fd: VcpuFd,
     /// The state that all vCPUs share.
-    pub machine: Arc<Machine>,
+    pub machine: Arc<SharedMachine>,
     /// The system call filter of the thread.
     pub seccomp: Seccomp,
 }
 
-/// The step after an exit.
-enum Next {
+/// What to do after an exit.
+enum NextStep {
     /// Enter the guest again.
     Continue,
     /// The guest asked for a reset by a triple fault, or crashed.
@@ -117,22 +118,22 @@ impl VcpuThread {
         if self.id == 0 {
             self.machine.first_run.get_or_init(Instant::now);
         }
-        while !control.stopping() {
-            if control.paused() {
+        while !control.is_stopping() {
+            if control.is_paused() {
                 control.park();
-                // The call informs a guest that uses KVM's clock that it was paused, not stuck. For other
+                // Tells a guest that uses KVM's clock that it was paused, not stuck. For other
                 // guests it fails, which is harmless.
                 let _ = self.fd.kvmclock_ctrl();
                 continue;
             }
             match self.step(run) {
-                Next::Continue => {}
-                Next::TripleFault => {
+                NextStep::Continue => {}
+                NextStep::TripleFault => {
                     let ended = self.triple_fault();
                     self.machine.control.end(ended);
                 }
-                Next::Crash(reason) => self.crash(reason),
-                Next::InternalError => {
+                NextStep::Crash(reason) => self.crash(reason),
+                NextStep::InternalError => {
                     let reason = crash::internal_error(&mut self.fd);
                     self.crash(reason);
                 }
@@ -147,8 +148,8 @@ impl VcpuThread {
         self.machine.control.end(RunEnd::Crashed(Box::new(crash)));
     }
 
-    /// Linux may reset by a triple fault, on any vCPU. A kernel that cannot run here faults before it has
-    /// accessed any device.
+    /// A reset or a crash? Linux may reset by a triple fault, on any vCPU. A kernel that cannot run
+    /// here faults before it has accessed any device.
     fn triple_fault(&mut self) -> RunEnd {
         if self.machine.exits.iter().any(|exits| exits.accesses() > 0) {
             tracing::warn!(
@@ -167,18 +168,19 @@ impl VcpuThread {
     }
 
     /// Enters the guest once.
-    fn step(&mut self, run: *const kvm_run) -> Next {
+    fn step(&mut self, run: *const kvm_run) -> NextStep {
         let machine = &self.machine;
         let (reason, next) = match self.fd.run() {
             Ok(VcpuExit::IoIn(port, data)) => {
-                // SAFETY: `run` points to the mapping of the vCPU that `self.fd` keeps; KVM has just filled `io`.
+                // SAFETY: `run` points to the mapping of the vCPU that `self.fd` keeps; KVM has
+                // just filled `io`.
                 let width = unsafe { (*run).__bindgen_anon_1.io.size };
                 for item in data.chunks_exact_mut(usize::from(width.max(1))) {
                     if !machine.ports.read(u64::from(port), item) {
                         item.fill(0xff);
                     }
                 }
-                (ExitReason::PortRead, Next::Continue)
+                (ExitReason::PortRead, NextStep::Continue)
             }
             Ok(VcpuExit::IoOut(port, data)) => {
                 // SAFETY: as above.
@@ -186,40 +188,41 @@ impl VcpuThread {
                 for item in data.chunks_exact(usize::from(width.max(1))) {
                     machine.ports.write(u64::from(port), item);
                 }
-                (ExitReason::PortWrite, Next::Continue)
+                (ExitReason::PortWrite, NextStep::Continue)
             }
             Ok(VcpuExit::MmioRead(address, data)) => {
                 if !machine.mmio.read(address, data) && !machine.pci.memory_read(address, data) {
                     data.fill(0xff);
                 }
-                (ExitReason::MmioRead, Next::Continue)
+                (ExitReason::MmioRead, NextStep::Continue)
             }
             Ok(VcpuExit::MmioWrite(address, data)) => {
                 if !machine.mmio.write(address, data) {
                     machine.pci.memory_write(address, data);
                 }
-                (ExitReason::MmioWrite, Next::Continue)
+                (ExitReason::MmioWrite, NextStep::Continue)
             }
-            // With the in-kernel interrupt controller KVM waits itself. Without a timer nothing would wake the
-            // vCPU.
-            Ok(VcpuExit::Hlt) => (ExitReason::Halt, Next::Continue),
-            Ok(VcpuExit::Intr) => (ExitReason::Interrupted, Next::Continue),
-            Ok(VcpuExit::Shutdown) => (ExitReason::Other, Next::TripleFault),
-            Ok(VcpuExit::InternalError) => (ExitReason::Other, Next::InternalError),
-            Ok(VcpuExit::FailEntry(reason, _)) => {
-                (ExitReason::Other, Next::Crash(CrashReason::Entry(reason)))
-            }
+            // With an in-kernel interrupt controller, KVM itself waits in HLT. It exits only
+            // without one, and then nothing would wake the vCPU.
+            Ok(VcpuExit::Hlt) => (ExitReason::Halt, NextStep::Continue),
+            Ok(VcpuExit::Intr) => (ExitReason::Interrupted, NextStep::Continue),
+            Ok(VcpuExit::Shutdown) => (ExitReason::Other, NextStep::TripleFault),
+            Ok(VcpuExit::InternalError) => (ExitReason::Other, NextStep::InternalError),
+            Ok(VcpuExit::FailEntry(reason, _)) => (
+                ExitReason::Other,
+                NextStep::Crash(CrashReason::Entry(reason)),
+            ),
             Ok(exit) => (
                 ExitReason::Other,
-                Next::Crash(CrashReason::Exit(format!("{exit:?}"))),
+                NextStep::Crash(CrashReason::Exit(format!("{exit:?}"))),
             ),
             Err(error) if [libc::EINTR, libc::EAGAIN].contains(&error.errno()) => {
                 self.fd.set_kvm_immediate_exit(0);
-                (ExitReason::Interrupted, Next::Continue)
+                (ExitReason::Interrupted, NextStep::Continue)
             }
             Err(error) => (
                 ExitReason::Other,
-                Next::Crash(CrashReason::Run(error.to_string())),
+                NextStep::Crash(CrashReason::Run(error.to_string())),
             ),
         };
         self.machine.exits[usize::from(self.id)].count(reason);
@@ -227,7 +230,7 @@ impl VcpuThread {
     }
 }
 
-/// Ends the run if its thread unwinds; otherwise the other threads would not notice that a vCPU is gone.
+/// Ends the run if its thread panics: the other threads would not notice that a vCPU is gone.
 struct PanicGuard {
     id: u8,
     control: Arc<RunControl>,

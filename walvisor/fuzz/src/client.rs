@@ -1,5 +1,5 @@
-//! A client that sends the pieces of an input, and reads every answer meanwhile, so that the server never waits
-//! for it.
+//! A client that sends the pieces of an input, and reads answers all the time, so that the server
+//! never waits for it.
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;

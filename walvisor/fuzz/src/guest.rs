@@ -1,4 +1,5 @@
-//! Two disks in use: a RAM disk and a raw image, each behind virtio-mmio with a driver that makes requests.
+//! Two disks in use: a RAM disk and a raw image, each behind virtio-mmio with a driver that makes
+//! requests.
 
 use std::sync::{Arc, Mutex};
 
@@ -92,7 +93,8 @@ impl Guest {
         driver.notify(0);
     }
 
-    /// Checks that the disks have the sizes that the answers gave, and that they still serve requests.
+    /// Checks that the disks have the sizes that the answers gave, and that they still serve
+    /// requests.
     pub fn finish(mut self, sizes: Sizes) {
         assert_eq!(self.sizes(), sizes, "the disks");
         for driver in &mut self.drivers {

@@ -13,7 +13,8 @@ pub struct Judge {
     paused: bool,
     /// A `shutdown` that takes effect was answered.
     ended: bool,
-    /// The process is a VM, which can end at once without its guest's consent; a daemon has no guest.
+    /// The process is a VM, which can end at once without its guest's consent; a daemon has no
+    /// guest.
     vm: bool,
 }
 
@@ -67,9 +68,10 @@ impl Judge {
         let answer = answers.next().expect("a line was not answered");
         assert_eq!(answer.last(), Some(&b'\n'), "an answer without an end");
         let answer: Value = serde_json::from_slice(&answer).expect("an answer is JSON");
-        let request = match ended && !long {
-            true => serde_json::from_slice(line).unwrap_or(Value::Null),
-            false => Value::Null,
+        let request = if ended && !long {
+            serde_json::from_slice(line).unwrap_or(Value::Null)
+        } else {
+            Value::Null
         };
         self.check_answer(&request, &answer);
     }

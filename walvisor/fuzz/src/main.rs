@@ -1,14 +1,14 @@
-//! Sends any bytes, in any pieces, to the control socket of a process with two disks in use. The server answers
-//! each line once and in order, the disks and the process do what the answers say, and afterwards both the
-//! socket and the disks still work.
+//! Sends any bytes, in any pieces, to the control socket of a process with two disks in use. The
+//! server must answer each line once and in order, the disks and the process must do what the
+//! answers say, and afterwards the socket and the disks must still work.
 //!
 //! ```text
-//!   input ──▶ words.rs: text ──▶ client.rs ──socket──▶ walvisor's Server ──▶ Controlled ──▶ RAM disk, raw image
+//!   input ──▶ words.rs: text ──▶ client.rs ──socket──▶ walvisor's Server ──▶ ControlledProcess ──▶ RAM disk, raw image
 //!                                    └─ lines and answers ──▶ judge.rs            guest.rs: its requests meanwhile ─┘
 //! ```
 //!
-//! An *input* starts with a byte of options (mask 1: a VM instead of a daemon, mask 6: the length of the
-//! pieces); the rest is text, see `words.rs`.
+//! An *input* starts with a byte of options (mask 1: a VM instead of a daemon, mask 6: the length
+//! of the pieces); the rest is text, see `words.rs`.
 #![no_main]
 
 mod client;
@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
 
 use libfuzzer_sys::fuzz_target;
-use walvisor::control_socket::{Controlled, Power, Server};
+use walvisor::control_socket::{ControlledProcess, Power, Server};
 use walvisor::disk_spec::DiskCommand;
 use walvisor_devices_fuzz::bounded::BoundedAllocator;
 use walvisor_vmm::control::RunControl;
@@ -31,8 +31,9 @@ use walvisor_vmm::control::RunControl;
 use guest::Guest;
 use judge::Judge;
 
-/// A line has at most 64 KiB, and its decoded form is at most three times as long (`\u0000`); a client's stack
-/// is not counted. The two disks, their queues and the harness's own data take less than 4 MiB.
+/// A line has at most 64 KiB, and its decoded form is at most three times as long (`\u0000`); a
+/// client's stack is not counted. The two disks, their queues and the harness's own data take less
+/// than 4 MiB.
 #[global_allocator]
 static ALLOCATOR: BoundedAllocator<{ 512 << 10 }, { 8 << 20 }> = BoundedAllocator {};
 
@@ -50,7 +51,7 @@ fn run(input: &[u8]) {
             DiskCommand::Nbd,
             Power::Daemon {
                 end: Box::new(end),
-                members: None,
+                hotplug: None,
             },
         )
     } else {
@@ -61,7 +62,7 @@ fn run(input: &[u8]) {
         };
         (DiskCommand::Run, power)
     };
-    let controlled = Controlled::new(kind, Instant::now(), guest.controlled(), power);
+    let controlled = ControlledProcess::new(kind, Instant::now(), guest.controlled(), power);
     let address = SocketAddr::from_abstract_name(format!("walvisor-fuzz-{}", std::process::id()));
     let address = address.expect("a short name");
     let listener = UnixListener::bind_addr(&address).expect("a socket");
@@ -78,7 +79,7 @@ fn run(input: &[u8]) {
     let after = [words::Piece::Text(after)];
     let answers = client::converse(&connect(), &after, &mut guest);
     judge.check(&after, answers);
-    let is_ended = ended.load(Ordering::SeqCst) || control.ended().is_some();
+    let is_ended = ended.load(Ordering::SeqCst) || control.end_reason().is_some();
     judge.check_end(is_ended);
     guest.finish(judge.sizes());
     drop(server);

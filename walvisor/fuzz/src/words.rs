@@ -1,5 +1,5 @@
-//! Turns bytes into text. A byte below 0x80 stands for itself; other bytes stand for words of the protocol, so
-//! that a change of one byte changes the request.
+//! Turns bytes into text. A byte below 0x80 stands for itself; other bytes stand for words of the
+//! protocol, so that a change of one byte changes the request.
 
 /// The client's next step.
 pub enum Piece {
@@ -65,7 +65,8 @@ const WORDS: [&str; 53] = [
     "\u{fffd}",
     "{\"execute\":\"export\",\"arguments\":{\"disk\":\"raw\"}}\n",
 ];
-/// A byte from `LONG` on below `REQUEST` stands for a power of two of bytes, to make a line too long.
+/// A byte from `LONG` on below `REQUEST` stands for a power of two of bytes, to make a line too
+/// long.
 const LONG: u8 = 0xf0;
 /// This byte stands for a request of the guest.
 const REQUEST: u8 = 0xfd;

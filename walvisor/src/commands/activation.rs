@@ -1,6 +1,6 @@
-//! Sockets that a service manager has already opened and listens at: systemd's socket activation
-//! (`sd_listen_fds(3)`). The service manager keeps them open when a server ends, so clients that connect during
-//! a restart wait and are not refused.
+//! Socket activation: listening sockets that a service manager such as systemd passes to the
+//! process (`sd_listen_fds(3)`). The service manager keeps them open when the process ends, so
+//! clients that connect during a restart wait instead of being refused.
 
 use std::env;
 use std::fmt;
@@ -17,7 +17,7 @@ use crate::disks::real_path;
 
 /// The first inherited descriptor (`SD_LISTEN_FDS_START`).
 const FIRST: RawFd = 3;
-/// Most inherited descriptors: more than a process may usually have.
+/// Limit on inherited descriptors: more than a process may usually have.
 const MOST: RawFd = 1 << 16;
 
 /// The address at which a socket listens.
@@ -31,7 +31,7 @@ enum InheritedAddress {
 
 /// A socket inherited from the service manager.
 #[derive(Debug)]
-struct Handed {
+struct InheritedSocket {
     fd: OwnedFd,
     place: InheritedAddress,
     /// The service manager's name for it; may be empty.
@@ -40,18 +40,19 @@ struct Handed {
 
 /// The inherited sockets that no disk has claimed yet.
 #[derive(Debug, Default)]
-pub struct Inherited {
-    sockets: Vec<Handed>,
+pub struct InheritedSockets {
+    sockets: Vec<InheritedSocket>,
 }
 
-impl Inherited {
-    /// Takes over the inherited sockets. To be called once, before the process opens anything.
+impl InheritedSockets {
+    /// Takes over the inherited sockets. Call it once, before the process opens anything.
     ///
     /// # Errors
-    /// If the environment announces a descriptor that is not open, or that is not a listening stream socket.
+    /// If the environment announces a descriptor that is not open, or that is not a listening
+    /// stream socket.
     pub fn take() -> Result<Self, CommandError> {
         let variable = |name| env::var(name).unwrap_or_default();
-        // With another process's id, the variables were meant for that process, which has passed its
+        // Variables with another process's id were meant for that process, which passed its
         // environment on.
         if variable("LISTEN_PID") != std::process::id().to_string() {
             return Ok(Self::default());
@@ -63,7 +64,8 @@ impl Inherited {
             .filter(|count| (0..=MOST).contains(count))
             .ok_or_else(|| {
                 CommandError::Failed(format!(
-                    "LISTEN_FDS is '{count}': it must be the number of sockets that the service manager passes"
+                    "LISTEN_FDS is '{count}': it must be the number of sockets that the service \
+                     manager passes"
                 ))
             })?;
         let names = variable("LISTEN_FDNAMES");
@@ -94,12 +96,12 @@ impl Inherited {
         Some(self.sockets.remove(at).fd)
     }
 
-    /// Checks that every inherited socket was claimed.
+    /// Checks that all inherited sockets were claimed.
     ///
     /// # Errors
-    /// If one was not: its clients would wait for ever.
+    /// If one was not, because its clients would wait for ever.
     pub fn finish(self) -> Result<(), CommandError> {
-        let Some(Handed { place, name, .. }) = self.sockets.first() else {
+        let Some(InheritedSocket { place, name, .. }) = self.sockets.first() else {
             return Ok(());
         };
         let advice = match place {
@@ -107,14 +109,15 @@ impl Inherited {
             InheritedAddress::Tcp(address) => {
                 format!("give one port={},address={}", address.port(), address.ip())
             }
-            InheritedAddress::Unnamed => "let it listen at a path or a TCP port".to_owned(),
+            InheritedAddress::Unnamed => "make it listen at a path or a TCP port".to_owned(),
         };
         let name = match name.as_str() {
             "" => String::new(),
             name => format!(" '{name}'"),
         };
         Err(CommandError::Failed(format!(
-            "the service manager's socket{name} listens at {place}, where no disk is served: {advice}"
+            "the service manager's socket{name} listens at {place}, where no disk is served: \
+             {advice}"
         )))
     }
 }
@@ -130,17 +133,17 @@ impl fmt::Display for InheritedAddress {
 }
 
 /// Takes over descriptor `fd`, which was open when this process started.
-fn adopt(fd: RawFd, name: &str) -> Result<Handed, CommandError> {
+fn adopt(fd: RawFd, name: &str) -> Result<InheritedSocket, CommandError> {
     let failed = |what: &dyn fmt::Display| {
         CommandError::Failed(format!(
             "descriptor {fd}, which LISTEN_FDS announces, {what}: pass listening stream sockets"
         ))
     };
-    // SAFETY: the call only asks whether the descriptor is open, which is right to ask about any number.
+    // SAFETY: the call only asks whether the descriptor is open, which is sound for any number.
     let open = rustix::io::fcntl_setfd(unsafe { BorrowedFd::borrow_raw(fd) }, FdFlags::CLOEXEC);
     open.map_err(|_| failed(&"is not open"))?;
-    // SAFETY: the descriptor is open, and the environment says that this process may use it. Nothing in this
-    // process has opened anything yet, so nothing else owns it.
+    // SAFETY: the descriptor is open, and the environment says that this process may use it.
+    // Nothing in this process has opened anything yet, so nothing else owns it.
     let fd = unsafe { OwnedFd::from_raw_fd(fd) };
     let listens = sockopt::socket_type(&fd) == Ok(SocketType::STREAM)
         && sockopt::socket_acceptconn(&fd) == Ok(true);
@@ -149,7 +152,7 @@ fn adopt(fd: RawFd, name: &str) -> Result<Handed, CommandError> {
     }
     let place = place(fd.as_fd()).map_err(|error| failed(&error))?;
     let name = name.to_owned();
-    Ok(Handed { fd, place, name })
+    Ok(InheritedSocket { fd, place, name })
 }
 
 fn place(fd: BorrowedFd<'_>) -> std::io::Result<InheritedAddress> {

@@ -1,4 +1,5 @@
-//! `walvisor ctl`: controls a running `walvisor run` or `walvisor serve`, or asks for its statistics.
+//! `walvisor ctl`: controls a running `walvisor run` or `walvisor serve`, or asks for its
+//! statistics.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -45,7 +46,7 @@ pub enum CtlRequest {
         #[arg(long)]
         prometheus: bool,
     },
-    /// Stop the vCPUs, and wait for the disks' requests in flight
+    /// Stop the vCPUs, and wait until the disks have no requests in flight
     Pause,
     /// Continue after a pause
     Resume,
@@ -76,7 +77,7 @@ pub enum CtlRequest {
         #[command(flatten)]
         limits: LimitChange,
     },
-    /// Copy logs to the base images, while requests go on
+    /// Copy the log to the base images, while requests go on
     Checkpoint {
         /// Which disk: all of its log are copied
         #[command(flatten)]
@@ -85,12 +86,12 @@ pub enum CtlRequest {
         #[arg(long)]
         give_up_history: bool,
     },
-    /// Copy a disk, as it is at one moment, to a new raw image, while requests go on
+    /// Copy a disk, as of one moment, to a new raw image, while requests go on
     Export {
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
-        /// The point to export in place of now, as 'look' takes it
+        /// The point to export instead of now, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         at: Option<String>,
         /// The raw image to create
@@ -103,12 +104,13 @@ pub enum CtlRequest {
         #[arg(long)]
         json: bool,
     },
-    /// Name the present state of all disks of the disk's log; the log keeps what it takes to bring it back
+    /// Name the current state of all disks of the disk's log; the log keeps what is needed to
+    /// restore it
     Snapshot {
         /// The snapshot's name
         #[arg(value_name = "NAME")]
         snapshot: String,
-        /// Of this disk alone: the log then keeps nothing of its other disks for it
+        /// Of this disk only: the log keeps nothing of its other disks for the snapshot
         #[arg(long)]
         alone: bool,
         /// Which disk
@@ -130,16 +132,17 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Make a paused disk what it was at a point, at once; its other contents stay points of the log. What uses it must read it anew
+    /// Make a paused disk what it was at a point, at once; its current contents stay a point of the
+    /// log. Whoever uses the disk must read it again
     Restore {
-        /// The point, as 'look' takes it
+        /// The point, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         at: String,
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Write a mark into the disk's log: a text at the present moment, which 'log dump' shows
+    /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows
     Mark {
         /// One line of 1 to 256 bytes, without control characters
         text: String,
@@ -147,7 +150,8 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Change how much history the disk's log keeps: off, all, a time such as 24h, or a size such as 50G
+    /// Change how much history the disk's log keeps: off, all, a time such as 24h, or a size such
+    /// as 50G
     SetRetain {
         /// How much
         retain: String,
@@ -155,17 +159,19 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// Open another disk, and serve it; for the daemons, started with --disk-dir
+    /// Open another disk and serve it; for daemons that were started with --disk-dir
     AddDisk {
         /// The disk, as on the daemon's command line; paths are the daemon's
         spec: String,
     },
-    /// Stop to serve a disk, and close it: its clients get the replies to what they have sent, and are disconnected
+    /// Stop serving a disk and close it: its clients get their outstanding replies and are
+    /// disconnected
     RemoveDisk {
         /// The disk's name in stats
         name: String,
     },
-    /// Serve a disk in use over NBD as it was at a point, read-only without --scratch, until its last client is gone
+    /// Serve a disk in use as of a point, over NBD, read-only without --scratch, until its last
+    /// client is gone
     Look(LookArguments),
     /// End a look
     Unlook {
@@ -173,11 +179,11 @@ pub enum CtlRequest {
         #[arg(value_name = "SOCKET")]
         look: PathBuf,
     },
-    /// List the looks that are open
+    /// List the open looks
     Looks,
-    /// Shut down: press the guest's power button, or stop serving; flush and close the disks
+    /// Shut down: press the guest's power button, or stop serving, then flush and close the disks
     Shutdown {
-        /// Stop the guest without asking it
+        /// Stop the guest without asking it to power off
         #[arg(long)]
         now: bool,
     },
@@ -189,7 +195,8 @@ pub struct LookArguments {
     /// Which disk
     #[command(flatten)]
     disk: DiskName,
-    /// The point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now such as -15m, or newest
+    /// The point: cid:N, lsn:N, snapshot:NAME, time:2026-11-22T12:03:00Z, a time before now such as
+    /// -15m, or newest
     #[arg(
         long,
         value_name = "AT",
@@ -197,13 +204,15 @@ pub struct LookArguments {
         allow_hyphen_values = true
     )]
     at: String,
-    /// The Unix socket to create for NBD clients; only this user can connect. Several looks can be open, each on its own
+    /// The Unix socket to create for NBD clients; only this user can connect. Several looks can be
+    /// open, each on its own
     #[arg(long = "socket", value_name = "SOCKET")]
     at_socket: PathBuf,
-    /// Take writes, to a file without a name in TMPDIR or /var/tmp that is gone when the look ends
+    /// Allow writes, which go to an unnamed file in TMPDIR or /var/tmp that is gone when the look
+    /// ends
     #[arg(long)]
     scratch: bool,
-    /// Do not end when the last client is gone
+    /// Keep the look open when its last client is gone
     #[arg(long)]
     keep: bool,
 }
@@ -307,7 +316,7 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
         CtlRequest::Stats { json: false, .. } => table(&answer),
         _ => format!("{answer}\n"),
     };
-    // A failed write is ignored: the reader has closed the pipe.
+    // A failed write is fine: the reader has closed the pipe.
     let _ = std::io::stdout().write_all(text.as_bytes());
     Ok(())
 }
@@ -317,8 +326,8 @@ fn absolute(path: &Path) -> String {
     path.to_string_lossy().into_owned()
 }
 
-/// Makes a socket, and lets the other process serve a look there. A child removes the socket's name when the look has ended,
-/// since the other process may not be allowed to.
+/// Makes a socket, and lets the other process serve a look there. A child removes the socket's name
+/// when the look has ended, because the other process may lack the right to.
 fn look(control: &Path, wanted: &LookArguments) -> Result<(), CommandError> {
     let (listener, name) = bind(&wanted.at_socket, CONTROL_MODE)?;
     let mut names = SocketNames::default();
@@ -349,7 +358,7 @@ fn look(control: &Path, wanted: &LookArguments) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Lets the other process write to a new image, which gets its name when it is complete.
+/// Lets the other process write a new image, which gets its name once it is complete.
 fn export(
     socket: &Path,
     command: &ControlCommand,
@@ -392,22 +401,22 @@ fn list(of: &Value, keys: &[&str]) -> String {
     parts.join(", ")
 }
 
-/// How a disk is: one word, or its trouble.
-fn condition(told: &Value) -> String {
-    let name = text(&told["name"]).replace('_', " ");
-    let Some(since) = told["since_unix_us"].as_u64() else {
+/// The condition of a disk: one word, or its trouble.
+fn condition_text(condition: &Value) -> String {
+    let name = text(&condition["name"]).replace('_', " ");
+    let Some(since) = condition["since_unix_us"].as_u64() else {
         return name;
     };
     let seconds = unix_us(SystemTime::now()).saturating_sub(since) / 1_000_000;
-    let error = text(&told["error"]);
-    match (&told["pauses_writes"], &told["refuses_writes"]) {
+    let error = text(&condition["error"]);
+    match (&condition["pauses_writes"], &condition["refuses_writes"]) {
         (Value::Bool(true), _) => format!("paused: {name} for {seconds} s: {error}"),
         (_, Value::Bool(true)) => format!("{name} for {seconds} s, writes fail: {error}"),
         _ => format!("{name} for {seconds} s, writes go on: {error}"),
     }
 }
 
-/// A disk, for people.
+/// A disk as lines of text.
 fn disk_lines(disk: &Value, indent: &str) -> String {
     let requests = [
         "requests",
@@ -429,13 +438,13 @@ fn disk_lines(disk: &Value, indent: &str) -> String {
             Some(true) => ", read-only",
             _ => "",
         },
-        condition(&disk["condition"]),
+        condition_text(&disk["condition"]),
         list(disk, &requests),
         list(disk, &traffic),
     )
 }
 
-/// The statistics as a table for people.
+/// The statistics as a table.
 fn table(stats: &Value) -> String {
     let seconds = stats["uptime_us"].as_u64().unwrap_or(0) / 1_000_000;
     let mut lines = format!(

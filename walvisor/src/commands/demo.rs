@@ -15,10 +15,10 @@ use crate::demo;
 /// The arguments of `walvisor demo`.
 #[derive(Args, Debug)]
 pub struct DemoArguments {
-    /// Test every rule of the specification and every violation, case by case
+    /// Run the conformance cases: what the virtio specification allows, and what it forbids
     #[arg(long)]
     pub conformance: bool,
-    /// Seccomp filter: on, log or off. It stops system calls that the VMM does not need
+    /// Seccomp filter against system calls that the VMM does not need: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = seccomp_modes())]
     pub seccomp: Seccomp,
     /// Print the result as JSON
@@ -29,7 +29,7 @@ pub struct DemoArguments {
     pub dir: Option<PathBuf>,
 }
 
-/// Prints to stdout. A failed write is ignored: the reader has closed the pipe.
+/// Prints to stdout. A failed write is fine: the reader has closed the pipe.
 fn print(text: fmt::Arguments<'_>) {
     let _ = io::stdout().write_fmt(text);
 }
@@ -47,7 +47,7 @@ fn show(report: &(impl Serialize + fmt::Display), json: bool) -> Result<(), Comm
 /// Runs the embedded guest and prints its counts.
 ///
 /// # Errors
-/// If the guest cannot run here, or read a wrong byte.
+/// If the guest cannot run here, or has read a wrong byte.
 pub fn run(arguments: &DemoArguments) -> Result<(), CommandError> {
     let parent = arguments.dir.clone().unwrap_or_else(std::env::temp_dir);
     let json = arguments.json;

@@ -36,15 +36,16 @@ pub struct DiskArguments {
 /// What to do with a disk.
 #[derive(Debug, Subcommand)]
 enum DiskAction {
-    /// Create a disk: a sparse base image, with a log of its own or in an existing log.
+    /// Create a disk: a sparse base image, with its own log or on an existing one.
     Create {
         #[command(flatten)]
         disk: DiskPath,
-        /// Size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
+        /// Size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so
+        /// on of 1000.
         #[arg(long, value_parser = parse_size)]
         size: u64,
-        /// How much of its history the log keeps, for all its disks: off, all, a time such as 24h or 15m, or a size such as 50G
-        /// [default: off, or what an existing log keeps].
+        /// How much history the log keeps, for all its disks: off, all, a time such as 24h or 15m,
+        /// or a size such as 50G [default: off, or as an existing log is set].
         #[arg(long, value_parser = parse_retain)]
         retain: Option<Retention>,
     },
@@ -69,8 +70,9 @@ enum DiskAction {
         #[arg(long)]
         json: bool,
     },
-    /// Give up the log's records of a disk and take its image as it is, if the image that the records belong to is
-    /// lost. Other disks of the log keep their records. Without --yes, only tells what would be lost.
+    /// Give up the log's records of a disk and take its image as it is, if the image that the
+    /// records belong to is lost. Other disks of the log keep their records. Without --yes, only
+    /// tells what would be lost.
     Discard {
         #[command(flatten)]
         disk: DiskPath,
@@ -81,7 +83,7 @@ enum DiskAction {
         #[arg(long)]
         json: bool,
     },
-    /// Copy the log to the base image, which is a plain raw image afterwards.
+    /// Copy the log to the base image, which is then a plain raw image.
     Checkpoint {
         #[command(flatten)]
         disk: DiskPath,
@@ -91,29 +93,32 @@ enum DiskAction {
     },
     /// Create a disk from a raw image.
     Import(transfer::ImportArguments),
-    /// Write the disk's current contents to a raw image; the disk is not changed.
+    /// Copy the disk's current contents to a raw image; the disk is not changed.
     Export(transfer::ExportArguments),
-    /// Write the contents that the disk had at a point in its history to a raw image; the disk
-    /// is not changed.
+    /// Copy the disk as of a point of its history to a raw image, or make the disk itself what it
+    /// was.
     Restore(transfer::RestoreArguments),
-    /// Create a disk from another one, as it is or as it was at a point in its history. Where the
-    /// file system can, both share their blocks.
+    /// Create a disk from another one, as of now or a point of its history. They share blocks if
+    /// the file system can.
     Clone(transfer::CloneArguments),
-    /// Show which parts of a disk changed between two points in its history.
+    /// Show which parts of a disk changed between two points of its history.
     Changes(changes::ChangesArguments),
-    /// Name the present state of all disks of the disk's log; the log keeps what it takes to bring it back.
+    /// Name the current state of all disks of the disk's log; the log keeps what is needed to
+    /// restore it.
     Snapshot(snapshot::MakeArguments),
     /// List the snapshots of the disk's log, oldest first.
     Snapshots(snapshot::SnapshotsArguments),
     /// Delete a snapshot.
     SnapshotDelete(snapshot::SnapshotArguments),
-    /// Write a mark into the disk's log: a text at the present moment, which 'log dump' shows.
+    /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows.
     Mark(snapshot::MarkArguments),
     /// Change the size of a disk.
     Resize(transfer::ResizeArguments),
-    /// Take a disk out of its log: its image is a plain raw image afterwards, and the log's other disks keep what they have.
+    /// Take a disk out of its log: its image is then a plain raw image, and the log's other disks
+    /// are not changed.
     Leave(membership::LeaveArguments),
-    /// Move a disk to another log, which is made if there is none; a raw image that has no log joins that one.
+    /// Move a disk to another log, which is made if it does not exist; a raw image without a log
+    /// joins that log.
     MoveLog(membership::MoveArguments),
 }
 
@@ -219,13 +224,13 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// What is known of an image without a log.
+/// Describes an image without a log.
 fn without_log(report: &DiskReport) -> &'static str {
-    match report.marked {
-        true => "a raw image of a disk that was closed, with all bytes in the image",
-        false => {
-            "a raw image without a log or a mark: a copy of a disk that was not closed lacks its newest bytes"
-        }
+    if report.marked {
+        "a raw image of a disk that was closed, with all bytes in the image"
+    } else {
+        "a raw image without a log or a mark; if it is a copy of a disk that was not closed, its \
+         newest bytes are missing"
     }
 }
 
@@ -252,8 +257,8 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             );
         }
         return Err(CommandError::Failed(format!(
-            "{}: damaged: {} blocks in {} are not what was written; reads of them fail until the guest overwrites them, \
-             or restore the disk from a copy",
+            "{}: damaged: {} blocks in {} are not what was written; reads of them fail until the \
+             guest overwrites them, or restore the disk from a copy",
             first.disk.display(),
             damaged.len(),
             disk.log().display(),
@@ -272,8 +277,9 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             );
         }
         return Err(CommandError::Failed(format!(
-            "{}: damaged: {} batch headers are not what was written; summaries have copies of them, so no record is lost: \
-             'walvisor disk checkpoint' copies the records to the base image",
+            "{}: damaged: {} batch headers are not what was written; summaries have copies of \
+             them, so no record is lost: 'walvisor disk checkpoint' copies the records to the base \
+             image",
             first.segment.display(),
             headers.count(),
         )));
@@ -288,8 +294,8 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             say!("{name}: snapshots {}: {}", names.join(", "), fault.what);
         }
         return Err(CommandError::Failed(format!(
-            "{name}: its snapshots have {} faults, and the disk as it is now has none: put the files back that are named, or delete \
-             the snapshots",
+            "{name}: its snapshots have {} faults, and the disk as it is now has none: put the \
+             files back that are named, or delete the snapshots",
             faults.count(),
         )));
     }
@@ -305,7 +311,8 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             without_log(&report)
         ),
         (Some(log), _) => say!(
-            "{name}: clean: {} batches verified; {} records ({} bytes) in the log, the rest in the base image{}",
+            "{name}: clean: {} batches verified; {} records ({} bytes) in the log, the rest in the \
+             base image{}",
             log.batches,
             log.records,
             log.payload_bytes,
@@ -358,9 +365,10 @@ fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
         ),
         _ => format!("nothing to discard: there is no log at {}", log.display()),
     };
-    let then = match done.image_fits {
-        true => "the disk now has the image's contents",
-        false => "there is no image of the disk: put one there",
+    let then = if done.image_fits {
+        "the disk now has the image's contents"
+    } else {
+        "the disk has no image: put one there"
     };
     print(format_args!("{name}: disk {}: {what}; {then}\n", done.disk));
     Ok(())
@@ -369,8 +377,8 @@ fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
 fn checkpoint(disk: &DiskPath, give_up_history: bool) -> Result<(), CommandError> {
     let log = disk.log();
     let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;
-    // A disk without a log is already a plain raw image, as a checkpoint leaves it, so the command does not
-    // make a log.
+    // A disk without a log is already what a checkpoint leaves, a plain raw image, so no log is
+    // made.
     let Some(report) = report.log else {
         return Ok(());
     };
@@ -385,7 +393,7 @@ fn checkpoint(disk: &DiskPath, give_up_history: bool) -> Result<(), CommandError
         &StoreOptions::default(),
     );
     let store = store.map_err(CommandError::failed)?;
-    // A log that keeps history copies everything only when it is told to.
+    // A log that keeps history copies everything only if asked.
     store.disks()[0]
         .checkpoint()
         .map_err(CommandError::failed)?;
@@ -431,5 +439,12 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
         log.damaged.is_empty() && log.damaged_headers.is_empty() && log.snapshot_faults.is_empty()
     };
     let clean = report.log.as_ref().is_none_or(log_is_clean);
-    json!({ "disk": path, "size_bytes": report.size, "allocated_bytes": report.allocated, "marked": report.marked, "clean": clean, "log": log })
+    json!({
+        "disk": path,
+        "size_bytes": report.size,
+        "allocated_bytes": report.allocated,
+        "marked": report.marked,
+        "clean": clean,
+        "log": log,
+    })
 }

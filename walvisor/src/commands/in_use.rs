@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use super::CommandError;
 
-/// The failure of a command that only looks at a disk or a log. If a process with a control socket has it open, the
-/// line ends with the command that asks that process.
+/// The failure of a command that only looks at a disk or a log. If a process with a control socket
+/// has it open, the line ends with the command that asks that process.
 pub(super) fn cannot_look(error: walvisor_storage::Error) -> CommandError {
     ask_owner(error, "stats")
 }
@@ -27,7 +27,7 @@ pub(super) fn ask_owner(error: walvisor_storage::Error, request: &str) -> Comman
 fn control_socket(pid: u32) -> Option<PathBuf> {
     let line = std::fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let socket = named_socket(&line)?;
-    // Another user's working directory can't be read; the path is then told as that user gave it.
+    // Another user's working directory can't be read; the path is then shown as that user gave it.
     let place = std::fs::read_link(format!("/proc/{pid}/cwd")).unwrap_or_default();
     Some(place.join(socket))
 }

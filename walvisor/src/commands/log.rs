@@ -25,14 +25,15 @@ pub struct LogArguments {
 /// What to do with a log.
 #[derive(Debug, Subcommand)]
 enum LogAction {
-    /// Print a log, one line for each commit group, and verify every checksum; change nothing.
+    /// Print a log, one line per commit group, and verify every checksum; change nothing.
     Dump {
         /// The log directory.
         dir: PathBuf,
-        /// Print one line for each record.
+        /// Print one line per record.
         #[arg(long)]
         records: bool,
-        /// Begin with this point: cid:N, lsn:N, time:2026-11-22T12:03:00Z, or a time before now, such as -15m.
+        /// Begin with this point: cid:N, lsn:N, time:2026-11-22T12:03:00Z, or a time before now,
+        /// such as -15m.
         #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
         since: Option<Point>,
         /// End with this point.
@@ -46,7 +47,8 @@ enum LogAction {
     Resize {
         /// The log directory.
         dir: PathBuf,
-        /// New size in bytes, rounded up to whole segments; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
+        /// New size in bytes, rounded up to whole segments; K, M, G, T, P and E are powers of 1024,
+        /// KB, MB and so on of 1000.
         #[arg(long, value_parser = parse_size)]
         size: u64,
         /// Print JSON.
@@ -55,13 +57,13 @@ enum LogAction {
     },
 }
 
-/// Lines for stdout. A reader that closes the pipe early causes no error.
-struct Lines {
+/// LineWriter for stdout. A reader that closes the pipe early causes no error.
+struct LineWriter {
     out: BufWriter<io::Stdout>,
     failed: Option<io::Error>,
 }
 
-impl Lines {
+impl LineWriter {
     fn print(&mut self, line: std::fmt::Arguments<'_>) {
         if self.failed.is_none() {
             self.failed = self.out.write_fmt(line).err();
@@ -81,7 +83,7 @@ impl Lines {
 /// Carries out `walvisor log`.
 ///
 /// # Errors
-/// One line: what, where, what to do. The records before the damage are printed.
+/// One line: what, where, what to do. The records before damage are printed.
 pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
     let (dir, records, since, until, json) = match &arguments.action {
         LogAction::Dump {
@@ -102,17 +104,17 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
         let place = |point: Option<Point>| point.map(|point| point.compare(lsn, cid, unix_us));
         place(since) != Some(Ordering::Less) && place(until) != Some(Ordering::Greater)
     };
-    let mut lines = Lines {
+    let mut lines = LineWriter {
         out: BufWriter::new(io::stdout()),
         failed: None,
     };
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .map_or(0, |time| time.as_micros() as u64);
-    // Whether the column heads still have to be printed; they come with the first line.
+    // Whether the column headings are still to be printed. They come with the first line.
     let mut first = !json;
-    let dumped = match records {
-        true => storage::dump_records(dir, &mut |record| {
+    let dumped = if *records {
+        storage::dump_records(dir, &mut |record| {
             if !wanted(record.lsn, record.cid, record.unix_us) {
                 return;
             }
@@ -123,8 +125,9 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
                 ));
             }
             print_record(&mut lines, record, *json);
-        }),
-        false => storage::dump_groups(dir, &mut |group| {
+        })
+    } else {
+        storage::dump_groups(dir, &mut |group| {
             if !wanted(group.last_lsn, group.cid, group.unix_us) {
                 return;
             }
@@ -135,7 +138,7 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
                 ));
             }
             print_group(&mut lines, group, now, *json);
-        }),
+        })
     };
     if first && dumped.is_ok() {
         let dir = dir.display();
@@ -153,20 +156,21 @@ pub fn run(arguments: &LogArguments) -> Result<(), CommandError> {
 
 fn resize(dir: &Path, size: u64, json: bool) -> Result<(), CommandError> {
     let storage::Resize { old_size, size } = storage::resize_log(dir, size)?;
-    match json {
-        true => print(format_args!(
+    if json {
+        print(format_args!(
             "{}\n",
             json!({ "log": dir, "size_bytes": size, "old_size_bytes": old_size })
-        )),
-        false => print(format_args!(
+        ))
+    } else {
+        print(format_args!(
             "{}: {size} bytes now, {old_size} before\n",
             dir.display()
-        )),
+        ))
     }
     Ok(())
 }
 
-fn print_group(lines: &mut Lines, group: &LogGroup, now: u64, json: bool) {
+fn print_group(lines: &mut LineWriter, group: &LogGroup, now: u64, json: bool) {
     let LogGroup {
         cid,
         first_lsn,
@@ -210,12 +214,12 @@ fn print_group(lines: &mut Lines, group: &LogGroup, now: u64, json: bool) {
     ));
 }
 
-/// The text of a mark between quotes. What is not to be printed as it is, is escaped.
+/// The text of a mark, quoted, with unprintable characters escaped.
 fn shown(text: &MarkText) -> String {
     format!("{:?}", text.as_str())
 }
 
-fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
+fn print_record(lines: &mut LineWriter, record: &LogRecord<'_>, json: bool) {
     let kind = match record.kind {
         RecordKind::Write => "write",
         RecordKind::WriteZeroes => "write_zeroes",
@@ -226,7 +230,7 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
     let segment = segment.to_string_lossy();
     let mark = record.kind == RecordKind::Mark;
     if json {
-        let mut told = json!({
+        let mut object = json!({
             "lsn": record.lsn,
             "cid": record.cid,
             "unix_us": record.unix_us,
@@ -244,21 +248,25 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
             "damaged": record.damaged,
         });
         if mark {
-            told["text"] = record.text.map(MarkText::as_str).into();
+            object["text"] = record.text.map(MarkText::as_str).into();
         }
-        return lines.print(format_args!("{told}\n"));
+        return lines.print(format_args!("{object}\n"));
     }
     let payload = match record.payload_bytes {
         0 => "-".to_owned(),
         _ => format!("{segment}+{}", record.offset),
     };
-    let number = |number: u64| match mark {
-        true => "-".to_owned(),
-        false => number.to_string(),
+    let number = |number: u64| {
+        if mark {
+            "-".to_owned()
+        } else {
+            number.to_string()
+        }
     };
-    let what = match mark {
-        true => record.text.map(shown).unwrap_or_default(),
-        false => record.disk.display().to_string(),
+    let what = if mark {
+        record.text.map(shown).unwrap_or_default()
+    } else {
+        record.disk.display().to_string()
     };
     lines.print(format_args!(
         "{:>10} {:>8} {kind:<12} {:>12} {:>8}  {payload:<26} {what}{}\n",
@@ -275,7 +283,7 @@ fn print_record(lines: &mut Lines, record: &LogRecord<'_>, json: bool) {
     ));
 }
 
-/// An age for people, in the largest unit of which it has at least one, or nearly one.
+/// A readable age, in the largest unit that fits it.
 fn age(us: u64) -> String {
     let seconds = us as f64 / 1e6;
     match seconds {

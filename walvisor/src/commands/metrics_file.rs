@@ -6,8 +6,8 @@ use std::path::Path;
 
 use super::CommandError;
 
-/// A destination for metrics. It is opened before the work begins, so that a command does not run for hours and
-/// then fail to write.
+/// The destination of metrics. It is opened before the work begins, so that a command does not fail
+/// to write them after hours.
 pub struct MetricsFile {
     writer: Box<dyn Write>,
 }
@@ -35,7 +35,7 @@ impl MetricsFile {
     /// Writes the metrics.
     ///
     /// # Errors
-    /// If there is no space left, for instance.
+    /// If the write fails, for example for want of space.
     pub fn write(mut self, text: &str) -> Result<(), CommandError> {
         self.writer
             .write_all(text.as_bytes())

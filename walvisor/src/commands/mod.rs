@@ -1,4 +1,5 @@
-//! The subcommands, a module each. A subcommand is a clap argument struct and a function that carries it out.
+//! The subcommands, one module each: a struct of arguments for clap, and a function that carries
+//! the command out.
 
 mod activation;
 pub mod config;
@@ -16,13 +17,13 @@ mod socket_file;
 mod socket_names;
 pub mod threads;
 
-/// Why a command did not succeed. Its text is one line: what, where, what to do.
+/// Why a command failed. Its text is one line: what, where, what to do.
 #[derive(Debug, thiserror::Error)]
 pub enum CommandError {
-    /// The command line asks for something that makes no sense: exit status 2.
+    /// The command line makes no sense: exit status 2.
     #[error("{0}")]
     Usage(String),
-    /// Carrying it out failed: exit status 1.
+    /// The command itself failed: exit status 1.
     #[error("{0}")]
     Failed(String),
 }

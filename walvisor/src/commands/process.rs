@@ -1,4 +1,4 @@
-//! The arguments of every process that has disks in use: metrics, control socket, system call filter and
+//! The arguments of every process with disks in use: metrics, control socket, seccomp filter and
 //! Landlock.
 
 use std::os::unix::net::UnixListener;
@@ -28,16 +28,17 @@ pub(super) fn seccomp_modes() -> impl TypedValueParser<Value = Seccomp> {
 /// The arguments that `walvisor run` and the daemons share.
 #[derive(Args, Debug)]
 pub struct ProcessArguments {
-    /// Write metrics in Prometheus text at the end, to a file or - for stdout
+    /// Write metrics as Prometheus text at the end, to a file, or to stdout with -
     #[arg(long, value_name = "FILE")]
     pub metrics: Option<PathBuf>,
     /// Listen here for 'walvisor ctl'; only this user can connect
     #[arg(long, value_name = "SOCKET")]
     pub control: Option<PathBuf>,
-    /// Seccomp filter: on, log or off. It stops system calls that the process does not need
+    /// Seccomp filter against system calls that the process does not need: on, log or off
     #[arg(long, value_name = "MODE", default_value = "on", value_parser = seccomp_modes())]
     pub seccomp: Seccomp,
-    /// Landlock: on or off. It denies files and ports that the process does not need, as far as the kernel supports it
+    /// Landlock against files and ports that the process does not need: on or off. It does as much
+    /// as the kernel supports
     #[arg(long, value_name = "MODE", value_enum, default_value_t)]
     pub landlock: Landlock,
 }
@@ -48,8 +49,8 @@ impl ProcessArguments {
         self.metrics.as_deref().map(MetricsFile::open).transpose()
     }
 
-    /// Makes the control socket, if `--control` was given, and adds its name to `names`. To be called while the
-    /// process has one thread.
+    /// Makes the control socket, if `--control` was given, and adds its name to `names`. Call it
+    /// while the process has one thread.
     pub(super) fn control(
         &self,
         names: &mut SocketNames,

@@ -1,4 +1,4 @@
-//! `walvisor run`: boots a Linux kernel and stays until the guest powers off.
+//! `walvisor run`: boots a Linux kernel and runs until the guest powers off.
 
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -17,7 +17,7 @@ use super::CommandError;
 use super::metrics_file::MetricsFile;
 use super::process::ProcessArguments;
 use super::socket_names::SocketNames;
-use crate::control_socket::{Controlled, Server};
+use crate::control_socket::{ControlledProcess, Server};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::AllowedPaths;
@@ -29,9 +29,9 @@ use crate::size::parse_size;
 pub enum ConsoleTarget {
     /// Stdin and stdout, which are usually the terminal.
     Stdio,
-    /// Output is dropped, and there is no input.
+    /// No output and no input.
     Off,
-    /// Output is appended to a file, and there is no input.
+    /// Output appended to a file, and no input.
     File(PathBuf),
 }
 
@@ -81,13 +81,14 @@ pub struct RunArguments {
     /// Metrics, control, and what the process gives up.
     #[command(flatten)]
     pub process: ProcessArguments,
-    /// Seconds that the guest may take to power off after a signal or 'walvisor ctl shutdown'; 0: stop it at once
+    /// Seconds that the guest may take to power off after a signal or 'walvisor ctl shutdown'; 0:
+    /// stop it at once
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     pub power_down_seconds: u32,
 }
 
-/// Boots the guest and returns when the guest has powered off or reset itself, or when a signal has stopped it.
-/// A reset does not boot the guest again; that is left to the caller.
+/// Boots the guest. Returns when it has powered off or reset, or when a signal has stopped it. A
+/// reset is not followed by another boot; that is up to the caller.
 ///
 /// # Errors
 /// If the guest cannot be started, cannot run on this machine, or reports that its kernel panicked.
@@ -98,30 +99,31 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
         initrd: arguments.initrd.clone(),
         command_line: arguments.cmdline.clone(),
     };
-    // The check comes before any disk is opened, because opening a disk may give it a log: bad input changes
-    // nothing.
+    // Bad input must change nothing, and opening a disk may give it a log, so the check comes
+    // first.
     linux::check(&image).map_err(CommandError::failed)?;
     let console = console(&arguments.console)?;
     let metrics = arguments.process.metrics()?;
-    // The socket is made while there is one thread, and before the disks are opened: recovery may take long
-    // after a crash.
+    // The socket is made while there is one thread, and before the disks are opened, whose recovery
+    // may take long.
     let mut names = SocketNames::default();
     let control = arguments.process.control(&mut names)?;
     names.hand_over().map_err(CommandError::failed)?;
     let scratch = disks::make_files(&arguments.disks).map_err(CommandError::failed)?;
     places(arguments).restrict(arguments.process.landlock);
-    // The logs' threads start with the disks, before the VM is built, and inherit the blocked signals.
+    // Blocked here already, because the logs' threads start before the VM is built and inherit the
+    // mask.
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus, scratch).map_err(CommandError::failed)?;
     let ran = run_on(arguments, started, &image, disks, console, metrics, control);
     drop(names);
-    // The logs are closed however the run ended. The first error is reported.
+    // The logs are closed however the run ended, and the first error is returned.
     let closed = logs.close().map_err(CommandError::failed);
     ran.and(closed)
 }
 
-/// The parts of the file system that the run still needs after its start.
+/// The paths that the run needs after its start.
 fn places(arguments: &RunArguments) -> AllowedPaths {
     let mut places = AllowedPaths::of(&arguments.disks);
     places.device(Path::new("/dev/kvm"));
@@ -131,7 +133,7 @@ fn places(arguments: &RunArguments) -> AllowedPaths {
     places
 }
 
-/// Refuses arguments that no VM can have.
+/// Refuses arguments that make no VM.
 fn check(arguments: &RunArguments) -> Result<(), CommandError> {
     disks::check(&arguments.disks).map_err(CommandError::Usage)?;
     let memory = arguments.memory;
@@ -145,8 +147,8 @@ fn check(arguments: &RunArguments) -> Result<(), CommandError> {
     let machine = disks::machine_memory();
     if memory > machine && !arguments.overcommit {
         return Err(CommandError::Usage(format!(
-            "--memory {memory}: this machine has {machine} bytes of memory and swap: give less, or give --overcommit if \
-             the guest will not use all of it"
+            "--memory {memory}: this machine has {machine} bytes of memory and swap: give less, or \
+             give --overcommit if the guest will not use all of it"
         )));
     }
     Ok(())
@@ -183,13 +185,14 @@ fn run_on(
 
     if !crash::hardware_virtualisation() {
         eprintln!(
-            "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not completely; a stock \
-             Linux kernel will hardly boot here; 'walvisor-guest-images boot IMAGE' boots a root image nested"
+            "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not \
+             completely; a stock Linux kernel will hardly boot here; 'walvisor-guest-images boot \
+             IMAGE' boots a root image nested"
         );
     }
     if let Some(listener) = control {
-        let server = Server::start(listener, Arc::new(Controlled::vm(&vm, started)));
-        vm.accompany(server.map_err(CommandError::failed)?);
+        let server = Server::start(listener, Arc::new(ControlledProcess::vm(&vm, started)));
+        vm.drop_at_end(server.map_err(CommandError::failed)?);
     }
     let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
     let outcome = vm.run().map_err(CommandError::failed)?;
@@ -206,7 +209,8 @@ fn run_on(
         RunEnd::Crashed(crash) => return Err(CommandError::failed(crash)),
         RunEnd::Panicked => {
             return Err(CommandError::Failed(
-                "the guest's kernel panicked: its console tells why; the disks are closed and need no repair"
+                "the guest's kernel panicked: its console tells why; the disks are closed and need \
+                 no repair"
                     .to_owned(),
             ));
         }
@@ -214,7 +218,8 @@ fn run_on(
     }
     match outcome.flush_failures.first() {
         Some((disk, error)) => Err(CommandError::Failed(format!(
-            "disk '{disk}': the last flush failed: {error}; check the disk with 'walvisor disk check'"
+            "disk '{disk}': the last flush failed: {error}; check the disk with 'walvisor disk \
+             check'"
         ))),
         None => Ok(()),
     }

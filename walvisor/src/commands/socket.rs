@@ -1,8 +1,9 @@
-//! Listening sockets of servers: inherited from a service manager, or bound here. Also the permissions of Unix
-//! sockets, and the removal of sockets that a killed server has left.
+//! Listening sockets of servers: inherited from a service manager, or bound here. Sets the
+//! permissions of Unix sockets, and replaces sockets that a killed server left behind.
 //!
-//! A server locks (flock) the directory of a socket's name before it changes the name. So of two servers that
-//! start at once, one finds the other's socket, and neither removes a socket at which a server listens.
+//! A server locks (flock) the directory of a socket before it changes the name there. So of two
+//! servers that start at once, one finds the other's socket, and neither removes a socket that a
+//! server listens at.
 
 use std::fs::{self};
 use std::io;
@@ -15,30 +16,31 @@ use std::sync::{Mutex, PoisonError};
 use rustix::fs::Mode;
 use rustix::io::Errno;
 
-use super::activation::Inherited;
+use super::activation::InheritedSockets;
 use super::socket_file::{LateName, Name, SocketFile, SocketPlace};
 use super::socket_names::SocketNames;
 use crate::commands::CommandError;
 
-/// Provides listening sockets: a service manager's where there is one, else new ones.
+/// Provides listening sockets: the service manager's if there is one for the address, else new
+/// ones.
 #[derive(Debug)]
 pub struct Sockets {
-    inherited: Inherited,
+    inherited: InheritedSockets,
     mode: u32,
 }
 
 impl Sockets {
-    /// `mode` is the permissions of new Unix sockets. To be called once, before the process opens anything.
+    /// `mode`: permissions of new Unix sockets. Call it once, before the process opens anything.
     ///
     /// # Errors
-    /// If the service manager has handed over something other than a listening socket.
+    /// If the service manager passes anything but listening sockets.
     pub fn take(mode: u32) -> Result<Self, CommandError> {
-        let inherited = Inherited::take()?;
+        let inherited = InheritedSockets::take()?;
         Ok(Self { inherited, mode })
     }
 
-    /// A socket that listens at `path`. Its name in the file system is added to `names` if this process is to
-    /// remove it.
+    /// A socket that listens at `path`. If this process has made it, its name is added to `names`,
+    /// for removal.
     ///
     /// # Errors
     /// As [`bind`].
@@ -67,21 +69,21 @@ impl Sockets {
             .map_err(|error| CommandError::Failed(format!("port {address}: {error}: name another")))
     }
 
-    /// To be called after all sockets have been asked for.
+    /// Checks that all sockets of the service manager are used. Call it last.
     ///
     /// # Errors
-    /// If a service manager's socket was not asked for: its clients would wait for ever.
+    /// If one is not, because its clients would wait for ever.
     pub fn finish(self) -> Result<(), CommandError> {
         self.inherited.finish()
     }
 }
 
-/// Makes a listening socket at `path` with the permissions `mode`. A socket at which no server listens any more
-/// is replaced. To be called while the process has one thread, because the permissions are set through the
-/// process's umask.
+/// Makes a listening socket at `path` with the permissions `mode`. Replaces a socket that no server
+/// listens at any more. Call it while the process has one thread, because it sets the permissions
+/// through the umask.
 ///
 /// # Errors
-/// If a server listens at `path`, if there is a file that is no socket, or if the system refuses.
+/// If a server listens at `path`, if `path` is not a socket, or if the system refuses.
 pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), CommandError> {
     let failed = |what: &dyn std::fmt::Display| {
         CommandError::Failed(format!("socket '{}': {what}", path.display()))
@@ -115,7 +117,7 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
             Err(error) => return Err(failed(&error)),
         },
     }
-    // Tests have more than one thread; the lock lets each find the umask unchanged.
+    // Tests have several threads. With the lock, each finds the umask unchanged.
     static MASK: Mutex<()> = Mutex::new(());
     let alone = MASK.lock().unwrap_or_else(PoisonError::into_inner);
     let before = rustix::process::umask(Mode::from_raw_mode(0o777 & !mode));
@@ -130,8 +132,9 @@ pub fn bind(path: &Path, mode: u32) -> Result<(UnixListener, SocketFile), Comman
     Ok((listener, SocketFile { name }))
 }
 
-/// As [`bind`], for a process that has several threads, and may not connect. So it sets the permissions without the umask,
-/// and refuses every path that exists. The name must be [removed](LateName) by this process.
+/// As [`bind`], for a process that has several threads and lacks the right to connect. So it sets
+/// the permissions without the umask, and refuses any path that exists. This process must
+/// [remove](LateName) the name.
 ///
 /// # Errors
 /// If there is a file at `path`, or the system refuses.
@@ -171,12 +174,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_dead_socket_is_replaced_and_a_live_one_is_not() {
+    fn only_a_dead_socket_is_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
-        // The socket is closed, but its name is left, as after a kill.
+        // Close the socket but leave its name, as a kill does.
         drop(UnixListener::bind(&path).unwrap());
-        // A child process of another test holds a copy of the socket until it runs its program.
+        // A child process of another test may hold a copy of the socket until it runs its program.
         let began = Instant::now();
         while UnixStream::connect(&path).is_ok() {
             assert!(began.elapsed() < Duration::from_secs(60), "not closed");
@@ -206,12 +209,12 @@ mod tests {
     }
 
     #[test]
-    fn of_servers_that_start_at_once_one_gets_the_name() {
+    fn one_of_several_servers_that_start_at_once_gets_the_name() {
         const STARTERS: usize = 4;
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         for round in 0..100 {
-            // In every other round there is a dead socket, and in the others none.
+            // Every other round starts with a dead socket.
             if round % 2 == 0 {
                 drop(UnixListener::bind(&path).unwrap());
             }
@@ -238,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_late_socket_has_its_mode_and_goes_with_its_name() {
+    fn a_late_socket_has_its_mode_and_removes_its_name() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("s");
         for mode in [0o600, 0o666] {
@@ -261,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_cannot_be_is_told() {
+    fn impossible_socket_paths_are_clear_errors() {
         let directory = tempfile::tempdir().unwrap();
         for (name, part) in [
             ("x/s", "that can be written"),

@@ -1,4 +1,4 @@
-//! The names of sockets in the file system, each of which belongs to one socket.
+//! Sockets' names in the file system.
 
 use std::ffi::OsString;
 use std::fs::File;
@@ -20,7 +20,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// Longest wait for a server that ends to close its sockets.
 const CLOSING: Duration = Duration::from_secs(1);
 
-/// Clients that may wait for a socket to be accepted.
+/// How many clients may wait to be accepted.
 const BACKLOG: i32 = 128;
 
 /// Pause between two attempts.
@@ -46,12 +46,12 @@ impl SocketPlace {
         })
     }
 
-    /// Locks the directory until the guard is dropped, so that no other process that locks it changes it.
-    pub(super) fn lock(&self) -> Result<Locked<'_>, Errno> {
+    /// Locks the directory against other servers until the guard is dropped.
+    pub(super) fn lock(&self) -> Result<DirectoryLock<'_>, Errno> {
         let began = Instant::now();
         loop {
             match flock(&self.directory, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => return Ok(Locked(&self.directory)),
+                Ok(()) => return Ok(DirectoryLock(&self.directory)),
                 Err(Errno::AGAIN | Errno::INTR) if began.elapsed() < PATIENCE => {
                     thread::sleep(REST)
                 }
@@ -100,11 +100,11 @@ impl SocketPlace {
 }
 
 /// A directory that is locked.
-pub(super) struct Locked<'a>(&'a File);
+pub(super) struct DirectoryLock<'a>(&'a File);
 
-impl Drop for Locked<'_> {
+impl Drop for DirectoryLock<'_> {
     fn drop(&mut self) {
-        // Closing the descriptor unlocks the directory at the latest.
+        // If this fails, closing the descriptor unlocks the directory.
         let _ = flock(self.0, FlockOperation::Unlock);
     }
 }
@@ -113,7 +113,7 @@ impl Drop for Locked<'_> {
 #[derive(Debug)]
 pub(super) struct Name {
     pub(super) place: SocketPlace,
-    /// Device and inode of the socket, because another socket may have the same name later.
+    /// Device and inode of the socket: another socket may get the same name later.
     pub(super) id: (u64, u64),
 }
 
@@ -123,7 +123,7 @@ impl Name {
         &self.place.directory
     }
 
-    /// Removes the name, if it still belongs to this socket, once no server listens there.
+    /// Removes the name once no server listens there, if it still belongs to this socket.
     pub(super) fn remove(&self) -> Result<(), Errno> {
         let began = Instant::now();
         loop {
@@ -144,15 +144,15 @@ impl Name {
     }
 }
 
-/// The name of a socket in the file system; dropping it removes the name.
+/// The name of a socket in the file system. Dropping it removes the name.
 #[derive(Debug)]
 pub struct SocketFile {
-    /// `None` once the name was handed to another owner.
+    /// `None` once the name has another owner.
     pub(super) name: Option<Name>,
 }
 
 impl SocketFile {
-    /// Gives the name away; dropping this value no longer removes it.
+    /// Gives the name away, so that dropping this value does not remove it.
     pub(super) fn into_name(mut self) -> Option<Name> {
         self.name.take()
     }
@@ -161,14 +161,14 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if let Some(name) = &self.name {
-            // A name that is gone already needs no removal.
+            // Fine if the name is already gone.
             let _ = name.remove();
         }
     }
 }
 
-/// The name of a socket that was made while the process served others. Dropping it removes the name; the socket must have
-/// been closed before.
+/// The name of a socket that was made by a process with other sockets in use. Dropping it removes
+/// the name; close the socket first.
 #[derive(Debug)]
 pub struct LateName(pub(super) Name);
 
@@ -180,7 +180,7 @@ impl Drop for LateName {
         };
         let ours = |found: Stat| (found.st_dev, found.st_ino) == *id;
         if place.stat().is_ok_and(ours) {
-            // The next server that binds a name that stays replaces it.
+            // If the name stays, the next server that binds it replaces it.
             let _ = place.remove();
         }
     }

@@ -1,9 +1,9 @@
-//! The names of sockets are removed by a child process that does nothing else.
+//! A child process removes the names of sockets, and does nothing else.
 //!
-//! Landlock has a right to remove files in a directory, but no right to remove one name only. A process that
-//! had to remove its socket at its end could also remove every image beside it. So the process forks a child
-//! that removes the name, before it gives up its own rights. The only message from
-//! parent to child is the closed pipe:
+//! Landlock can allow removing any file of a directory, but not one name only: a process with the
+//! right to remove its socket could also remove every image beside it. So the process forks a child
+//! for that before it gives up its own rights. The only message from parent to child is the closed
+//! pipe:
 //!
 //! ```text
 //!   process ── bind ── fork ── restrict ── serve ── drop, or any other end ──▶ pipe closed
@@ -18,13 +18,13 @@ use rustix::io::Errno;
 use super::socket_file::{Name, SocketFile};
 use crate::child;
 
-/// The names of this process's sockets. Dropping it removes them, once no server listens there any more.
+/// The names of this process's sockets. Dropping it removes them once no server listens there.
 #[derive(Debug, Default)]
 pub struct SocketNames {
     /// Names that this process itself removes.
     own: Vec<SocketFile>,
     /// The child that removes the other names.
-    child: Option<Child>,
+    child: Option<NameRemover>,
 }
 
 impl SocketNames {
@@ -33,8 +33,9 @@ impl SocketNames {
         self.own.push(file);
     }
 
-    /// Hands all names added so far to a child. The child removes them however this process ends, so this
-    /// process may give up the right to remove anything. To be called once, while the process has one thread.
+    /// Hands all names that have been added to a child, which removes them however this process
+    /// ends. So this process may give up the right to remove files. Call it once, while the process
+    /// has one thread.
     ///
     /// # Errors
     /// If the system refuses a pipe or a process.
@@ -42,6 +43,7 @@ impl SocketNames {
         if self.own.is_empty() {
             return Ok(());
         }
+        assert!(self.child.is_none(), "one child removes all names");
         let (kept, keep) = pipe()?;
         let (gone, going) = pipe()?;
         let names = self.own.drain(..).filter_map(SocketFile::into_name);
@@ -60,12 +62,12 @@ impl SocketNames {
         started?;
         let keep = Some(keep);
         let gone = Some(gone);
-        self.child = Some(Child { keep, gone });
+        self.child = Some(NameRemover { keep, gone });
         Ok(())
     }
 
-    /// As [`hand_over`](Self::hand_over), but the child removes the names once all copies of the returned descriptor are closed,
-    /// which other processes may have too.
+    /// As [`hand_over`](Self::hand_over), but the child removes the names once all copies of the
+    /// returned descriptor are closed, in any process.
     ///
     /// # Errors
     /// As [`hand_over`](Self::hand_over).
@@ -78,16 +80,16 @@ impl SocketNames {
     }
 }
 
-/// A child that keeps names. Dropping it makes the child remove them, and waits until it has.
+/// A child that will remove names. Dropping it makes the child do so, and waits until it has.
 #[derive(Debug)]
-struct Child {
-    /// The child removes the names when this end is closed.
+struct NameRemover {
+    /// The child removes the names when this end of the pipe is closed.
     keep: Option<PipeWriter>,
-    /// Reaches its end when the child has ended; `None`: nobody waits for that.
+    /// At end of file once the child has ended; `None`: nobody waits for that.
     gone: Option<PipeReader>,
 }
 
-impl Drop for Child {
+impl Drop for NameRemover {
     fn drop(&mut self) {
         self.keep = None;
         // The child never writes: the end of the pipe, or an error, means that the child has ended.
@@ -101,8 +103,8 @@ impl Drop for Child {
 fn wait_and_remove(names: &[Name], kept: &PipeReader) {
     while let Err(Errno::INTR) = rustix::io::read(kept, &mut [0; 1]) {}
     for name in names {
-        // The child has no one to report an error to. A name that stays is replaced by the next server that
-        // binds it.
+        // There is nobody to report an error to. The next server that binds a name replaces it if
+        // it stays.
         let _ = name.remove();
     }
 }

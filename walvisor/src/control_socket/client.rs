@@ -16,21 +16,21 @@ use super::lines::MOST_FILES;
 
 /// A line from the server: an answer, or an event before it.
 #[derive(Deserialize)]
-struct Line {
+struct Reply {
     #[serde(rename = "return")]
     done: Option<Value>,
-    error: Option<Refusal>,
-    data: Option<Passed>,
+    error: Option<ErrorReply>,
+    data: Option<ExportProgress>,
 }
 
 #[derive(Deserialize)]
-struct Refusal {
+struct ErrorReply {
     desc: String,
 }
 
-/// How far an export is.
+/// The progress of an export.
 #[derive(Deserialize)]
-struct Passed {
+struct ExportProgress {
     passed_bytes: u64,
     total_bytes: u64,
 }
@@ -38,13 +38,14 @@ struct Passed {
 /// Sends one request to the socket at `path`, and waits for its answer.
 ///
 /// # Errors
-/// A line that says what, where and what to do: if no server listens there, the request was refused, or the
-/// reply is not an answer.
+/// One line: what, where, what to do. If no server listens there, if it refuses the request, or if
+/// its reply is not an answer.
 pub fn ask(path: &Path, command: &ControlCommand) -> Result<Value, String> {
     ask_with(path, command, &[], &mut |_, _| {})
 }
 
-/// As [`ask`], with descriptors that the request carries. `progress` is told how far the server is.
+/// As [`ask`], for a request with descriptors. `progress` is called with the bytes done and the
+/// total.
 ///
 /// # Errors
 /// As [`ask`].
@@ -56,14 +57,17 @@ pub fn ask_with(
 ) -> Result<Value, String> {
     let place = path.display();
     let stream = UnixStream::connect(path).map_err(|error| {
-        format!("control socket '{place}': {error}: is 'walvisor run' or 'walvisor serve' running with --control {place}?")
+        format!(
+            "control socket '{place}': {error}: is 'walvisor run' or 'walvisor serve' running \
+            with --control {place}?"
+        )
     })?;
     let gone = |error: std::io::Error| {
-        format!("control socket '{place}': {error}: the process behind it may have ended")
+        format!("control socket '{place}': {error}: its process may have ended")
     };
     let mut request = command.to_line().into_bytes();
     request.push(b'\n');
-    // A server that has too many clients answers before it reads a request, and the write may fail.
+    // A server with too many clients answers without reading the request, so the write may fail.
     let mut written = Some(send(&stream, &request, files));
     let mut lines = BufReader::new(&stream);
     loop {
@@ -73,35 +77,36 @@ pub fn ask_with(
             written.take().unwrap_or(Ok(())).map_err(gone)?;
             read.map_err(gone)?;
             return Err(format!(
-                "control socket '{place}': closed without an answer: the process behind it has ended"
+                "control socket '{place}': closed without an answer: its process has ended"
             ));
         }
         match serde_json::from_str(&text) {
-            Ok(Line {
+            Ok(Reply {
                 error: Some(error), ..
             }) => return Err(error.desc),
-            Ok(Line {
+            Ok(Reply {
                 done: Some(value), ..
             }) => return Ok(value),
-            Ok(Line {
+            Ok(Reply {
                 data: Some(passed), ..
             }) => progress(passed.passed_bytes, passed.total_bytes),
             Ok(_) => {
                 return Err(format!(
-                    "control socket '{place}': the process that answers is not walvisor: neither an answer nor an event"
+                    "control socket '{place}': the reply is neither an answer nor an event, so the \
+                     process is not walvisor"
                 ));
             }
             Err(error) => {
                 return Err(format!(
-                    "control socket '{place}': what answers there is no control socket ({error}): name the one that was given to \
-                     walvisor with --control"
+                    "control socket '{place}': what answers there is no control socket ({error}): \
+                     name the one that was given to walvisor with --control"
                 ));
             }
         }
     }
 }
 
-/// Sends all of `bytes`, and the descriptors with the first of them.
+/// Sends `bytes`, and the descriptors with the first byte.
 fn send(mut stream: &UnixStream, bytes: &[u8], files: &[BorrowedFd<'_>]) -> std::io::Result<()> {
     if files.is_empty() {
         return stream.write_all(bytes);

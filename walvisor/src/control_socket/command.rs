@@ -1,4 +1,4 @@
-//! Requests and their answers, as lines of JSON.
+//! Requests and answers as lines of JSON.
 
 use std::time::SystemTime;
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value, json};
 
 use crate::metrics::unix_us;
 
-/// Why a request was not carried out.
+/// Why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
 pub struct ControlError {
@@ -17,7 +17,7 @@ pub struct ControlError {
 }
 
 impl ControlError {
-    /// The request is wrong, or carrying it out failed.
+    /// The request is wrong, or failed.
     pub fn new(text: impl std::fmt::Display) -> Self {
         Self::of("GenericError", text)
     }
@@ -53,7 +53,7 @@ pub enum Format {
     Prometheus,
 }
 
-/// The cache modes that a live disk changes between.
+/// The cache modes that a disk in use can be set to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, clap::ValueEnum)]
 #[serde(rename_all = "kebab-case")]
 pub enum CacheChoice {
@@ -63,7 +63,7 @@ pub enum CacheChoice {
     Writethrough,
 }
 
-/// How much of a disk may be used; what is not said stays as it is, and 0 takes a limit away.
+/// A change of a disk's limits. A limit that is not given stays, and 0 removes it.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, clap::Args)]
 #[serde(deny_unknown_fields)]
 pub struct LimitChange {
@@ -71,7 +71,7 @@ pub struct LimitChange {
     #[arg(long, value_name = "N")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ops_per_second: Option<u64>,
-    /// Operations that may pass at once after an idle time [default: those of one second]
+    /// Operations that may pass at once after an idle time [default: the limit of one second]
     #[arg(long, value_name = "N")]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub ops_burst: Option<u64>,
@@ -79,7 +79,8 @@ pub struct LimitChange {
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_per_second: Option<u64>,
-    /// Bytes that may pass at once after an idle time, with K, M or G [default: those of one second]
+    /// Bytes that may pass at once after an idle time, with K, M or G [default: the limit of one
+    /// second]
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_burst: Option<u64>,
@@ -99,15 +100,16 @@ fn parse_rate(text: &str) -> Result<u64, String> {
 pub struct LookRequest {
     /// The disk's name.
     pub disk: Option<String>,
-    /// The point, as `at=` takes it.
+    /// The point, as `at=` accepts it.
     #[serde(default = "newest")]
     pub at: String,
-    /// Where the socket that comes with the request is bound; the look's name.
+    /// Where the socket that comes with the request is bound. It identifies the look.
     pub socket: String,
-    /// The look takes writes. The descriptor of an empty file for them comes behind that of the socket.
+    /// The look can be written. The descriptor of an empty file for the writes follows that of the
+    /// socket.
     #[serde(default)]
     pub scratch: bool,
-    /// The look does not end when its last client is gone.
+    /// The look stays open when its last client is gone.
     #[serde(default)]
     pub keep: bool,
 }
@@ -116,16 +118,16 @@ fn newest() -> String {
     "newest".to_owned()
 }
 
-/// A request. Its disk may be left out where there is only one.
+/// A request. Its disk may be left out if there is only one.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ControlCommand {
-    /// Report what has been done so far, and the current state.
+    /// Report counters and the current state.
     Stats(Format),
-    /// Stop the vCPUs, and let the disks finish the requests that they have taken.
+    /// Stop the vCPUs, and wait until the disks have no requests in flight.
     Pause,
     /// Continue after a pause.
     Resume,
-    /// Make a disk longer.
+    /// Grow a disk.
     Resize {
         /// Its name.
         disk: Option<String>,
@@ -139,7 +141,7 @@ pub enum ControlCommand {
         /// The mode.
         cache: CacheChoice,
     },
-    /// Limit the use of a disk.
+    /// Change the limits of a disk.
     SetLimit {
         /// Its name.
         disk: Option<String>,
@@ -153,20 +155,20 @@ pub enum ControlCommand {
         /// Do it although its log keeps history, which is lost then.
         give_up_history: bool,
     },
-    /// Copy a disk, as it is at one moment, to the file whose descriptor comes with the request.
+    /// Copy a disk, as of one moment, to the file whose descriptor comes with the request.
     Export {
         /// Its name.
         disk: Option<String>,
-        /// The point, as `at=` takes it; `None`: the disk as it is.
+        /// The point, as `at=` accepts it; `None`: now.
         at: Option<String>,
     },
-    /// Name the present state of all disks of a disk's log, or of this one.
+    /// Name the current state of all disks of a disk's log, or of this disk only.
     Snapshot {
         /// The disk's name.
         disk: Option<String>,
         /// The snapshot's name.
         name: String,
-        /// Of this disk alone.
+        /// Of this disk only.
         alone: bool,
     },
     /// Report the snapshots of a disk's log, and how much history it keeps.
@@ -199,31 +201,31 @@ pub enum ControlCommand {
     SetRetain {
         /// The disk's name.
         disk: Option<String>,
-        /// How much, as the key retain= takes it.
+        /// How much, as the key `retain=` accepts it.
         retain: String,
     },
-    /// Open another disk, and serve it.
+    /// Open another disk and serve it.
     AddDisk {
         /// The disk, as on the command line of the daemon.
         spec: String,
     },
-    /// Stop to serve a disk, and close it.
+    /// Stop serving a disk and close it.
     RemoveDisk {
         /// Its name.
         disk: String,
     },
-    /// Serve a disk as it was at a point, on the listening socket whose descriptor comes with the request.
+    /// Serve a disk as of a point, on the listening socket whose descriptor comes with the request.
     Look(LookRequest),
     /// End a look.
     Unlook {
         /// Its socket, or its disk's name.
         look: String,
     },
-    /// Report the looks that are open.
+    /// Report the open looks.
     Looks,
     /// End the process.
     Shutdown {
-        /// Whether to end without asking the guest.
+        /// Whether to end without asking the guest to power off.
         now: bool,
     },
 }
@@ -240,7 +242,7 @@ struct Envelope {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct Nothing {}
+struct NoArguments {}
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -251,7 +253,7 @@ struct StatsArguments {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct OneDisk {
+struct DiskOnly {
     disk: Option<String>,
 }
 
@@ -405,8 +407,8 @@ impl ControlCommand {
         }
         Ok(match name {
             "stats" => Self::Stats(read::<StatsArguments>(name, arguments)?.format),
-            "pause" => read(name, arguments).map(|Nothing {}| Self::Pause)?,
-            "resume" => read(name, arguments).map(|Nothing {}| Self::Resume)?,
+            "pause" => read(name, arguments).map(|NoArguments {}| Self::Pause)?,
+            "resume" => read(name, arguments).map(|NoArguments {}| Self::Resume)?,
             "resize" => {
                 let ResizeArguments { disk, size_bytes } = read(name, arguments)?;
                 Self::Resize { disk, size_bytes }
@@ -446,7 +448,7 @@ impl ControlCommand {
                 Self::SnapshotDelete { disk, name }
             }
             "snapshots" => {
-                let OneDisk { disk } = read(name, arguments)?;
+                let DiskOnly { disk } = read(name, arguments)?;
                 Self::Snapshots { disk }
             }
             "restore" => {
@@ -474,7 +476,7 @@ impl ControlCommand {
                 let UnlookArguments { look } = read(name, arguments)?;
                 Self::Unlook { look }
             }
-            "looks" => read(name, arguments).map(|Nothing {}| Self::Looks)?,
+            "looks" => read(name, arguments).map(|NoArguments {}| Self::Looks)?,
             "shutdown" => {
                 let ShutdownArguments { now } = read(name, arguments)?;
                 Self::Shutdown { now }
@@ -482,7 +484,9 @@ impl ControlCommand {
             _ => {
                 let name: String = name.chars().take(80).collect();
                 return Err(ControlError::unknown_command(format_args!(
-                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, restore, mark, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
+                    "unknown command '{name}': there are stats, pause, resume, resize, set-cache, \
+                     set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, restore, \
+                     mark, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
                 )));
             }
         })

@@ -1,4 +1,4 @@
-//! The objects that a control socket controls: disks in use, and the vCPUs of a VM.
+//! What a control socket controls: disks in use, and the VM or daemon that uses them.
 
 use std::ops::Deref;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,13 +14,13 @@ use walvisor_vmm::vm::exits::ExitCounters;
 
 use super::looks::Looks;
 use crate::disk_spec::{DiskCommand, DiskSpec};
-use crate::disks::Removed;
+use crate::disks::RemovedDisk;
 
-/// The part of the process that ends it on request.
+/// What can end the process on request.
 pub enum Power {
     /// A VM.
     Guest {
-        /// The end and the pauses of its run.
+        /// Ends and pauses its run.
         control: Arc<RunControl>,
         /// Its exits, by vCPU.
         exits: Vec<Arc<ExitCounters>>,
@@ -31,29 +31,30 @@ pub enum Power {
     Daemon {
         /// Asks it to end.
         end: Box<dyn Fn() + Send + Sync>,
-        /// What lets its disks come and go; `None`: they are fixed.
-        members: Option<Box<dyn Members>>,
+        /// Adds and removes disks; `None`: the disks are fixed.
+        hotplug: Option<Box<dyn DiskHotplug>>,
     },
 }
 
-/// Lets the disks of a daemon come and go. May be called from any thread; of several calls one takes its turn.
-pub trait Members: Send + Sync {
-    /// Opens a disk, and serves it.
+/// Adds and removes disks of a running daemon. Can be called from any thread; calls are carried out
+/// one at a time.
+pub trait DiskHotplug: Send + Sync {
+    /// Opens a disk and serves it.
     ///
     /// # Errors
     /// One line. Nothing has changed then.
-    fn add(&self, spec: &DiskSpec) -> Result<Added, String>;
+    fn add(&self, spec: &DiskSpec) -> Result<AddedDisk, String>;
 
-    /// Ends the connections of a disk once what was taken has been answered, and closes the disk. The caller has no
-    /// [`DiskInUse`] of it any more.
+    /// Answers a disk's outstanding requests, ends its connections, and closes it. The caller must
+    /// have dropped its [`DiskInUse`] of it.
     ///
     /// # Errors
     /// If the disk cannot be closed.
-    fn remove(&self, name: &str) -> Result<Removed, NotRemoved>;
+    fn remove(&self, name: &str) -> Result<RemovedDisk, RemovalError>;
 }
 
 /// A disk that was added.
-pub struct Added {
+pub struct AddedDisk {
     /// The disk.
     pub disk: DiskInUse,
     /// Where clients find it.
@@ -61,22 +62,22 @@ pub struct Added {
 }
 
 /// Why a disk was not removed.
-pub struct NotRemoved {
+pub struct RemovalError {
     /// One line.
-    pub why: String,
-    /// The disk, which is served again; `None`: nothing serves it.
+    pub reason: String,
+    /// The disk, if it is served again.
     pub disk: Option<DiskInUse>,
 }
 
-/// A disk that requests can reach.
+/// A disk that a request uses. [`take_off`](ControlledProcess::take_off) waits until it is dropped.
 #[derive(Clone)]
-pub(super) struct Listed {
+pub(super) struct DiskLease {
     disk: DiskInUse,
-    /// Dropped after the disk: the receiver finds out when nobody has the disk any more.
+    /// Dropped after the disk, which tells the receiver when nobody has the disk any more.
     _held: Sender<()>,
 }
 
-impl Deref for Listed {
+impl Deref for DiskLease {
     type Target = DiskInUse;
 
     fn deref(&self) -> &DiskInUse {
@@ -85,27 +86,27 @@ impl Deref for Listed {
 }
 
 /// An entry of the list of disks.
-struct Entry {
-    listed: Listed,
+struct DiskEntry {
+    listed: DiskLease,
     released: Receiver<()>,
 }
 
-impl From<DiskInUse> for Entry {
+impl From<DiskInUse> for DiskEntry {
     fn from(disk: DiskInUse) -> Self {
         let (_held, released) = channel();
-        let listed = Listed { disk, _held };
+        let listed = DiskLease { disk, _held };
         Self { listed, released }
     }
 }
 
-/// The disks and the VM or daemon that requests change. See the module's documentation.
-pub struct Controlled {
+/// The disks, and the VM or daemon, that requests read and change.
+pub struct ControlledProcess {
     pub(super) kind: DiskCommand,
     pub(super) started: Instant,
-    disks: Mutex<Vec<Entry>>,
+    disks: Mutex<Vec<DiskEntry>>,
     pub(super) power: Power,
     pub(super) looks: Looks,
-    /// Held by a client's thread while it changes anything, which may take long.
+    /// Locked by a client's thread while it changes anything, which may take long.
     pub(super) changing: Mutex<()>,
     /// The vCPUs and disks are paused. Changed with `changing` locked, read without it.
     pub(super) paused: AtomicBool,
@@ -113,13 +114,13 @@ pub struct Controlled {
     pub(super) ending: AtomicBool,
 }
 
-impl Controlled {
+impl ControlledProcess {
     /// `started` is when the process began.
     pub fn new(kind: DiskCommand, started: Instant, disks: Vec<DiskInUse>, power: Power) -> Self {
         Self {
             kind,
             started,
-            disks: Mutex::new(disks.into_iter().map(Entry::from).collect()),
+            disks: Mutex::new(disks.into_iter().map(DiskEntry::from).collect()),
             power,
             looks: Looks::default(),
             changing: Mutex::default(),
@@ -139,15 +140,16 @@ impl Controlled {
         Self::new(DiskCommand::Run, started, disks, power)
     }
 
-    /// Lifts all limits for good, because the process is ending: no limit may hold up the end, not even one
-    /// that a client sets now, and no want of space.
+    /// Lifts all limits for good, because the process is ending: neither a limit, even one that a
+    /// client sets now, nor a lack of space may delay that.
     pub(crate) fn lift_limits(&self) {
         self.ending.store(true, Ordering::SeqCst);
         self.disks().iter().for_each(|disk| self.apply_end(disk));
     }
 
-    /// Lifts what may hold up the end of a disk's requests, if the process is ending. To be called after each change of a
-    /// limit: either this thread sees the end, or the thread that ends the process sees the change.
+    /// If the process is ending, lifts what may delay a disk's requests. Call it after each change
+    /// of a limit: either this thread sees that the process is ending, or the thread that ends it
+    /// sees the change.
     pub(super) fn apply_end(&self, disk: &DiskInUse) {
         if self.ending.load(Ordering::SeqCst) {
             disk.throttle.set(throttle::Limits::default());
@@ -155,13 +157,13 @@ impl Controlled {
         }
     }
 
-    /// The disks now, in the order in which they came.
-    pub(super) fn disks(&self) -> Vec<Listed> {
+    /// The current disks, oldest first.
+    pub(super) fn disks(&self) -> Vec<DiskLease> {
         let disks = self.entries();
         disks.iter().map(|entry| entry.listed.clone()).collect()
     }
 
-    fn entries(&self) -> MutexGuard<'_, Vec<Entry>> {
+    fn entries(&self) -> MutexGuard<'_, Vec<DiskEntry>> {
         // No panic leaves the list half changed.
         self.disks.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -171,25 +173,26 @@ impl Controlled {
         self.entries().push(disk.into());
     }
 
-    /// Takes the disk of this name off the list, and returns when no other client's request uses it any more. `false`: there
-    /// is none, or there are several.
+    /// Takes the disk of this name off the list, and waits until no request of another client uses
+    /// it. `false`: no disk has this name, or several have.
     pub(super) fn take_off(&self, name: &str) -> bool {
         let mut disks = self.entries();
-        let named = |entry: &Entry| entry.listed.name == name;
+        let named = |entry: &DiskEntry| entry.listed.name == name;
         let [place] = (0..disks.len())
             .filter(|place| named(&disks[*place]))
             .collect::<Vec<_>>()[..]
         else {
             return false;
         };
-        let Entry { listed, released } = disks.remove(place);
+        let DiskEntry { listed, released } = disks.remove(place);
         drop((disks, listed));
-        // Nobody sends anything: the wait ends when the last sender is gone, and so the disk.
+        // Nobody sends anything: the wait ends when the last lease, and with it the sender, is
+        // dropped.
         let _ = released.recv();
         true
     }
 
-    /// The disks at the end, once nothing controls them any more.
+    /// The remaining disks, when nothing controls them any more.
     pub(crate) fn into_disks(self) -> Vec<DiskInUse> {
         let disks = self.disks.into_inner();
         let disks = disks.unwrap_or_else(PoisonError::into_inner).into_iter();
@@ -201,7 +204,8 @@ impl Controlled {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether the vCPUs and disks are paused: from the end of a pause to the beginning of the next resume.
+    /// Whether the vCPUs and disks are paused: from the end of a pause to the beginning of the next
+    /// resume.
     pub(super) fn is_paused(&self) -> bool {
         self.paused.load(Ordering::SeqCst)
     }

@@ -3,29 +3,29 @@
 /// Longest line in bytes, without its line end.
 pub const MAX_LINE: usize = 64 << 10;
 
-/// Most descriptors that come with a line; further ones are dropped.
+/// Limit on the descriptors that come with a line. Further ones are dropped.
 pub(super) const MOST_FILES: usize = 4;
 
 /// A complete line.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Line {
+pub(super) enum InputLine {
     /// The line's bytes, without its line end.
     Whole(Vec<u8>),
     /// The line had more than [`MAX_LINE`] bytes, which were dropped.
     TooLong,
 }
 
-/// The part of a line that has arrived.
+/// Splits bytes into lines, and keeps the incomplete one.
 #[derive(Debug, Default)]
-pub(super) struct Lines {
+pub(super) struct LineReader {
     part: Vec<u8>,
-    /// The line has become too long, and the rest of it is dropped.
+    /// The line is too long, so the rest of it will be dropped.
     skipping: bool,
 }
 
-impl Lines {
-    /// Takes bytes that have arrived, and returns the lines that they complete. Blank lines are left out.
-    pub(super) fn push(&mut self, bytes: &[u8]) -> Vec<Line> {
+impl LineReader {
+    /// Adds bytes, and returns the lines that they complete, without blank ones.
+    pub(super) fn push(&mut self, bytes: &[u8]) -> Vec<InputLine> {
         let mut ended = Vec::new();
         for piece in bytes.split_inclusive(|byte| *byte == b'\n') {
             let (piece, end) = match piece.strip_suffix(b"\n") {
@@ -39,12 +39,13 @@ impl Lines {
             if !self.skipping {
                 self.part.extend_from_slice(piece);
             }
+            assert!(self.part.len() <= MAX_LINE, "memory of a line is bounded");
             if end {
                 let line = std::mem::take(&mut self.part);
-                match std::mem::take(&mut self.skipping) {
-                    true => ended.push(Line::TooLong),
-                    false if line.trim_ascii().is_empty() => {}
-                    false => ended.push(Line::Whole(line)),
+                if std::mem::take(&mut self.skipping) {
+                    ended.push(InputLine::TooLong);
+                } else if !line.trim_ascii().is_empty() {
+                    ended.push(InputLine::Whole(line));
                 }
             }
         }
@@ -61,36 +62,36 @@ impl Lines {
 mod tests {
     use super::*;
 
-    fn whole(text: &str) -> Line {
-        Line::Whole(text.into())
+    fn whole(text: &str) -> InputLine {
+        InputLine::Whole(text.into())
     }
 
     #[test]
-    fn lines_come_in_any_pieces() {
+    fn lines_may_arrive_in_any_pieces() {
         let text = b"one\n\r\n  \ntwo\r\nthree";
         for size in 1..=text.len() {
-            let mut lines = Lines::default();
-            let ended: Vec<Line> = text
+            let mut lines = LineReader::default();
+            let ended: Vec<InputLine> = text
                 .chunks(size)
                 .flat_map(|piece| lines.push(piece))
                 .collect();
             assert_eq!(ended, [whole("one"), whole("two\r")], "pieces of {size}");
             assert!(lines.is_open());
         }
-        assert!(!Lines::default().is_open());
+        assert!(!LineReader::default().is_open());
     }
 
     #[test]
-    fn a_line_that_is_too_long_costs_no_memory_and_the_next_is_heard() {
-        let mut lines = Lines::default();
+    fn a_line_that_is_too_long_uses_bounded_memory_and_the_next_is_read() {
+        let mut lines = LineReader::default();
         let longest = vec![b'x'; MAX_LINE];
         assert_eq!(lines.push(&longest), []);
-        assert_eq!(lines.push(b"\n"), [Line::Whole(longest.clone())]);
+        assert_eq!(lines.push(b"\n"), [InputLine::Whole(longest.clone())]);
         for _ in 0..100 {
             assert_eq!(lines.push(&longest), []);
             assert!(lines.part.capacity() <= 2 * MAX_LINE);
         }
         assert!(lines.is_open());
-        assert_eq!(lines.push(b"y\nz\n"), [Line::TooLong, whole("z")]);
+        assert_eq!(lines.push(b"y\nz\n"), [InputLine::TooLong, whole("z")]);
     }
 }

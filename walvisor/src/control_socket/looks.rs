@@ -1,11 +1,12 @@
-//! Looks at disks in use: each is served read-only, or with a scratch file, over NBD on a socket of its own.
+//! Looks at disks in use: each is served read-only, or with a scratch file, over NBD on a socket of
+//! its own.
 //!
 //! ```text
 //!   walvisor ctl look ── binds SOCKET ── descriptors ──▶ Looks::serve ──▶ a thread: NBD server of one export
 //!          │                                                                  │ until its last client is gone, 'unlook', or
 //!          └─ child that removes the name ◀────────── closes the pipe ────────┘ the end of the process
 //! ```
-//! The process may not be able to reach the directory of the socket, and need not: the client makes the socket.
+//! The client makes the socket, because this process may lack the right to.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -24,43 +25,43 @@ use walvisor_storage::Look;
 
 use super::command::{ControlError, LookRequest};
 
-/// Most looks that are open at a time: each has threads and an index of its own.
+/// Limit on open looks: each has its own threads and index.
 pub const MAX_LOOKS: usize = 64;
 
-/// The looks that are open. Dropping it ends them.
+/// The open looks. Dropping it ends them.
 #[derive(Default)]
 pub(super) struct Looks {
-    open: Arc<Mutex<Vec<Served>>>,
+    open: Arc<Mutex<Vec<OpenLook>>>,
 }
 
 /// A look that is served.
-struct Served {
-    /// What clients are told of it.
-    told: Value,
+struct OpenLook {
+    /// What clients are description of it.
+    description: Value,
     end: Stop,
     thread: JoinHandle<()>,
 }
 
-impl Served {
+impl OpenLook {
     fn is(&self, key: &str, value: &str) -> bool {
-        self.told[key].as_str() == Some(value)
+        self.description[key].as_str() == Some(value)
     }
 
     /// Ends the look, and returns once its socket is closed.
     fn end(self) -> Value {
         self.end.tell();
         join(self.thread, "a look");
-        self.told
+        self.description
     }
 }
 
-fn lock(open: &Mutex<Vec<Served>>) -> MutexGuard<'_, Vec<Served>> {
-    // A list is whole whenever it is unlocked.
+fn lock(open: &Mutex<Vec<OpenLook>>) -> MutexGuard<'_, Vec<OpenLook>> {
+    // No panic leaves the list half changed.
     open.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Looks {
-    /// Serves a look at a disk. `kept`: descriptors that are closed when the look has ended.
+    /// Serves a look at a disk. `kept`: descriptors to close when the look has ended.
     pub(super) fn serve(
         &self,
         disk: &str,
@@ -76,7 +77,7 @@ impl Looks {
         }
         let file = Path::new(disk).file_name();
         let name = file.map_or_else(|| disk.into(), |name| name.to_string_lossy());
-        let told = json!({
+        let description = json!({
             "socket": request.socket,
             "export": name,
             "disk": disk,
@@ -106,17 +107,18 @@ impl Looks {
             let mut wanted = [PollFd::new(&ended, PollFlags::IN)];
             while let Err(Errno::INTR) = poll(&mut wanted, None) {}
             server.stop();
-            // Whoever removes the socket's name finds nobody there any more.
+            // Only now may the socket's name be removed: nobody listens there any more.
             drop(kept);
             let me = thread::current().id();
             lock(&all).retain(|served| served.thread.thread().id() != me);
         })?;
-        open.push(Served {
-            told: told.clone(),
+        assert!(open.len() < MAX_LOOKS, "checked with the list locked");
+        open.push(OpenLook {
+            description: description.clone(),
             end,
             thread,
         });
-        Ok(told)
+        Ok(description)
     }
 
     /// Ends the look on this socket, or the only one at this disk.
@@ -124,11 +126,12 @@ impl Looks {
         let mut open = lock(&self.open);
         let mut found = open.iter().position(|served| served.is("socket", look));
         if found.is_none() {
-            let of_disk = |served: &Served| served.is("disk", look);
+            let of_disk = |served: &OpenLook| served.is("disk", look);
             found = open.iter().position(of_disk);
             if open.iter().filter(|served| of_disk(served)).count() > 1 {
                 return Err(ControlError::new(format_args!(
-                    "several looks at '{look}' are open: give the socket of one ('looks' lists them)"
+                    "several looks at '{look}' are open: give the socket of one ('looks' lists \
+                     them)"
                 )));
             }
         }
@@ -138,15 +141,18 @@ impl Looks {
             )));
         };
         let served = open.remove(found);
-        // The look's thread locks the list at its end.
+        // Unlock the list, because the look's thread locks it at its end.
         drop(open);
         Ok(served.end())
     }
 
-    /// All looks, for clients.
-    pub(super) fn told(&self) -> Value {
+    /// All looks, described for clients.
+    pub(super) fn list(&self) -> Value {
         let open = lock(&self.open);
-        let looks: Vec<_> = open.iter().map(|served| served.told.clone()).collect();
+        let looks: Vec<_> = open
+            .iter()
+            .map(|served| served.description.clone())
+            .collect();
         json!({ "looks": looks })
     }
 }

@@ -1,4 +1,4 @@
-//! The control socket of `walvisor run` and of the daemons: JSON, one line for a request and one for its
+//! The control socket of `walvisor run` and of the daemons: JSON, one line per request and one per
 //! answer, over a Unix socket of mode 0600.
 //!
 //! ```text
@@ -6,15 +6,18 @@
 //!                                                    │ lines.rs: bounded
 //!   Server: a thread a client ──────────────────────▶│ command.rs: what it asks for
 //!                                                    ▼
-//!                                     Controlled: disks, vCPUs, the end     controlled.rs, requests.rs, stats.rs
+//!                                     ControlledProcess: disks, vCPUs, the end     controlled.rs, requests.rs, stats.rs
 //!                                                    │
 //!            {"return": {...}, "id": 1} ◀────────────┴───────▶ {"error": {"class": "...", "desc": "..."}, "id": 1}
 //! ```
-//! Requests and answers have the form of QMP (QEMU's `docs/interop/qmp-spec.rst`) without its greeting and
-//! capabilities: a program that can write QMP can write these requests. A client's requests are carried out one
-//! after the other, and answered in order. An export needs a descriptor, which comes with the request; events before its
-//! answer tell how far it is. A look needs the descriptor of a socket that listens: it is served there, in this process. Clients do not wait for each other, except where both change the
-//! same thing.
+//! Requests and answers have the form of QMP (QEMU's `docs/interop/qmp-spec.rst`) without its
+//! greeting and capabilities, so a program that speaks QMP can speak this. A client's requests are
+//! carried out and answered in order. Clients do not wait for each other, unless both change
+//! something.
+//!
+//! An export needs the descriptor of a file, which comes with the request, and sends events with
+//! its progress before its answer. A look needs the descriptor of a listening socket, where this
+//! process serves it.
 
 mod client;
 mod command;
@@ -27,7 +30,7 @@ mod stats;
 
 pub use client::{ask, ask_with};
 pub use command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
-pub use controlled::{Added, Controlled, Members, NotRemoved, Power};
+pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError};
 pub use lines::MAX_LINE;
 pub use server::{MAX_CLIENTS, Server};
 

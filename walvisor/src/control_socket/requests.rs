@@ -11,17 +11,19 @@ use walvisor_devices::throttle::{self};
 use walvisor_vmm::disk::DiskInUse;
 
 use super::command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
-use super::controlled::{Added, Controlled, Listed, Members, NotRemoved, Power};
+use super::controlled::{
+    AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError,
+};
 use super::stats;
 use crate::disk::{cache_in_force, log_name, logged};
 use crate::disk_spec::DiskSpec;
-use crate::disks::Removed;
+use crate::disks::RemovedDisk;
 use crate::point::{
     mark_json, parse_point, parse_retain, refuse_checkpoint, retain_text, rewound_json,
     show_retain, snapshot_json,
 };
 
-impl Controlled {
+impl ControlledProcess {
     fn limit(&self, disk: &DiskInUse, limits: throttle::Limits) {
         disk.throttle.set(limits);
         self.apply_end(disk);
@@ -49,18 +51,22 @@ impl Controlled {
                 give_up_history,
             } => self.checkpoint(disk.as_deref(), *give_up_history),
             ControlCommand::Export { .. } => Err(ControlError::new(
-                "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as 'walvisor ctl' does",
+                "export: send the descriptor of an empty file with the request (SCM_RIGHTS), as \
+                 'walvisor ctl' does",
             )),
             ControlCommand::AddDisk { spec } => {
-                self.members()?;
+                self.hotplug()?;
                 let spec = DiskSpec::parse(spec, self.kind).map_err(ControlError::new)?;
                 self.add_disk(&spec)
             }
             ControlCommand::RemoveDisk { disk } => self.remove_disk(disk),
             ControlCommand::Snapshot { disk, name, alone } => {
-                let made = self.in_log(disk.as_deref(), |disk| match alone {
-                    true => disk.snapshot_alone(name.parse()?),
-                    false => disk.snapshot(name.parse()?),
+                let made = self.in_log(disk.as_deref(), |disk| {
+                    if *alone {
+                        disk.snapshot_alone(name.parse()?)
+                    } else {
+                        disk.snapshot(name.parse()?)
+                    }
                 })?;
                 Ok(snapshot_json(&made))
             }
@@ -84,12 +90,13 @@ impl Controlled {
                 Ok(json!({ "retain": show_retain(kept), "keeps": retain_text(kept) }))
             }
             ControlCommand::Look(_) => Err(ControlError::new(
-                "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), as 'walvisor ctl' does",
+                "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), \
+                 as 'walvisor ctl' does",
             )),
             ControlCommand::Unlook { look } => self.looks.end(look),
-            ControlCommand::Looks => Ok(self.looks.told()),
+            ControlCommand::Looks => Ok(self.looks.list()),
             ControlCommand::Shutdown { now: false } => {
-                // A paused guest or disk cannot end in order.
+                // While it is paused, neither a guest nor a disk can shut down.
                 self.resume();
                 Ok(json!({}))
             }
@@ -111,25 +118,25 @@ impl Controlled {
         }
     }
 
-    /// The disk of that name, or the only one.
-    fn disk(&self, name: Option<&str>) -> Result<Listed, ControlError> {
+    /// The disk of this name, or the only one.
+    fn disk(&self, name: Option<&str>) -> Result<DiskLease, ControlError> {
         let disks = self.disks();
         let names = || {
             let names: Vec<_> = disks.iter().map(|disk| disk.name.as_str()).collect();
             names.join(", ")
         };
-        let wanted = |disk: &&Listed| name.is_none_or(|name| disk.name == name);
+        let wanted = |disk: &&DiskLease| name.is_none_or(|name| disk.name == name);
         let found: Vec<_> = disks.iter().filter(wanted).collect();
         match (&found[..], name) {
-            ([disk], _) => Ok(Listed::clone(disk)),
+            ([disk], _) => Ok(DiskLease::clone(disk)),
             ([], Some(name)) if disks.is_empty() => Err(ControlError::no_such_disk(format_args!(
-                "no disk '{name}': there is no disk"
+                "no disk '{name}': there are no disks"
             ))),
             ([], Some(name)) => Err(ControlError::no_such_disk(format_args!(
                 "no disk '{name}': there are {}",
                 names()
             ))),
-            ([], None) => Err(ControlError::no_such_disk("there is no disk")),
+            ([], None) => Err(ControlError::no_such_disk("there are no disks")),
             (_, Some(name)) => Err(ControlError::no_such_disk(format_args!(
                 "several disks are called '{name}': give each its own serial="
             ))),
@@ -147,8 +154,8 @@ impl Controlled {
                 control.pause();
             }
             for disk in &self.disks() {
-                // Requests that a limit holds back would delay the pause, and no client can lift the limit
-                // during it.
+                // A limit that holds back requests would delay the pause, and no client could lift
+                // it meanwhile.
                 let limits = disk.throttle.limits();
                 disk.throttle.set(throttle::Limits::default());
                 let rests = disk.device.pause();
@@ -201,12 +208,14 @@ impl Controlled {
         let _change = self.change();
         let on = disk.device.set_write_cache(cache == CacheChoice::Writeback);
         if !on {
-            // Writes completed before the change must become as durable as the later ones.
+            // Writes that completed before the change must be as durable as later ones.
             flush(&*disk.backend).map_err(|error| failed(&error))?;
         }
-        Ok(
-            json!({ "disk": disk.name, "requested": cache, "cache": cache_in_force(&*disk.backend) }),
-        )
+        Ok(json!({
+            "disk": disk.name,
+            "requested": cache,
+            "cache": cache_in_force(&*disk.backend),
+        }))
     }
 
     fn set_limit(&self, name: Option<&str>, wanted: &LimitChange) -> Result<Value, ControlError> {
@@ -244,33 +253,34 @@ impl Controlled {
         Ok(answer)
     }
 
-    /// What lets disks come and go.
-    fn members(&self) -> Result<&dyn Members, ControlError> {
+    /// Adds and removes disks.
+    fn hotplug(&self) -> Result<&dyn DiskHotplug, ControlError> {
         match &self.power {
             Power::Daemon {
-                members: Some(members),
+                hotplug: Some(hotplug),
                 ..
-            } => Ok(&**members),
-            Power::Daemon { members: None, .. } => Err(ControlError::new(format_args!(
-                "the disks of 'walvisor {}' are fixed: stop it and start it with other disks",
+            } => Ok(&**hotplug),
+            Power::Daemon { hotplug: None, .. } => Err(ControlError::new(format_args!(
+                "'walvisor {}' cannot add or remove disks: restart it with the disks that you want",
                 self.kind.words()
             ))),
             Power::Guest { .. } => Err(ControlError::new(
-                "the disks of a guest are fixed: this monitor has no hot-plug; stop the guest and start it with other disks, \
-                 or use 'walvisor serve vhost-user' with a monitor that has hot-plug",
+                "the disks of a guest are fixed: this monitor has no hot-plug; stop the guest and \
+                 start it with other disks, or use 'walvisor serve vhost-user' with a monitor that \
+                 has hot-plug",
             )),
         }
     }
 
     /// Opens a disk and serves it. Returns the answer for clients.
     pub(crate) fn add_disk(&self, spec: &DiskSpec) -> Result<Value, ControlError> {
-        let members = self.members()?;
+        let hotplug = self.hotplug()?;
         if self.is_paused() {
             return Err(ControlError::new(
                 "the disks are paused: add the disk after 'walvisor ctl SOCKET resume'",
             ));
         }
-        let Added { disk, place } = members.add(spec).map_err(ControlError::new)?;
+        let AddedDisk { disk, place } = hotplug.add(spec).map_err(ControlError::new)?;
         let answer = json!({
             "disk": disk.name,
             "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
@@ -281,7 +291,7 @@ impl Controlled {
         Ok(answer)
     }
 
-    /// Lets requests reach a disk that is served.
+    /// Makes a served disk reachable for requests.
     fn publish(&self, disk: DiskInUse) {
         let _change = self.change();
         if self.is_paused()
@@ -295,10 +305,10 @@ impl Controlled {
 
     /// Stops serving a disk, and closes it. Returns the answer for clients.
     pub(crate) fn remove_disk(&self, name: &str) -> Result<Value, ControlError> {
-        let members = self.members()?;
+        let hotplug = self.hotplug()?;
         let disk = self.disk(Some(name))?;
         let log = log_name(&*disk.backend);
-        // Requests that a limit holds back would delay the removal.
+        // A limit that holds back requests would delay the removal.
         let limits = disk.throttle.limits();
         disk.throttle.set(throttle::Limits::default());
         drop(disk);
@@ -307,20 +317,23 @@ impl Controlled {
                 "no disk '{name}': another client has removed it"
             )));
         }
-        match members.remove(name) {
-            Ok(Removed::Complete) => Ok(json!({ "disk": name, "image": "complete", "log": log })),
-            Ok(Removed::InLog) => Ok(json!({
+        match hotplug.remove(name) {
+            Ok(RemovedDisk::Complete) => {
+                Ok(json!({ "disk": name, "image": "complete", "log": log }))
+            }
+            Ok(RemovedDisk::InLog) => Ok(json!({
                 "disk": name,
                 "image": "incomplete",
                 "log": log,
-                "note": "the log keeps history, and with it the newest records of this disk: open the disk with its log",
+                "note": "the log keeps history, and with it this disk's newest records: open the \
+                    disk together with its log",
             })),
-            Err(NotRemoved { why, disk }) => {
+            Err(RemovalError { reason, disk }) => {
                 if let Some(disk) = disk {
                     disk.throttle.set(limits);
                     self.publish(disk);
                 }
-                Err(ControlError::new(format_args!("disk '{name}': {why}")))
+                Err(ControlError::new(format_args!("disk '{name}': {reason}")))
             }
         }
     }
@@ -350,7 +363,7 @@ impl Controlled {
         Ok(json!({ "disks": done }))
     }
 
-    /// Does something with the log of a disk.
+    /// Runs `work` on the log of a disk.
     fn in_log<T>(
         &self,
         name: Option<&str>,
@@ -359,7 +372,7 @@ impl Controlled {
         let disk = self.disk(name)?;
         let Some(logged) = logged(&*disk.backend) else {
             return Err(ControlError::new(format_args!(
-                "disk '{}': it has no log, and so no history",
+                "disk '{}': it has no log, so it has no history",
                 disk.name
             )));
         };
@@ -367,14 +380,15 @@ impl Controlled {
             .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
     }
 
-    /// Makes a disk what it was at a point. No request of a paused disk is under way.
+    /// Makes a disk what it was at a point. The disk is paused, so none of its requests is in
+    /// flight.
     fn restore(&self, name: Option<&str>, at: &str) -> Result<Value, ControlError> {
         let at = parse_point(at).map_err(ControlError::new)?;
         let _change = self.change();
         if !self.is_paused() {
             return Err(ControlError::new(
-                "restore: the disks are in use: unmount this one in its guest, or end what uses it, then 'walvisor ctl SOCKET \
-                 pause', restore, and 'resume'",
+                "restore: the disks are in use: unmount this one in its guest, or end what uses \
+                 it, then 'walvisor ctl SOCKET pause', restore, and 'resume'",
             ));
         }
         let disk = self.disk(name)?.name.clone();
@@ -384,8 +398,8 @@ impl Controlled {
         Ok(answer)
     }
 
-    /// Serves a disk as it was at a point. `files`: the listening socket, for a look that takes writes an empty file, and
-    /// descriptors that are closed when the look ends.
+    /// Serves a disk as of a point. `files`: the listening socket; an empty file, if the look can
+    /// be written; and descriptors to close when the look ends.
     pub(super) fn look(
         &self,
         request: &LookRequest,
@@ -399,9 +413,10 @@ impl Controlled {
         if !matches!(sockopt::socket_acceptconn(&listener), Ok(true)) {
             return Err(missing("a socket that listens"));
         }
-        let scratch = match request.scratch {
-            true => Some(files.next().ok_or_else(|| missing("an empty file"))?.into()),
-            false => None,
+        let scratch = if request.scratch {
+            Some(files.next().ok_or_else(|| missing("an empty file"))?.into())
+        } else {
+            None
         };
         let name = &self.disk(request.disk.as_deref())?.name;
         let look = self.in_log(Some(name), |disk| disk.look(at, scratch))?;
@@ -411,7 +426,8 @@ impl Controlled {
         served.map_err(|error| ControlError::new(format_args!("disk '{name}': {error}")))
     }
 
-    /// Copies a disk, as it is or as it was at a point, to an empty file. `progress`: see [`Backend::export`](walvisor_devices::backend::Backend::export).
+    /// Copies a disk, as of now or of a point, to an empty file. `progress`: see
+    /// [`Backend::export`](walvisor_devices::backend::Backend::export).
     pub(super) fn export(
         &self,
         name: Option<&str>,
@@ -434,7 +450,8 @@ impl Controlled {
 /// The error for a look without a descriptor that it needs.
 fn missing(what: &str) -> ControlError {
     ControlError::new(format_args!(
-        "look: the descriptor of {what} is missing: send it with the request (SCM_RIGHTS), as 'walvisor ctl' does"
+        "look: the descriptor of {what} is missing: send it with the request (SCM_RIGHTS), as \
+         'walvisor ctl' does"
     ))
 }
 
@@ -452,20 +469,20 @@ mod tests {
     use super::*;
     use crate::disk_spec::DiskCommand;
 
-    /// A device that takes as long to change its cache mode, or to pause, as the test wants.
-    struct Slow {
+    /// A device that changes its cache mode, or pauses, only when the test lets it.
+    struct SlowDevice {
         came: Mutex<Sender<()>>,
         go: Mutex<Receiver<()>>,
     }
 
-    impl Slow {
+    impl SlowDevice {
         fn wait(&self) {
             self.came.lock().unwrap().send(()).unwrap();
             self.go.lock().unwrap().recv().unwrap();
         }
     }
 
-    impl DeviceControl for Slow {
+    impl DeviceControl for SlowDevice {
         fn capacity_changed(&self) {}
 
         fn set_write_cache(&self, on: bool) -> bool {
@@ -481,9 +498,9 @@ mod tests {
         fn resume(&self) {}
     }
 
-    /// A daemon with one slow disk, a receiver that reports each call to its device, and a sender that lets the
-    /// call return.
-    fn daemon() -> (Controlled, Receiver<()>, Sender<()>) {
+    /// A daemon with one slow disk, a receiver that gets each call to its device, and a sender that
+    /// lets the call return.
+    fn daemon() -> (ControlledProcess, Receiver<()>, Sender<()>) {
         let ((came, comes), (go, goes)) = (channel(), channel());
         let disk = DiskInUse {
             name: "disk".into(),
@@ -491,20 +508,21 @@ mod tests {
             backend: Arc::new(RamDisk::new(8)),
             metrics: Arc::default(),
             throttle: Arc::default(),
-            device: Arc::new(Slow {
+            device: Arc::new(SlowDevice {
                 came: Mutex::new(came),
                 go: Mutex::new(goes),
             }),
         };
         let power = Power::Daemon {
             end: Box::new(|| ()),
-            members: None,
+            hotplug: None,
         };
-        let controlled = Controlled::new(DiskCommand::Nbd, Instant::now(), vec![disk], power);
+        let controlled =
+            ControlledProcess::new(DiskCommand::Nbd, Instant::now(), vec![disk], power);
         (controlled, comes, go)
     }
 
-    fn state(controlled: &Controlled) -> Value {
+    fn state(controlled: &ControlledProcess) -> Value {
         let stats = controlled
             .execute(&ControlCommand::Stats(Format::Json))
             .unwrap();
@@ -512,7 +530,7 @@ mod tests {
     }
 
     #[test]
-    fn the_state_is_told_while_another_client_changes_something() {
+    fn stats_are_answered_while_another_client_changes_something() {
         let (controlled, comes, go) = daemon();
         let during = |command: &ControlCommand, expected: &str| {
             thread::scope(|scope| {
@@ -538,9 +556,9 @@ mod tests {
     }
 
     #[test]
-    fn no_limit_is_left_once_the_end_has_come() {
+    fn no_limit_survives_the_beginning_of_shutdown() {
         let (controlled, comes, go) = daemon();
-        let limits = |controlled: &Controlled| controlled.disks()[0].throttle.limits();
+        let limits = |controlled: &ControlledProcess| controlled.disks()[0].throttle.limits();
         let one = ControlCommand::SetLimit {
             disk: None,
             limits: LimitChange {

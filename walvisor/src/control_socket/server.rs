@@ -1,5 +1,5 @@
-//! One thread accepts clients, and one thread serves each client. Every wait also ends when the server stops,
-//! so a client that sends half a line, or never reads, holds up neither the server nor the other clients.
+//! One thread accepts clients, and each client has a thread. Every wait ends when the server stops,
+//! so a client that sends half a line or never reads delays neither the shutdown nor other clients.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, IoSliceMut, Write};
@@ -15,14 +15,14 @@ use walvisor_devices::event_loop::EventSet;
 use walvisor_devices::listen::{Stop, Threads, Waiter, WakeReason, accept_each};
 
 use super::command::{ControlCommand, ControlError, ControlRequest, export_progress};
-use super::controlled::Controlled;
-use super::lines::{Line, Lines, MAX_LINE, MOST_FILES};
+use super::controlled::ControlledProcess;
+use super::lines::{InputLine, LineReader, MAX_LINE, MOST_FILES};
 
-/// Most clients at a time. A further client gets an error, and is disconnected.
+/// Limit on clients. A further one gets an error and is disconnected.
 pub const MAX_CLIENTS: usize = 32;
 
-/// How often a client is told how far its export is.
-const TELL_EVERY: Duration = Duration::from_millis(100);
+/// How often a client gets the progress of its export.
+const PROGRESS_PERIOD: Duration = Duration::from_millis(100);
 
 /// The server's name in messages.
 const OWNER: &str = "control socket";
@@ -34,8 +34,8 @@ fn thread(name: &str) -> thread::Builder {
         .stack_size(256 << 10)
 }
 
-/// A control socket with its server. Dropping it ends the connections, and returns when the requests in
-/// progress are done.
+/// The server of a control socket. Dropping it finishes the requests in progress, and ends the
+/// connections.
 pub struct Server {
     stop: Stop,
     _threads: Threads,
@@ -46,7 +46,7 @@ impl Server {
     ///
     /// # Errors
     /// If the system refuses a descriptor or a thread.
-    pub fn start(listener: UnixListener, controlled: Arc<Controlled>) -> io::Result<Self> {
+    pub fn start(listener: UnixListener, controlled: Arc<ControlledProcess>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         let stop = Stop::new()?;
         let ends = stop.clone();
@@ -67,7 +67,7 @@ impl Drop for Server {
     }
 }
 
-fn listen(listener: &UnixListener, controlled: &Arc<Controlled>, stop: &Stop) {
+fn listen(listener: &UnixListener, controlled: &Arc<ControlledProcess>, stop: &Stop) {
     let accept = |listener: &UnixListener| {
         let (stream, _) = listener.accept()?;
         stream.set_nonblocking(true)?;
@@ -96,14 +96,14 @@ fn turn_away(mut stream: &UnixStream) {
         "{MAX_CLIENTS} clients are connected: close one and try again"
     ));
     let answer = ControlRequest::refused(error.clone()).answer(Err(error));
-    // The buffer of a new socket has room for one line.
+    // One line fits the buffer of a new socket.
     let _ = stream.write(&answer);
 }
 
 /// Answers a client's lines until the client leaves or the server stops.
-fn converse(stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io::Result<()> {
+fn converse(stream: &UnixStream, controlled: &ControlledProcess, stop: &Stop) -> io::Result<()> {
     let mut waiter = Waiter::new(stream, stop)?;
-    let mut lines = Lines::default();
+    let mut lines = LineReader::default();
     let mut buffer = [0; 4096];
     // Descriptors are for the request that they come with.
     let mut files = Vec::new();
@@ -131,8 +131,8 @@ fn converse(stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io::Re
         };
         for line in lines.push(&buffer[..count]) {
             let request = match line {
-                Line::Whole(line) => ControlRequest::parse(&line),
-                Line::TooLong => ControlRequest::refused(ControlError::new(format_args!(
+                InputLine::Whole(line) => ControlRequest::parse(&line),
+                InputLine::TooLong => ControlRequest::refused(ControlError::new(format_args!(
                     "the line is longer than {MAX_LINE} bytes: send a shorter one"
                 ))),
             };
@@ -152,7 +152,7 @@ fn converse(stream: &UnixStream, controlled: &Controlled, stop: &Stop) -> io::Re
                 _ => controlled.execute(&command),
             });
             send(stream, &request.answer(outcome), &mut waiter)?;
-            // Some commands take effect only after their answer was sent.
+            // Some commands take effect after their answer.
             if let Ok(command) = &request.command {
                 controlled.answered(command);
             }
@@ -174,24 +174,25 @@ fn receive(stream: &UnixStream, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> 
     Ok(received.bytes)
 }
 
-/// Tells a client how far its export is, every now and then; returns `false` once the client is gone or the server stops.
+/// Returns a function that sends a client the progress of its export from time to time. It returns
+/// `false` once the client is gone or the server stops.
 fn progress<'a>(
     stream: &'a UnixStream,
     waiter: &'a mut Waiter,
 ) -> impl FnMut(u64, u64) -> bool + 'a {
-    let mut told = Instant::now();
+    let mut last_event = Instant::now();
     move |passed, total| {
-        if told.elapsed() < TELL_EVERY {
+        if last_event.elapsed() < PROGRESS_PERIOD {
             return true;
         }
-        told = Instant::now();
+        last_event = Instant::now();
         let free = waiter.wait(stream, EventSet::OUT, None);
         matches!(free, Ok(WakeReason::Ready))
             && send(stream, &export_progress(passed, total), waiter).is_ok()
     }
 }
 
-/// Sends all of `bytes`, unless the server stops first.
+/// Sends `bytes`, unless the server stops first.
 fn send(mut stream: &UnixStream, mut bytes: &[u8], waiter: &mut Waiter) -> io::Result<()> {
     while !bytes.is_empty() {
         match stream.write(bytes) {

@@ -5,7 +5,7 @@ use walvisor_devices::backend::{Backend, Condition, SECTOR_SIZE};
 use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::exits::ExitReason;
 
-use super::controlled::{Controlled, Listed, Power};
+use super::controlled::{ControlledProcess, DiskLease, Power};
 use crate::disk::{cache_in_force, log_name, logged};
 use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
@@ -14,10 +14,11 @@ use crate::metrics::{DiskMetrics, RunMetrics, render, render_served, unix_us};
 use crate::point::history_json;
 
 /// All statistics, as JSON.
-pub(super) fn json(controlled: &Controlled) -> Value {
-    let state = match controlled.is_paused() {
-        true => "paused",
-        false => "running",
+pub(super) fn json(controlled: &ControlledProcess) -> Value {
+    let state = if controlled.is_paused() {
+        "paused"
+    } else {
+        "running"
     };
     let disks = controlled.disks();
     let mut all = json!({
@@ -75,20 +76,20 @@ fn disk(disk: &DiskInUse) -> Value {
     })
 }
 
-/// How a disk is. Its trouble, if there is any, tells since when, the error, and whether writes fail.
+/// The condition of a disk. Trouble comes with its beginning, its error, and whether writes fail.
 fn condition(condition: &Condition) -> Value {
-    let mut told = json!({ "name": condition.name() });
+    let mut object = json!({ "name": condition.name() });
     if let Some(trouble) = condition.trouble() {
-        told["since_unix_us"] = unix_us(trouble.since).into();
-        told["error"] = trouble.error.as_str().into();
-        told["refuses_writes"] = trouble.refuses_writes.into();
-        told["pauses_writes"] = trouble.pauses_writes.into();
+        object["since_unix_us"] = unix_us(trouble.since).into();
+        object["error"] = trouble.error.as_str().into();
+        object["refuses_writes"] = trouble.refuses_writes.into();
+        object["pauses_writes"] = trouble.pauses_writes.into();
     }
-    told
+    object
 }
 
-/// Each log once, with the names of its disks.
-fn logs(disks: &[Listed]) -> Vec<Value> {
+/// The logs, each once, with the names of its disks.
+fn logs(disks: &[DiskLease]) -> Vec<Value> {
     let mut logs: Vec<Value> = Vec::new();
     for disk in disks {
         let Some(mut log) = log(&*disk.backend) else {
@@ -106,8 +107,8 @@ fn logs(disks: &[Listed]) -> Vec<Value> {
     logs
 }
 
-/// The latency of requests by operation, over all queues. A percentile is the upper end of a class, a power of
-/// two; null means more than 8.4 s.
+/// The latency of requests by operation, over all queues. A percentile is the upper bound of its
+/// class, a power of two; null means more than 8.4 s.
 fn latency(latencies: &Latencies) -> Value {
     let mut by_operation = Map::new();
     for kind in OperationKind::ALL {
@@ -130,7 +131,7 @@ fn latency(latencies: &Latencies) -> Value {
     by_operation.into()
 }
 
-/// The limits of a disk; 0 is no limit.
+/// The limits of a disk. 0 means no limit.
 pub(super) fn limits(throttle: &Throttle) -> Value {
     let limits = throttle.limits();
     json!({
@@ -160,8 +161,8 @@ fn log(backend: &dyn Backend) -> Option<Value> {
     }))
 }
 
-/// All statistics as Prometheus text, with the same content that `--metrics` writes at the end.
-pub(super) fn prometheus(controlled: &Controlled) -> String {
+/// All statistics as Prometheus text, as `--metrics` writes it at the end.
+pub(super) fn prometheus(controlled: &ControlledProcess) -> String {
     let disks = controlled.disks();
     let disks: Vec<_> = disks
         .iter()

@@ -1,4 +1,4 @@
-//! The results of the conformance cases: a line each, or JSON.
+//! The results of the conformance cases, as text or JSON.
 
 use std::fmt;
 
@@ -15,7 +15,7 @@ pub struct CaseReport {
     pub case: String,
     /// Whether the device did what the specification requires.
     pub passed: bool,
-    /// The wrong behaviour, with the number that was found.
+    /// The wrong behaviour, with the value that was found.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub problem: Option<String>,
 }
@@ -32,7 +32,8 @@ pub struct ConformanceReport {
 }
 
 impl ConformanceReport {
-    /// The report made from the guest's transcript. A transport whose cases did not all run has failed.
+    /// Makes the report from the guest's transcript. A transport whose cases did not all run has
+    /// failed.
     pub(super) fn new(transcript: Transcript, transports: &[&str]) -> Self {
         let mut cases: Vec<CaseReport> = Vec::new();
         let report = |case: Case| CaseReport {
@@ -45,7 +46,7 @@ impl ConformanceReport {
         for &transport in transports {
             let tried = cases.iter().filter(|case| case.transport == transport);
             let tried = tried.count();
-            let told = transcript
+            let checked = transcript
                 .checked
                 .iter()
                 .find(|(checked, _)| checked == transport);
@@ -54,7 +55,7 @@ impl ConformanceReport {
                 .iter()
                 .find(|job| job.transport == transport)
                 .and_then(|job| job.outcome.as_ref().err());
-            let problem = match (told, why) {
+            let problem = match (checked, why) {
                 (Some(&(_, count)), _) if count as usize == tried && tried > 0 => continue,
                 (Some(&(_, count)), _) => format!("{count} cases were tried, {tried} reported"),
                 (None, Some(why)) => why.clone(),
@@ -140,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_transport_that_was_not_tried_to_its_end_has_failed() {
+    fn a_transport_whose_cases_did_not_all_run_has_failed() {
         let report = |transcript| ConformanceReport::new(transcript, &["mmio"]).failure();
         let cases = || vec![case("mmio", None)];
         let ends = |count| Transcript {

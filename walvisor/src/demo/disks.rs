@@ -18,13 +18,13 @@ pub const NAMES: [&str; 2] = ["mmio", "pci"];
 const TRANSPORTS: [TransportKind; 2] = [TransportKind::Mmio, TransportKind::Pci];
 /// Bytes of a disk; the guest uses the first 8 MiB.
 const DISK_SIZE: u64 = 64 << 20;
-/// Segments are small, because each is filled with zeroes when it is made, and the job is short.
+/// Segments are small: each is filled with zeroes when it is made, and the job is short.
 const SEGMENT_SIZE: u64 = 16 << 20;
 const QUEUES: u16 = 4;
 const QUEUE_SIZE: u16 = 128;
 
-/// The configuration of a disk's device for `task`. For the conformance task the device offers every feature
-/// that a write-ahead-logged disk can have.
+/// The configuration of a disk's device for `task`. For the conformance task the device offers
+/// every feature that a write-ahead-logged disk can have.
 pub fn device(name: &str, task: Task) -> BlockConfig {
     let trial = task == Task::Conformance;
     BlockConfig {

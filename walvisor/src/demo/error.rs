@@ -1,4 +1,4 @@
-//! Errors of a demo run that has no report.
+//! Errors of a demo that ends without a report.
 
 use std::io;
 use std::path::PathBuf;
@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use walvisor_vmm::probe::ProbeError;
 use walvisor_vmm::vm::VmError;
 
-/// Why a run has no report.
+/// Why there is no report.
 #[derive(Debug, thiserror::Error)]
 pub enum DemoError {
     /// There is no usable KVM.

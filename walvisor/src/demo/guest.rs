@@ -16,7 +16,7 @@ use walvisor_vmm::vm::{DiskConfig, Vm, VmBuilder};
 
 use super::error::DemoError;
 use super::listener::{self, Listener, Transcript};
-use super::recorder::{Recorder, Sources};
+use super::recorder::{CountSources, Recorder};
 use walvisor_guest::IMAGE;
 use walvisor_guest::contract::{BootInfo, MMIO_SLOTS, Task};
 
@@ -29,8 +29,8 @@ const BOOT_INFO: u64 = 0xe000;
 /// The keyboard controller's command port, and the command that resets.
 const RESET: (u16, u8) = (0x64, 0xfe);
 
-/// Runs the guest for `task` on these disks until it powers off. Each disk has the guest's name for its
-/// transport.
+/// Runs the guest for `task` on these disks until it powers off. Each disk has the guest's name for
+/// its transport.
 pub(super) fn run_guest(
     disks: impl IntoIterator<Item = DiskConfig>,
     task: Task,
@@ -46,11 +46,10 @@ pub(super) fn run_guest(
         .console(Console::writer(recorder));
     let vm = disks.into_iter().fold(builder, VmBuilder::disk).build()?;
     load(&vm, task)?;
-    // Reading these counters needs system calls that a vCPU's filter does not allow. A load runs without a
-    // filter.
+    // A vCPU's filter does not allow reading these counters. A load runs without a filter.
     let loads = matches!(task, Task::Load(_));
     let all_exits = |vcpu| KvmCounter::of(vcpu, "exits");
-    sources.get_or_init(|| Sources {
+    sources.get_or_init(|| CountSources {
         exits: vm.exits().to_vec(),
         kvm_exits: vm.vcpu(0).filter(|_| loads).and_then(all_exits),
         host_cpu: loads,
@@ -87,7 +86,8 @@ pub(super) fn run_guest(
     }
 }
 
-/// Loads the image, its tables and its boot information into guest memory, and sets the vCPU's registers.
+/// Loads the image, its tables and its boot information into guest memory, and sets the vCPU's
+/// registers.
 fn load(vm: &Vm, task: Task) -> Result<(), DemoError> {
     let failed = |error: &dyn std::fmt::Display| DemoError::Guest(error.to_string());
     let memory = vm.memory();

@@ -1,4 +1,5 @@
-//! Collects the guest's reports, passes on its messages for people, and ends a run whose guest has gone silent.
+//! Collects the guest's reports, passes on its other messages, and ends the run if the guest goes
+//! silent.
 
 use std::io;
 use std::sync::Arc;
@@ -8,10 +9,10 @@ use std::time::Duration;
 
 use walvisor_vmm::control::{RunControl, RunEnd};
 
-use super::recorder::{Event, Measured};
+use super::recorder::{Event, Measurement};
 use walvisor_guest::contract::{Line, LoadResult, Outcome};
 
-/// Longest silence of a guest. Its whole job takes about a second; a loaded machine gets many times that.
+/// Longest silence of a guest: many times the second that its whole job takes, for loaded machines.
 pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// One transport's job.
@@ -22,7 +23,7 @@ pub struct Job {
     /// The guest's report, or why the job failed.
     pub outcome: Result<Outcome, String>,
     /// The VMM's counts, if the job began.
-    pub measured: Option<Measured>,
+    pub measured: Option<Measurement>,
 }
 
 /// One case of the conformance task.
@@ -41,11 +42,11 @@ pub struct Case {
 pub struct Transcript {
     /// The jobs that ended or failed.
     pub jobs: Vec<Job>,
-    /// The load, if it has ended, and the VMM's counts meanwhile.
-    pub load: Option<(LoadResult, Measured)>,
+    /// The load, if it has ended, and the VMM's counts during it.
+    pub load: Option<(LoadResult, Measurement)>,
     /// The cases, in the order in which the guest ran them.
     pub cases: Vec<Case>,
-    /// The transports whose cases were all tried, each with their number.
+    /// The transports whose cases were all tried, with the number of cases.
     pub checked: Vec<(String, u32)>,
     /// The last line of the output.
     pub last_line: String,
@@ -57,8 +58,8 @@ pub struct Transcript {
 pub struct Listener(JoinHandle<Transcript>);
 
 impl Listener {
-    /// Listens to `events` until their sender is gone. Ends the run of `control` after `patience` without an
-    /// event.
+    /// Listens to `events` until their sender is gone. Ends the run of `control` after `patience`
+    /// without an event.
     ///
     /// # Errors
     /// If the system refuses a thread.
@@ -88,9 +89,9 @@ impl Listener {
             .map(Self)
     }
 
-    /// The collected reports. The VM must have been dropped, because a VM that still exists may send more.
+    /// The collected reports. Drop the VM first, because it may send more.
     pub fn finish(self) -> Transcript {
-        // The panic of that thread has been printed; the transcript is empty then.
+        // If that thread panicked, which has been printed, the transcript is empty.
         self.0.join().unwrap_or_default()
     }
 }
@@ -148,7 +149,7 @@ mod tests {
         let heard = said.clone();
         let say = move |line: &str| heard.lock().unwrap().push(line.to_owned());
         let listener = Listener::start(received, control.clone(), PATIENCE, say).unwrap();
-        let measured = Measured {
+        let measured = Measurement {
             exits: [1; 7],
             kvm_exits: Some(9),
             requests: 2,
@@ -178,7 +179,7 @@ mod tests {
         drop(events);
         let transcript = listener.finish();
         assert_eq!(*said.lock().unwrap(), ["hello"]);
-        assert!(!transcript.stalled && control.ended().is_none());
+        assert!(!transcript.stalled && control.end_reason().is_none());
         assert_eq!(transcript.last_line, "@off");
         assert_eq!(transcript.checked, [("pci".to_owned(), 2)]);
         let (load, counted) = transcript.load.unwrap();
@@ -204,6 +205,6 @@ mod tests {
         let patience = Duration::from_millis(20);
         let listener = Listener::start(received, control.clone(), patience, |_| ()).unwrap();
         assert!(listener.finish().stalled);
-        assert!(matches!(control.ended(), Some(RunEnd::Quit)));
+        assert!(matches!(control.end_reason(), Some(RunEnd::Quit)));
     }
 }

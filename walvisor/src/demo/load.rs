@@ -13,16 +13,16 @@ use super::guest::run_guest;
 use crate::disk_spec::TransportKind;
 use walvisor_guest::contract::{Counts, Load, Task};
 
-/// The result of a load: the guest's own counts, and the VMM's counts meanwhile.
+/// The result of a load: the guest's own counts, and the VMM's counts during it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct LoadReport {
     /// The counts of the guest's driver.
     pub counts: Counts,
-    /// Half of the requests took no longer; a write and the FLUSH behind it count as one.
+    /// Median latency. A write and the FLUSH after it count as one request.
     pub p50: Duration,
-    /// 99 % of the requests took no longer.
+    /// 99th percentile of the latency.
     pub p99: Duration,
-    /// 99.9 % of the requests took no longer.
+    /// 99.9th percentile of the latency.
     pub p999: Duration,
     /// Whether the device's write cache was on, as the guest read it.
     pub write_cache: bool,
@@ -30,10 +30,11 @@ pub struct LoadReport {
     pub time: Duration,
     /// Processor time of the process without its vCPU.
     pub cpu: Duration,
-    /// Processor time of the whole machine, in steps of a clock tick (10 ms), where it can be read.
+    /// Processor time of the whole machine, in clock ticks of 10 ms, where it can be read.
     pub host_cpu: Option<Duration>,
-    /// Exits to user space by [the name of their reason](ExitReason::name), without those of the console.
-    /// [`ALL_EXITS`] also counts the exits that KVM handled itself, where KVM reports them.
+    /// Exits to user space by [the name of their reason](ExitReason::name), without those of the
+    /// console. [`ALL_EXITS`] also counts the exits that KVM handled itself, where KVM reports
+    /// them.
     pub exits: BTreeMap<&'static str, u64>,
     /// Requests that the device took.
     pub device_requests: u64,
@@ -41,8 +42,7 @@ pub struct LoadReport {
     pub syncs: u64,
 }
 
-/// Key of all exits of a vCPU, whether KVM or user space handled them. It is not one reason among the others:
-/// it includes them all.
+/// Key of the sum of all exits of a vCPU, whether KVM or user space handled them.
 pub const ALL_EXITS: &str = "all";
 
 /// Ticks of the time stamp counter in `time`, for [`Load::ticks`].
@@ -54,17 +54,16 @@ pub fn ticks(time: Duration) -> Result<u64, DemoError> {
     let rate = kvm
         .create_vm()
         .and_then(|vm| vm.create_vcpu(0)?.get_tsc_khz());
-    // An old KVM does not report the rate. Then 2 GHz is assumed, and the load takes about as long; its time is
-    // measured anyhow.
+    // An old KVM does not report the rate. Assume 2 GHz: the load then takes about as long, and its
+    // time is measured anyway.
     let khz = u128::from(rate.unwrap_or(2_000_000));
     Ok(u64::try_from(time.as_micros() * khz / 1000).unwrap_or(u64::MAX))
 }
 
-/// Runs `load` in a VM with one vCPU, on one disk. The disk's transport overrides [`Load::pci`]. The guest's
-/// messages for people are dropped.
+/// Runs `load` in a VM with one vCPU, on one disk. The disk's transport overrides [`Load::pci`].
+/// Other messages of the guest are dropped.
 ///
-/// The VM handles the signals that ask the process to end: after such a signal the error is
-/// [`DemoError::Stopped`].
+/// After a signal that asks the process to end, the error is [`DemoError::Stopped`].
 ///
 /// # Errors
 /// If there is no usable KVM, the guest cannot run to its end, or the device fails a request.
@@ -164,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_is_done_and_counted() {
+    fn a_load_does_and_counts_what_was_asked_for() {
         for (transport, kind, depth, queues) in [
             (TransportKind::Mmio, LoadKind::RandRead, 1, 1),
             (TransportKind::Pci, LoadKind::RandWrite, 32, 4),
@@ -201,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn kvm_counts_the_doorbells_that_it_keeps_to_itself() {
+    fn kvms_statistics_count_ioeventfd_doorbells() {
         let job = job(LoadKind::RandRead, 1, 1);
         let Some(report) = load(TransportKind::Pci, Notifications::Eventfds, job) else {
             return;
@@ -241,7 +240,8 @@ mod tests {
             else {
                 return;
             };
-            // virtio-mmio needs a register access to acknowledge each interrupt; virtio-pci needs none.
+            // virtio-mmio needs a register access to acknowledge each interrupt; virtio-pci needs
+            // none.
             match transport {
                 TransportKind::Pci => assert_eq!(with, 0),
                 TransportKind::Mmio => assert!(with <= counts.interrupts, "{with} {counts:?}"),

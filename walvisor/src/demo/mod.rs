@@ -1,4 +1,5 @@
-//! The embedded guest on fresh write-ahead-logged disks: one behind virtio-mmio, one behind virtio-pci.
+//! The embedded guest on fresh write-ahead-logged disks: one behind virtio-mmio, one behind
+//! virtio-pci.
 //!
 //! ```text
 //!   temporary directory ─▶ two disks, each with its log ─▶ VM ◀─ the guest's image, in ring 3
@@ -8,8 +9,8 @@
 //!   disk images, read again once the guest and the logs are gone
 //! ```
 //!
-//! The guest compares every byte that it reads with the byte that it wrote. The VMM checks afterwards, from a
-//! digest that the guest reports, that the images hold the same bytes.
+//! The guest compares every byte that it reads with the byte that it wrote, and reports a digest.
+//! Afterwards the VMM checks that the images hold the same bytes.
 
 mod conformance;
 mod disks;
@@ -37,13 +38,13 @@ use walvisor_vmm::probe;
 use walvisor_vmm::seccomp::Seccomp;
 use walvisor_vmm::vm::{VmError, block_termination_signals};
 
-/// Runs the embedded guest and returns the counts of the guest and the VMM. `say` gets each line that the guest
-/// prints for people. The disks are made in a new directory under `parent`, which is removed afterwards.
-/// `seccomp` applies to the whole process, and cannot be undone.
+/// Runs the embedded guest and returns the counts of the guest and the VMM. `say` gets each line of
+/// the guest's that is not a report. The disks are made in a new directory under `parent`, which is
+/// removed afterwards. `seccomp` applies to the whole process, for good.
 ///
 /// # Errors
-/// If there is no usable KVM, or the guest cannot run to its end. A guest that ends but finds a wrong byte is
-/// not an error: see [`TransportReport::verified`].
+/// If there is no usable KVM, or the guest cannot run to its end. A guest that ends but finds a
+/// wrong byte is not an error: see [`TransportReport::verified`].
 pub fn run(
     parent: &Path,
     seccomp: Seccomp,
@@ -54,12 +55,12 @@ pub fn run(
     report::assemble(transcript, &disks.close()?)
 }
 
-/// Runs the embedded guest as a driver that tries the permitted and the forbidden, case by case, on disks made
-/// as by [`run`].
+/// Runs the embedded guest as a driver that tries what the specification allows and what it
+/// forbids, case by case, on disks as those of [`run`].
 ///
 /// # Errors
-/// If there is no usable KVM, or the guest cannot run to its end. A case that fails is not an error: see
-/// [`ConformanceReport::failure`].
+/// If there is no usable KVM, or the guest cannot run to its end. A case that fails is not an
+/// error: see [`ConformanceReport::failure`].
 pub fn check_conformance(
     parent: &Path,
     seccomp: Seccomp,
@@ -73,10 +74,10 @@ pub fn check_conformance(
 
 /// Makes the disks for `task` in a new directory under `parent`.
 fn prepare(parent: &Path, task: Task) -> Result<(TempDir, DemoDisks), DemoError> {
-    // KVM is checked first: without it nothing is created.
+    // Without KVM nothing must be created, so it is checked first.
     probe::open()?;
-    // The logs' threads start with the disks and inherit the blocked signals. A signal then ends the guest and
-    // not the process, so the directory is removed.
+    // Blocked before the logs' threads start and inherit the mask. So a signal ends the guest, not
+    // the process, and the directory is removed.
     block_termination_signals().map_err(|error| VmError::System("take signals", error))?;
     let directory = tempfile::Builder::new()
         .prefix("walvisor-demo-")

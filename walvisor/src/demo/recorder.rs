@@ -1,7 +1,8 @@
-//! Receives the serial line's output, cuts it into lines, and reads the counters where a job begins and ends.
+//! Receives the serial line's output, splits it into lines, and reads the counters when a job
+//! begins and ends.
 //!
-//! The recorder runs on the vCPU's thread, so it reads a counter at exactly the moment that the guest's byte
-//! marks.
+//! It runs on the vCPU's thread, so it reads the counters at exactly the moment that the guest
+//! marks with a byte.
 
 use std::io::{self, Write};
 use std::sync::mpsc::Sender;
@@ -19,10 +20,10 @@ use walvisor_guest::contract::Line;
 const LONGEST_LINE: usize = 512;
 
 /// The sources of the counts.
-pub struct Sources {
+pub struct CountSources {
     /// Exits of each vCPU.
     pub exits: Vec<Arc<ExitCounters>>,
-    /// All exits of the vCPU, where KVM reports them and they are wanted.
+    /// All exits of the vCPU, if they are wanted and KVM reports them.
     pub kvm_exits: Option<KvmCounter>,
     /// Whether the processor time of the whole machine is wanted.
     pub host_cpu: bool,
@@ -30,11 +31,11 @@ pub struct Sources {
     pub disks: Vec<DiskInUse>,
 }
 
-impl Sources {
+impl CountSources {
     fn counts(&self, transport: &str) -> Option<Counts> {
         let disk = self.disks.iter().find(|disk| disk.name == transport)?;
         let device = disk.metrics.counts();
-        // Only the console uses ports, and its exits are no part of the job.
+        // Only the console uses ports, and its exits are not part of the job.
         let exits = ExitReason::ALL.map(|reason| match reason {
             ExitReason::PortWrite => 0,
             reason => self.exits.iter().map(|vcpu| vcpu.get(reason)).sum(),
@@ -67,10 +68,11 @@ struct Counts {
 
 /// The VMM's counts during a job.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Measured {
+pub struct Measurement {
     /// Exits to user space, by reason in the order of [`ExitReason::ALL`].
     pub exits: [u64; ExitReason::ALL.len()],
-    /// All exits, including the console's and those that KVM handled itself, where KVM reports them.
+    /// All exits, including the console's and those that KVM handled itself, where KVM reports
+    /// them.
     pub kvm_exits: Option<u64>,
     /// Requests that the device took.
     pub requests: u64,
@@ -89,22 +91,22 @@ pub struct Event {
     /// The line, without its end.
     pub line: String,
     /// The counts, if it follows a job.
-    pub measured: Option<Measured>,
+    pub measured: Option<Measurement>,
 }
 
 /// A writer that sends its output to a listener, line by line.
 pub struct Recorder {
-    sources: Arc<OnceLock<Sources>>,
+    sources: Arc<OnceLock<CountSources>>,
     events: Sender<Event>,
     line: Vec<u8>,
     job: Option<(String, Counts)>,
-    measured: Option<Measured>,
+    measured: Option<Measurement>,
 }
 
 impl Recorder {
-    /// A recorder that sends events to `events`. It reads the counts of `sources`, which must be set before the
-    /// guest runs.
-    pub fn new(sources: Arc<OnceLock<Sources>>, events: Sender<Event>) -> Self {
+    /// A recorder that sends events to `events`. It reads the counts of `sources`, which must be
+    /// set before the guest runs.
+    pub fn new(sources: Arc<OnceLock<CountSources>>, events: Sender<Event>) -> Self {
         Self {
             sources,
             events,
@@ -120,7 +122,7 @@ impl Recorder {
 
     fn byte(&mut self, byte: u8) {
         if let Some((transport, before)) = self.job.take() {
-            self.measured = self.counts(&transport).map(|after| Measured {
+            self.measured = self.counts(&transport).map(|after| Measurement {
                 exits: std::array::from_fn(|reason| after.exits[reason] - before.exits[reason]),
                 kvm_exits: after
                     .kvm_exits
@@ -148,12 +150,13 @@ impl Recorder {
             Some(Line::Begin(transport)) => Some(transport.to_owned()),
             _ => None,
         };
-        // The listener may be gone when the run is being given up.
+        // The listener may be gone if the run is being abandoned.
         let _ = self.events.send(Event {
             line,
             measured: self.measured.take(),
         });
-        // The counts are read last, because sending the event takes time that is no part of the job.
+        // The counts are read last, because sending the event takes time that is not part of the
+        // job.
         self.job = begins.and_then(|transport| {
             let counts = self.counts(&transport)?;
             Some((transport, counts))
@@ -200,7 +203,7 @@ mod tests {
                 >,
             >::new()),
         };
-        let sources = Sources {
+        let sources = CountSources {
             exits: vec![exits.clone()],
             kvm_exits: None,
             host_cpu: true,

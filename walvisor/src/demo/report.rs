@@ -1,4 +1,4 @@
-//! The demo's result: as a table, as JSON, and its first failure.
+//! The demo's result, as a table or JSON, and its first failure.
 
 use std::fmt;
 use std::fs::File;
@@ -41,7 +41,8 @@ pub struct TransportReport {
     pub syncs: u64,
     /// Bytes that the guest read and wrote.
     pub bytes: u64,
-    /// Whether every byte that the guest read was right, and every byte of the disk's image afterwards.
+    /// Whether every byte that the guest read was right, and every byte of the disk's image
+    /// afterwards.
     pub verified: bool,
     /// Duration of the job in microseconds.
     pub time_us: u64,
@@ -117,8 +118,8 @@ fn of_transport(image: &ClosedImage, job: Option<&Job>) -> Result<TransportRepor
     })
 }
 
-/// Compares the blocks that the guest read last with those of the image. Returns the difference, if there is
-/// one.
+/// Compares the blocks that the guest read last with those of the image. Returns the difference, if
+/// there is one.
 fn compare(path: &Path, outcome: &Outcome) -> io::Result<Option<String>> {
     let mut image = BufReader::with_capacity(1 << 20, File::open(path)?);
     let mut digest = Digest::default();
@@ -172,7 +173,7 @@ mod tests {
 
     use super::*;
     use crate::demo::listener::Job;
-    use crate::demo::recorder::Measured;
+    use crate::demo::recorder::Measurement;
     use walvisor_guest::contract::Counts;
 
     const COUNTS: Counts = Counts {
@@ -182,7 +183,7 @@ mod tests {
         flushes: 4,
         bytes: 8192,
     };
-    const MEASURED: Measured = Measured {
+    const MEASURED: Measurement = Measurement {
         exits: [0, 0, 2, 3, 0, 0, 0],
         kvm_exits: None,
         requests: 9,
@@ -192,7 +193,8 @@ mod tests {
         host_cpu: None,
     };
 
-    /// The report of a job on an image of two blocks; `change` may change the image and the reported job.
+    /// The report of a job on an image of two blocks; `change` may change the image and the
+    /// reported job.
     fn report(change: impl FnOnce(&mut Vec<u8>, &mut Job)) -> TransportReport {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("image");
@@ -221,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_job_whose_bytes_are_on_the_medium_is_verified() {
+    fn a_job_with_the_right_bytes_is_verified() {
         let report = report(|_, _| ());
         let text = serde_json::to_string(&DemoReport {
             transports: vec![report],
@@ -236,7 +238,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn a_failed_job_names_its_problem() {
         let reason = |change: fn(&mut Vec<u8>, &mut Job)| {
             let report = DemoReport {
                 transports: vec![report(change)],
@@ -252,7 +254,7 @@ mod tests {
         let text = reason(|_, job| job.outcome = Err("block 1: wrong".to_owned()));
         assert_eq!(text, "mmio: block 1: wrong");
         let text = reason(|_, job| {
-            job.measured = Some(Measured {
+            job.measured = Some(Measurement {
                 requests: 8,
                 ..MEASURED
             })

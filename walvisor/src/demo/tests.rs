@@ -39,14 +39,14 @@ enum Fault {
 }
 
 /// A RAM disk with a fault.
-struct Faulty {
+struct FaultyDisk {
     disk: RamDisk,
     fault: Fault,
     /// Number of writes, or of flushes, so far.
     count: Arc<AtomicU64>,
 }
 
-impl Faulty {
+impl FaultyDisk {
     fn new(fault: Fault) -> Self {
         Self {
             disk: RamDisk::new(64 << 11),
@@ -56,7 +56,7 @@ impl Faulty {
     }
 }
 
-impl Backend for Faulty {
+impl Backend for FaultyDisk {
     fn sectors(&self) -> u64 {
         self.disk.sectors()
     }
@@ -163,7 +163,8 @@ impl BackendQueue for FaultyQueue {
     }
 }
 
-/// The guest's transcript with `fault` in the MMIO disk and no fault in the PCI disk; `None` without KVM.
+/// The guest's transcript with `fault` in the MMIO disk and no fault in the PCI disk; `None`
+/// without KVM.
 fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
     if let Err(error) = probe::open() {
         println!("skipped: {error}");
@@ -172,7 +173,7 @@ fn transcript(fault: Fault, task: Task) -> Option<Transcript> {
     let disk = |name: &str, transport, fault| DiskConfig {
         disk: OpenDisk {
             name: name.to_owned(),
-            backend: Arc::new(Faulty::new(fault)),
+            backend: Arc::new(FaultyDisk::new(fault)),
             device: BlockConfig {
                 queues: 2,
                 queue_size: 64,
@@ -214,7 +215,7 @@ fn a_good_disk_passes() {
 }
 
 #[test]
-fn every_fault_is_noticed_and_the_other_disk_still_served() {
+fn every_fault_is_noticed_and_the_other_disk_passes() {
     for (fault, complaint) in [
         (Fault::FlippedBit, "block 1, byte 1234: expected "),
         (Fault::DiscardIgnored, "block 1"),
@@ -233,7 +234,7 @@ fn every_fault_is_noticed_and_the_other_disk_still_served() {
 }
 
 #[test]
-fn a_disk_that_lies_fails_the_cases_that_ask_for_the_truth() {
+fn a_disk_that_ignores_requests_fails_their_cases() {
     for (fault, failing) in [
         (Fault::DiscardIgnored, &["mmio discard"][..]),
         (
@@ -257,7 +258,7 @@ fn a_disk_that_lies_fails_the_cases_that_ask_for_the_truth() {
 }
 
 #[test]
-fn every_byte_is_right_without_eventfds_too() {
+fn every_byte_is_right_without_eventfds() {
     if let Err(error) = probe::open() {
         println!("skipped: {error}");
         return;

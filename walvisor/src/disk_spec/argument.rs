@@ -11,7 +11,8 @@ use super::key::listed;
 use super::parse::keys_of;
 use super::spec::{BackendKind, DiskCommand, DiskSpec};
 
-/// Parses the value of a command's `--disk`: a SPEC, or `help`, which prints the keys that the command takes.
+/// Parses the value of a command's `--disk`: a SPEC, or `help`, which prints the keys that the
+/// command accepts.
 #[derive(Clone, Copy, Debug)]
 pub struct DiskArgument(pub DiskCommand);
 
@@ -39,15 +40,16 @@ impl TypedValueParser for DiskArgument {
 pub fn disk_help(command: DiskCommand) -> String {
     let words = command.words();
     let mut text = format!(
-        "A disk of 'walvisor {words}': path=FILE[,key=value ...] or backend=ram,size=SIZE[,key=value ...]\n\
-         A comma in a value is written ',,'.\n\n"
+        "A disk of 'walvisor {words}': path=FILE[,key=value ...] or \
+         backend=ram,size=SIZE[,key=value ...]\nA comma in a value is written ',,'.\n\n"
     );
     for key in keys_of(command) {
         let backends = key.backends.iter().map(|backend| backend.name());
         let backends: Vec<_> = backends.collect();
-        let backends = match backends.len() == BackendKind::ALL.len() {
-            true => String::new(),
-            false => format!("; only backend={}", listed(&backends, "or")),
+        let backends = if backends.len() == BackendKind::ALL.len() {
+            String::new()
+        } else {
+            format!("; only backend={}", listed(&backends, "or"))
         };
         let (name, help, default) = (key.name, key.help, key.default);
         let expected = key.value.expected();

@@ -7,11 +7,11 @@ use crate::size::{SIZE, parse_size};
 pub struct Key {
     /// The text before the `=`.
     pub name: &'static str,
-    /// The values that it takes.
+    /// The values that it accepts.
     pub value: Value,
-    /// The default without the key: a value, or a few words.
+    /// What holds without the key: a value, or a description.
     pub default: &'static str,
-    /// The commands that take it.
+    /// The commands that accept it.
     pub commands: &'static [DiskCommand],
     /// The backends that it applies to.
     pub backends: &'static [BackendKind],
@@ -19,10 +19,10 @@ pub struct Key {
     pub help: &'static str,
 }
 
-/// A word, and its effect on a [`DiskSpec`].
+/// A word, and how it changes a [`DiskSpec`].
 pub type Choice = (&'static str, fn(&mut DiskSpec));
 
-/// The values of a key, and how a value is stored in a [`DiskSpec`].
+/// The values that a key accepts, and how to store one in a [`DiskSpec`].
 pub enum Value {
     /// One of a list of words.
     Choice(&'static [Choice]),
@@ -32,9 +32,9 @@ pub enum Value {
     Number {
         /// The smallest number.
         least: u64,
-        /// The largest number; `u64::MAX` is shown as no limit.
+        /// The largest number. `u64::MAX` means no limit.
         most: u64,
-        /// Stores a number in that range.
+        /// Stores a number of that range.
         set: fn(&mut DiskSpec, u64),
     },
     /// A power of two from `least` to `most`.
@@ -43,27 +43,27 @@ pub enum Value {
         least: u64,
         /// The largest number.
         most: u64,
-        /// Stores a power of two in that range.
+        /// Stores a power of two of that range.
         set: fn(&mut DiskSpec, u64),
     },
     /// Bytes, with a unit or without.
     Size {
-        /// The size must be a multiple of this, in bytes.
+        /// The size must be a positive multiple of this, in bytes.
         multiple: u64,
-        /// Stores a positive multiple of that.
+        /// Stores such a size.
         set: fn(&mut DiskSpec, u64),
     },
     /// Any text that `set` accepts.
     Text {
-        /// A description of the accepted texts, for people.
+        /// Describes the accepted texts to the user.
         expected: &'static str,
-        /// Stores a text; `None` refuses it.
+        /// Stores a text, or returns `None` to refuse it.
         set: fn(&mut DiskSpec, &str) -> Option<()>,
     },
 }
 
 impl Value {
-    /// The accepted values, for people: errors, help and the manual use the same words.
+    /// Describes the accepted values to the user. Errors, help and the manual use the same words.
     pub fn expected(&self) -> String {
         match self {
             Self::Choice(choices) => {
@@ -84,7 +84,8 @@ impl Value {
         }
     }
 
-    /// Stores `text` in `spec`. Returns `None` if `text` is not an [expected](Self::expected) value.
+    /// Stores `text` in `spec`. Returns `None` if `text` is not an [expected](Self::expected)
+    /// value.
     pub fn set(&self, spec: &mut DiskSpec, text: &str) -> Option<()> {
         let number = || text.parse::<u64>().ok();
         match self {

@@ -1,11 +1,11 @@
-//! SPEC: the description of a disk on the command line, `path=disk.img,transport=pci,queues=4`.
+//! Disk SPECs: a disk on the command line, such as `path=disk.img,transport=pci,queues=4`.
 //!
 //! ```text
 //!   --disk SPEC ──▶ argument (clap) ──▶ parse ──▶ spec: DiskSpec
 //!                       │ help            │
 //!                       └───────▶ table ◀─┘  one row a key: its values, default, commands, backends, help
 //!                                   │
-//!                                  key       what a row is, and how it is read and shown
+//!                                  key       a row: how it is parsed and shown
 //! ```
 
 mod argument;

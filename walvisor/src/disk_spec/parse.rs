@@ -1,4 +1,4 @@
-//! Parses a SPEC, and refuses keys that its command or its backend does not take.
+//! Parses a SPEC, and refuses keys that its command or backend does not accept.
 
 use walvisor_devices::backend::Answer;
 
@@ -11,7 +11,8 @@ use super::table::KEYS;
 pub enum DiskSpecError {
     /// A part has no `=`.
     #[error(
-        "'{0}' has no '=': a disk is path=FILE[,key=value ...], with a comma in FILE written twice ('--disk help' lists the keys)"
+        "'{0}' has no '=': write path=FILE[,key=value ...], with a comma in FILE doubled \
+         ('--disk help' lists the keys)"
     )]
     NoValue(String),
     /// A key that does not exist.
@@ -33,7 +34,7 @@ pub enum DiskSpecError {
     Command {
         /// The key.
         key: &'static str,
-        /// The commands that take it.
+        /// The commands that accept it.
         commands: String,
         /// The command that was given the key.
         command: DiskCommand,
@@ -43,19 +44,19 @@ pub enum DiskSpecError {
     Backend {
         /// The key.
         key: &'static str,
-        /// The backends that take it.
+        /// The backends that accept it.
         backends: String,
         /// The disk's own backend.
         backend: BackendKind,
     },
-    /// A value that its key does not take.
+    /// A value that its key does not accept.
     #[error("{key}={value}: give {expected}")]
     Value {
         /// The key.
         key: &'static str,
         /// The value as given.
         value: String,
-        /// The values that the key takes.
+        /// Describes the values that the key accepts.
         expected: String,
     },
     /// A disk with no `path`.
@@ -66,7 +67,8 @@ pub enum DiskSpecError {
     Conflict(&'static str),
 }
 
-/// The keys that `command` takes. For `serve`, whose disks name their doors, these are the keys of all doors.
+/// The keys that `command` accepts. For `serve`, whose disks name their doors, these are the keys
+/// of all doors.
 pub(super) fn keys_of(command: DiskCommand) -> impl Iterator<Item = &'static Key> {
     KEYS.iter().filter(move |key| match command {
         DiskCommand::Serve => DiskCommand::DOORS
@@ -84,7 +86,8 @@ fn door_of(keys: &[(String, String)]) -> Option<DiskCommand> {
         .find(|door| door.name() == named)
 }
 
-/// The key that was probably meant, as a question. The measure and its limit are those of clap for its own arguments.
+/// Asks whether a similar key was meant. The measure and threshold are those that clap uses for
+/// arguments.
 fn hint(mistyped: &str, command: DiskCommand) -> String {
     let likeness = |key: &Key| strsim::jaro(mistyped, key.name);
     let alike = keys_of(command).filter(|key| likeness(key) > 0.7);
@@ -94,7 +97,7 @@ fn hint(mistyped: &str, command: DiskCommand) -> String {
     }
 }
 
-/// The `key=value` parts of a SPEC. Commas separate them; a doubled comma is one of a value.
+/// The `key=value` parts of a SPEC. Commas separate them; `,,` is a literal comma.
 fn parts(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut rest = text.chars().peekable();
@@ -114,10 +117,10 @@ fn names(command: DiskCommand) -> String {
 }
 
 impl DiskSpec {
-    /// Parses a SPEC that was given to `command`.
+    /// Parses a SPEC of `command`.
     ///
     /// # Errors
-    /// As [`from_keys`](Self::from_keys); if a part has no `=`.
+    /// If a part has no `=`, and as [`from_keys`](Self::from_keys).
     pub fn parse(text: &str, command: DiskCommand) -> Result<Self, DiskSpecError> {
         let mut keys = Vec::new();
         for part in parts(text) {
@@ -129,11 +132,11 @@ impl DiskSpec {
         Self::from_keys(&keys, command)
     }
 
-    /// The disk that these keys and values describe, for `command`.
+    /// The disk of `command` that these keys and values describe.
     ///
     /// # Errors
-    /// If a key is unknown, or does not belong to the disk's door or backend, whatever its value; if a value is wrong;
-    /// if keys contradict each other, or one is missing.
+    /// If a key is unknown or missing, if the disk's door or backend does not accept it, if a value
+    /// is wrong, or if keys contradict each other.
     pub fn from_keys(
         keys: &[(String, String)],
         command: DiskCommand,
@@ -176,16 +179,18 @@ impl DiskSpec {
             }
             given.push(key);
         }
+        debug_assert_eq!(given.len(), keys.len(), "every key is checked");
         if spec.door == DiskCommand::Serve {
             return Err(DiskSpecError::Conflict(
-                "a disk needs a door, by which clients reach it: give door=vhost-user, door=nbd or door=tcmu",
+                "a disk needs a door for its clients: give door=vhost-user, door=nbd or door=tcmu",
             ));
         }
         check(&spec, &given)?;
         Ok(spec)
     }
 
-    /// The keys of a disk of `command`: its own, and those of `defaults` that it lacks and its door and backend take.
+    /// The keys of a disk of `command`: its own, and the `defaults` that it lacks, if its door and
+    /// backend accept them.
     pub(crate) fn with_defaults(
         own: &[(String, String)],
         defaults: &[(String, String)],
@@ -219,7 +224,7 @@ impl DiskSpec {
     }
 }
 
-/// Keys about writing to a log.
+/// Keys that matter only to a log that is written.
 const COMMITS: [&str; 6] = [
     "cache",
     "answer",
@@ -229,7 +234,7 @@ const COMMITS: [&str; 6] = [
     "index-memory",
 ];
 
-/// Refuses keys of another backend, keys that contradict each other, and a disk that lacks a required key.
+/// Refuses keys of another backend, keys that contradict each other, and missing keys.
 fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
     let foreign = given
         .iter()
@@ -270,24 +275,25 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
         ),
         (
             spec.answer == Answer::Memory && spec.cache == DiskCache::Writethrough,
-            "answer=memory contradicts cache=writethrough, which answers a write when it is durable: give one of them",
+            "answer=memory contradicts cache=writethrough, which answers writes once they are \
+             durable: give one of them",
         ),
         (
             spec.at.is_some() && has("readonly") && spec.read_only == spec.scratch,
-            "at= is read-only without scratch=on, and written with it: leave readonly= out",
+            "at= means read-only without scratch=on, and writable with it: leave readonly= out",
         ),
         (
             spec.scratch && spec.at.is_none(),
-            "scratch=on is for a disk as it was: give at=AT too",
+            "scratch=on is for a disk as of an earlier point: give at=AT too",
         ),
         (
             spec.at.is_some() && COMMITS.iter().any(|name| has(name)),
-            "at= shows a log that nobody writes: leave cache=, answer=, commit-wait-usec=, commit-wait-count=, \
-             close-seconds= and index-memory= out",
+            "at= reads a log without writing it: leave cache=, answer=, commit-wait-usec=, \
+             commit-wait-count=, close-seconds= and index-memory= out",
         ),
         (
             has("wwn") && spec.fabric == Fabric::None,
-            "wwn= names a target in a fabric, and fabric=none has no target: leave one of them out",
+            "wwn= names a target of a fabric, and fabric=none has none: leave one of them out",
         ),
     ];
     match conflicts.into_iter().find(|(found, _)| *found) {

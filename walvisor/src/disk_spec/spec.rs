@@ -12,12 +12,13 @@ use walvisor_vmm::disk::{Notifications, TransportKind};
 /// Queue size if none is given.
 const DEFAULT_QUEUE_SIZE: u16 = 256;
 
-/// The commands that use disks. The forms of `walvisor serve` that name a door also stand for that door.
+/// The commands that use disks. `VhostUser`, `Nbd` and `Tcmu` also stand for the doors of a
+/// daemon's disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum DiskCommand {
     /// `walvisor run`
     Run,
-    /// `walvisor serve`, whose disks say their doors.
+    /// `walvisor serve`, whose disks name their doors.
     Serve,
     /// `walvisor serve vhost-user`, `door=vhost-user`
     VhostUser,
@@ -28,7 +29,7 @@ pub enum DiskCommand {
 }
 
 impl DiskCommand {
-    /// The commands that say how a disk is reached, in the order of the manual.
+    /// The commands that imply a door, and `run`, in the order of the manual.
     pub const ALL: [Self; 4] = [Self::Run, Self::VhostUser, Self::Nbd, Self::Tcmu];
     /// The doors of a daemon.
     pub const DOORS: [Self; 3] = [Self::VhostUser, Self::Nbd, Self::Tcmu];
@@ -56,15 +57,15 @@ impl DiskCommand {
     }
 }
 
-/// The kind of storage that keeps a disk's data.
+/// What stores a disk's data.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum BackendKind {
     /// A base image and a write-ahead log.
     #[default]
     Wal,
-    /// A base image alone: FLUSH is an fdatasync.
+    /// An image alone. FLUSH is an fdatasync.
     Raw,
-    /// Memory: the data is gone when the guest ends.
+    /// Memory. The data is gone when the process ends.
     Ram,
 }
 
@@ -85,12 +86,12 @@ impl BackendKind {
 /// The fabric through which initiators reach a disk of the kernel's SCSI target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Fabric {
-    /// tcm_loop: this machine itself sees the disk, as /dev/sdX.
+    /// tcm_loop: the host sees the disk, as /dev/sdX.
     #[default]
     Loop,
     /// vhost-scsi: a guest of QEMU sees the disk.
     Vhost,
-    /// None: the administrator exports the disk, by iSCSI for example.
+    /// No fabric: the administrator exports the disk, for example by iSCSI.
     None,
 }
 
@@ -102,22 +103,22 @@ pub enum DiskCache {
     Writeback,
     /// A write is durable before it completes.
     Writethrough,
-    /// FLUSH completes at once and makes nothing durable: for throw-away guests.
+    /// FLUSH does nothing: for throw-away guests.
     Unsafe,
 }
 
 /// The description of a disk on the command line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskSpec {
-    /// The base image; `None` for a RAM disk that starts empty.
+    /// The base image; `None` for a RAM disk.
     pub path: Option<PathBuf>,
     /// The log's directory; `None` is `<path>.wal`.
     pub log: Option<PathBuf>,
     /// The backend that keeps the data.
     pub backend: BackendKind,
-    /// What is known of the image's format.
+    /// The image's format, if it is known.
     pub format: ImageFormat,
-    /// How the disk is reached: a guest of `walvisor run`, or a door of a daemon.
+    /// How the disk is reached: by the guest of `walvisor run`, or through a daemon's door.
     pub door: DiskCommand,
     /// The transport through which the guest reaches the disk.
     pub transport: TransportKind,
@@ -125,16 +126,15 @@ pub struct DiskSpec {
     pub queues: Option<u16>,
     /// Descriptors in each queue, a power of two.
     pub queue_size: u16,
-    /// Logical block in bytes, 512 or 4096.
+    /// Size of a logical block in bytes, 512 or 4096.
     pub block_size: u32,
-    /// Whether the device offers to answer requests in the order in which they were made; the guest decides.
+    /// Whether the device offers IN_ORDER: to answer requests in the order in which they were made.
     pub in_order: bool,
-    /// Processors for the queues' workers, by queue, starting over when there are more queues than processors.
-    /// Empty means any processor.
+    /// The processors to which the queues' workers are pinned, in turn. Empty: any processor.
     pub worker_cpus: Vec<u16>,
     /// How long an idle worker polls its ring before it sleeps.
     pub poll: Duration,
-    /// How doorbells and interrupts pass between the guest and the device.
+    /// How doorbells and interrupts travel between the guest and the device.
     pub notifications: Notifications,
     /// When a write completes.
     pub cache: DiskCache,
@@ -142,26 +142,29 @@ pub struct DiskSpec {
     pub answer: Answer,
     /// Whether the guest may only read.
     pub read_only: bool,
-    /// The point in its history at which the disk is looked at; `None`: the disk as it is.
+    /// Serve the disk as of this point of its history; `None`: as it is now.
     pub at: Option<Point>,
-    /// Whether such a disk can be written; what is written is thrown away.
+    /// Whether a disk with `at` can be written. The writes are thrown away at the end.
     pub scratch: bool,
-    /// The serial a GET_ID request returns; `None` is the name of the image file.
+    /// The serial number that a guest reads; `None` is the name of the image file.
     pub serial: Option<String>,
     /// Size of a RAM disk in bytes.
     pub size: Option<u64>,
-    /// The limits on the use of the disk.
+    /// Limits on requests and bytes per second.
     pub limits: Limits,
     /// How long the log's commit groups wait for more FLUSHes to join them.
     pub commit_wait: CommitWait,
-    /// How long closing the log may copy it to the images; `None`: as another disk of the log says, or 10 seconds.
+    /// How long closing may copy the log to the images; `None`: as another disk of the log says, or
+    /// 10 seconds.
     pub close_time: Option<Duration>,
-    /// How much of its history the log keeps; `None`: as another disk of the log says, or as the log was last told.
+    /// How much history the log keeps; `None`: as another disk of the log says, or as the log was
+    /// last set.
     pub retain: Option<Retention>,
-    /// Most bytes of memory that the log's index takes; `None`: as another disk of the log says, or 64 MiB.
+    /// Memory limit of the log's index in bytes; `None`: as another disk of the log says, or 64
+    /// MiB.
     pub index_memory: Option<u64>,
-    /// What requests do that need room in a log that is full for want of space; `None`: as another disk of the log says, or
-    /// they fail.
+    /// What writes and FLUSHes do while the log is full and cannot be emptied; `None`: as another
+    /// disk of the log says, or they fail.
     pub on_full: Option<FullLogPolicy>,
     /// The Unix socket at which a server offers the disk.
     pub socket: Option<PathBuf>,
@@ -173,14 +176,16 @@ pub struct DiskSpec {
     pub backstore: Option<String>,
     /// The fabric through which initiators reach the disk in the target.
     pub fabric: Fabric,
-    /// The target's name in that fabric, `naa.` and 16 hexadecimal digits; `None` is made from the disk's name and path.
+    /// The target's name in that fabric, `naa.` and 16 hexadecimal digits; `None` is made from the
+    /// disk's name and path.
     pub wwn: Option<String>,
-    /// Seconds after which the kernel times a command out; 0 means never. `None` keeps the kernel's default.
+    /// Seconds after which the kernel times a command out; 0 means never. `None` keeps the kernel's
+    /// default.
     pub command_timeout: Option<u32>,
 }
 
 impl Default for DiskSpec {
-    /// The values of keys that are not given. There is no `path`, so the default alone describes no disk.
+    /// The values of keys that are not given. A valid disk has a `path` or a `size` too.
     fn default() -> Self {
         Self {
             path: None,
@@ -233,7 +238,7 @@ impl DiskSpec {
         })
     }
 
-    /// The disk's name in messages.
+    /// What messages call the disk.
     pub fn name(&self) -> String {
         match &self.path {
             Some(path) => path.display().to_string(),

@@ -1,4 +1,5 @@
-//! Every key of `--disk`. The parser, the refusals, `--disk help` and the manual's page read this table.
+//! All keys of `--disk`. The parser, its errors, `--disk help` and the manual's page read this
+//! table.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -20,9 +21,9 @@ pub const MAX_QUEUES: u16 = 64;
 const MAX_COMMIT_WAIT_US: u64 = 1_000_000;
 /// Largest number of FLUSHes that a commit group can be configured to wait for.
 const MAX_COMMIT_WAIT_COUNT: u64 = 65_536;
-/// Longest time that closing can be given to fold the log, in seconds: a day.
+/// Longest time that closing can be given to copy the log to the images, in seconds: a day.
 const MAX_CLOSE_SECONDS: u64 = 86_400;
-/// Largest number of a processor, beyond those that the kernel supports.
+/// Largest number of a processor. Kernels support fewer.
 const MAX_CPU: u16 = 1023;
 /// Longest name of a disk in the kernel's SCSI target, in bytes.
 const MAX_BACKSTORE_BYTES: usize = 32;
@@ -42,7 +43,7 @@ const LOGGED: &[BackendKind] = &[BackendKind::Wal];
 const IMAGE: &[BackendKind] = &[BackendKind::Wal, BackendKind::Raw];
 const MEMORY: &[BackendKind] = &[BackendKind::Ram];
 
-/// The keys, in the order of the manual. A default of one word is a value that the key takes.
+/// The keys, in the order of the manual. A default of one word is a value that the key accepts.
 pub const KEYS: &[Key] = &[
     Key {
         name: "path",
@@ -61,7 +62,7 @@ pub const KEYS: &[Key] = &[
             expected: "a path",
             set: |spec, text| path(text).map(|path| spec.log = Some(path)),
         },
-        default: "the image's path and .wal",
+        default: "the image's path with .wal appended",
         commands: EVERYWHERE,
         backends: LOGGED,
         help: "The log's directory; disks that name the same one share the log and its syncs",
@@ -76,7 +77,8 @@ pub const KEYS: &[Key] = &[
         default: "wal",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "Where data is stored: in an image with a log, in an image alone, or in memory, which is lost at the end",
+        help: "Where data is stored: in an image with a log, in an image alone, or in memory, \
+            which is lost at the end",
     },
     Key {
         name: "format",
@@ -95,7 +97,8 @@ pub const KEYS: &[Key] = &[
         default: "none, it is required",
         commands: EVERYWHERE,
         backends: MEMORY,
-        help: "The size of a disk in memory; an image has the size that 'walvisor disk create' gave it",
+        help: "The size of a disk in memory; an image has the size that 'walvisor disk create' \
+            gave it",
     },
     Key {
         name: "cache",
@@ -107,7 +110,8 @@ pub const KEYS: &[Key] = &[
         default: "writeback",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "writeback: FLUSH makes writes durable; writethrough: a write is durable before it completes; unsafe: FLUSH does nothing, for throw-away guests",
+        help: "writeback: FLUSH makes writes durable; writethrough: a write is durable before it \
+            completes; unsafe: FLUSH does nothing, for throw-away guests",
     },
     Key {
         name: "readonly",
@@ -130,7 +134,7 @@ pub const KEYS: &[Key] = &[
         default: "the image's file name (serve tcmu: made from name and path)",
         commands: EVERYWHERE,
         backends: ANY,
-        help: "The serial number that a guest reads; for serve nbd the name of the export",
+        help: "The serial number that a guest reads; with NBD, the name of the export",
     },
     Key {
         name: "at",
@@ -138,10 +142,11 @@ pub const KEYS: &[Key] = &[
             expected: POINT,
             set: |spec, text| parse_point(text).ok().map(|point| spec.at = Some(point)),
         },
-        default: "the disk as it is",
+        default: "the disk as it is now",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "The disk as it was at this point of its history, read-only without scratch=on; nobody else may write to it meanwhile",
+        help: "Serve the disk as of this point of its history, read-only unless scratch=on; nobody \
+            else may write to it meanwhile",
     },
     Key {
         name: "scratch",
@@ -149,7 +154,8 @@ pub const KEYS: &[Key] = &[
         default: "off",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "With at=: writes are taken, into a file in TMPDIR (/var/tmp) that is gone when the disk is closed",
+        help: "With at=: allow writes, which go to a file in TMPDIR (/var/tmp) that is gone when \
+            the disk is closed",
     },
     Key {
         name: "transport",
@@ -165,15 +171,17 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "ioeventfd",
         value: Value::Switch(|spec, on| {
-            spec.notifications = match on {
-                true => Notifications::Eventfds,
-                false => Notifications::Exits,
+            spec.notifications = if on {
+                Notifications::Eventfds
+            } else {
+                Notifications::Exits
             };
         }),
         default: "on",
         commands: GUEST,
         backends: ANY,
-        help: "KVM turns doorbells and interrupts into eventfds; off: a doorbell is an exit to user space, an interrupt an ioctl",
+        help: "KVM passes doorbells and interrupts through eventfds; off: a doorbell is an exit to \
+            user space, an interrupt an ioctl",
     },
     Key {
         name: "queues",
@@ -182,7 +190,7 @@ pub const KEYS: &[Key] = &[
             most: MAX_QUEUES as u64,
             set: |spec, number| spec.queues = Some(number as u16),
         },
-        default: "one for each vCPU (serve vhost-user: for each CPU of the host)",
+        default: "one for each vCPU (serve vhost-user: one for each CPU of the host)",
         commands: VIRTIO,
         backends: ANY,
         help: "Request queues",
@@ -205,7 +213,7 @@ pub const KEYS: &[Key] = &[
         default: "off",
         commands: VIRTIO,
         backends: ANY,
-        help: "Offers IN_ORDER; a READ then waits for the FLUSH before it",
+        help: "Offer IN_ORDER; a READ then waits for the FLUSH before it",
     },
     Key {
         name: "worker-cpus",
@@ -216,7 +224,7 @@ pub const KEYS: &[Key] = &[
         default: "any CPU",
         commands: VIRTIO,
         backends: ANY,
-        help: "CPUs to which the queues' workers are pinned, one for each queue, starting again after the last",
+        help: "Pin the queues' workers to these CPUs, in turn",
     },
     Key {
         name: "poll-usec",
@@ -228,7 +236,7 @@ pub const KEYS: &[Key] = &[
         default: "0",
         commands: VIRTIO,
         backends: ANY,
-        help: "Microseconds that an idle worker polls its ring before it sleeps",
+        help: "How many microseconds an idle worker polls its ring before it sleeps",
     },
     Key {
         name: "block-size",
@@ -250,7 +258,8 @@ pub const KEYS: &[Key] = &[
         default: "written",
         commands: SOCKETS,
         backends: LOGGED,
-        help: "written: a write is answered when it survives a kill of the server; memory: at once, and a kill may lose it",
+        help: "written: answer a write once it survives a kill of the server; memory: answer it at \
+            once, and a kill may lose it",
     },
     Key {
         name: "ops-per-second",
@@ -271,7 +280,7 @@ pub const KEYS: &[Key] = &[
             most: u64::MAX,
             set: |spec, number| spec.limits.ops_burst = number,
         },
-        default: "those of one second",
+        default: "the limit of one second",
         commands: EVERYWHERE,
         backends: ANY,
         help: "Requests that may pass at once after an idle time",
@@ -293,7 +302,7 @@ pub const KEYS: &[Key] = &[
             multiple: 1,
             set: |spec, bytes| spec.limits.bytes_burst = bytes,
         },
-        default: "those of one second",
+        default: "the limit of one second",
         commands: EVERYWHERE,
         backends: ANY,
         help: "Bytes that may pass at once after an idle time",
@@ -308,7 +317,8 @@ pub const KEYS: &[Key] = &[
         default: "adaptive, from the size of recent groups",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Longest wait of a commit group for more FLUSHes, in microseconds; 0 turns the wait off",
+        help: "Longest time that a commit group waits for more FLUSHes, in microseconds; 0: it \
+            never waits",
     },
     Key {
         name: "commit-wait-count",
@@ -332,7 +342,8 @@ pub const KEYS: &[Key] = &[
         default: "10 seconds",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Longest time that closing copies the log to the images, in seconds; the rest stays in the log for the next open; 0: all of it stays",
+        help: "Longest time that closing copies the log to the images, in seconds; the rest stays \
+            in the log until the next open; 0: all of it stays",
     },
     Key {
         name: "retain",
@@ -344,10 +355,11 @@ pub const KEYS: &[Key] = &[
                     .map(|retain| spec.retain = Some(retain))
             },
         },
-        default: "as the log was last told; off for a new one",
+        default: "as the log was last set; off for a new log",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "How much of its history the log keeps: any state in it can be looked at and brought back; the image is behind by as much",
+        help: "How much history the log keeps: any state in it can be looked at or restored; the \
+            image lags behind by as much",
     },
     Key {
         name: "index-memory",
@@ -358,7 +370,8 @@ pub const KEYS: &[Key] = &[
         default: "64 MiB",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "Most memory of the log's index; at half of it the log is copied to the images, and at all of it writes wait for that; looks and snapshots may take as much again",
+        help: "Memory limit of the log's index; at half of it the log is copied to the images, and \
+            at all of it writes wait for the copy; looks and snapshots may take as much again",
     },
     Key {
         name: "on-full",
@@ -369,7 +382,8 @@ pub const KEYS: &[Key] = &[
         default: "fail, unless another disk of the log says pause",
         commands: EVERYWHERE,
         backends: LOGGED,
-        help: "What writes and FLUSHes do when the log is full and there is no space to empty it: fail, or wait until there is space",
+        help: "What writes and FLUSHes do while the log is full and there is no space to empty it: \
+            fail, or wait until there is space",
     },
     Key {
         name: "door",
@@ -378,10 +392,11 @@ pub const KEYS: &[Key] = &[
             ("nbd", |spec| spec.door = DiskCommand::Nbd),
             ("tcmu", |spec| spec.door = DiskCommand::Tcmu),
         ]),
-        default: "that of the command, such as nbd for serve nbd; required for serve",
+        default: "the command's, such as nbd for serve nbd; required for serve",
         commands: DOORS,
         backends: ANY,
-        help: "How clients reach the disk; disks of one daemon may have different doors, and share a log all the same",
+        help: "How clients reach the disk; disks with different doors can be in one daemon and \
+            share a log",
     },
     Key {
         name: "socket",
@@ -404,7 +419,7 @@ pub const KEYS: &[Key] = &[
         default: "none, it is required (or socket)",
         commands: NBD,
         backends: ANY,
-        help: "The TCP port where the disk is served, by convention 10809; 0: any free port",
+        help: "The TCP port where the disk is served, usually 10809; 0: any free port",
     },
     Key {
         name: "address",
@@ -440,7 +455,8 @@ pub const KEYS: &[Key] = &[
         default: "loop",
         commands: TCMU,
         backends: ANY,
-        help: "loop: this host gets /dev/sdX; vhost: a guest of QEMU uses vhost-scsi; none: nothing is exported",
+        help: "loop: this host gets /dev/sdX; vhost: a guest of QEMU uses vhost-scsi; none: \
+            nothing is exported",
     },
     Key {
         name: "wwn",
@@ -460,7 +476,7 @@ pub const KEYS: &[Key] = &[
             most: MAX_COMMAND_TIMEOUT,
             set: |spec, number| spec.command_timeout = Some(number as u32),
         },
-        default: "the kernel's own",
+        default: "the kernel's",
         commands: TCMU,
         backends: ANY,
         help: "Seconds after which the kernel fails a command; 0: never",
@@ -484,7 +500,7 @@ fn path(text: &str) -> Option<PathBuf> {
     (!text.is_empty()).then(|| PathBuf::from(text))
 }
 
-/// A list of processors: numbers and ranges joined by `+`, because a comma would end the value.
+/// A list of processors: numbers and ranges joined by `+`, because a comma ends the value.
 fn cpus(text: &str) -> Option<Vec<u16>> {
     let mut list = Vec::new();
     for part in text.split('+') {

@@ -1,4 +1,4 @@
-//! Which SPECs are accepted, and their meaning.
+//! Which SPECs are accepted, and what they mean.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -42,7 +42,7 @@ fn a_path_alone_has_the_defaults() {
 }
 
 #[test]
-fn every_key_is_carried_out() {
+fn every_key_sets_its_field() {
     let spec = parse(
         "path=a.img,log=l,backend=wal,transport=pci,queues=4,queue-size=128,cache=writethrough,readonly=on,serial=S1",
     )
@@ -113,16 +113,17 @@ fn with(key: &Key, value: &str, backend: BackendKind) -> String {
         _ => "",
     });
     let name = key.name;
-    match text
+    if text
         .split(',')
         .any(|part| part.starts_with(&format!("{name}=")))
     {
-        true => text,
-        false => format!("{text},{name}={value}"),
+        text
+    } else {
+        format!("{text},{name}={value}")
     }
 }
 
-/// A value that `key` takes.
+/// A value that `key` accepts.
 fn example(key: &Key) -> &'static str {
     match key.name {
         "door" => "nbd",
@@ -142,7 +143,7 @@ fn example(key: &Key) -> &'static str {
 }
 
 #[test]
-fn a_key_is_taken_by_its_commands_and_backends_alone() {
+fn a_key_is_accepted_by_its_commands_and_backends_only() {
     let mut tried = [0, 0];
     for key in KEYS {
         for command in DiskCommand::ALL {
@@ -159,15 +160,16 @@ fn a_key_is_taken_by_its_commands_and_backends_alone() {
                     key.backends.contains(&backend),
                 );
                 match parsed {
-                    Ok(_) => assert!(ours && fits, "{text} was taken by {command:?}"),
+                    Ok(_) => assert!(ours && fits, "{command:?} accepted {text}"),
                     Err(error) => {
                         let error = error.to_string();
                         assert!(!ours || !fits, "{text}, {command:?}: {error}");
-                        let told = format!("{}= is for ", key.name);
+                        let named = format!("{}= is for ", key.name);
                         let remedy = format!("leave {}= out", key.name);
-                        let told = error.contains(&told) && error.contains(&remedy);
+                        let names_it = error.contains(&named) && error.contains(&remedy);
                         assert!(
-                            told || key.name == "path"
+                            names_it
+                                || key.name == "path"
                                 || key.name == "size"
                                 || key.name == "address",
                             "{text}: {error}"
@@ -182,7 +184,7 @@ fn a_key_is_taken_by_its_commands_and_backends_alone() {
 }
 
 #[test]
-fn a_default_that_is_a_value_changes_nothing() {
+fn giving_a_key_its_default_changes_nothing() {
     let mut values = 0;
     for key in KEYS.iter().filter(|key| !key.default.contains(' ')) {
         values += 1;
@@ -226,9 +228,12 @@ fn page() -> String {
     let mut text =
         "| key | value | default | commands | backends | what |\n|---|---|---|---|---|---|\n"
             .to_owned();
-    let some = |names: Vec<&str>, all: usize| match names.len() == all {
-        true => "all".to_owned(),
-        false => names.join(", "),
+    let some = |names: Vec<&str>, all: usize| {
+        if names.len() == all {
+            "all".to_owned()
+        } else {
+            names.join(", ")
+        }
     };
     for key in KEYS {
         let commands = key.commands.iter().map(|command| command.name());
@@ -257,7 +262,7 @@ fn the_manual_has_the_table() {
 }
 
 #[test]
-fn a_wrong_key_is_named_with_the_valid_ones() {
+fn the_error_for_an_unknown_key_lists_the_valid_ones() {
     let error = parse("path=a,cashe=unsafe").unwrap_err();
     assert!(
         error.contains("'cashe'") && error.contains("cache, readonly, serial"),
@@ -267,8 +272,8 @@ fn a_wrong_key_is_named_with_the_valid_ones() {
 }
 
 #[test]
-fn a_mistyped_key_is_recognized_among_those_of_the_command() {
-    let told = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
+fn the_error_for_a_mistyped_key_suggests_one_of_the_command() {
+    let error_of = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
     for (wrong, command, right) in [
         ("read-only", DiskCommand::Run, Some("readonly")),
         ("cached", DiskCommand::Nbd, Some("cache")),
@@ -277,7 +282,7 @@ fn a_mistyped_key_is_recognized_among_those_of_the_command() {
         ("sockets", DiskCommand::Run, None),
         ("x", DiskCommand::Run, None),
     ] {
-        let error = told(&format!("path=a,{wrong}=1"), command);
+        let error = error_of(&format!("path=a,{wrong}=1"), command);
         let hint = right.map(|right| format!("did you mean '{right}'?"));
         match hint {
             Some(hint) => assert!(error.contains(&hint), "{error}"),
@@ -317,7 +322,7 @@ fn a_raw_disk_has_an_image_and_no_log() {
 }
 
 #[test]
-fn a_look_is_at_a_point_and_written_with_scratch_alone() {
+fn a_disk_at_a_point_is_writable_with_scratch_only() {
     let spec = parse("path=a.img,at=cid:7,readonly=on,log=l").unwrap();
     assert_eq!(spec.at, Some(Point::Cid(7)));
     let spec = parse("path=a,at=cid:7,scratch=on,readonly=off").unwrap();
@@ -345,11 +350,12 @@ fn a_look_is_at_a_point_and_written_with_scratch_alone() {
 }
 
 #[test]
-fn a_refusal_names_the_commands_that_take_the_key() {
+fn the_error_for_another_commands_key_names_those_commands() {
     let refused = |text: &str, command| DiskSpec::parse(text, command).unwrap_err().to_string();
     assert_eq!(
         refused("path=a,answer=written", DiskCommand::Run),
-        "answer= is for 'walvisor serve vhost-user' and 'walvisor serve nbd', and this is 'walvisor run': leave answer= out"
+        "answer= is for 'walvisor serve vhost-user' and 'walvisor serve nbd', and this is \
+         'walvisor run': leave answer= out"
     );
     assert_eq!(
         refused("path=a,transport=mmio", DiskCommand::Nbd),
@@ -425,6 +431,6 @@ fn wrong_values_are_refused() {
         "path=a,command-timeout=86401",
         "path=a,",
     ] {
-        assert!(parse(text).is_err(), "{text:?} was taken");
+        assert!(parse(text).is_err(), "{text:?} was accepted");
     }
 }

@@ -6,38 +6,38 @@ use std::path::{Path, PathBuf};
 
 use super::opener::SUBTYPE;
 use super::target::{
-    Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
+    Result, StepContext, Target, TargetError, directories, get, make_directory, name_of,
     remove_directory, set,
 };
 
 /// The two values of a back store's alias, which records its durability.
 const DURABLE: &str = "durable";
 const VOLATILE: &str = "volatile";
-/// Longest configuration in bytes that the kernel keeps.
+/// Longest configuration string that the kernel keeps, in bytes.
 const MAX_CONFIG: usize = 255;
-/// Largest number of HBAs that are tried, more than a machine has.
+/// How many HBA numbers are tried: more than a machine has.
 const MAX_HBAS: u32 = 4096;
 
-/// The wanted properties of a back store.
+/// The properties of a back store to make.
 #[derive(Clone, Debug)]
-pub struct Wanted {
+pub struct BackstoreSpec {
     /// Its name.
     pub name: String,
-    /// The path of its image, for people and to recognise the back store again.
+    /// The path of its image, which tells people and the next process what the back store is for.
     pub image: String,
     /// Its unit serial number.
     pub serial: String,
     /// Its logical block size in bytes.
     pub block_size: u32,
-    /// Most logical blocks in one command.
+    /// Limit on the logical blocks of one command.
     pub max_blocks: u32,
     /// Seconds after which the kernel times a command out; `None` keeps the kernel's default.
     pub timeout: Option<u32>,
 }
 
-impl Wanted {
-    /// The configuration string. Characters of the path at which the kernel's parser would cut are replaced,
-    /// and of a path that is too long the end is kept.
+impl BackstoreSpec {
+    /// The configuration string. Characters of the path that would end it in the kernel's parser
+    /// are replaced. Of a path that is too long, the end is kept.
     fn config(&self) -> String {
         let clean: String = self
             .image
@@ -54,7 +54,7 @@ impl Wanted {
 #[derive(Clone, Debug)]
 pub struct Backstore {
     pub(super) target: Target,
-    /// The number behind `user_` in its directory's name.
+    /// The number after `user_` in its directory's name.
     pub hba: u32,
     /// Its name.
     pub name: String,
@@ -93,12 +93,13 @@ impl Backstore {
             .collect()
     }
 
-    /// Makes a back store, enabled and without a size. An enabled back store for the same image is returned as
-    /// it is (with `true`); one that was never enabled is made anew.
+    /// Makes a back store, enabled and without a size. If there is an enabled one for the same
+    /// image, returns it unchanged, with `true`. One that was never enabled is made again.
     ///
     /// # Errors
-    /// If the name is taken, or the kernel refuses. On an error, what this call has made is removed again.
-    pub fn raise(target: &Target, wanted: &Wanted) -> Result<(Self, bool)> {
+    /// If the name is taken, or the kernel refuses. Whatever this call has made by then is removed
+    /// again.
+    pub fn raise(target: &Target, wanted: &BackstoreSpec) -> Result<(Self, bool)> {
         let (name, config) = (&wanted.name, wanted.config());
         let standing = Self::all(target)
             .into_iter()
@@ -112,7 +113,8 @@ impl Backstore {
             let half_built = known.is_empty() || known.starts_with(SUBTYPE);
             if store.enabled() || !half_built {
                 return Err(TargetError::Taken(format!(
-                    "a back store '{name}' exists ({}, of '{known}'): give the disk another name=, or remove that one first",
+                    "a back store '{name}' exists ({}, of '{known}'): give the disk another name=, \
+                     or remove that one first",
                     store.directory.display()
                 )));
             }
@@ -129,17 +131,18 @@ impl Backstore {
         built.map(|()| (store, false))
     }
 
-    /// Refuses to serve a standing disk with another block size, because its initiators still count in the old
-    /// one.
-    fn check_blocks(&self, wanted: &Wanted) -> Result<()> {
+    /// Refuses another block size for an existing back store, because its initiators still use the
+    /// old one.
+    fn check_blocks(&self, wanted: &BackstoreSpec) -> Result<()> {
         let known: Option<u32> = get(&self.directory.join("attrib/hw_block_size"))
             .parse()
             .ok();
         match known.filter(|known| *known != wanted.block_size) {
             None => Ok(()),
             Some(known) => Err(TargetError::Taken(format!(
-                "disk '{0}' stands in the target with blocks of {known} bytes, in which its initiators count: give \
-                 block-size={known}, or remove it first ('walvisor serve tcmu --remove {0}')",
+                "disk '{0}' stands in the target with blocks of {known} bytes, in which its \
+                 initiators count: give block-size={known}, or remove it first ('walvisor serve \
+                 tcmu --remove {0}')",
                 self.name
             ))),
         }
@@ -160,7 +163,7 @@ impl Backstore {
                         command: "modprobe target_core_user",
                     });
                 }
-                Err(error) => return Err(error).doing("make", &path),
+                Err(error) => return Err(error).during("make", &path),
             }
         }
         Err(TargetError::Taken(format!(
@@ -169,11 +172,11 @@ impl Backstore {
         )))
     }
 
-    fn build(&self, wanted: &Wanted, config: &str) -> Result<()> {
+    fn build(&self, wanted: &BackstoreSpec, config: &str) -> Result<()> {
         make_directory(&self.directory)?;
         let control = self.directory.join("control");
-        // The kernel must not wait for answers to its events: it would wait for ever for a handler that was
-        // killed.
+        // The kernel must not wait for answers to its events: if the handler is killed, it would
+        // wait for ever.
         for value in [
             format!("dev_config={config}"),
             format!("hw_block_size={}", wanted.block_size),
@@ -225,8 +228,8 @@ impl Backstore {
         set(&attribute, &bytes.to_string())
     }
 
-    /// Records whether completed writes outlive the process that serves the disk. The kernel does not use the
-    /// note, but keeps it for the next process.
+    /// Records whether completed writes outlive the process that serves the disk. The kernel keeps
+    /// the record for the next process.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -240,8 +243,8 @@ impl Backstore {
         get(&self.directory.join("alias")) == DURABLE
     }
 
-    /// Makes initiators wait: the kernel answers their commands with BUSY, and they try again. `false` ends
-    /// that.
+    /// Makes initiators wait: the kernel answers their commands with BUSY, and they retry. `false`
+    /// ends that.
     ///
     /// # Errors
     /// If the kernel refuses, or is older than 4.20.
@@ -250,8 +253,8 @@ impl Backstore {
         set(&attribute, if blocked { "1" } else { "0" })
     }
 
-    /// Completes the commands that a handler that is gone has left in the ring, with BUSY if `retry`, else with
-    /// an error.
+    /// Completes the commands that a dead handler has left in the ring, with BUSY if `retry`, else
+    /// with an error.
     ///
     /// # Errors
     /// If the kernel refuses, or is older than 4.20.
@@ -260,7 +263,7 @@ impl Backstore {
         set(&attribute, if retry { "1" } else { "2" })
     }
 
-    /// Removes it. No fabric may export it any more, and no process may have it open.
+    /// Removes it. No fabric may export it, and no process may have it open.
     ///
     /// # Errors
     /// If the kernel refuses.
@@ -279,9 +282,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_configuration_is_what_the_kernel_takes_whole() {
+    fn a_configuration_fits_the_kernels_parser() {
         let config = |image: &str| {
-            let wanted = Wanted {
+            let wanted = BackstoreSpec {
                 name: "n".to_owned(),
                 image: image.to_owned(),
                 serial: String::new(),

@@ -1,54 +1,61 @@
-//! A disk in the kernel's target, from the making of its first directory to the removal of the last.
+//! A disk in the kernel's target, from making its first directory to removing its last.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use walvisor_devices::tcmu::{CommandRing, Device, Mapping, Worker};
 
-use super::backstore::{Backstore, Wanted};
+use super::backstore::{Backstore, BackstoreSpec};
 use super::export::TargetExport;
 use super::refusal::Refusal;
-use super::target::{Doing, Result, Target, TargetError};
+use super::target::{Result, StepContext, Target, TargetError};
 use super::uio::Uio;
 use crate::disk_spec::Fabric;
 
-/// A disk in the kernel's target. Dropping it takes it down, unless initiators still wait for it: a disk that a
-/// previous process left and that was not served again stays blocked.
+/// A disk in the kernel's target. Dropping it takes it down, unless initiators of an earlier
+/// process still wait for it: if it was not served again, it stays blocked.
 pub struct LioDisk {
     store: Backstore,
-    /// Its LUNs: the one that this process made, or those that were there.
+    /// Its LUNs: the one that this process made, or those that it found.
     exports: Vec<TargetExport>,
     device: Option<OwnedFd>,
     memory: Option<Arc<Mapping>>,
     worker: Option<Worker>,
     /// It has a LUN that was there before this process, and this process does not serve it yet.
     inherited: bool,
-    /// Dropping it does nothing: it was taken down, or it must stay.
+    /// It was taken down, or must stay: dropping it does nothing.
     released: bool,
     /// The back store was left in the target, because initiators or other fabrics still use it.
     stays: bool,
 }
 
 impl LioDisk {
-    /// Raises a disk that is not served yet. A disk that a killed process has left is taken over if every
-    /// completed write was durable: its initiators wait from here on, keep their outstanding commands, and lose
-    /// nothing. Otherwise the writes that were not flushed are lost without the initiators' knowledge, so they
-    /// get a new disk.
+    /// Makes a disk that is not served yet. A disk that a killed process left behind is taken over
+    /// if all its completed writes were durable: its initiators wait from here on, keep their
+    /// outstanding commands, and lose nothing. Otherwise unflushed writes may be lost without the
+    /// initiators' knowledge, so they get a new disk.
     ///
     /// # Errors
     /// If the kernel refuses, or the name is taken. Nothing half-built stays.
-    pub fn raise(target: &Target, wanted: &Wanted, fabric: Fabric, wwn: &str) -> Result<Self> {
+    pub fn raise(
+        target: &Target,
+        wanted: &BackstoreSpec,
+        fabric: Fabric,
+        wwn: &str,
+    ) -> Result<Self> {
         let (mut store, mut stood) = Backstore::raise(target, wanted)?;
         if stood && !store.is_durable() && !TargetExport::of(&store).is_empty() {
             Self::clear(&store).map_err(|error| {
                 TargetError::Taken(format!(
-                    "{error} (it was left by a process that had writes in its memory: what was not flushed is gone, and \
-                     initiators must not go on without knowing; with cache=writethrough they can)"
+                    "{error} (it was left by a process that had writes in its memory: what was not \
+                     flushed is gone, and initiators must not go on without knowing; with \
+                     cache=writethrough they can)"
                 ))
             })?;
             tracing::warn!(
-                "disk '{}' was left by a process that had writes in its memory: what was not flushed is gone, so its \
-                 initiators get a new disk (with cache=writethrough they keep theirs)",
+                "disk '{}' was left by a process that had writes in its memory: what was not \
+                 flushed is gone, so its initiators get a new disk (with cache=writethrough they \
+                 keep theirs)",
                 wanted.name
             );
             (store, stood) = Backstore::raise(target, wanted)?;
@@ -94,7 +101,7 @@ impl LioDisk {
         self.store.set_size(bytes)?;
         let ring = CommandRing::open(memory)?;
         let worker = Worker::start(device, ring, uio);
-        self.worker = Some(worker.doing("serve", self.store.directory())?);
+        self.worker = Some(worker.during("serve", self.store.directory())?);
         self.store.block(false)?;
         if self.inherited {
             self.inherited = false;
@@ -114,17 +121,18 @@ impl LioDisk {
         &self.exports
     }
 
-    /// Takes the disk down: first its LUNs, while commands are still answered, then the back store. If another
-    /// fabric exports it, the back store stays and is returned, and its initiators wait for the next start.
+    /// Takes the disk down: first its LUNs, while commands are still answered, then the back store.
+    /// If another fabric exports the back store, it stays and is returned, and its initiators wait
+    /// for the next start.
     ///
     /// # Errors
-    /// The first step that the kernel refused; the later steps are tried all the same.
+    /// The first step that the kernel refused. The later steps are tried all the same.
     pub fn dismantle(mut self) -> Result<Option<Backstore>> {
         self.take_down()?;
         Ok(self.stays.then(|| self.store.clone()))
     }
 
-    /// An export that others have made.
+    /// An export that this process did not make.
     pub fn other_export(&self) -> Option<TargetExport> {
         let mut exports = TargetExport::of(&self.store).into_iter();
         exports.find(|export| !export.is_simple() || !self.exports.contains(export))
@@ -145,8 +153,8 @@ impl LioDisk {
                 None => String::new(),
             };
             tracing::warn!(
-                "disk '{name}' stays{by}: initiators wait until it is served again, or removed ('walvisor serve tcmu \
-                 --remove {name}')"
+                "disk '{name}' stays{by}: initiators wait until it is served again, or removed \
+                 ('walvisor serve tcmu --remove {name}')"
             );
             return blocked;
         }
@@ -167,10 +175,12 @@ impl LioDisk {
         outcome
     }
 
-    /// Removes a back store that no process serves, with its LUNs. Commands that still arrive are refused.
+    /// Removes a back store that no process serves, with its LUNs. Commands that still arrive are
+    /// refused.
     ///
     /// # Errors
-    /// If a process serves it, a fabric that walvisor does not set up exports it, or the kernel refuses.
+    /// If a process serves it, a fabric that walvisor does not set up exports it, or the kernel
+    /// refuses.
     pub fn clear(store: &Backstore) -> Result<()> {
         let name = &store.name;
         let exports = TargetExport::of(store);
@@ -187,7 +197,7 @@ impl LioDisk {
             })?;
             store.block(true)?;
             store.reset_ring(false)?;
-            let refusal = Refusal::start(uio)?.doing("serve", store.directory())?;
+            let refusal = Refusal::start(uio)?.during("serve", store.directory())?;
             store.block(false)?;
             let unlinked = exports.iter().try_for_each(TargetExport::unlink);
             drop(refusal);

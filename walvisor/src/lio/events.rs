@@ -1,5 +1,5 @@
-//! The changes that an administrator makes in configfs, as target_core_user reports them (generic netlink,
-//! family TCM-USER, group config).
+//! Changes that an administrator makes in configfs, as target_core_user reports them (generic
+//! netlink, family TCM-USER, group config).
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
@@ -17,7 +17,7 @@ use netlink_sys::{Socket, SocketAddr};
 const FAMILY: &str = "TCM-USER";
 const GROUP: &str = "config";
 
-/// TCMU_CMD_RECONFIG_DEVICE; other commands report devices that come and go.
+/// TCMU_CMD_RECONFIG_DEVICE. Other commands report that devices are added and removed.
 const RECONFIGURE: u8 = 3;
 /// Attributes (enum tcmu_genl_attr).
 mod attribute {
@@ -94,7 +94,8 @@ impl Events {
         Ok(Self { socket })
     }
 
-    /// The next change, with the device's name as UIO shows it; `None` if there is no further one now.
+    /// The next change, with the device's name as UIO shows it; `None` if there is no further one
+    /// now.
     ///
     /// # Errors
     /// If events were lost, or cannot be read.
@@ -125,8 +126,7 @@ fn parse(bytes: &[u8]) -> Option<(String, Change)> {
     Some((device, change?))
 }
 
-/// The number of the netlink group. The kernel assigns the numbers of families and groups when it loads their
-/// module.
+/// The number of the netlink group, which the kernel assigns when it loads the module.
 fn group_of(socket: &Socket) -> io::Result<u32> {
     let mut message = NetlinkMessage::from(GenlMessage::from_payload(GenlCtrl {
         cmd: GenlCtrlCmd::GetFamily,
@@ -201,7 +201,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_change_is_passed_over() {
+    fn messages_without_a_change_are_skipped() {
         let size = (attribute::SIZE, &[0; 8][..]);
         let whole = message(RECONFIGURE, &[size]);
         assert!(parse(&whole).is_some());

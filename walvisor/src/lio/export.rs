@@ -9,13 +9,13 @@ use std::time::Duration;
 
 use super::backstore::Backstore;
 use super::target::{
-    Doing, Result, Target, TargetError, directories, get, make_directory, name_of,
+    Result, StepContext, Target, TargetError, directories, get, make_directory, name_of,
     remove_directory, set,
 };
 use crate::disk_spec::Fabric;
 
-/// The number of checks, and the pause between them, for the disk's name: the kernel's disk driver assigns it
-/// some time after the LUN appears.
+/// How often, and how far apart, to check for the disk's name, which the kernel's disk driver
+/// assigns some time after the LUN appears.
 const NAME_TRIES: u32 = 40;
 const NAME_WAIT: Duration = Duration::from_millis(50);
 
@@ -48,8 +48,8 @@ impl TargetExport {
     /// Makes the target `wwn` in `fabric`, with a LUN that is still empty.
     ///
     /// # Errors
-    /// If the fabric's module is missing, or the target has a LUN 0 already. On an error, what this call has
-    /// made is removed again.
+    /// If the fabric's module is missing, or the target already has a LUN 0. Whatever this call has
+    /// made by then is removed again.
     pub fn prepare(target: &Target, fabric: Fabric, wwn: &str) -> Result<Option<Self>> {
         let (name, module, command) = match fabric {
             Fabric::Loop => ("loopback", "tcm_loop", "modprobe tcm_loop"),
@@ -67,11 +67,12 @@ impl TargetExport {
             }
             if error.kind() == io::ErrorKind::PermissionDenied {
                 return Err(TargetError::Taken(format!(
-                    "{0} was not there when this process gave up its rights: run '{command} && mkdir {0}', and start it again",
+                    "{0} did not exist when this process gave up its rights: run '{command} && \
+                     mkdir {0}', and restart it",
                     root.display()
                 )));
             }
-            return Err(error).doing("make", &root);
+            return Err(error).during("make", &root);
         }
         let export = Self {
             lun: root.join(wwn).join("tpgt_1/lun/lun_0"),
@@ -120,7 +121,7 @@ impl TargetExport {
         wwn.parent().unwrap_or(wwn)
     }
 
-    /// Whether its fabric is one of those for which [`prepare`](Self::prepare) makes targets.
+    /// Whether [`prepare`](Self::prepare) makes targets of its fabric.
     pub fn is_simple(&self) -> bool {
         ["loopback", "vhost"].contains(&&*name_of(self.fabric()))
     }
@@ -144,23 +145,23 @@ impl TargetExport {
         self.links().find(is)
     }
 
-    /// Lets initiators see the back store. Initiators on this machine send commands at once, so a handler must
-    /// answer.
+    /// Shows the back store to initiators. Those on this machine send commands at once, so a
+    /// handler must be running.
     ///
     /// # Errors
     /// If the kernel refuses.
     pub fn link(&self, store: &Backstore) -> Result<()> {
         let link = self.lun.join(&store.name);
-        symlink(&store.directory, &link).doing("link", &link)
+        symlink(&store.directory, &link).during("link", &link)
     }
 
-    /// Takes the disk away from initiators. They may flush it first, so a handler must answer.
+    /// Takes the disk away from initiators. They may flush it first, so a handler must be running.
     ///
     /// # Errors
     /// If the kernel refuses.
     pub fn unlink(&self) -> Result<()> {
         for link in self.links() {
-            fs::remove_file(&link).doing("remove", &link)?;
+            fs::remove_file(&link).during("remove", &link)?;
         }
         Ok(())
     }
@@ -205,8 +206,8 @@ impl TargetExport {
         Some(format!("/dev/{}", name_of(&disk)))
     }
 
-    /// The disk's name on this machine, once the kernel's disk driver has assigned it; the SCSI address, if it
-    /// does not.
+    /// The disk's name on this machine, once the kernel's disk driver has assigned it; the SCSI
+    /// address, if it does not.
     pub fn disk(&self) -> Option<String> {
         for _ in 0..NAME_TRIES {
             if let Some(disk) = self.disk_now() {
@@ -218,7 +219,7 @@ impl TargetExport {
         Some(format!("SCSI address {}", self.address()?))
     }
 
-    /// The address where initiators find the LUN, for people.
+    /// Where initiators find the LUN, to print.
     pub fn place(&self) -> String {
         let fabric = name_of(self.fabric());
         format!("{fabric} {}", self.wwn())

@@ -1,4 +1,5 @@
-//! The kernel's SCSI target (LIO) as configfs shows it: back stores of target_core_user, and the fabrics that export them.
+//! The kernel's SCSI target (LIO) as configfs shows it: back stores of target_core_user, and the
+//! fabrics that export them.
 //!
 //! ```text
 //!   /sys/kernel/config/target/
@@ -8,8 +9,8 @@
 //!                                                          opened before or by a child process              opener.rs
 //!   netlink, family TCM-USER, group config                 Events: what an administrator changes          events.rs
 //! ```
-//! Each step that makes something can be undone, and is undone if a later step fails, so nothing half-built
-//! stays. Only those back stores are changed whose configuration says that they are walvisor's.
+//! If a step fails, the steps before it are undone, so nothing half-built stays. Only back stores
+//! whose configuration names walvisor are ever changed.
 
 mod backstore;
 mod disk;
@@ -20,7 +21,7 @@ mod refusal;
 mod target;
 mod uio;
 
-pub use backstore::{Backstore, Wanted};
+pub use backstore::{Backstore, BackstoreSpec};
 pub use disk::LioDisk;
 pub use events::{Change, Events};
 pub use export::TargetExport;

@@ -1,8 +1,8 @@
-//! UIO devices of disks that are added later are opened by a child process that does nothing else.
+//! A child process opens the UIO devices of disks that are added later, and does nothing else.
 //!
-//! The device of a new back store is a new file in /dev. A process that kept the right to open it could open every other
-//! file there too, such as the disks of the machine. So a child is forked before the process gives up its rights. The
-//! child opens no devices but those of target_core_user:
+//! The device of a new back store is a new file in /dev. With the right to open it, a process could
+//! open every other file there too, such as the machine's disks. So the process forks a child
+//! before it gives up its rights. The child opens only devices of target_core_user:
 //!
 //! ```text
 //!   process ── number of the UIO device ──▶ child: is its name that of a back store of walvisor? ─▶ open
@@ -29,13 +29,13 @@ use crate::landlock::{AllowedPaths, Landlock};
 /// The start of the configuration of walvisor's back stores; tcmu-runner calls this a subtype.
 pub(super) const SUBTYPE: &str = "walvisor/";
 
-/// The child, as its parent sees it. It ends when this is dropped.
+/// The parent's handle of the child. Dropping it ends the child.
 #[derive(Debug)]
 pub(super) struct Opener(Mutex<OwnedFd>);
 
 impl Opener {
-    /// Starts the child, which looks up the names of the devices in the directory `uio`. To be called while the process
-    /// has one thread.
+    /// Starts the child, which looks up device names in the directory `uio`. Call it while the
+    /// process has one thread.
     pub(super) fn start(uio: &Path) -> io::Result<Self> {
         let (flags, kind) = (SocketFlags::CLOEXEC, SocketType::SEQPACKET);
         let (mine, its) = socketpair(AddressFamily::UNIX, kind, flags, None)?;
@@ -77,7 +77,7 @@ impl Opener {
     }
 }
 
-/// The work of the child: answers requests until its parent has ended.
+/// The child's work: answers requests until its parent has ended.
 fn answer(socket: &OwnedFd, uio: &Path) -> rustix::io::Result<()> {
     let mut request = [0; 4];
     loop {
@@ -108,9 +108,10 @@ fn open_if_ours(number: u32, uio: &Path) -> rustix::io::Result<OwnedFd> {
     // tcm-user/<hba>/<name>/<configuration>
     let name = fs::read_to_string(uio.join(&device).join("name")).unwrap_or_default();
     let configuration = name.splitn(4, '/').nth(3).unwrap_or_default();
-    match name.starts_with("tcm-user/") && configuration.starts_with(SUBTYPE) {
-        true => open_device(&Path::new("/dev").join(device)),
-        false => Err(Errno::PERM),
+    if name.starts_with("tcm-user/") && configuration.starts_with(SUBTYPE) {
+        open_device(&Path::new("/dev").join(device))
+    } else {
+        Err(Errno::PERM)
     }
 }
 
@@ -124,7 +125,7 @@ pub(super) fn open_device(path: &Path) -> rustix::io::Result<OwnedFd> {
 mod tests {
     use super::*;
 
-    /// Whether a device is opened is tested with a kernel that has some; here there is none of these names.
+    /// Here no device has these names. Opening one is tested with a kernel that has some.
     #[test]
     fn only_devices_of_walvisors_back_stores_are_opened() {
         let dir = tempfile::tempdir().unwrap();

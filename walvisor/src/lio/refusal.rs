@@ -1,4 +1,4 @@
-//! Refuses commands in place of a handler that is gone, while its disk is being removed.
+//! Refuses commands in place of a dead handler, while its disk is being removed.
 
 use std::io;
 use std::sync::Arc;
@@ -11,7 +11,8 @@ use walvisor_devices::tcmu::{CommandRing, Entry, Response};
 use super::target::Result;
 use super::uio::Uio;
 
-/// NOT READY, MEDIUM NOT PRESENT in the fixed format (SPC-4, 4.5.3), which makes a disk driver give up at once.
+/// NOT READY, MEDIUM NOT PRESENT in the fixed format (SPC-4, 4.5.3), which makes a disk driver give
+/// up at once.
 const GONE: [u8; 18] = {
     let mut sense = [0; 18];
     sense[0] = 0x70;
@@ -42,7 +43,9 @@ impl Refusal {
         let thread = thread::Builder::new().name("tcmu-refusal".into());
         threads.start(thread, move || {
             if let Err(error) = refuse(ring, &uio, &stopped) {
-                tracing::warn!("commands of a disk that goes are not answered: {error}");
+                tracing::warn!(
+                    "commands to a disk that is being removed are not answered: {error}"
+                );
             }
         })?;
         Ok(Self {

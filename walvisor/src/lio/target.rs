@@ -10,14 +10,14 @@ use super::opener::Opener;
 /// Mount point of configfs on every distribution.
 pub(super) const CONFIGFS: &str = "/sys/kernel/config";
 
-/// Why a change of the target failed. Its text is one line.
+/// Why the target could not be changed. Its text is one line.
 #[derive(Debug, thiserror::Error)]
 pub enum TargetError {
     /// The kernel refuses a step.
-    #[error("cannot {doing} {}: {source}", path.display())]
+    #[error("cannot {step} {}: {source}", path.display())]
     Step {
         /// The step.
-        doing: &'static str,
+        step: &'static str,
         /// The file or directory that it was for.
         path: PathBuf,
         /// The kernel's reason.
@@ -25,8 +25,8 @@ pub enum TargetError {
     },
     /// A part of the kernel is missing.
     #[error(
-        "{what}: as root run '{command}' (the module is in Debian's linux-image packages, in Ubuntu's \
-         linux-modules-extra-$(uname -r), in Fedora's kernel-modules)"
+        "{what}: as root run '{command}' (the module is in Debian's linux-image packages, in \
+         Ubuntu's linux-modules-extra-$(uname -r), in Fedora's kernel-modules)"
     )]
     Missing {
         /// The missing part.
@@ -44,15 +44,15 @@ pub enum TargetError {
 
 pub(super) type Result<T> = std::result::Result<T, TargetError>;
 
-/// Adds the name of the step to an error.
-pub(super) trait Doing<T> {
-    fn doing(self, doing: &'static str, path: &Path) -> Result<T>;
+/// Adds the step that failed to an error.
+pub(super) trait StepContext<T> {
+    fn during(self, step: &'static str, path: &Path) -> Result<T>;
 }
 
-impl<T> Doing<T> for io::Result<T> {
-    fn doing(self, doing: &'static str, path: &Path) -> Result<T> {
+impl<T> StepContext<T> for io::Result<T> {
+    fn during(self, step: &'static str, path: &Path) -> Result<T> {
         self.map_err(|source| TargetError::Step {
-            doing,
+            step,
             path: path.to_owned(),
             source,
         })
@@ -94,7 +94,8 @@ impl Target {
         if !self.configfs.is_dir() {
             return missing(
                 "this kernel has no configfs, so it has no SCSI target",
-                "modprobe configfs && mount -t configfs configfs /sys/kernel/config && modprobe target_core_user",
+                "modprobe configfs && mount -t configfs configfs /sys/kernel/config && modprobe \
+                 target_core_user",
             );
         }
         let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
@@ -111,20 +112,20 @@ impl Target {
         )
     }
 
-    /// Starts a child process that opens the devices of back stores from now on, so that this process may give up the right
-    /// to. To be called while the process has one thread.
+    /// Starts a child process that opens the devices of back stores from now on, so that this
+    /// process may give up the right to. Call it while the process has one thread.
     ///
     /// # Errors
     /// If the system refuses a socket or a process.
     pub fn hand_over(&mut self) -> Result<()> {
         let opener =
-            Opener::start(&self.uio).doing("let a process open the devices of", &self.uio)?;
+            Opener::start(&self.uio).during("let a process open the devices of", &self.uio)?;
         self.opener = Some(Arc::new(opener));
         Ok(())
     }
 
-    /// The directories in which the disks of the fabrics that there are now are made and removed.
-    pub fn grounds(&self) -> Vec<PathBuf> {
+    /// The directories where disks of the fabrics that exist now are made and removed.
+    pub fn disk_parents(&self) -> Vec<PathBuf> {
         let all = [
             self.core(),
             self.root().join("loopback"),
@@ -153,16 +154,16 @@ impl Target {
 pub(super) fn set(path: &Path, value: &str) -> Result<()> {
     let file = OpenOptions::new().write(true).open(path);
     file.and_then(|mut file| file.write_all(value.as_bytes()))
-        .doing("set", path)
+        .during("set", path)
 }
 
-/// Reads an attribute; one that cannot be read counts as empty.
+/// Reads an attribute. One that cannot be read counts as empty.
 pub(super) fn get(path: &Path) -> String {
     let text = fs::read_to_string(path).unwrap_or_default();
     text.trim_end().to_owned()
 }
 
-/// The directories in `path`, sorted; none, if `path` cannot be read.
+/// The directories in `path`, sorted. None if `path` cannot be read.
 pub(super) fn directories(path: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(path).into_iter().flatten().flatten();
     let directory = |entry: &fs::DirEntry| entry.file_type().is_ok_and(|kind| kind.is_dir());
@@ -177,15 +178,15 @@ pub(super) fn directories(path: &Path) -> Vec<PathBuf> {
 pub(super) fn make_directory(path: &Path) -> Result<()> {
     match fs::create_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => Ok(()),
-        made => made.doing("make", path),
+        made => made.during("make", path),
     }
 }
 
-/// Removes a directory of configfs, which may hold only entries that the kernel has made.
+/// Removes a directory of configfs that has only entries made by the kernel.
 pub(super) fn remove_directory(path: &Path) -> Result<()> {
     match fs::remove_dir(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        removed => removed.doing("remove", path),
+        removed => removed.during("remove", path),
     }
 }
 

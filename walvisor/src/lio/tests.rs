@@ -1,4 +1,4 @@
-//! The parts that can be tested on a kernel without a target.
+//! What can be tested without the kernel's target.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -16,7 +16,7 @@ fn target(directory: &Path) -> Target {
 }
 
 #[test]
-fn what_is_missing_is_named_with_what_helps() {
+fn a_missing_kernel_part_is_named_with_the_command_that_loads_it() {
     let directory = tempfile::tempdir().unwrap();
     let target = target(directory.path());
     let error = target.check().unwrap_err().to_string();
@@ -36,7 +36,7 @@ fn what_is_missing_is_named_with_what_helps() {
 }
 
 #[test]
-fn back_stores_and_who_exports_them_are_found() {
+fn back_stores_and_their_exports_are_found() {
     let directory = tempfile::tempdir().unwrap();
     let target = target(directory.path());
     let make = |path: &str| fs::create_dir_all(target.root().join(path)).unwrap();
@@ -94,7 +94,7 @@ fn back_stores_and_who_exports_them_are_found() {
 }
 
 #[test]
-fn a_disk_that_stands_keeps_the_size_of_its_blocks() {
+fn an_existing_back_store_keeps_its_block_size() {
     let directory = tempfile::tempdir().unwrap();
     let target = target(directory.path());
     let store = target.root().join("core/user_0/a");
@@ -107,7 +107,7 @@ fn a_disk_that_stands_keeps_the_size_of_its_blocks() {
         fs::write(store.join(file), text).unwrap();
     }
     let raise = |block_size| {
-        let wanted = Wanted {
+        let wanted = BackstoreSpec {
             name: "a".to_owned(),
             image: "/a.img".to_owned(),
             serial: String::new(),

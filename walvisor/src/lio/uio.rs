@@ -9,7 +9,7 @@ use walvisor_devices::tcmu::Mapping;
 
 use super::backstore::Backstore;
 use super::opener::open_device;
-use super::target::{Doing, Result, TargetError, get, name_of};
+use super::target::{Result, StepContext, TargetError, get, name_of};
 
 /// An open UIO device.
 pub struct Uio {
@@ -49,21 +49,21 @@ impl Uio {
             };
             let name = &store.name;
             return Err(TargetError::Taken(format!(
-                "disk '{name}' is served already, {by}"
+                "disk '{name}' is already served {by}"
             )));
         }
-        let device = opened.doing("open", &path)?;
+        let device = opened.during("open", &path)?;
         let attribute = sys.join("maps/map0/size");
         let size = get(&attribute);
         let len = usize::from_str_radix(size.trim_start_matches("0x"), 16).unwrap_or(0);
-        let memory = Mapping::of_device(&device, len).doing("map", &path)?;
+        let memory = Mapping::of_device(&device, len).during("map", &path)?;
         Ok(Self {
             device,
             memory: Arc::new(memory),
         })
     }
 
-    /// The process that has the device of `store` open, as far as this process may see.
+    /// The process that has the device of `store` open, if this process may see it.
     pub fn server(store: &Backstore) -> Option<u32> {
         server_of(&Path::new("/dev").join(name_of(&find(store)?)))
     }

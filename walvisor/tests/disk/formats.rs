@@ -16,7 +16,8 @@ fn run(dir: &Path, program: &str, arguments: &str) {
     assert!(output.status.success(), "{command:?}: {output:?}");
 }
 
-/// Makes an image of 4 MiB of each format; returns its name, how errors call it, and the command that makes it raw.
+/// Makes an image of 4 MiB of each format; returns its name, how errors call it, and the command
+/// that makes it raw.
 fn images(dir: &Path) -> Vec<(String, &'static str, String)> {
     let made = [
         ("qcow", "qcow2", ""),
@@ -52,7 +53,7 @@ fn images(dir: &Path) -> Vec<(String, &'static str, String)> {
 }
 
 #[test]
-fn images_of_other_formats_are_told_and_converted() {
+fn images_of_other_formats_are_refused_and_import_converts_them() {
     if !have("qemu-img", "qemu-utils") {
         return;
     }
@@ -94,9 +95,10 @@ fn images_of_other_formats_are_told_and_converted() {
     }
 }
 
-/// A disk's own first bytes may be those of another format: then the person says that it is raw, once.
+/// A disk's own first bytes may be those of another format: then the person says that it is raw,
+/// once.
 #[test]
-fn a_raw_image_that_begins_as_another_is_had_by_saying_so() {
+fn format_raw_accepts_an_image_that_begins_as_another_format() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let mut bytes = vec![0; MIB as usize];

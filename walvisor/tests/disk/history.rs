@@ -1,4 +1,5 @@
-//! `walvisor disk restore` and `log dump --since --until`: the commits of a log that was not checkpointed.
+//! `walvisor disk restore` and `log dump --since --until`: the commits of a log that was not
+//! checkpointed.
 
 use std::path::Path;
 
@@ -158,7 +159,7 @@ fn clones_share_blocks_where_the_file_system_can() {
 
 /// A copy of the disk at one point becomes that of a later one by the changes between them.
 #[test]
-fn changes_make_an_older_copy_a_newer_one() {
+fn applying_changes_updates_an_older_copy() {
     let dir = tempfile::tempdir().unwrap();
     let dir = &unclosed(dir.path());
     let states = states();
@@ -226,7 +227,7 @@ fn changes_make_an_older_copy_a_newer_one() {
 
 /// Times of a log are those of its batches.
 #[test]
-fn a_time_brings_back_what_was_there_then() {
+fn a_time_restores_the_disk_as_of_then() {
     if !have_python() {
         return;
     }
@@ -236,8 +237,8 @@ fn a_time_brings_back_what_was_there_then() {
     let log = objects(&done(dir, "log dump disk.img.wal --json"));
     let first = &log[0];
     let time = |us: &Value| {
-        let script = "import sys, datetime as d; \
-                      print((d.datetime(1970, 1, 1) + d.timedelta(microseconds=int(sys.argv[1]))).isoformat() + 'Z')";
+        let script = "import sys, datetime as d; print((d.datetime(1970, 1, 1) + \
+            d.timedelta(microseconds=int(sys.argv[1]))).isoformat() + 'Z')";
         let arguments = ["-c", script, &us.to_string()];
         let output = std::process::Command::new("python3")
             .args(arguments)
@@ -257,7 +258,7 @@ fn a_time_brings_back_what_was_there_then() {
 }
 
 #[test]
-fn points_that_are_not_there_name_the_nearest() {
+fn the_error_for_a_missing_point_names_the_nearest() {
     let dir = tempfile::tempdir().unwrap();
     let dir = &unclosed(dir.path());
     let log = objects(&done(dir, "log dump disk.img.wal --json"));
@@ -353,7 +354,7 @@ fn a_disk_is_restored_in_place_and_that_is_undone() {
         dir,
         &format!("disk restore disk.img --at lsn:{two} --in-place"),
     );
-    assert!(again.contains("already: nothing is changed"), "{again}");
+    assert!(again.contains("nothing to do"), "{again}");
     let undone = log.iter().map(|record| record["lsn"].as_u64() > Some(two));
     let now = objects(&done(dir, "log dump disk.img.wal --records --json"));
     assert!(now.iter().map(|record| record["undone"] == true).eq(undone));
@@ -391,7 +392,7 @@ fn a_disk_is_restored_in_place_and_that_is_undone() {
 }
 
 #[test]
-fn a_restore_in_place_that_can_not_be_is_refused() {
+fn impossible_restores_in_place_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = &unclosed(dir.path());
     let wrong = ["--in-place", "--output"];
@@ -441,7 +442,7 @@ fn refused_usage(dir: &Path, arguments: &str, parts: &[&str]) {
 
 /// How much a log keeps is said when its first disk is created, and by a later one.
 #[test]
-fn a_new_log_is_told_how_much_history_to_keep() {
+fn create_sets_how_much_history_a_new_log_keeps() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let told = |disk: &str| {
@@ -470,7 +471,7 @@ fn a_new_log_is_told_how_much_history_to_keep() {
 }
 
 #[test]
-fn a_snapshot_of_a_closed_disk_is_brought_back() {
+fn a_snapshot_of_a_closed_disk_is_restored() {
     let dir = tempfile::tempdir().unwrap();
     let dir = &unclosed(dir.path());
     let made = crate::json(&done(dir, "disk snapshot disk.img before --json"));
@@ -517,9 +518,10 @@ fn a_snapshot_of_a_closed_disk_is_brought_back() {
     assert!(std::fs::read(dir.join("disk.img")).unwrap() == unclosed_bytes());
 }
 
-/// Not in part: every command that shows the past refuses, the check says why, and the open says what is lost.
+/// Not in part: every command that shows the past refuses, the check says why, and the open says
+/// what is lost.
 #[test]
-fn a_snapshot_is_not_shown_over_another_image() {
+fn a_snapshot_is_refused_over_another_image() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let (disk, old, own) = (dir.join("disk.img"), dir.join("old"), dir.join("own"));

@@ -1,4 +1,5 @@
-//! Messages about an image that is not the one that a log's records belong to, and the commands that resolve it.
+//! Messages about an image that is not the one that a log's records belong to, and the commands
+//! that resolve it.
 
 use std::process::Command;
 
@@ -8,7 +9,7 @@ use walvisor_tests::{MemoryFs, have};
 use crate::{copy_image, crash, done, json, refused, unclosed, unclosed_bytes, walvisor};
 
 #[test]
-fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
+fn an_old_copy_of_an_image_is_refused_and_its_records_can_be_discarded() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let (disk, newest) = (crashed.join("disk.img"), crashed.join("newest.img"));
@@ -46,7 +47,7 @@ fn an_image_from_before_is_refused_and_its_records_can_be_given_up() {
 }
 
 #[test]
-fn a_disk_that_is_there_already_is_told_apart() {
+fn create_refuses_an_existing_disk_or_file() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     done(dir, "disk create disk.img --size 1M");
@@ -66,8 +67,8 @@ fn a_disk_that_is_there_already_is_told_apart() {
     refused(dir, "disk create plain.img --size 1M", 1, parts);
 }
 
-/// After a kill the newest bytes are in the log. What a copy of the image alone lacks is refused or told, and the
-/// commands of the manual's page copy everything.
+/// After a kill the newest bytes are in the log. What a copy of the image alone lacks is refused or
+/// told, and the commands of the manual's page copy everything.
 #[test]
 fn a_copy_of_an_image_alone_is_not_called_clean() {
     let dir = tempfile::tempdir().unwrap();
@@ -87,8 +88,8 @@ fn a_copy_of_an_image_alone_is_not_called_clean() {
     }
     // `cp`: nothing in the file tells, so nothing is claimed.
     std::fs::copy(at("disk.img"), at("copy.img")).unwrap();
-    let lacks =
-        "without a log or a mark: a copy of a disk that was not closed lacks its newest bytes";
+    let lacks = "without a log or a mark; if it is a copy of a disk that was not closed, its \
+        newest bytes are missing";
     assert!(done(&crashed, "disk info copy.img").contains(lacks));
     let text = done(&crashed, "disk check copy.img");
     assert!(
@@ -119,9 +120,10 @@ fn a_copy_of_an_image_alone_is_not_called_clean() {
     assert_eq!(report["marked"], true);
 }
 
-/// Without extended attributes an image has no mark: whoever makes a disk there learns what that means.
+/// Without extended attributes an image has no mark: whoever makes a disk there learns what that
+/// means.
 #[test]
-fn a_disk_where_it_cannot_be_marked_is_told() {
+fn a_file_system_without_marks_is_reported() {
     let Some(ramfs) = MemoryFs::ramfs() else {
         return;
     };
@@ -192,7 +194,7 @@ fn the_commands_of_the_manual_copy_everything() {
 
 /// cp(1) takes the source first. Its order never leads to advice that would cost the source.
 #[test]
-fn an_import_in_the_order_of_cp_is_told() {
+fn an_import_with_cps_order_of_arguments_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     std::fs::write(dir.join("raw"), [7; 1024]).unwrap();
@@ -228,7 +230,7 @@ fn an_import_in_the_order_of_cp_is_told() {
 
 /// A shell's file size limit causes a clear error instead of a kill by SIGXFSZ.
 #[test]
-fn a_disk_longer_than_the_limit_of_the_shell_is_told() {
+fn a_disk_beyond_the_shells_file_size_limit_is_an_error() {
     let dir = tempfile::tempdir().unwrap();
     let output = Command::new("sh")
         .args([

@@ -56,7 +56,8 @@ fn both_read(dir: &Path, log: &str) -> Option<Vec<Value>> {
     second
 }
 
-/// Makes `count` random requests to the two disks of a log, from a seed, with a flush after every seventh.
+/// Makes `count` random requests to the two disks of a log, from a seed, with a flush after every
+/// seventh.
 fn work(ports: &mut [Port], seed: u64, count: usize) {
     let mut random = seed;
     for i in 0..count {
@@ -86,7 +87,8 @@ fn work(ports: &mut [Port], seed: u64, count: usize) {
         .for_each(|port| end(port, Operation::Flush));
 }
 
-/// The log has two disks and has wrapped. Then come a crash, more requests, a second crash, a torn tail, and damage.
+/// The log has two disks and has wrapped. KernelAction come a crash, more requests, a second crash,
+/// a torn tail, and damage.
 #[test]
 fn a_reader_written_from_the_format_page_finds_the_same_records() {
     if !have_python() {
@@ -127,7 +129,8 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     let records = both_read(&first, "log").unwrap();
     assert_eq!(records.len(), 150);
 
-    // The log is opened after the crash and crashes again: a segment follows another's end, perhaps with a gap.
+    // The log is opened after the crash and crashes again: a segment follows another's end, perhaps
+    // with a gap.
     let copied = [first.join("a.img"), first.join("b.img")];
     let store = open(&first);
     let mut queues = ports(&store);
@@ -209,7 +212,8 @@ fn a_reader_written_from_the_format_page_finds_the_same_records() {
     println!("{FLIPS} flipped bits, {damaged} of them damage");
 }
 
-/// A disk restored in place, twice, and the disk beside it: both readers know which records that undid.
+/// A disk restored in place, twice, and the disk beside it: both readers know which records that
+/// undid.
 #[test]
 fn both_readers_know_what_a_restore_in_place_undid() {
     if !have_python() {
@@ -249,7 +253,8 @@ fn both_readers_know_what_a_restore_in_place_undid() {
     }
 }
 
-/// Both readers take the batches of sealed segments from the summaries, and read a segment whose summary is damaged.
+/// Both readers take the batches of sealed segments from the summaries, and read a segment whose
+/// summary is damaged.
 #[test]
 fn both_readers_use_and_refuse_the_same_summaries() {
     const SEGMENT: u64 = 128 << 10;
@@ -334,7 +339,7 @@ fn both_readers_use_and_refuse_the_same_summaries() {
 }
 
 #[test]
-fn a_dump_has_a_line_a_group_and_a_line_a_record() {
+fn a_dump_has_one_line_per_group_or_per_record() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let groups = objects(&done(&crashed, "log dump disk.img.wal --json"));
@@ -394,7 +399,7 @@ fn a_dump_has_a_line_a_group_and_a_line_a_record() {
 
 /// The medium has changed a payload: `disk check` names it, and reads of it fail.
 #[test]
-fn disk_check_names_disk_sectors_and_lsn_of_what_the_medium_changed() {
+fn disk_check_names_disk_sectors_and_lsn_of_damage() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let records = objects(&done(&crashed, "log dump disk.img.wal --records --json"));
@@ -468,7 +473,8 @@ fn a_dump_of_a_damaged_log_shows_what_is_before_the_damage() {
         .write(true)
         .open(crashed.join("disk.img.wal").join(name))
         .unwrap();
-    // Damages the second group's descriptor; the groups after it prove that the group was acknowledged.
+    // Damages the second group's descriptor; the groups after it prove that the group was
+    // acknowledged.
     let behind = records[1]["payload_offset"].as_u64().unwrap() + 4096;
     segment.write_all_at(&[0xff], behind + 97).unwrap();
     let output = walvisor(&crashed, "log dump disk.img.wal --json");
@@ -489,7 +495,7 @@ fn a_dump_of_a_damaged_log_shows_what_is_before_the_damage() {
 }
 
 #[test]
-fn a_log_gets_another_size_and_a_small_one_is_told() {
+fn a_log_is_resized_and_too_small_a_size_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     done(dir, "disk create disk.img --size 8M");
@@ -524,8 +530,9 @@ fn a_log_gets_another_size_and_a_small_one_is_told() {
     done(dir, "disk create other.img --size 1T --log big.img.wal");
 }
 
-/// The disks go on for several rounds of the ring after two snapshots, so what these need of the images is saved. Both readers see the
-/// same disks as of each snapshot, and both report a damaged file.
+/// The disks go on for several rounds of the ring after two snapshots, so what these need of the
+/// images is saved. Both readers see the same disks as of each snapshot, and both report a damaged
+/// file.
 #[test]
 fn both_readers_see_the_same_disks_as_of_a_snapshot() {
     if !have_python() {
@@ -572,9 +579,10 @@ fn both_readers_see_the_same_disks_as_of_a_snapshot() {
             .output()
             .unwrap();
         let error = String::from_utf8_lossy(&output.stderr).into_owned();
-        match output.status.success() {
-            true => Ok(std::fs::read(at("second")).unwrap()),
-            false => Err(error),
+        if output.status.success() {
+            Ok(std::fs::read(at("second")).unwrap())
+        } else {
+            Err(error)
         }
     };
     let first = |name: &str, disk: usize| {

@@ -87,7 +87,7 @@ fn an_amount_of_history_has_a_unit() {
     let dir = dir.path();
     for amount in ["24", "0", "7.5"] {
         let command = format!("disk create a.img --size 8M --retain {amount}");
-        refused(dir, &command, 2, &["no amount of history", "24h"]);
+        refused(dir, &command, 2, &["not an amount of history", "24h"]);
     }
     done(dir, "disk create a.img --size 8M --retain 5M");
     let info = json(&done(dir, "disk info a.img --json"));

@@ -1,5 +1,5 @@
-//! `walvisor disk` and `walvisor log`, as scripts call them: exit statuses, one-line errors, round trips, and a second
-//! reader of the format that finds the same records.
+//! `walvisor disk` and `walvisor log`, as scripts call them: exit statuses, one-line errors, round
+//! trips, and a second reader of the format that finds the same records.
 
 mod formats;
 mod history;
@@ -61,7 +61,8 @@ fn done(dir: &Path, arguments: &str) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-/// Runs `walvisor`, and asserts exit `status`, an empty stdout, and one line on stderr that contains each of `parts`.
+/// Runs `walvisor`, and asserts exit `status`, an empty stdout, and one line on stderr that
+/// contains each of `parts`.
 #[track_caller]
 fn refused(dir: &Path, arguments: &str, status: i32, parts: &[&str]) {
     let output = walvisor(dir, arguments);
@@ -117,7 +118,8 @@ fn write(port: &mut Port, sector: u64, byte: u8, sectors: usize) {
     end(port, Operation::Write { sector, data });
 }
 
-/// Copies the files of an open log and its disks to `to`, as a crash would leave them. No checkpoint may run.
+/// Copies the files of an open log and its disks to `to`, as a crash would leave them. No
+/// checkpoint may run.
 fn crash(log: &Path, disks: &[&Path], to: &Path) {
     let log_copy = to.join(log.file_name().unwrap());
     std::fs::create_dir_all(&log_copy).unwrap();
@@ -139,8 +141,8 @@ fn copy_image(from: &Path, to: &Path) {
     }
 }
 
-/// Makes a disk of 8 MiB in `crashed/`: 0..64 KiB in the base image; four commit groups in the log, which overwrite,
-/// discard and zero parts of that, and write the last page.
+/// Makes a disk of 8 MiB in `crashed/`: 0..64 KiB in the base image; four commit groups in the log,
+/// which overwrite, discard and zero parts of that, and write the last page.
 fn unclosed(dir: &Path) -> PathBuf {
     let disk = dir.join("disk.img");
     let log = default_log_dir(&disk);
@@ -217,7 +219,8 @@ fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
             "{name}: {blocks} > {allocated}"
         );
     }
-    // A raw image without a log is a disk too; a pipe gets no progress bar (`done` asserts that stderr is empty).
+    // A raw image without a log is a disk too; a pipe gets no progress bar (`done` asserts that
+    // stderr is empty).
     done(dir, "disk export raw out --force --json");
     // The result is the same with any number of threads.
     for threads in ["1", "3"] {
@@ -241,7 +244,7 @@ fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
 }
 
 #[test]
-fn export_is_the_disk_as_it_is_and_checkpoint_makes_the_base_equal() {
+fn export_writes_the_current_contents_and_checkpoint_makes_the_image_equal() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     let files = |dir: &Path| -> Vec<Vec<u8>> {
@@ -410,7 +413,7 @@ fn bad_input_is_one_line_and_changes_nothing() {
 
 /// An image is removed while its log stays, and a new disk is made in its place.
 #[test]
-fn a_new_disk_never_gets_the_records_of_one_that_was_there_before() {
+fn a_new_disk_never_gets_records_of_a_deleted_one() {
     let dir = tempfile::tempdir().unwrap();
     let crashed = unclosed(dir.path());
     std::fs::write(crashed.join("raw"), vec![5; 8 << 20]).unwrap();

@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use super::*;
 
-/// A disk with records in its log leaves it; a raw image joins an existing log, as a copy and itself.
+/// A disk with records in its log leaves it; a raw image joins an existing log, as a copy and
+/// itself.
 #[test]
 fn disks_leave_and_join_logs() {
     let dir = tempfile::tempdir().unwrap();
@@ -14,7 +15,8 @@ fn disks_leave_and_join_logs() {
     let printed = done(dir, "disk leave disk.img");
     assert_eq!(
         printed,
-        "disk.img: a raw image now; the log in disk.img.wal has no disk any more: remove that directory\n"
+        "disk.img: a raw image now; the log in disk.img.wal has no more disks: remove that \
+         directory\n"
     );
     assert!(std::fs::read(dir.join("disk.img")).unwrap() == unclosed_bytes());
     refused(dir, "disk leave disk.img", 1, &["no disk yet", "log=DIR"]);
@@ -53,7 +55,8 @@ fn disks_leave_and_join_logs() {
     done(dir, "disk check disk.img --log shared");
 }
 
-/// Wherever `disk move-log` is killed, the disk opens with one of the two logs, and the same command ends the move.
+/// Wherever `disk move-log` is killed, the disk opens with one of the two logs, and the same
+/// command ends the move.
 #[test]
 fn a_move_that_was_killed_loses_nothing() {
     let dir = tempfile::tempdir().unwrap();

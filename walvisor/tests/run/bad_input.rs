@@ -1,4 +1,5 @@
-//! Bad input: the program prints one line that names the fault and the remedy, and exits with status 1 or 2.
+//! Bad input: the program prints one line that names the fault and the remedy, and exits with
+//! status 1 or 2.
 
 use std::ffi::OsStr;
 use std::fs;
@@ -6,7 +7,7 @@ use std::process::Output;
 
 use walvisor_tests::{QemuNbd, have};
 
-use crate::kernel::{self, Then};
+use crate::kernel::{self, KernelAction};
 use crate::{has_kvm, stderr, walvisor};
 
 /// Asserts exit `status`, and one line on stderr that contains each of `parts`.
@@ -102,7 +103,7 @@ fn wrong_usage_is_one_line_and_status_2() {
 }
 
 #[test]
-fn memory_that_the_machine_does_not_have_is_refused_unless_it_is_meant() {
+fn more_memory_than_the_machine_has_needs_overcommit() {
     let told = rustix::system::sysinfo();
     let machine = (told.totalram + told.totalswap) * u64::from(told.mem_unit);
     let memory = (machine + 1).next_multiple_of(1 << 30);
@@ -145,7 +146,7 @@ fn help_lists_the_keys_of_a_disk() {
 }
 
 #[test]
-fn help_and_version_are_no_errors() {
+fn help_and_version_exit_with_success() {
     for (arguments, first) in [
         ("--help", "A small KVM VMM"),
         ("--version", "walvisor "),
@@ -178,8 +179,8 @@ fn a_bad_kernel_is_named_with_what_is_wrong() {
     }
     let directory = tempfile::tempdir().unwrap();
     let (bzimage, vmlinux) = (
-        kernel::bzimage(Then::PowerOff),
-        kernel::vmlinux(Then::PowerOff, true),
+        kernel::bzimage(KernelAction::PowerOff),
+        kernel::vmlinux(KernelAction::PowerOff, true),
     );
     let mut old = bzimage.clone();
     old[0x206..0x208].copy_from_slice(&0x0205u16.to_le_bytes());
@@ -191,14 +192,14 @@ fn a_bad_kernel_is_named_with_what_is_wrong() {
     high[64 + 24..64 + 32].copy_from_slice(&0x4000_0000u64.to_le_bytes());
     let mut segments = vmlinux.clone();
     segments[54] = 7;
-    let no_note = kernel::vmlinux(Then::PowerOff, false);
+    let no_note = kernel::vmlinux(KernelAction::PowerOff, false);
     let cases: [(&str, &[u8], &[&str]); 13] = [
         ("empty", b"", &["neither a bzImage nor an ELF"]),
         ("text", &[b'x'; 4096], &["neither a bzImage nor an ELF"]),
         ("gzip", b"\x1f\x8b\x08\0compressed", &["uncompressed"]),
         ("bz-cut", &bzimage[..1200], &["truncated", "1200 bytes"]),
         ("bz-head", &bzimage[..0x210], &["truncated", "copy"]),
-        ("bz-old", &old, &["no 64-bit kernel"]),
+        ("bz-old", &old, &["not a 64-bit kernel"]),
         ("bz-wraps", &wrapping, &["wrap around"]),
         ("bz-large", &large, &["--memory", "257 MiB"]),
         ("elf-cut", &vmlinux[..vmlinux.len() - 70], &["truncated"]),
@@ -231,7 +232,7 @@ fn a_bad_kernel_is_named_with_what_is_wrong() {
 }
 
 #[test]
-fn a_bad_initrd_or_command_line_is_told() {
+fn a_bad_initrd_or_command_line_is_a_clear_error() {
     if !has_kvm() {
         return;
     }
@@ -239,7 +240,7 @@ fn a_bad_initrd_or_command_line_is_told() {
     let kernel = kernel::save(
         directory.path(),
         "bzImage",
-        &kernel::bzimage(Then::PowerOff),
+        &kernel::bzimage(KernelAction::PowerOff),
     );
     let kernel = kernel.as_os_str();
     let initrd = directory.path().join("initrd");
@@ -273,13 +274,13 @@ fn a_bad_initrd_or_command_line_is_told() {
 }
 
 #[test]
-fn bad_disks_are_told_and_stay_as_they_were() {
+fn bad_disks_are_clear_errors_and_stay_unchanged() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name).display().to_string();
     let kernel = kernel::save(
         directory.path(),
         "bzImage",
-        &kernel::bzimage(Then::PowerOff),
+        &kernel::bzimage(KernelAction::PowerOff),
     );
     let kernel = kernel.to_str().unwrap();
     let run = |specs: &[String]| {
@@ -325,7 +326,7 @@ fn bad_disks_are_told_and_stay_as_they_were() {
 fn a_bad_kernel_or_initrd_leaves_no_log_beside_a_raw_image() {
     let directory = tempfile::tempdir().unwrap();
     let at = |name: &str| directory.path().join(name).display().to_string();
-    let bzimage = kernel::bzimage(Then::PowerOff);
+    let bzimage = kernel::bzimage(KernelAction::PowerOff);
     fs::write(at("raw.img"), [7; 4096]).unwrap();
     fs::write(at("whole"), &bzimage).unwrap();
     fs::write(at("cut"), &bzimage[..1200]).unwrap();

@@ -9,11 +9,11 @@ use walvisor_storage::{
 };
 use walvisor_tests::leash;
 
-use crate::kernel::{self, Then};
+use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, stdout, wait_for};
 
 /// Boots a kernel of each format that does `then`, and returns the outputs.
-fn boot_both(then: Then, arguments: &[&str]) -> Vec<Output> {
+fn boot_both(then: KernelAction, arguments: &[&str]) -> Vec<Output> {
     let directory = tempfile::tempdir().unwrap();
     [
         ("bzImage", kernel::bzimage(then)),
@@ -31,12 +31,12 @@ fn boot_both(then: Then, arguments: &[&str]) -> Vec<Output> {
 }
 
 #[test]
-fn both_formats_boot_with_their_command_line_and_power_off_is_success() {
+fn both_kernel_formats_boot_and_powering_off_is_success() {
     if !has_kvm() {
         return;
     }
     for output in boot_both(
-        Then::PowerOff,
+        KernelAction::PowerOff,
         &["--cmdline", "hello from the command line"],
     ) {
         assert_eq!(
@@ -54,7 +54,7 @@ fn every_kind_of_reset_is_success() {
     if !has_kvm() {
         return;
     }
-    for then in [Then::ResetRegister, Then::ResetKeyboard] {
+    for then in [KernelAction::ResetRegister, KernelAction::ResetKeyboard] {
         for output in boot_both(then, &["--cmdline", "x", "--cpus", "2"]) {
             assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         }
@@ -62,11 +62,11 @@ fn every_kind_of_reset_is_success() {
 }
 
 #[test]
-fn code_that_is_not_there_is_told_with_rip_and_cause() {
+fn a_jump_to_unmapped_code_is_reported_with_rip_and_cause() {
     if !has_kvm() {
         return;
     }
-    for output in boot_both(Then::JumpAstray, &["--cmdline", "x"]) {
+    for output in boot_both(KernelAction::JumpAstray, &["--cmdline", "x"]) {
         let error = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{error}");
         for part in ["vCPU 0", "RIP 0xb0000000", "instruction bytes"] {
@@ -88,13 +88,13 @@ fn a_triple_fault_is_a_crash_at_first_and_a_reset_later() {
         return;
     }
     // Without a command line the kernel prints nothing, so it has touched no device.
-    for output in boot_both(Then::Fault, &["--cmdline", ""]) {
+    for output in boot_both(KernelAction::Fault, &["--cmdline", ""]) {
         let error = stderr(&output);
         assert_eq!(output.status.code(), Some(1), "{error}");
         assert!(error.contains("RIP 0x100"), "{error}");
         assert!(error.contains("0f 0b"), "{error}");
     }
-    for output in boot_both(Then::Fault, &["--cmdline", "x"]) {
+    for output in boot_both(KernelAction::Fault, &["--cmdline", "x"]) {
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         // The program reports an early end of the guest.
         assert!(
@@ -106,11 +106,14 @@ fn a_triple_fault_is_a_crash_at_first_and_a_reset_later() {
 }
 
 #[test]
-fn a_triple_fault_of_a_processor_that_touched_nothing_is_a_reset_of_a_guest_that_did() {
+fn a_triple_fault_on_any_vcpu_is_a_reset_once_the_guest_used_a_device() {
     if !has_kvm() {
         return;
     }
-    for output in boot_both(Then::FaultElsewhere, &["--cmdline", "x", "--cpus", "2"]) {
+    for output in boot_both(
+        KernelAction::FaultElsewhere,
+        &["--cmdline", "x", "--cpus", "2"],
+    ) {
         let error = stderr(&output);
         assert_eq!(output.status.code(), Some(0), "{error}");
         assert!(error.contains("vCPU 1: triple fault"), "{error}");
@@ -126,7 +129,7 @@ fn the_console_can_go_to_a_file_or_nowhere() {
     let log = directory.path().join("console.log");
     let target = format!("file:{}", log.display());
     for output in boot_both(
-        Then::PowerOff,
+        KernelAction::PowerOff,
         &["--console", &target, "--cmdline", "logged;"],
     ) {
         assert!(
@@ -136,7 +139,7 @@ fn the_console_can_go_to_a_file_or_nowhere() {
         );
     }
     assert_eq!(std::fs::read_to_string(log).unwrap(), "logged;logged;");
-    for output in boot_both(Then::PowerOff, &["--console", "off"]) {
+    for output in boot_both(KernelAction::PowerOff, &["--console", "off"]) {
         assert!(output.status.success() && output.stdout.is_empty());
     }
 }
@@ -148,7 +151,7 @@ fn metrics_tell_exits_disks_and_the_time_to_the_first_instruction() {
     }
     let arguments = "--console off --metrics - --disk backend=ram,size=1M,serial=one,transport=pci";
     let arguments: Vec<&str> = arguments.split(' ').collect();
-    for output in boot_both(Then::PowerOff, &arguments) {
+    for output in boot_both(KernelAction::PowerOff, &arguments) {
         let text = stdout(&output);
         let value = |name: &str| -> f64 {
             let line = text
@@ -177,7 +180,11 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
         return;
     }
     let directory = tempfile::tempdir().unwrap();
-    let kernel = kernel::save(directory.path(), "bzImage", &kernel::bzimage(Then::Echo));
+    let kernel = kernel::save(
+        directory.path(),
+        "bzImage",
+        &kernel::bzimage(KernelAction::Echo),
+    );
     let disk = directory.path().join("disk.img");
     let created = command(["disk", "create", disk.to_str().unwrap(), "--size", "1M"])
         .output()
@@ -230,7 +237,7 @@ fn a_raw_image_is_a_disk_without_a_log() {
     std::fs::write(&image, [7; 8192]).unwrap();
     for transport in ["mmio", "pci"] {
         let disk = format!("path={},backend=raw,transport={transport}", image.display());
-        for output in boot_both(Then::PowerOff, &["--cmdline", "x", "--disk", &disk]) {
+        for output in boot_both(KernelAction::PowerOff, &["--cmdline", "x", "--disk", &disk]) {
             assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
         }
     }
@@ -240,7 +247,7 @@ fn a_raw_image_is_a_disk_without_a_log() {
 
 /// A guest may have disks as they were, with and without a scratch file.
 #[test]
-fn a_guest_gets_disks_as_they_were() {
+fn a_guest_gets_disks_as_of_points() {
     if !has_kvm() {
         return;
     }
@@ -261,10 +268,13 @@ fn a_guest_gets_disks_as_they_were() {
     store.close().unwrap();
     let disk = |at: &str| format!("path={},log={},{at}", disk.display(), log.display());
     let (past, scratch) = (disk("at=lsn:0"), disk("at=lsn:1,scratch=on,transport=pci"));
-    for output in boot_both(Then::PowerOff, &["--disk", &past, "--disk", &scratch]) {
+    for output in boot_both(
+        KernelAction::PowerOff,
+        &["--disk", &past, "--disk", &scratch],
+    ) {
         assert_eq!(output.status.code(), Some(0), "{}", stderr(&output));
     }
-    for output in boot_both(Then::PowerOff, &["--disk", &disk("at=lsn:2")]) {
+    for output in boot_both(KernelAction::PowerOff, &["--disk", &disk("at=lsn:2")]) {
         assert_eq!(output.status.code(), Some(1));
         let error = stderr(&output);
         assert!(error.contains("the newest is lsn:1"), "{error}");

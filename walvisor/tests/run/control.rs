@@ -10,10 +10,11 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use walvisor_tests::leash;
 
-use crate::kernel::{self, Then};
+use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, wait_for};
 
-/// A guest that runs on two vCPUs and a WAL disk `disk.img` of 1 MiB, with a control socket. Dropping it kills it.
+/// A guest that runs on two vCPUs and a WAL disk `disk.img` of 1 MiB, with a control socket.
+/// Dropping it kills it.
 pub struct Guest {
     child: Child,
     dir: tempfile::TempDir,
@@ -21,7 +22,7 @@ pub struct Guest {
 
 impl Guest {
     /// Boots a kernel that does `then`, and waits until it has printed `said`.
-    pub fn start(then: Then, said: &str, arguments: &[&str]) -> Self {
+    pub fn start(then: KernelAction, said: &str, arguments: &[&str]) -> Self {
         let dir = tempfile::tempdir().unwrap();
         kernel::save(dir.path(), "bzImage", &kernel::bzimage(then));
         let disk = dir.path().join("disk.img");
@@ -35,8 +36,9 @@ impl Guest {
         guest
     }
 
-    /// Kills the VMM three times at any point, and each time starts another on the files that are left, without
-    /// unlocking, repairing or removing any; waits until the guest has printed `said` once more.
+    /// Kills the VMM three times at any point, and each time starts another on the files that are
+    /// left, without unlocking, repairing or removing any; waits until the guest has printed `said`
+    /// once more.
     pub fn kill_and_start_again(&mut self, said: &str) {
         for round in 2..5 {
             self.child.kill().unwrap();
@@ -94,7 +96,8 @@ impl Guest {
         self.child.try_wait().unwrap().is_none()
     }
 
-    /// Waits for the VMM's end and returns exit status and stderr. Asserts that the disk is closed and the socket gone.
+    /// Waits for the VMM's end and returns exit status and stderr. Asserts that the disk is closed
+    /// and the socket gone.
     pub fn end(mut self) -> (Option<i32>, String) {
         let mut errors = String::new();
         let stderr = self.child.stderr.take().unwrap();
@@ -150,7 +153,7 @@ fn a_guest_is_looked_at_paused_and_resumed() {
     if !has_kvm() {
         return;
     }
-    let guest = Guest::start(Then::Echo, "up", &[]);
+    let guest = Guest::start(KernelAction::Echo, "up", &[]);
     let mode = std::fs::metadata(guest.path("ctl")).unwrap().permissions();
     assert_eq!(mode.mode() & 0o777, 0o600);
     let stats = guest.stats();
@@ -194,7 +197,7 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
         return;
     }
     let guest = Guest::start(
-        Then::Echo,
+        KernelAction::Echo,
         "up",
         &["--disk", "backend=ram,size=1M,serial=r,transport=pci"],
     );
@@ -283,11 +286,11 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
 }
 
 #[test]
-fn no_client_harms_another_or_the_guest() {
+fn no_control_client_harms_another_or_the_guest() {
     if !has_kvm() {
         return;
     }
-    let mut guest = Guest::start(Then::Echo, "up", &[]);
+    let mut guest = Guest::start(KernelAction::Echo, "up", &[]);
     // A client that has begun a line, one that never reads, and many that leave in the middle.
     let mut half = guest.connect();
     half.write_all(b"{\"execute\": ").unwrap();
@@ -298,7 +301,8 @@ fn no_client_harms_another_or_the_guest() {
         .is_ok()
     {}
     for _ in 0..100 {
-        // The server may turn this client away before it has written, while earlier ones still take up places.
+        // The server may turn this client away before it has written, while earlier ones still take
+        // up places.
         let _ = guest.connect().write_all(b"{\"execute\": \"stats\"}\n\xff");
     }
     // The places of clients that have left become free one after the other.
@@ -372,7 +376,7 @@ fn no_client_harms_another_or_the_guest() {
 }
 
 #[test]
-fn a_socket_that_nobody_listens_at_is_told() {
+fn a_socket_without_a_listener_is_a_clear_error() {
     let output = command(["ctl", "/nowhere/at/all", "stats"])
         .output()
         .unwrap();

@@ -1,5 +1,5 @@
-//! Kernels of a few instructions, in the two formats that `walvisor run` boots. Every KVM runs them, also one that
-//! interprets ring 0.
+//! Kernels of a few instructions, in the two formats that `walvisor run` boots. Every KVM runs
+//! them, also one that interprets ring 0.
 //!
 //! ```text
 //!   entry: ESI = the command line, as the boot protocol hands it over
@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 /// What the kernel does after it has printed its command line.
 #[derive(Clone, Copy)]
-pub enum Then {
+pub enum KernelAction {
     /// Power off: S5 to PM1 control.
     PowerOff,
     /// Reset control register, 0xcf9.
@@ -25,13 +25,14 @@ pub enum Then {
     IgnoreButton,
     /// Execute an undefined instruction without an exception handler: a triple fault.
     Fault,
-    /// Start the other processors, each of which faults without an exception handler: a triple fault; halt.
+    /// Start the other processors, each of which faults without an exception handler: a triple
+    /// fault; halt.
     FaultElsewhere,
     /// Jump to an address without memory.
     JumpAstray,
 }
 
-impl Then {
+impl KernelAction {
     /// The instructions; these bytes mean the same in 32-bit and in 64-bit mode.
     fn code(self) -> &'static [u8] {
         match self {
@@ -41,7 +42,8 @@ impl Then {
             Self::ResetRegister => &[0x66, 0xba, 0xf9, 0x0c, 0xb0, 0x06, 0xee],
             // mov al, 0xfe; out 0x64, al
             Self::ResetKeyboard => &[0xb0, 0xfe, 0xe6, 0x64],
-            // again: mov dx, 0x3fd; in al, dx; test al, 1; jz again; mov dx, 0x3f8; in al, dx; out dx, al; jmp again
+            // again: mov dx, 0x3fd; in al, dx; test al, 1; jz again; mov dx, 0x3f8; in al, dx; out
+            // dx, al; jmp again
             Self::Echo => &[
                 0x66, 0xba, 0xfd, 0x03, 0xec, 0xa8, 0x01, 0x74, 0xf7, 0x66, 0xba, 0xf8, 0x03, 0xec,
                 0xee, 0xeb, 0xef,
@@ -60,9 +62,9 @@ impl Then {
             ],
             // ud2
             Self::Fault => &[0x0f, 0x0b],
-            // mov edi, 0x70000; there, code for the others: lidt cs:[0x20], where memory is zero; mov eax, cr0; or al,
-            // 1; mov cr0, eax; mov ds, ax: an invalid selector mov edi, 0xfee00300: the local APIC's ICR: INIT, then a
-            // start at 0x70000, to all but this one
+            // mov edi, 0x70000; there, code for the others: lidt cs:[0x20], where memory is zero;
+            // mov eax, cr0; or al, 1; mov cr0, eax; mov ds, ax: an invalid selector mov edi,
+            // 0xfee00300: the local APIC's ICR: INIT, then a start at 0x70000, to all but this one
             Self::FaultElsewhere => &[
                 0xbf, 0x00, 0x00, 0x07, 0x00, 0xc7, 0x07, 0x2e, 0x0f, 0x01, 0x1e, 0xc7, 0x47, 0x04,
                 0x20, 0x00, 0x0f, 0x20, 0xc7, 0x47, 0x08, 0xc0, 0x0c, 0x01, 0x0f, 0xc7, 0x47, 0x0c,
@@ -82,12 +84,12 @@ const PRINT: [u8; 12] = [
 /// hlt; jmp back
 const HALT: [u8; 3] = [0xf4, 0xeb, 0xfd];
 
-fn program(get_command_line: &[u8], then: Then) -> Vec<u8> {
+fn program(get_command_line: &[u8], then: KernelAction) -> Vec<u8> {
     [get_command_line, &PRINT, then.code(), &HALT].concat()
 }
 
 /// A bzImage with a 64-bit entry: one setup sector, then 512 bytes of zeroes, then the program.
-pub fn bzimage(then: Then) -> Vec<u8> {
+pub fn bzimage(then: KernelAction) -> Vec<u8> {
     // mov esi, [rsi + 0x228]: cmd_line_ptr of the zero page.
     let code = program(&[0x8b, 0xb6, 0x28, 0x02, 0x00, 0x00], then);
     let mut payload = vec![0; 0x200];
@@ -111,8 +113,9 @@ pub fn bzimage(then: Then) -> Vec<u8> {
     image
 }
 
-/// An ELF file with a PVH entry, if `note` says so: a loaded segment at 1 MiB and a note that names it.
-pub fn vmlinux(then: Then, note: bool) -> Vec<u8> {
+/// An ELF file with a PVH entry, if `note` says so: a loaded segment at 1 MiB and a note that names
+/// it.
+pub fn vmlinux(then: KernelAction, note: bool) -> Vec<u8> {
     const ENTRY: u64 = 0x10_0000;
     const CODE_OFFSET: u64 = 0x1000;
     const NOTE_OFFSET: u64 = 0x800;

@@ -1,4 +1,5 @@
-//! The 25 commonest mistakes of a newcomer. Each gets one line that says what is wrong, where, and what to do.
+//! The 25 commonest mistakes of a newcomer. Each gets one line that says what is wrong, where, and
+//! what to do.
 
 use std::fs;
 use std::io::{BufRead, BufReader};
@@ -8,11 +9,12 @@ use std::process::{Child, Command, Stdio};
 
 use walvisor_tests::leash;
 
-use crate::kernel::{self, Then};
+use crate::kernel::{self, KernelAction};
 use crate::{command, stderr, walvisor};
 
-/// A mistake: its name, what is typed after `walvisor`, the exit status, and the line without `walvisor: `. {DIR} stands for
-/// the working directory, {PID} for the process that has held.img, {MACHINE} for the machine's memory and swap, {...} for any words.
+/// A mistake: its name, what is typed after `walvisor`, the exit status, and the line without
+/// `walvisor: `. {DIR} stands for the working directory, {PID} for the process that has held.img,
+/// {MACHINE} for the machine's memory and swap, {...} for any words.
 type Mistake = (&'static str, &'static str, i32, &'static str);
 
 const MISTAKES: [Mistake; 23] = [
@@ -20,13 +22,15 @@ const MISTAKES: [Mistake; 23] = [
         "an image that does not exist",
         "disk info missing.img",
         1,
-        "missing.img: can't open the disk: No such file or directory (os error 2); name a raw image that exists, or make a disk: 'walvisor disk create missing.img --size 1G'",
+        "missing.img: can't open the disk: No such file or directory (os error 2); name a raw \
+         image that exists, or make a disk: 'walvisor disk create missing.img --size 1G'",
     ),
     (
         "a place that does not exist",
         "disk create no/new.img --size 1M",
         1,
-        "no/new.img: can't write: No such file or directory (os error 2); make its directory: mkdir -p no",
+        "no/new.img: can't write: No such file or directory (os error 2); make its directory: \
+         mkdir -p no",
     ),
     (
         "a disk that exists",
@@ -38,25 +42,31 @@ const MISTAKES: [Mistake; 23] = [
         "a size that is none",
         "disk create new.img --size 10X",
         2,
-        "invalid value '10X' for '--size <SIZE>': '10X' is not a size: give a number of bytes, or one with K, M, G, T, P or E, such as 512M, 1.5G, 4GiB or 10GB; see 'walvisor disk create --help'",
+        "invalid value '10X' for '--size <SIZE>': '10X' is not a size: give a number of bytes, or \
+         one with K, M, G, T, P or E, such as 512M, 1.5G, 4GiB or 10GB; see 'walvisor disk create \
+         --help'",
     ),
     (
         "a size that is no number of sectors",
         "disk import new.img odd.img",
         1,
-        "odd.img: the size of 1000 bytes is not a multiple of 512; round it up with 'truncate -s %512 odd.img', which keeps all bytes",
+        "odd.img: the size of 1000 bytes is not a multiple of 512; round it up with 'truncate -s \
+         %512 odd.img', which keeps all bytes",
     ),
     (
         "an image of another format",
         "disk import new.img vm.qcow2",
         1,
-        "vm.qcow2: starts like a qcow2 image, and disks are raw images; convert it with 'qemu-img convert -O raw vm.qcow2 NEW', or, if these are the first bytes of the disk itself, say so: format=raw with --disk, --format raw with 'disk import'",
+        "vm.qcow2: starts like a qcow2 image, and disks are raw images; convert it with 'qemu-img \
+         convert -O raw vm.qcow2 NEW', or, if these are the first bytes of the disk itself, say \
+         so: format=raw with --disk, --format raw with 'disk import'",
     ),
     (
         "source and target swapped",
         "disk import raw.img new.img",
         1,
-        "raw.img: exists already, and new.img does not: the new disk comes first, then the image to copy; are they swapped? Then say 'walvisor disk import new.img raw.img'",
+        "raw.img: exists already, and new.img does not: the new disk comes first, then the image \
+         to copy; are they swapped? KernelAction say 'walvisor disk import new.img raw.img'",
     ),
     (
         "an export over a file",
@@ -68,37 +78,43 @@ const MISTAKES: [Mistake; 23] = [
         "an export of a disk in use",
         "disk export held.img copy.img",
         1,
-        "held.img.wal/control: already open elsewhere, in process {PID} (walvisor); end that process first",
+        "held.img.wal/control: already open elsewhere, in process {PID} (walvisor); end that \
+         process first",
     ),
     (
         "a resize that loses data",
         "disk resize full.img --size 512K",
         1,
-        "full.img: holds data after byte 524288, which shrinking from 1048576 bytes would lose; shrink the file system first, or discard the data with --shrink",
+        "full.img: holds data after byte 524288, which shrinking from 1048576 bytes would lose; \
+         shrink the file system first, or discard the data with --shrink",
     ),
     (
         "the log of another disk",
         "disk info disk.img --log other.img.wal",
         1,
-        "disk.img: the log in other.img.wal belongs to {DIR}/other.img, not to this disk; name the right one with log=DIR",
+        "disk.img: the log in other.img.wal belongs to {DIR}/other.img, not to this disk; name the \
+         right one with log=DIR",
     ),
     (
         "a log that was left elsewhere",
         "disk info killed.img",
         1,
-        "killed.img: disk {...} was not closed, and its log is not at killed.img.wal; name the log with log=DIR, or discard what it holds with: walvisor disk discard killed.img",
+        "killed.img: disk {...} was not closed, and its log is not at killed.img.wal; name the log \
+         with log=DIR, or discard what it holds with: walvisor disk discard killed.img",
     ),
     (
         "a log that is an image",
         "log dump disk.img",
         1,
-        "disk.img: this is not a log (it has no control file); name a log directory, such as disk.img.wal",
+        "disk.img: this is not a log (it has no control file); name a log directory, such as \
+         disk.img.wal",
     ),
     (
         "a disk that is served already",
         "serve nbd --disk path=held.img,socket=s",
         1,
-        "held.img.wal/control: already open elsewhere; end the process that has it open first ('fuser -v held.img.wal/control' names it)",
+        "held.img.wal/control: already open elsewhere; end the process that has it open first \
+         ('fuser -v held.img.wal/control' names it)",
     ),
     (
         "a socket of another daemon",
@@ -110,49 +126,59 @@ const MISTAKES: [Mistake; 23] = [
         "no socket",
         "serve nbd --disk path=disk.img",
         2,
-        "disk 'disk.img': give socket=PATH or port=N (NBD's is 10809), where to serve it",
+        "disk 'disk.img' has no address to be served at: give socket=PATH, or port=N (10809 is \
+         usual)",
     ),
     (
         "a path without path=",
         "serve nbd --disk disk.img,socket=s",
         2,
-        "invalid value 'disk.img,socket=s' for '--disk <SPEC>': 'disk.img' has no '=': a disk is path=FILE[,key=value ...], with a comma in FILE written twice ('--disk help' lists the keys); see 'walvisor serve nbd --help'",
+        "invalid value 'disk.img,socket=s' for '--disk <SPEC>': 'disk.img' has no '=': write \
+         path=FILE[,key=value ...], with a comma in FILE doubled ('--disk help' lists the keys); \
+         see 'walvisor serve nbd --help'",
     ),
     (
         "a mistyped key",
         "serve nbd --disk path=disk.img,sokcet=s",
         2,
-        "invalid value 'path=disk.img,sokcet=s' for '--disk <SPEC>': unknown key 'sokcet': did you mean 'socket'? 'walvisor serve nbd' takes {...} ('--disk help' explains them); see 'walvisor serve nbd --help'",
+        "invalid value 'path=disk.img,sokcet=s' for '--disk <SPEC>': unknown key 'sokcet': did you \
+         mean 'socket'? 'walvisor serve nbd' takes {...} ('--disk help' explains them); see \
+         'walvisor serve nbd --help'",
     ),
     (
         "no certificates",
         "serve nbd --tls require --tls-certificates . --disk path=disk.img,port=10809",
         1,
-        "--tls-certificates: ./server-cert.pem: No such file or directory (os error 2): the directory needs server-cert.pem and server-key.pem, and ca-cert.pem to verify clients",
+        "--tls-certificates: ./server-cert.pem: No such file or directory (os error 2): the \
+         directory needs server-cert.pem and server-key.pem, and ca-cert.pem to verify clients",
     ),
     (
         "a kernel that is none",
         "run --kernel raw.img --disk path=disk.img",
         1,
-        "kernel 'raw.img' is neither a bzImage nor an ELF vmlinux: give one of the two, uncompressed",
+        "kernel 'raw.img' is neither a bzImage nor an ELF vmlinux: give one of the two, \
+         uncompressed",
     ),
     (
         "more memory than there is",
         "run --kernel vmlinuz --memory 1000G --disk path=disk.img",
         2,
-        "--memory 1073741824000: this machine has {MACHINE} bytes of memory and swap: give less, or give --overcommit if the guest will not use all of it",
+        "--memory 1073741824000: this machine has {MACHINE} bytes of memory and swap: give less, \
+         or give --overcommit if the guest will not use all of it",
     ),
     (
         "a process that does not run",
         "ctl ctl.sock stats",
         1,
-        "control socket 'ctl.sock': No such file or directory (os error 2): is 'walvisor run' or 'walvisor serve' running with --control ctl.sock?",
+        "control socket 'ctl.sock': No such file or directory (os error 2): is 'walvisor run' or \
+         'walvisor serve' running with --control ctl.sock?",
     ),
     (
         "a socket that is not for control",
         "ctl held.sock stats",
         1,
-        "control socket 'held.sock': what answers there is no control socket ({...}): name the one that was given to walvisor with --control",
+        "control socket 'held.sock': what answers there is no control socket ({...}): name the one \
+         that was given to walvisor with --control",
     ),
 ];
 
@@ -163,7 +189,9 @@ const KVM: [(Mistake, &str); 2] = [
             "a machine without KVM",
             "run --kernel vmlinuz --console off",
             1,
-            "/dev/kvm does not exist: load the driver with `modprobe kvm-intel` or `modprobe kvm-amd`; if that fails, switch on VT-x or AMD-V in the firmware or, inside a virtual machine, nested virtualisation on its host",
+            "/dev/kvm does not exist: load the driver with `modprobe kvm-intel` or `modprobe \
+             kvm-amd`; if that fails, switch on VT-x or AMD-V in the firmware or, inside a virtual \
+             machine, nested virtualisation on its host",
         ),
         ":",
     ),
@@ -172,16 +200,17 @@ const KVM: [(Mistake, &str); 2] = [
             "a user without the right to KVM",
             "run --kernel vmlinuz --console off",
             1,
-            "/dev/kvm: permission denied: join its group with `usermod -aG kvm $USER` and log in again, or run as root",
+            "/dev/kvm: permission denied: join its group with `usermod -aG kvm $USER` and log in \
+             again, or run as root",
         ),
         "mknod -m 600 /dev/kvm c 10 232",
     ),
 ];
 
 /// `walvisor serve nbd` with one disk, which is killed when this is dropped.
-struct Held(Child);
+struct ServedDisk(Child);
 
-impl Held {
+impl ServedDisk {
     fn of(dir: &Path, name: &str) -> Self {
         let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor"));
         command
@@ -198,7 +227,7 @@ impl Held {
     }
 }
 
-impl Drop for Held {
+impl Drop for ServedDisk {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -206,14 +235,14 @@ impl Drop for Held {
 }
 
 /// Makes the files that the mistakes are made with; returns the process that has held.img.
-fn prepare(dir: &Path) -> Held {
+fn prepare(dir: &Path) -> ServedDisk {
     let at = |name: &str| dir.join(name);
     let path = |name: &str| at(name).into_os_string();
     for name in ["disk", "other", "held", "killed"] {
         let made = walvisor("disk create --size 1M", &[&path(&format!("{name}.img"))]);
         assert!(made.status.success(), "{}", stderr(&made));
     }
-    kernel::save(dir, "vmlinuz", &kernel::bzimage(Then::PowerOff));
+    kernel::save(dir, "vmlinuz", &kernel::bzimage(KernelAction::PowerOff));
     fs::write(at("raw.img"), vec![7; 1 << 20]).unwrap();
     let made = walvisor("disk import", &[&path("full.img"), &path("raw.img")]);
     assert!(made.status.success(), "{}", stderr(&made));
@@ -223,13 +252,13 @@ fn prepare(dir: &Path) -> Held {
         [&b"QFI\xfb\0\0\0\x03"[..], &[0; 65528]].concat(),
     )
     .unwrap();
-    drop(Held::of(dir, "killed"));
+    drop(ServedDisk::of(dir, "killed"));
     fs::rename(at("killed.img.wal"), at("away.wal")).unwrap();
-    Held::of(dir, "held")
+    ServedDisk::of(dir, "held")
 }
 
 #[test]
-fn each_of_the_commonest_mistakes_is_one_line_with_the_cure() {
+fn common_mistakes_are_one_line_with_the_cure() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let held = prepare(dir);
@@ -266,7 +295,8 @@ fn each_of_the_commonest_mistakes_is_one_line_with_the_cure() {
     fs::copy(env!("CARGO_BIN_EXE_walvisor"), dir.join("walvisor")).unwrap();
     for (mistake, make) in &KVM {
         let script = format!(
-            "mount -t tmpfs none /dev && {make} && exec setpriv --reuid=65534 --regid=65534 --clear-groups ./walvisor {}",
+            "mount -t tmpfs none /dev && {make} && exec setpriv --reuid=65534 --regid=65534 \
+             --clear-groups ./walvisor {}",
             mistake.1
         );
         let mut typed = Command::new("unshare");

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::control::Guest;
-use crate::kernel::Then;
+use crate::kernel::KernelAction;
 use crate::{has_kvm, wait_for};
 
 #[test]
@@ -12,7 +12,7 @@ fn sigterm_lets_a_guest_that_listens_power_off() {
         return;
     }
     for signal in [libc::SIGTERM, libc::SIGINT] {
-        let guest = Guest::start(Then::AwaitButton, "upL", &[]);
+        let guest = Guest::start(KernelAction::AwaitButton, "upL", &[]);
         guest.signal(signal);
         let (code, errors) = guest.end();
         assert_eq!((code, errors.as_str()), (Some(0), ""));
@@ -24,12 +24,12 @@ fn the_control_socket_presses_the_button_too() {
     if !has_kvm() {
         return;
     }
-    let guest = Guest::start(Then::AwaitButton, "upL", &[]);
+    let guest = Guest::start(KernelAction::AwaitButton, "upL", &[]);
     // A shutdown works while the guest is paused, too.
     guest.ctl("pause").unwrap();
     guest.ctl("shutdown").unwrap();
     assert_eq!(guest.end(), (Some(0), String::new()));
-    let guest = Guest::start(Then::AwaitButton, "upL", &[]);
+    let guest = Guest::start(KernelAction::AwaitButton, "upL", &[]);
     guest.ctl("pause").unwrap();
     guest.ctl("shutdown --now").unwrap();
     assert_eq!(guest.end(), (Some(0), String::new()));
@@ -40,13 +40,21 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
     if !has_kvm() {
         return;
     }
-    let guest = Guest::start(Then::IgnoreButton, "upL", &["--power-down-seconds", "1"]);
+    let guest = Guest::start(
+        KernelAction::IgnoreButton,
+        "upL",
+        &["--power-down-seconds", "1"],
+    );
     guest.signal(libc::SIGTERM);
     let (code, errors) = guest.end();
     assert_eq!(code, Some(0), "{errors}");
-    assert!(errors.contains("not powered off in 1 s"), "{errors}");
+    assert!(errors.contains("not powered off within 1 s"), "{errors}");
     // A second signal ends the wait for the guest, and so does `--power-down-seconds 0`.
-    let mut guest = Guest::start(Then::IgnoreButton, "upL", &["--power-down-seconds", "1000"]);
+    let mut guest = Guest::start(
+        KernelAction::IgnoreButton,
+        "upL",
+        &["--power-down-seconds", "1000"],
+    );
     guest.signal(libc::SIGTERM);
     std::thread::sleep(Duration::from_millis(200));
     assert!(guest.is_running());
@@ -57,33 +65,38 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
         !guest.is_running()
     });
     assert_eq!(guest.end(), (Some(0), String::new()));
-    let guest = Guest::start(Then::IgnoreButton, "upL", &["--power-down-seconds", "0"]);
+    let guest = Guest::start(
+        KernelAction::IgnoreButton,
+        "upL",
+        &["--power-down-seconds", "0"],
+    );
     guest.signal(libc::SIGTERM);
     assert_eq!(guest.end(), (Some(0), String::new()));
 }
 
 #[test]
-fn a_guest_that_does_not_listen_to_the_button_is_said_to_be_stopped() {
+fn a_guest_that_ignores_the_button_is_stopped_with_a_warning() {
     if !has_kvm() {
         return;
     }
-    let guest = Guest::start(Then::Echo, "up", &[]);
+    let guest = Guest::start(KernelAction::Echo, "up", &[]);
     guest.signal(libc::SIGTERM);
     let (code, errors) = guest.end();
     assert_eq!(code, Some(0), "{errors}");
     assert!(
-        errors.contains("does not listen to the power button (no ACPI, or not yet): it is stopped"),
+        errors
+            .contains("ignores the power button (no ACPI, or not booted far enough): stopping it"),
         "{errors}"
     );
     assert_eq!(errors.lines().count(), 1, "{errors}");
 }
 
 #[test]
-fn what_a_killed_vmm_leaves_needs_nobody() {
+fn a_killed_vmm_leaves_nothing_to_clean_up() {
     if !has_kvm() {
         return;
     }
-    let mut guest = Guest::start(Then::AwaitButton, "upL", &[]);
+    let mut guest = Guest::start(KernelAction::AwaitButton, "upL", &[]);
     guest.kill_and_start_again("upL");
     guest.ctl("resize --size 2M").unwrap();
     guest.ctl("checkpoint").unwrap();

@@ -1,4 +1,5 @@
-//! The terminal: it is raw while the guest runs, and restored when the guest has ended for whatever reason.
+//! The terminal: it is raw while the guest runs, and restored when the guest has ended for whatever
+//! reason.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -8,7 +9,7 @@ use std::process::{Child, Command, Stdio};
 use rustix::termios::{LocalModes, Termios, tcgetattr};
 use walvisor_tests::{leash, terminal};
 
-use crate::kernel::{self, Then};
+use crate::kernel::{self, KernelAction};
 use crate::{has_kvm, wait_for};
 
 /// The modes of a terminal that a program may change.
@@ -48,7 +49,7 @@ impl EchoingGuest {
         let kernel = kernel::save(
             directory.path(),
             "vmlinux",
-            &kernel::vmlinux(Then::Echo, true),
+            &kernel::vmlinux(KernelAction::Echo, true),
         );
         let (person, program) = terminal();
         let before = modes(&program);
@@ -99,7 +100,7 @@ impl EchoingGuest {
 }
 
 #[test]
-fn keys_reach_the_guest_and_ctrl_a_x_leaves() {
+fn keys_reach_the_guest_and_ctrl_a_x_quits() {
     if !has_kvm() {
         return;
     }
@@ -118,7 +119,7 @@ fn keys_reach_the_guest_and_ctrl_a_x_leaves() {
 }
 
 #[test]
-fn a_person_at_a_terminal_is_told_the_keys() {
+fn the_escape_keys_are_shown_on_a_terminal() {
     if !has_kvm() {
         return;
     }
@@ -146,7 +147,7 @@ fn a_person_at_a_terminal_is_told_the_keys() {
 }
 
 #[test]
-fn a_signal_leaves_the_terminal_as_it_was() {
+fn a_signal_restores_the_terminal() {
     if !has_kvm() {
         return;
     }

@@ -1,4 +1,5 @@
-//! Sockets that a service manager keeps open: systemd's own activation, and restarts during which no client is refused.
+//! Sockets that a service manager keeps open: systemd's own activation, and restarts during which
+//! no client is refused.
 
 use std::fs;
 use std::net::TcpListener;
@@ -12,7 +13,8 @@ use walvisor_tests::have;
 use super::raw_client::{READ, RawClient, WRITE};
 use super::{Daemon, WALVISOR, client, create, text};
 
-/// `walvisor serve nbd` with `socket` as descriptor 3. A shell runs `variables` first; $$ in it is the daemon's pid.
+/// `walvisor serve nbd` with `socket` as descriptor 3. A shell runs `variables` first; $$ in it is
+/// the daemon's pid.
 fn activated(dir: &Path, socket: impl Into<OwnedFd>, variables: &str, arguments: &str) -> Command {
     let mut command = Command::new("sh");
     let script = format!("exec 3<&0 </dev/null; {variables} exec {WALVISOR} serve nbd {arguments}");
@@ -92,7 +94,7 @@ fn a_restart_refuses_nobody() {
 }
 
 #[test]
-fn what_is_handed_over_has_to_fit() {
+fn inherited_sockets_must_belong_to_disks() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");

@@ -12,7 +12,7 @@ fn json(text: &str) -> Value {
 }
 
 #[test]
-fn nbdinfo_sees_what_each_disk_can() {
+fn nbdinfo_sees_the_features_of_each_disk() {
     if !have("nbdinfo", "libnbd-bin") {
         return;
     }
@@ -22,7 +22,8 @@ fn nbdinfo_sees_what_each_disk_can() {
     create(dir, "b.img", "1M --log logs");
     let daemon = Daemon::start(
         dir,
-        "--disk path=a.img,log=logs,socket=s --disk path=b.img,log=logs,socket=s,serial=second,readonly=on",
+        "--disk path=a.img,log=logs,socket=s --disk \
+         path=b.img,log=logs,socket=s,serial=second,readonly=on",
     );
     let list = json(&client(
         dir,
@@ -69,7 +70,7 @@ fn nbdinfo_sees_what_each_disk_can() {
 }
 
 #[test]
-fn nbdcopy_brings_data_and_holes_in_and_out() {
+fn nbdcopy_copies_data_and_holes_in_and_out() {
     if !have("nbdcopy", "libnbd-bin") {
         return;
     }
@@ -193,7 +194,7 @@ assert h.pread(65536, 65536) == bytes(65536)",
 }
 
 #[test]
-fn what_cannot_be_done_is_an_error_and_no_more() {
+fn an_impossible_request_is_an_error_and_nothing_else() {
     if !have("nbdsh", "python3-libnbd") {
         return;
     }
@@ -238,7 +239,7 @@ assert h.pread(1 << 20, 0, nbd.CMD_FLAG_DF) == bytes(1 << 20)",
 }
 
 #[test]
-fn the_longest_request_is_taken_from_any_client() {
+fn every_client_may_send_the_longest_request() {
     if !have("nbdsh", "python3-libnbd") {
         return;
     }

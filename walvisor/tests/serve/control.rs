@@ -105,7 +105,7 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
 
 /// Each log is told once, with its disks below it, in every format.
 #[test]
-fn a_log_is_told_once_and_each_disk_with_its_cache_mode_and_condition() {
+fn stats_list_each_log_once_and_each_disks_cache_mode_and_condition() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     for name in ["a.img", "b.img"] {
@@ -194,7 +194,7 @@ fn a_log_is_told_once_and_each_disk_with_its_cache_mode_and_condition() {
 
 /// A disk whose image's file system is full says so, and since when, until there is space.
 #[test]
-fn a_disk_without_space_is_told_until_it_has_some() {
+fn stats_report_a_disk_without_space_until_it_has_some() {
     let Some(small) = MemoryFs::tmpfs("size=2m") else {
         return;
     };
@@ -259,9 +259,10 @@ fn a_disk_without_space_is_told_until_it_has_some() {
     assert!(errors.contains("No space left"), "{errors}");
 }
 
-/// With on-full=pause writes wait for space, which the statistics tell, and no wait holds up the end.
+/// With on-full=pause writes wait for space, which the statistics tell, and no wait holds up the
+/// end.
 #[test]
-fn requests_wait_for_space_if_that_is_wanted() {
+fn requests_wait_for_space_with_on_full_pause() {
     let Some(small) = MemoryFs::tmpfs("size=2m") else {
         return;
     };
@@ -302,7 +303,8 @@ fn requests_wait_for_space_if_that_is_wanted() {
         command.args(["serve", "nbd", "--control", "ctl", "--disk", &disk]);
         let mut daemon = Daemon::start_telling(dir, &mut command, errors.into(), 1);
         let client = RawClient::extended(&dir.join("s"));
-        // A second descriptor of the connection: the requests are more than the socket's buffers hold.
+        // A second descriptor of the connection: the requests are more than the socket's buffers
+        // hold.
         let mut sender = RawClient {
             socket: client.socket.try_clone().unwrap(),
         };
@@ -395,8 +397,8 @@ fn vhost_user_disks_are_paused_and_grow() {
     assert_eq!((status.code(), daemon.errors().as_str()), (Some(0), ""));
 }
 
-/// Sends `count` reads at once and asserts that exactly `expected` of them are answered; then removes the limit and
-/// asserts that the rest are answered too.
+/// Sends `count` reads at once and asserts that exactly `expected` of them are answered; then
+/// removes the limit and asserts that the rest are answered too.
 fn limited(dir: &Path, count: u64, expected: u64) {
     let mut client = RawClient::extended(&dir.join("s"));
     for cookie in 0..count {
@@ -430,7 +432,7 @@ impl PeekOne for std::os::unix::net::UnixStream {
 }
 
 #[test]
-fn limits_hold_requests_back_and_can_be_taken_away() {
+fn limits_throttle_requests_and_can_be_lifted() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
@@ -456,7 +458,7 @@ fn limits_hold_requests_back_and_can_be_taken_away() {
 }
 
 #[test]
-fn limits_hold_up_neither_a_pause_nor_the_end() {
+fn limits_delay_neither_a_pause_nor_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");

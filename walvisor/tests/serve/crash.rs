@@ -1,5 +1,5 @@
-//! Kills in the middle of writes by several connections: no acknowledged write is lost, no write is torn, and the
-//! surviving writes are a prefix.
+//! Kills in the middle of writes by several connections: no acknowledged write is lost, no write is
+//! torn, and the surviving writes are a prefix.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader};
@@ -12,7 +12,8 @@ use super::{Daemon, create, foreign};
 const WRITERS: u64 = 4;
 const SLOTS: u64 = 16;
 
-/// Each writer fills its slots in turn with its count, 20 KiB at a time, and prints each count that a FLUSH covers.
+/// Each writer fills its slots in turn with its count, 20 KiB at a time, and prints each count that
+/// a FLUSH covers.
 const WRITE: &str = r"
 import nbd, os, threading
 def write(writer):

@@ -1,4 +1,5 @@
-//! The systemd units and libvirt domains in `docs/nbd` and `docs/vhost-user`, checked by the programs they are for.
+//! The systemd units and libvirt domains in `docs/nbd` and `docs/vhost-user`, checked by the
+//! programs they are for.
 
 use std::fs;
 use std::path::Path;
@@ -11,7 +12,7 @@ const DOCUMENTS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs");
 const DOORS: [&str; 2] = ["nbd", "vhost-user"];
 
 #[test]
-fn systemd_takes_the_units() {
+fn systemd_accepts_the_units() {
     if !have("systemd-analyze", "systemd") {
         return;
     }
@@ -42,7 +43,7 @@ fn systemd_takes_the_units() {
 }
 
 #[test]
-fn libvirt_takes_the_domains() {
+fn libvirt_accepts_the_domains() {
     if !have("virt-xml-validate", "libvirt-clients") || !have("xmllint", "libxml2-utils") {
         return;
     }

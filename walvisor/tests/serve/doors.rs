@@ -1,4 +1,5 @@
-//! One daemon whose disks have different doors: one log, one sync for all of them; and the file that describes such a pool.
+//! One daemon whose disks have different doors: one log, one sync for all of them; and the file
+//! that describes such a pool.
 
 use std::fs;
 use std::path::Path;
@@ -51,7 +52,8 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
     for disk in ["guest", "export"] {
         create(dir, disk, "4M --log log");
     }
-    let disks = "--disk path=guest,log=log,door=vhost-user,socket=v --disk path=export,log=log,door=nbd,socket=n";
+    let disks = "--disk path=guest,log=log,door=vhost-user,socket=v --disk \
+        path=export,log=log,door=nbd,socket=n";
     let daemon = serve(dir, disks);
     assert!(daemon.uris[0].ends_with("/v"), "{:?}", daemon.uris);
     assert!(daemon.uris[1].starts_with("nbd+unix:///export?socket="));
@@ -112,7 +114,7 @@ fn disks_behind_two_doors_share_a_log_and_its_syncs() {
 }
 
 #[test]
-fn a_form_of_the_command_is_the_door_of_disks_that_name_none() {
+fn serve_nbd_sets_the_door_of_disks_that_name_none() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     for disk in ["a", "b"] {
@@ -239,7 +241,7 @@ fn a_pool_file_is_read_again_on_sighup() {
         disk("path = 'c'")
     ));
     daemon.signal(Signal::HUP);
-    told("disk 'a' has other keys now");
+    told("the keys of disk 'a' have changed");
     kept.write(3, 512, &[5; 512]);
     // A disk that can't be added now is tried again.
     let outside = tempfile::tempdir().unwrap();

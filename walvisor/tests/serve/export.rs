@@ -54,16 +54,16 @@ fn found(copy: &Path) -> Vec<u64> {
 }
 
 /// Tells the writer to stop, also when the test fails.
-struct Stopping<'a>(&'a AtomicBool);
+struct StopGuard<'a>(&'a AtomicBool);
 
-impl Drop for Stopping<'_> {
+impl Drop for StopGuard<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::SeqCst);
     }
 }
 
-/// Each export is the disk after one of the writes, at least the last one that was acknowledged before it began, while
-/// checkpoints overwrite the image all the time.
+/// Each export is the disk after one of the writes, at least the last one that was acknowledged
+/// before it began, while checkpoints overwrite the image all the time.
 #[test]
 fn each_export_is_the_disk_at_one_moment_beside_a_writer() {
     let dir = tempfile::tempdir().unwrap();
@@ -101,7 +101,7 @@ fn each_export_is_the_disk_at_one_moment_beside_a_writer() {
                 }
             }
         });
-        let _stopping = Stopping(&stop);
+        let _stopping = StopGuard(&stop);
         while acknowledged.load(Ordering::SeqCst) < whole {
             thread::yield_now();
         }
@@ -184,7 +184,7 @@ fn a_kill_leaves_no_part_of_a_copy_at_its_name() {
         "{error}"
     );
     // The kill came after the client's request or before it.
-    let told = ["the process behind it", "running with --control ctl"];
+    let told = ["its process", "running with --control ctl"];
     assert!(told.iter().any(|told| error.contains(told)), "{error}");
     assert!(!dir.join("copy").exists() && !dir.join("copy.walvisor-part").exists());
     let daemon = start();
@@ -193,7 +193,7 @@ fn a_kill_leaves_no_part_of_a_copy_at_its_name() {
 }
 
 #[test]
-fn an_export_that_can_not_be_is_one_line_and_the_disk_goes_on() {
+fn a_failed_export_is_one_line_and_the_disk_goes_on() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "8M");

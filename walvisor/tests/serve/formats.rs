@@ -57,7 +57,7 @@ fn encrypts_and_keeps(dir: &Path, marks: bool) {
 }
 
 #[test]
-fn a_disk_that_is_said_to_be_raw_is_known_from_then_on() {
+fn format_raw_is_remembered() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let mut bytes = vec![0; MIB as usize];

@@ -12,7 +12,8 @@ use walvisor_storage::{StoreOptions, create_disk};
 
 const TRIM: u16 = 4;
 
-/// Makes a disk of 8 MiB whose daemon was killed after these commits. Returns the state after each of them.
+/// Makes a disk of 8 MiB whose daemon was killed after these commits. Returns the state after each
+/// of them.
 fn killed(dir: &Path, commits: usize) -> Vec<Vec<u8>> {
     create(dir, "disk.img", "8M");
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
@@ -59,7 +60,7 @@ fn files(dir: &Path) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn ten_points_are_looked_at_at_once() {
+fn ten_points_are_served_at_once() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let states = killed(dir, 10);
@@ -108,7 +109,7 @@ fn ten_points_are_looked_at_at_once() {
 
 /// The client of a scratch disk reads what it wrote; the disk and its log stay as they are.
 #[test]
-fn what_is_written_to_a_scratch_disk_is_thrown_away() {
+fn writes_to_a_scratch_disk_are_thrown_away() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let states = killed(dir, 4);
@@ -149,7 +150,7 @@ fn what_is_written_to_a_scratch_disk_is_thrown_away() {
 }
 
 #[test]
-fn what_cannot_be_looked_at_is_refused() {
+fn looks_at_unreachable_points_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     killed(dir, 2);
@@ -201,8 +202,8 @@ fn told(dir: &Path, words: &str) -> String {
     text(&output.stdout)
 }
 
-/// A client's disk is named at one moment while the client goes on writing; the log keeps it, and what it is told to keep,
-/// over a stop and a kill.
+/// A client's disk is named at one moment while the client goes on writing; the log keeps it, and
+/// what it is told to keep, over a stop and a kill.
 #[test]
 fn a_disk_in_use_gets_snapshots_and_keeps_history() {
     let dir = tempfile::tempdir().unwrap();
@@ -243,9 +244,9 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
         ),
         (
             "set-retain much",
-            "is no amount of history: give off, all, a time such as 24h",
+            "is not an amount of history: give off, all, a time such as 24h",
         ),
-        ("set-retain 24", "'24' is no amount of history"),
+        ("set-retain 24", "'24' is not an amount of history"),
     ] {
         let output = walvisor(dir, &format!("ctl ctl {words}"));
         assert_eq!(output.status.code(), Some(1));
@@ -310,9 +311,10 @@ fn a_disk_in_use_gets_snapshots_and_keeps_history() {
     daemon.stop();
 }
 
-/// Ten disks are cloned from one snapshot, and share a log and a daemon. Each has what the snapshot had, and its own writes.
+/// Ten disks are cloned from one snapshot, and share a log and a daemon. Each has what the snapshot
+/// had, and its own writes.
 #[test]
-fn ten_disks_come_from_one_snapshot() {
+fn ten_disks_are_cloned_from_one_snapshot() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "golden", "8M");
@@ -351,10 +353,10 @@ fn ten_disks_come_from_one_snapshot() {
     }
 }
 
-/// A disk with a log of its own is restored in place while its daemon goes on with other disks: it is removed, restored, and added
-/// again. While it is there, that is refused.
+/// A disk with a log of its own is restored in place while its daemon goes on with other disks: it
+/// is removed, restored, and added again. While it is there, that is refused.
 #[test]
-fn a_disk_that_a_daemon_has_let_go_of_is_restored_in_place() {
+fn a_disk_that_a_daemon_has_closed_is_restored_in_place() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     for disk in ["a", "b"] {
@@ -363,7 +365,8 @@ fn a_disk_that_a_daemon_has_let_go_of_is_restored_in_place() {
     }
     let daemon = Daemon::start(
         dir,
-        "--disk-dir . --control ctl --disk path=a,serial=a,socket=s --disk path=b,serial=b,socket=t",
+        "--disk-dir . --control ctl --disk path=a,serial=a,socket=s --disk \
+         path=b,serial=b,socket=t",
     );
     let mut other = RawClient::extended(&dir.join("t"));
     let mut client = RawClient::extended(&dir.join("s"));
@@ -393,8 +396,8 @@ fn a_disk_that_a_daemon_has_let_go_of_is_restored_in_place() {
     daemon.stop();
 }
 
-/// The owner of a disk restores it while it is paused, one of two on a log, and the other stays as it is. After a kill both are
-/// what they were.
+/// The owner of a disk restores it while it is paused, one of two on a log, and the other stays as
+/// it is. After a kill both are what they were.
 #[test]
 fn a_paused_disk_is_restored_in_place_by_its_owner() {
     let dir = tempfile::tempdir().unwrap();
@@ -406,7 +409,8 @@ fn a_paused_disk_is_restored_in_place_by_its_owner() {
         );
         assert!(created.status.success(), "{}", text(&created.stderr));
     }
-    let options = "--control ctl --disk path=a,log=log,serial=a,socket=s --disk path=b,log=log,serial=b,socket=t";
+    let options = "--control ctl --disk path=a,log=log,serial=a,socket=s --disk \
+        path=b,log=log,serial=b,socket=t";
     let daemon = Daemon::start(dir, options);
     let mut clients = ["s", "t"].map(|socket| RawClient::extended(&dir.join(socket)));
     for byte in 1..4 {
@@ -484,9 +488,10 @@ fn saved_bytes(dir: &Path) -> u64 {
     saved.map(|entry| entry.metadata().unwrap().len()).sum()
 }
 
-/// A guest writes the whole log many times after a snapshot. What the snapshot needs is saved once, and the log never fills up.
+/// A guest writes the whole log many times after a snapshot. What the snapshot needs is saved once,
+/// and the log never fills up.
 #[test]
-fn a_snapshot_takes_what_has_changed_since_and_does_not_fill_the_log() {
+fn a_snapshot_costs_what_has_changed_since_and_does_not_fill_the_log() {
     const BLOCKS: u64 = 200;
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
@@ -536,9 +541,10 @@ fn a_snapshot_takes_what_has_changed_since_and_does_not_fill_the_log() {
     assert_eq!(daemon.stop(), "");
 }
 
-/// What a snapshot between the two points of a restore in place needs stays in the log, and so does what a look reads.
+/// What a snapshot between the two points of a restore in place needs stays in the log, and so does
+/// what a look reads.
 #[test]
-fn a_log_that_fills_up_with_what_must_stay_says_so() {
+fn a_log_that_is_full_of_pinned_records_says_so() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     small_log(dir);

@@ -81,7 +81,7 @@ fn extended_headers_carry_long_ranges() {
 }
 
 #[test]
-fn garbage_ends_a_connection_and_touches_no_other() {
+fn garbage_ends_its_connection_and_no_other() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let daemon = served(dir.path());
@@ -136,7 +136,7 @@ fn garbage_ends_a_connection_and_touches_no_other() {
 }
 
 #[test]
-fn malformed_options_are_answered_and_the_talk_goes_on() {
+fn malformed_options_get_an_error_and_negotiation_continues() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = served(dir.path());
     let mut client = RawClient::greet(&dir.path().join("s"));
@@ -198,7 +198,7 @@ fn a_client_that_dies_in_the_middle_of_a_write_writes_nothing() {
 }
 
 #[test]
-fn a_client_that_never_reads_takes_no_more_than_its_share_of_memory() {
+fn a_client_that_never_reads_uses_bounded_memory() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let daemon = served(dir.path());
@@ -238,7 +238,7 @@ fn a_client_that_never_reads_takes_no_more_than_its_share_of_memory() {
 }
 
 #[test]
-fn a_client_that_never_stops_asking_does_not_hold_up_the_end() {
+fn a_client_that_never_stops_sending_does_not_delay_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let daemon = served(dir.path());
     let client = RawClient::greet(&dir.path().join("s"));

@@ -1,4 +1,5 @@
-//! Incremental backups of a disk in use, made with QEMU's and libnbd's tools by the map of what has changed since a snapshot.
+//! Incremental backups of a disk in use, made with QEMU's and libnbd's tools by the map of what has
+//! changed since a snapshot.
 
 use std::fs;
 use std::path::Path;
@@ -202,7 +203,8 @@ fn a_full_and_three_incremental_backups_of_a_disk_in_use_come_back() {
     drop(guest);
     daemon.stop();
 
-    // A look at a snapshot tells what had changed until then, so a backup can be made of that moment.
+    // A look at a snapshot tells what had changed until then, so a backup can be made of that
+    // moment.
     let look = "--disk path=disk.img,at=snapshot:day-2,socket=s";
     let daemon = Daemon::start(dir, look);
     assert_eq!(nbdinfo(dir, "day-1"), second_changed);

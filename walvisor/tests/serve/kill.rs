@@ -1,8 +1,9 @@
-//! What a kill of the daemon leaves of writes that were answered and not flushed. Clients that reconnect by themselves
-//! do not repeat such a write, and take a later FLUSH as proof that it is durable.
+//! What a kill of the daemon leaves of writes that were answered and not flushed. Clients that
+//! reconnect by themselves do not repeat such a write, and take a later FLUSH as proof that it is
+//! durable.
 //!
-//! The writes here are too few to be written to the log unless a client waits for them: where answers do not wait, they
-//! are only in the daemon's memory.
+//! The writes here are too few to be written to the log unless a client waits for them: where
+//! answers do not wait, they are only in the daemon's memory.
 
 use std::io::{Read, Write};
 use std::path::Path;
@@ -14,13 +15,13 @@ use walvisor_tests::have;
 use super::{Daemon, create, foreign, text};
 
 /// A third-party program that does a step for each line it reads, and reports when it is done.
-pub(super) struct Stepping {
+pub(super) struct StepProgram {
     child: Child,
     commands: ChildStdin,
     said: ChildStdout,
 }
 
-impl Stepping {
+impl StepProgram {
     pub(super) fn start(command: &mut Command) -> Self {
         let command = command.stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut child = command.spawn().expect("timeout(1) starts");
@@ -49,7 +50,7 @@ impl Stepping {
     }
 }
 
-impl Drop for Stepping {
+impl Drop for StepProgram {
     fn drop(&mut self) {
         // timeout(1) passes the signal on.
         let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
@@ -63,8 +64,9 @@ fn restart(daemon: Daemon, dir: &Path, arguments: &str) -> Daemon {
     Daemon::start(dir, arguments)
 }
 
-/// Writes pages 0 and 41 and flushes. Then writes pages 1 to 40, trims page 0 and zeroes page 41, without a FLUSH. Once
-/// the daemon is back, the next connection flushes, and prints how many pages are as they were left.
+/// Writes pages 0 and 41 and flushes. KernelAction writes pages 1 to 40, trims page 0 and zeroes
+/// page 41, without a FLUSH. Once the daemon is back, the next connection flushes, and prints how
+/// many pages are as they were left.
 const CLIENT: &str = r"
 import nbd, sys
 def connect():
@@ -89,7 +91,7 @@ print('kept', len(kept), flush=True)
 ";
 
 #[test]
-fn what_was_answered_is_there_after_a_kill_and_a_flush_unless_memory_was_to_do() {
+fn answered_writes_survive_a_kill_unless_answer_is_memory() {
     if !have("nbdsh", "python3-libnbd") {
         return;
     }
@@ -104,7 +106,7 @@ fn what_was_answered_is_there_after_a_kill_and_a_flush_unless_memory_was_to_do()
         create(dir, "disk.img", "4M");
         let arguments = format!("--disk path=disk.img,socket=s{answer}");
         let daemon = Daemon::start(dir, &arguments);
-        let mut client = Stepping::start(foreign(dir, "nbdsh").args(["-c", CLIENT]));
+        let mut client = StepProgram::start(foreign(dir, "nbdsh").args(["-c", CLIENT]));
         client.wait_for("answered\n");
         let daemon = restart(daemon, dir, &arguments);
         client.say("");
@@ -115,7 +117,7 @@ fn what_was_answered_is_there_after_a_kill_and_a_flush_unless_memory_was_to_do()
 
 /// QEMU reconnects by itself, and its guest does not notice.
 #[test]
-fn qemu_finds_what_it_was_answered_after_a_kill() {
+fn qemu_finds_its_answered_writes_after_a_kill() {
     if !have("qemu-io", "qemu-utils") {
         return;
     }
@@ -125,7 +127,7 @@ fn qemu_finds_what_it_was_answered_after_a_kill() {
     let arguments = "--disk path=disk.img,socket=s";
     let daemon = Daemon::start(dir, arguments);
     let image = "driver=nbd,server.type=unix,server.path=s,export=disk.img,reconnect-delay=100";
-    let mut qemu = Stepping::start(foreign(dir, "qemu-io").args(["--image-opts", image]));
+    let mut qemu = StepProgram::start(foreign(dir, "qemu-io").args(["--image-opts", image]));
     // qemu-io reads no line before it has printed its prompt.
     let mut step = |line: &str| {
         qemu.wait_for("qemu-io> ");
@@ -149,7 +151,7 @@ fn qemu_finds_what_it_was_answered_after_a_kill() {
 
 /// nbdkit's retry filter reconnects on behalf of its client.
 #[test]
-fn a_client_of_nbdkits_retry_filter_finds_what_it_was_answered_after_a_kill() {
+fn nbdkits_retry_filter_finds_its_answered_writes_after_a_kill() {
     if !(have("nbdsh", "python3-libnbd") && have("nbdkit", "nbdkit")) {
         return;
     }
@@ -170,7 +172,7 @@ c.flush()
 kept = [n for n in range(1, 33) if c.pread(4096, n * 4096) == bytes([n]) * 4096]
 print('kept', len(kept), flush=True)
 ";
-    let mut client = Stepping::start(foreign(dir, "nbdsh").args(["-c", script]));
+    let mut client = StepProgram::start(foreign(dir, "nbdsh").args(["-c", script]));
     client.wait_for("answered\n");
     let daemon = restart(daemon, dir, arguments);
     client.say("");

@@ -1,4 +1,5 @@
-//! Disks as large as offsets allow. Their base images are sparse, on a file system that holds files of any length.
+//! Disks as large as offsets allow. Their base images are sparse, on a file system that holds files
+//! of any length.
 
 use std::fs::File;
 use std::path::Path;
@@ -10,10 +11,12 @@ use super::{Daemon, MIB, client, create, text, walvisor};
 
 /// The largest disk in bytes that Linux and the NBD protocol can address: offsets are signed.
 pub const LARGEST: u64 = (1 << 63) - 512;
-/// The largest disk in bytes that QEMU accepts: it rounds 2^63 - 1 down to its greatest alignment of 1 GiB.
+/// The largest disk in bytes that QEMU accepts: it rounds 2^63 - 1 down to its greatest alignment
+/// of 1 GiB.
 const LARGEST_OF_QEMU: u64 = (1 << 63) - (1 << 30);
 
-/// A directory on a file system that holds files of any length. `None`: there is none, and `skipped: why` was printed.
+/// A directory on a file system that holds files of any length. `None`: there is none, and
+/// `skipped: why` was printed.
 pub fn roomy() -> Option<tempfile::TempDir> {
     let dir = tempfile::tempdir_in("/dev/shm");
     let holds = |dir: &Path| File::create(dir.join("probe")).and_then(|file| file.set_len(LARGEST));
@@ -49,7 +52,8 @@ h.zero(512, n - 512, nbd.CMD_FLAG_FUA)
 h.pwrite(b'b' * 512, n - 512)
 h.flush()
 h.set_strict_mode(0)
-for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), lambda: h.zero(512, (1 << 64) - 512)]:
+for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), lambda: h.zero(512, \
+         (1 << 64) - 512)]:
     try:
         call()
     except nbd.Error:
@@ -64,7 +68,8 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
     let out = client(dir, "qemu-io", &commands);
     assert!(!out.contains("fail"), "{out}");
 
-    // Only extended headers can carry so long a range. The server describes a part of it. Then the disk's end.
+    // Only extended headers can carry so long a range. The server describes a part of it.
+    // KernelAction the disk's end.
     let mut raw = RawClient::extended(&dir.join("s"));
     let mut map = |offset: u64| {
         raw.request(0, BLOCK_STATUS, 1, offset, LARGEST - offset);
@@ -98,9 +103,10 @@ for call in [lambda: h.pread(512, n), lambda: h.pwrite(bytes(1024), n - 512), la
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
-/// A reply to BLOCK_STATUS covers 8 GiB at most, and libnbd and QEMU ask for less than 4 GiB: thousands of requests.
+/// A reply to BLOCK_STATUS covers 8 GiB at most, and libnbd and QEMU ask for less than 4 GiB:
+/// thousands of requests.
 #[test]
-fn maps_of_16_tib_are_had() {
+fn a_16_tib_disk_has_its_block_status_map() {
     if !have("nbdinfo", "libnbd-bin")
         || !have("nbdsh", "python3-libnbd")
         || !have("qemu-img", "qemu-utils")
@@ -192,7 +198,7 @@ fn a_disk_that_no_file_system_or_offset_holds_is_refused() {
 }
 
 #[test]
-fn zeroes_without_end_hold_up_nobody_and_not_the_end() {
+fn endless_write_zeroes_delay_neither_other_clients_nor_shutdown() {
     let Some(dir) = roomy() else {
         return;
     };

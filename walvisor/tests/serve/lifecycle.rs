@@ -101,7 +101,8 @@ fn every_thread_is_restricted() {
     }
 }
 
-/// A Python script that runs its arguments without io_uring: a filter answers io_uring_setup, 425, with ENOSYS.
+/// A Python script that runs its arguments without io_uring: a filter answers io_uring_setup, 425,
+/// with ENOSYS.
 pub const WITHOUT_IO_URING: &str = "
 import ctypes, os, struct, sys
 code = [(0x20, 0, 0, 0), (0x15, 0, 1, 425), (6, 0, 0, 0x50000 | 38), (6, 0, 0, 0x7fff0000)]
@@ -146,7 +147,7 @@ fn a_restricted_daemon_does_without_io_uring_too() {
 }
 
 #[test]
-fn what_was_answered_before_the_end_is_in_the_image() {
+fn answered_writes_are_in_the_image_after_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "8M");
@@ -169,7 +170,7 @@ fn what_was_answered_before_the_end_is_in_the_image() {
 }
 
 #[test]
-fn bad_input_is_told_in_a_line() {
+fn bad_input_is_one_line() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
@@ -239,8 +240,8 @@ fn bad_input_is_told_in_a_line() {
     assert_eq!(fs::read(dir.join("file")).unwrap(), b"data");
 }
 
-/// SIGTERM ends a daemon that has no time to copy its log: the daemon says what stays there, and the next one has it.
-/// 'disk checkpoint' copies everything, whatever time the daemons had.
+/// SIGTERM ends a daemon that has no time to copy its log: the daemon says what stays there, and
+/// the next one has it. 'disk checkpoint' copies everything, whatever time the daemons had.
 #[test]
 fn a_close_without_time_says_what_it_leaves() {
     let dir = tempfile::tempdir().unwrap();

@@ -17,7 +17,7 @@ const LOOKS: [&str; 3] = [
 ];
 
 #[test]
-fn a_disk_in_use_names_its_process_and_how_to_ask_it() {
+fn the_error_for_a_disk_in_use_names_its_process_and_the_command_to_ask_it() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
@@ -47,14 +47,15 @@ fn a_disk_in_use_names_its_process_and_how_to_ask_it() {
 
 /// The log that these commands look at is not the one that the disk is served with.
 #[test]
-fn a_disk_in_use_on_another_log_names_its_process_too() {
+fn so_does_the_error_for_a_disk_in_use_with_another_log() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
     let daemon = Daemon::start(dir, "--disk path=disk.img,log=other,socket=s");
     let output = walvisor(dir, "disk info disk.img");
     let told = format!(
-        "walvisor: disk.img: already open elsewhere, in process {} (walvisor); end that process first\n",
+        "walvisor: disk.img: already open elsewhere, in process {} (walvisor); end that process \
+         first\n",
         daemon.child.id()
     );
     assert_eq!(text(&output.stderr), told);
@@ -116,7 +117,8 @@ fn a_read_only_file_system_can_be_looked_at() {
     }
 }
 
-/// The bytes that the daemon, which was started with `readonly=on`, serves of the disk that [`killed`] makes.
+/// The bytes that the daemon, which was started with `readonly=on`, serves of the disk that
+/// [`killed`] makes.
 fn reads(daemon: Daemon, socket: &Path) {
     let mut client = RawClient::extended(socket);
     client.request(0, READ, 1, 0, 16384);
@@ -131,7 +133,8 @@ fn reads(daemon: Daemon, socket: &Path) {
     assert_eq!(daemon.stop(), "");
 }
 
-/// A disk whose newest bytes are only in its log is read where nothing can be written, and is the same afterwards.
+/// A disk whose newest bytes are only in its log is read where nothing can be written, and is the
+/// same afterwards.
 #[test]
 fn a_disk_with_a_log_is_served_from_a_read_only_file_system() {
     if !have("mkfs.ext4", "e2fsprogs") {
@@ -188,9 +191,10 @@ fn a_disk_with_a_log_is_served_from_a_read_only_file_system() {
     assert!(fs::read(&image).unwrap() == before, "something was written");
 }
 
-/// The same where it could be written: a disk that can only be read is left alone, and the next writer recovers it.
+/// The same where it could be written: a disk that can only be read is left alone, and the next
+/// writer recovers it.
 #[test]
-fn a_disk_that_can_only_be_read_is_left_alone() {
+fn a_read_only_disk_is_not_changed() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     killed(dir);

@@ -50,13 +50,13 @@ fn until(what: &str, mut happened: impl FnMut() -> bool) {
 }
 
 /// A disk of 8 MiB in use, its bytes, and its bytes after some of its commits with the LSN of each.
-struct Busy {
+struct DiskInUse {
     client: RawClient,
     bytes: Vec<u8>,
     states: Vec<(u64, Vec<u8>)>,
 }
 
-impl Busy {
+impl DiskInUse {
     fn new(dir: &Path) -> Self {
         Self {
             client: RawClient::extended(&dir.join("s")),
@@ -100,7 +100,7 @@ fn ten_looks_beside_a_writer_show_their_points() {
     create(dir, "disk.img", "8M");
     let disk = "--control ctl --disk path=disk.img,socket=s,retain=all";
     let daemon = Daemon::start(dir, disk);
-    let mut busy = Busy::new(dir);
+    let mut busy = DiskInUse::new(dir);
     for number in 0..10 {
         busy.commit(number);
         busy.note(dir);
@@ -127,7 +127,7 @@ fn ten_looks_beside_a_writer_show_their_points() {
     for number in 10..60 {
         busy.commit(number);
     }
-    let check = |busy: &Busy| {
+    let check = |busy: &DiskInUse| {
         for ((lsn, state), socket) in busy.states.iter().zip(&served) {
             assert!(contents(&dir.join(socket)) == *state, "LSN {lsn}");
         }
@@ -188,14 +188,15 @@ fn ten_looks_beside_a_writer_show_their_points() {
     served.iter().for_each(|socket| gone(socket));
 }
 
-/// What is written to a look is seen there alone, also when the look is at a disk that keeps no history, and through any door.
+/// What is written to a look is seen there alone, also when the look is at a disk that keeps no
+/// history, and through any door.
 #[test]
-fn a_look_with_scratch_takes_writes() {
+fn a_look_with_scratch_accepts_writes() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "8M");
     let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
-    let mut busy = Busy::new(dir);
+    let mut busy = DiskInUse::new(dir);
     busy.commit(1);
     ctl(dir, "look --scratch --socket t");
     let mut client = RawClient::extended(&dir.join("t"));

@@ -1,4 +1,5 @@
-//! `walvisor serve`, as its clients see it: third-party programs, and clients that break every rule.
+//! `walvisor serve`, as its clients see it: third-party programs, and clients that break every
+//! rule.
 
 mod activation;
 mod clients;
@@ -22,6 +23,7 @@ mod raw_client;
 mod recovery;
 mod slow_holes;
 mod tls;
+mod tracepoints;
 mod vhost_user;
 mod without_log;
 
@@ -37,7 +39,8 @@ const MIB: u64 = 1 << 20;
 
 /// The command for a third-party program, to be run in `dir` and ended after two minutes.
 fn foreign(dir: &Path, program: &str) -> Command {
-    // The distribution's Python comes before any other: only that one has the distribution's libnbd.
+    // The distribution's Python comes before any other: only that one has the distribution's
+    // libnbd.
     let paths = std::env::var("PATH").unwrap_or_default();
     let mut command = Command::new("timeout");
     command.args(["120", program]).current_dir(dir);
@@ -47,7 +50,8 @@ fn foreign(dir: &Path, program: &str) -> Command {
     command
 }
 
-/// Runs a third-party program for at most two minutes, asserts that it succeeds, and returns its stdout.
+/// Runs a third-party program for at most two minutes, asserts that it succeeds, and returns its
+/// stdout.
 #[track_caller]
 fn client(dir: &Path, program: &str, arguments: &[&str]) -> String {
     let output = run_client(dir, program, arguments);
@@ -91,7 +95,8 @@ struct Daemon {
 }
 
 impl Daemon {
-    /// Starts `walvisor serve nbd` in `dir` with the words of `arguments`, and waits until all disks are served.
+    /// Starts `walvisor serve nbd` in `dir` with the words of `arguments`, and waits until all
+    /// disks are served.
     #[track_caller]
     fn start(dir: &Path, arguments: &str) -> Self {
         Self::start_door(dir, "nbd", arguments)

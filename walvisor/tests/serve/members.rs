@@ -1,7 +1,8 @@
-//! Disks that are added to a daemon and removed from it while clients write to others on the same log.
+//! Disks that are added to a daemon and removed from it while clients write to others on the same
+//! log.
 //!
-//! `WALVISOR_MEMBER_CYCLES=N` makes it N additions and removals, and prints how long the flushes of the other disks took
-//! with and without them.
+//! `WALVISOR_MEMBER_CYCLES=N` makes it N additions and removals, and prints how long the flushes of
+//! the other disks took with and without them.
 
 use std::collections::HashSet;
 use std::fs;
@@ -26,15 +27,15 @@ const BLOCK: u64 = 4096;
 /// A client of one disk, and what the disk must hold.
 struct Oracle {
     client: RawClient,
-    held: Held,
+    held: PossibleBytes,
     writes: u64,
 }
 
 /// The bytes that a block may hold: that of its last FLUSH, and those of writes since then.
 #[derive(Clone)]
-struct Held(Vec<HashSet<u8>>);
+struct PossibleBytes(Vec<HashSet<u8>>);
 
-impl Held {
+impl PossibleBytes {
     fn new() -> Self {
         Self(vec![HashSet::from([0]); BLOCKS as usize])
     }
@@ -57,7 +58,7 @@ impl Held {
 }
 
 impl Oracle {
-    fn new(dir: &Path, disk: &str, held: Held, writes: u64) -> Self {
+    fn new(dir: &Path, disk: &str, held: PossibleBytes, writes: u64) -> Self {
         let mut client = RawClient::extended_to(&dir.join("s"), disk);
         held.check(disk, &read(&mut client, BLOCKS * BLOCK));
         Self {
@@ -84,7 +85,8 @@ impl Oracle {
         self.client.try_request(FLUSH, self.writes, 0, &[])
     }
 
-    /// Writes some blocks, and flushes them. Returns how long the FLUSH took; `None`: the connection has ended.
+    /// Writes some blocks, and flushes them. Returns how long the FLUSH took; `None`: the
+    /// connection has ended.
     fn step(&mut self) -> Option<Duration> {
         let mut newest = Vec::new();
         for _ in 0..4 {
@@ -98,9 +100,9 @@ impl Oracle {
         Some(began.elapsed())
     }
 
-    /// Writes without flushing, until the connection ends. Returns what the disk holds then: of each block the last write
-    /// that was answered, or one that was not.
-    fn write_until_the_end(mut self) -> Held {
+    /// Writes without flushing, until the connection ends. Returns what the disk holds then: of
+    /// each block the last write that was answered, or one that was not.
+    fn write_until_the_end(mut self) -> PossibleBytes {
         while let Some(block) = self.write() {
             self.held.0[block] = HashSet::from([(self.writes % 251) as u8]);
         }
@@ -116,9 +118,9 @@ fn read(client: &mut RawClient, length: u64) -> Vec<u8> {
 }
 
 /// Ends the writers of a test, also if it fails.
-struct StopAtEnd<'a>(&'a AtomicBool);
+struct StopGuard<'a>(&'a AtomicBool);
 
-impl Drop for StopAtEnd<'_> {
+impl Drop for StopGuard<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::SeqCst);
     }
@@ -176,13 +178,13 @@ fn disks_come_and_go_while_clients_write_to_others() {
     let daemon = start(dir, &staying);
     let (stop, changes) = (AtomicBool::new(false), AtomicBool::new(false));
     let steps = AtomicUsize::new(0);
-    let mut held = vec![Held::new(); CHANGING];
+    let mut held = vec![PossibleBytes::new(); CHANGING];
     let mut took = Vec::new();
     let written: Vec<_> = thread::scope(|scope| {
         let (stop, changes, steps) = (&stop, &changes, &steps);
-        let stopping = StopAtEnd(stop);
+        let stopping = StopGuard(stop);
         let write = |disk| {
-            let mut oracle = Oracle::new(dir, disk, Held::new(), 0);
+            let mut oracle = Oracle::new(dir, disk, PossibleBytes::new(), 0);
             let mut times = [Vec::new(), Vec::new()];
             while !stop.load(Ordering::SeqCst) {
                 let with = usize::from(changes.load(Ordering::SeqCst));
@@ -254,8 +256,8 @@ fn disks_come_and_go_while_clients_write_to_others() {
     }
     let [without, with] = times;
     println!(
-        "{cycles} additions and removals with {} disks: p99 of the other disks' flushes {:?} with them ({}), {:?} without ({}); \
-         a cycle took {:?} in the mean",
+        "{cycles} additions and removals with {} disks: p99 of the other disks' flushes {:?} with \
+         them ({}), {:?} without ({}); a cycle took {:?} in the mean",
         STAYING + CHANGING,
         p99(with.clone()),
         with.len(),
@@ -271,9 +273,10 @@ fn a_kill_while_disks_come_and_go_loses_nothing_that_a_flush_covered() {
     let dir = dir.path();
     let (staying, changing) = (names("stays", 2), names("changes", 1));
     make(dir, &staying, &changing);
-    let mut held = vec![Held::new(); 3];
+    let mut held = vec![PossibleBytes::new(); 3];
     let all = [&staying[..], &changing[..]].concat();
-    // Whether the kill comes with an addition or a removal, and after how many steps of the other disks' clients.
+    // Whether the kill comes with an addition or a removal, and after how many steps of the other
+    // disks' clients.
     let kills = [
         (false, 0),
         (true, 0),
@@ -352,7 +355,7 @@ fn refused(dir: &Path, words: &str) -> String {
 }
 
 #[test]
-fn what_cannot_be_added_or_removed_is_told_in_one_line() {
+fn impossible_additions_and_removals_are_one_line_errors() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     for sub in ["in", "out"] {
@@ -440,7 +443,7 @@ fn what_cannot_be_added_or_removed_is_told_in_one_line() {
     ctl(dir, "remove-disk in/b");
     let error = refused(dir, "remove-disk in/b");
     assert!(
-        error.contains("no disk 'in/b': there is no disk"),
+        error.contains("no disk 'in/b': there are no disks"),
         "{error}"
     );
     assert_eq!(ctl(dir, "stats --json")["disks"], json!([]));
@@ -463,7 +466,7 @@ fn what_cannot_be_added_or_removed_is_told_in_one_line() {
             "--disk-dir none --control ctl",
             "give a directory that exists",
         ),
-        ("--disk-dir first --control ctl", "it is no directory"),
+        ("--disk-dir first --control ctl", "not a directory"),
         ("--disk-dir in", "--control"),
     ] {
         let output = walvisor(
@@ -478,7 +481,7 @@ fn what_cannot_be_added_or_removed_is_told_in_one_line() {
 
 /// A disk whose log keeps history leaves with its records in the log, and comes back with them.
 #[test]
-fn a_disk_with_history_says_that_its_image_is_incomplete() {
+fn removing_a_disk_with_history_says_that_its_image_is_incomplete() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     for disk in ["a", "b"] {
@@ -505,7 +508,7 @@ fn a_disk_with_history_says_that_its_image_is_incomplete() {
         removed["note"]
             .as_str()
             .unwrap()
-            .contains("open the disk with its log"),
+            .contains("open the disk together with its log"),
         "{removed}"
     );
     ctl(dir, &format!("add-disk {}", disk("b")));
@@ -523,7 +526,7 @@ fn a_disk_with_history_says_that_its_image_is_incomplete() {
 
 /// Requests that a limit holds back do not hold a removal up.
 #[test]
-fn a_removal_is_not_held_up_by_limits() {
+fn limits_do_not_delay_a_removal() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "a", "1M");

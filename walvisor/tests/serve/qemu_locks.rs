@@ -6,7 +6,7 @@ use std::process::Command;
 
 use walvisor_tests::{QemuNbd, have};
 
-use super::kill::Stepping;
+use super::kill::StepProgram;
 use super::{Daemon, client, create, foreign, run_client, text, walvisor};
 
 /// Whether QEMU's programs are here.
@@ -25,13 +25,14 @@ fn qemu_command(dir: &Path, drive: &str) -> Command {
 }
 
 /// QEMU, with the disk open.
-fn qemu(dir: &Path, drive: &str) -> Stepping {
-    let mut qemu = Stepping::start(&mut qemu_command(dir, drive));
+fn qemu(dir: &Path, drive: &str) -> StepProgram {
+    let mut qemu = StepProgram::start(&mut qemu_command(dir, drive));
     qemu.wait_for("(qemu) ");
     qemu
 }
 
-/// Asserts that `walvisor` refuses the image at `path` because of a program that uses it for `what`.
+/// Asserts that `walvisor` refuses the image at `path` because of a program that uses it for
+/// `what`.
 #[track_caller]
 fn refused_here(dir: &Path, arguments: &str, path: &str, what: &str) {
     let output = walvisor(dir, arguments);
@@ -145,7 +146,7 @@ fn qemu_refuses_an_image_that_is_open_for_writing_here() {
 }
 
 #[test]
-fn readers_live_beside_each_other_and_keep_writers_out() {
+fn readers_share_an_image_and_keep_writers_out() {
     if !have_qemu() {
         return;
     }
@@ -180,16 +181,16 @@ fn readers_live_beside_each_other_and_keep_writers_out() {
 }
 
 /// A loop device. Dropping this detaches it.
-struct Loop(String);
+struct LoopDevice(String);
 
-impl Drop for Loop {
+impl Drop for LoopDevice {
     fn drop(&mut self) {
         let _ = Command::new("losetup").args(["--detach", &self.0]).status();
     }
 }
 
 #[test]
-fn the_locks_of_a_block_device_work_in_the_same_way() {
+fn block_devices_are_locked_in_the_same_way() {
     if !have_qemu() || !have("losetup", "mount") {
         return;
     }
@@ -201,7 +202,7 @@ fn the_locks_of_a_block_device_work_in_the_same_way() {
     if !output.status.success() {
         return println!("skipped: no loop device: {}", text(&output.stderr));
     }
-    let device = Loop(text(&output.stdout).trim().to_owned());
+    let device = LoopDevice(text(&output.stdout).trim().to_owned());
     let path = device.0.as_str();
     let disk = format!("path={path},backend=raw");
     let nbd = QemuNbd::start(dir, path);

@@ -1,4 +1,5 @@
-//! A client that sends raw bytes: for messages that no library would send, and for extended headers, still rare.
+//! A client that sends raw bytes: for messages that no library would send, and for extended
+//! headers, still rare.
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
@@ -41,7 +42,8 @@ impl RawClient {
         client
     }
 
-    /// Connects, and negotiates extended headers and base:allocation, up to the transmission phase, with the only export.
+    /// Connects, and negotiates extended headers and base:allocation, up to the transmission phase,
+    /// with the only export.
     pub fn extended(path: &Path) -> Self {
         Self::extended_to(path, "")
     }
@@ -110,7 +112,8 @@ impl RawClient {
         }
     }
 
-    /// Sends a request with its payload, and waits for the reply. `false`: the connection has ended before that.
+    /// Sends a request with its payload, and waits for the reply. `false`: the connection has ended
+    /// before that.
     pub fn try_request(&mut self, command: u16, cookie: u64, offset: u64, data: &[u8]) -> bool {
         let flags = if command == WRITE { PAYLOAD_LEN } else { 0 };
         let request = header(flags, command, cookie, offset, data.len() as u64);

@@ -26,7 +26,7 @@ fn killed_with_a_full_log(dir: &Path) {
 }
 
 #[test]
-fn recovery_is_shown_on_a_terminal_alone() {
+fn the_progress_of_recovery_is_shown_on_terminals_only() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "128M");

@@ -1,4 +1,5 @@
-//! A base image whose file system does not answer when asked for holes: only the client that asked has to wait.
+//! A base image whose file system does not answer when asked for holes: only the client that asked
+//! has to wait.
 
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -11,13 +12,14 @@ use super::raw_client::{BLOCK_STATUS, RawClient};
 use super::{Daemon, client, create};
 
 /// An image in a file system whose program can be halted.
-struct Slow {
+struct SlowFileSystem {
     fuse: Child,
     mountpoint: std::path::PathBuf,
 }
 
-impl Slow {
-    /// 16 MiB at `mountpoint/disk.img`. `None`: this machine has no FUSE, and `skipped: why` was printed.
+impl SlowFileSystem {
+    /// 16 MiB at `mountpoint/disk.img`. `None`: this machine has no FUSE, and `skipped: why` was
+    /// printed.
     fn mount(mountpoint: &Path) -> Option<Self> {
         if !Path::new("/dev/fuse").exists() {
             println!("skipped: no /dev/fuse");
@@ -27,7 +29,8 @@ impl Slow {
         let image = mountpoint.join("disk.img");
         let mut command = Command::new("nbdfuse");
         command
-            // Without this the kernel would cache attributes for a second instead of asking the program.
+            // Without this the kernel would cache attributes for a second instead of asking the
+            // program.
             .args(["-o", "attr_timeout=0"])
             .arg(&image)
             .args(["--command", "nbdkit", "-s", "--exit-with-parent"])
@@ -50,7 +53,8 @@ impl Slow {
         kill_process(Pid::from_child(&self.fuse), signal).unwrap();
     }
 
-    /// Halts the program. SIGSTOP goes to one of its threads, and the others still answer until that thread has run.
+    /// Halts the program. SIGSTOP goes to one of its threads, and the others still answer until
+    /// that thread has run.
     fn halt(&self) {
         self.signal(Signal::STOP);
         let stopped = WaitId::Pid(Pid::from_child(&self.fuse));
@@ -59,7 +63,7 @@ impl Slow {
     }
 }
 
-impl Drop for Slow {
+impl Drop for SlowFileSystem {
     fn drop(&mut self) {
         // A process that waits for a halted program could not be killed.
         self.signal(Signal::CONT);
@@ -75,14 +79,17 @@ impl Drop for Slow {
 }
 
 #[test]
-fn a_file_system_that_does_not_tell_its_holes_holds_up_nobody_else() {
+fn a_file_system_that_is_slow_to_find_holes_delays_nobody_else() {
     let here = have("nbdsh", "python3-libnbd")
         && have("nbdfuse", "libnbd-bin")
         && have("nbdkit", "nbdkit")
         && have("fusermount3", "fuse3");
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    let Some(slow) = here.then(|| Slow::mount(&dir.join("slow"))).flatten() else {
+    let Some(slow) = here
+        .then(|| SlowFileSystem::mount(&dir.join("slow")))
+        .flatten()
+    else {
         return;
     };
     create(dir, "other.img", "16M");

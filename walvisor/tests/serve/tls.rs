@@ -1,4 +1,5 @@
-//! TLS with third-party clients: both sides check certificates, and a client without TLS learns nothing.
+//! TLS with third-party clients: both sides check certificates, and a client without TLS learns
+//! nothing.
 
 use std::fs;
 use std::path::Path;
@@ -19,8 +20,9 @@ fn certtool(dir: &Path, arguments: &str) {
     assert!(output.status.success(), "{}", text(&output.stderr));
 }
 
-/// Makes a CA in `dir`/pki with a server's and a client's certificate, under the names that QEMU and libnbd look for,
-/// and another CA with a client of its own in `dir`/other. `false`: certtool is missing.
+/// Makes a CA in `dir`/pki with a server's and a client's certificate, under the names that QEMU
+/// and libnbd look for, and another CA with a client of its own in `dir`/other. `false`: certtool
+/// is missing.
 fn certificates(dir: &Path) -> bool {
     if !have("certtool", "gnutls-bin") {
         return false;
@@ -30,7 +32,8 @@ fn certificates(dir: &Path) -> bool {
         fs::create_dir(&at).unwrap();
         let certtool = |arguments: &str| certtool(&at, arguments);
         let key = |file: &str| {
-            // Not ECDSA: half of the keys that GnuTLS 3.7 generates have a byte too many, and rustls refuses those.
+            // Not ECDSA: half of the keys that GnuTLS 3.7 generates have a byte too many, and
+            // rustls refuses those.
             certtool(&format!(
                 "--generate-privkey --key-type=rsa --bits=2048 --outfile {file}"
             ));
@@ -40,7 +43,8 @@ fn certificates(dir: &Path) -> bool {
             "cn = CA\nca\ncert_signing_key\ncrl_signing_key\n",
         )
         .unwrap();
-        let server = "cn = localhost\ndns_name = localhost\nip_address = 127.0.0.1\ntls_www_server\nsigning_key\n";
+        let server = "cn = localhost\ndns_name = localhost\nip_address = \
+            127.0.0.1\ntls_www_server\nsigning_key\n";
         fs::write(at.join("server.info"), server).unwrap();
         fs::write(
             at.join("client.info"),
@@ -49,22 +53,26 @@ fn certificates(dir: &Path) -> bool {
         .unwrap();
         key("ca-key.pem");
         certtool(
-            "--generate-self-signed --load-privkey ca-key.pem --template ca.info --outfile ca-cert.pem",
+            "--generate-self-signed --load-privkey ca-key.pem --template ca.info --outfile \
+             ca-cert.pem",
         );
         for role in ["server", "client"] {
             key(&format!("{role}-key.pem"));
             certtool(&format!(
-                "--generate-certificate --load-ca-certificate ca-cert.pem --load-ca-privkey ca-key.pem \
-                 --load-privkey {role}-key.pem --template {role}.info --outfile {role}-cert.pem"
+                "--generate-certificate --load-ca-certificate ca-cert.pem --load-ca-privkey \
+                 ca-key.pem --load-privkey {role}-key.pem --template {role}.info --outfile \
+                 {role}-cert.pem"
             ));
         }
     }
-    // The client in `other` trusts the server's CA, but that CA has not signed the client's certificate.
+    // The client in `other` trusts the server's CA, but that CA has not signed the client's
+    // certificate.
     fs::copy(dir.join("pki/ca-cert.pem"), dir.join("other/ca-cert.pem")).unwrap();
     true
 }
 
-/// Runs a script after `connect`, with the certificates in `pki`, or without TLS if that is empty. Returns its output.
+/// Runs a script after `connect`, with the certificates in `pki`, or without TLS if that is empty.
+/// Returns its output.
 fn nbdsh(dir: &Path, pki: &str, connect: &str, script: &str) -> Result<String, String> {
     let setting = match pki {
         "" => String::new(),
@@ -72,16 +80,17 @@ fn nbdsh(dir: &Path, pki: &str, connect: &str, script: &str) -> Result<String, S
     };
     let script = format!("{setting}{connect}\n{script}");
     let output = run_client(dir, "nbdsh", &["-c", &script]);
-    match output.status.success() {
-        true => Ok(text(&output.stdout)),
-        false => Err(text(&output.stderr)),
+    if output.status.success() {
+        Ok(text(&output.stdout))
+    } else {
+        Err(text(&output.stderr))
     }
 }
 
 const TO_SOCKET: &str = "h.connect_unix('s')";
 
 #[test]
-fn clients_of_others_encrypt() {
+fn third_party_clients_encrypt() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     if !certificates(dir) || !have("nbdsh", "python3-libnbd") || !have("qemu-img", "qemu-utils") {
@@ -158,7 +167,7 @@ h.shutdown()
 }
 
 #[test]
-fn whoever_comes_without_tls_is_told_nothing() {
+fn a_client_without_tls_learns_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
@@ -170,7 +179,8 @@ fn whoever_comes_without_tls_is_told_nothing() {
 
     let daemon = Daemon::start(dir, serve);
     let mut client = RawClient::greet(&dir.join("s"));
-    // LIST, INFO, GO, STRUCTURED_REPLY, LIST_META_CONTEXT, SET_META_CONTEXT, EXTENDED_HEADERS, and an unknown option.
+    // LIST, INFO, GO, STRUCTURED_REPLY, LIST_META_CONTEXT, SET_META_CONTEXT, EXTENDED_HEADERS, and
+    // an unknown option.
     for option in [3, 6, 7, 8, 9, 10, 11, 77] {
         client.option(option, &[]);
         let (of, kind, why) = client.option_reply();
@@ -220,7 +230,7 @@ fn whoever_comes_without_tls_is_told_nothing() {
 }
 
 #[test]
-fn a_certificate_that_was_revoked_opens_nothing() {
+fn a_revoked_certificate_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     if !certificates(dir) || !have("nbdsh", "python3-libnbd") {
@@ -266,7 +276,7 @@ fn a_certificate_that_was_revoked_opens_nothing() {
 }
 
 #[test]
-fn bad_certificates_are_told_in_a_line() {
+fn bad_certificates_are_one_line_errors() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     if !certificates(dir) {

@@ -19,7 +19,8 @@ fn image(dir: &Path) -> Vec<u8> {
     data
 }
 
-/// Sends every kind of request. `contents` is the disk's contents before, and is updated to those after.
+/// Sends every kind of request. `contents` is the disk's contents before, and is updated to those
+/// after.
 fn use_disk(dir: &Path, contents: &mut [u8]) {
     let mut client = RawClient::extended(&dir.join("s"));
     let mut done = |command, offset: u64, len: usize, data: &[u8]| {
@@ -89,7 +90,7 @@ fn an_image_is_served_without_io_uring_too() {
 }
 
 #[test]
-fn an_image_whose_newest_bytes_are_in_a_log_is_refused() {
+fn an_image_with_newer_bytes_in_a_log_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");

@@ -33,7 +33,7 @@ use faults::{Conditions, Fault};
 use history::{History, Mark};
 use judge::Judge;
 use log_writes::Log;
-use points::{Places, Point};
+use points::{CutPlaces, Point};
 use random::Random;
 use record::Plan;
 
@@ -117,7 +117,7 @@ fn judge(arguments: &[&str]) -> io::Result<()> {
         .filter(|entry| entry.is_durable());
     println!("guest: acknowledged {}", acknowledged.count());
     println!("guest: durable {}", durable.count());
-    let places = Places::find(&log.entries, begin);
+    let places = CutPlaces::find(&log.entries, begin);
     let mut random = Random(history.seed);
     let mut choose = || -> io::Result<Vec<Point>> {
         let mut points = match (Point::parse(wanted), wanted) {

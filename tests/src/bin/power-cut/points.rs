@@ -96,7 +96,7 @@ impl Point {
 }
 
 /// The entries of a recording at which power cuts differ, by kind.
-pub struct Places {
+pub struct CutPlaces {
     flushes: Vec<usize>,
     /// FLUSHes and FUAs.
     durable: Vec<usize>,
@@ -104,7 +104,7 @@ pub struct Places {
     writes: Vec<usize>,
 }
 
-impl Places {
+impl CutPlaces {
     /// The places after entry `begin`.
     pub fn find(entries: &[Entry], begin: usize) -> Self {
         let of = |wanted: fn(&Entry) -> bool| {

@@ -1,9 +1,10 @@
-//! The CPUID of a guest: the features that KVM supports on this machine, with each vCPU's own APIC id and
-//! topology (one package, one thread per core).
+//! The CPUID of a guest: the features that KVM supports on this machine, with each vCPU's own APIC
+//! id and topology (one package, one thread per core).
 
 use kvm_bindings::{CpuId, kvm_cpuid_entry2};
 
-/// Leaf 1 ECX: the TSC-deadline mode of the local APIC. KVM always emulates it, but does not list it.
+/// Leaf 1 ECX: the TSC-deadline mode of the local APIC. KVM always emulates it, but does not list
+/// it.
 const TSC_DEADLINE: u32 = 1 << 24;
 /// Leaf 1 ECX: a hypervisor is present, and its leaves start at 0x4000_0000.
 const HYPERVISOR: u32 = 1 << 31;
@@ -17,8 +18,8 @@ fn core_bits(cpus: u8) -> u32 {
     u32::from(cpus).next_power_of_two().trailing_zeros()
 }
 
-/// The CPUID of vCPU `id` of `cpus`, made from `supported` (KVM_GET_SUPPORTED_CPUID). `tsc_deadline` is whether
-/// KVM has KVM_CAP_TSC_DEADLINE_TIMER.
+/// The CPUID of vCPU `id` of `cpus`, made from `supported` (KVM_GET_SUPPORTED_CPUID).
+/// `tsc_deadline` is whether KVM has KVM_CAP_TSC_DEADLINE_TIMER.
 pub fn of_vcpu(supported: &CpuId, id: u8, cpus: u8, tsc_deadline: bool) -> CpuId {
     let mut cpuid = supported.clone();
     for entry in cpuid.as_mut_slice() {
@@ -30,8 +31,8 @@ pub fn of_vcpu(supported: &CpuId, id: u8, cpus: u8, tsc_deadline: bool) -> CpuId
     cpuid
 }
 
-/// Sets the fields that identify the vCPU or count its neighbours (Intel SDM volume 2, CPUID; AMD APM volume 3,
-/// appendix E).
+/// Sets the fields that identify the vCPU or count its neighbours (Intel SDM volume 2, CPUID; AMD
+/// APM volume 3, appendix E).
 fn set_topology(entry: &mut kvm_cpuid_entry2, id: u8, cpus: u8) {
     let (id, count, bits) = (u32::from(id), u32::from(cpus), core_bits(cpus));
     match entry.function {
@@ -138,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn one_vcpu_is_no_multi_processor() {
+    fn a_single_vcpu_reports_no_other_processors() {
         let supported = CpuId::from_entries(&[entry(1, 0), entry(0xb, 1)]).unwrap();
         let cpuid = of_vcpu(&supported, 0, 1, false);
         assert_eq!(leaf(&cpuid, 1, 0).edx & MULTI_THREADING, 0);

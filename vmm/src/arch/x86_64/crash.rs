@@ -1,4 +1,4 @@
-//! The state of a vCPU that could not go on, and the likely cause.
+//! Reports a vCPU that could not go on: its state and the likely cause.
 
 use std::fmt;
 use std::fmt::Write as _;
@@ -97,25 +97,27 @@ impl Crash {
             | CrashReason::Internal(_)
                 if !self.hardware_virtualisation && ring != Some(3) =>
             {
-                "this KVM has no VMX or SVM: it interprets ring 0 and cannot run a stock Linux kernel; run the guest \
-                 nested in QEMU's emulation ('walvisor-guest-images boot IMAGE'), or on a machine with VT-x or AMD-V"
+                "this KVM has no VMX or SVM: it interprets ring 0 and cannot run a stock Linux \
+                 kernel; run the guest nested in QEMU's emulation ('walvisor-guest-images boot \
+                 IMAGE'), or on a machine with VT-x or AMD-V"
             }
             CrashReason::Emulation => {
-                "the guest executed code outside its memory, or accessed a device with an instruction that KVM does \
-                 not emulate; check the kernel image and --memory"
+                "the guest executed code outside its memory, or accessed a device with an \
+                 instruction that KVM does not emulate; check the kernel image and --memory"
             }
             CrashReason::Entry(_) => {
-                "the processor refused the guest's registers: a kernel for another processor, or damaged"
+                "the processor refused the guest's registers: a kernel for another processor, or \
+                 damaged"
             }
             CrashReason::TripleFault => {
-                "the guest faulted before its kernel had set up: a kernel for another processor, a damaged one, or too \
-                 little --memory"
+                "the guest faulted before its kernel had set up: a kernel for another processor, a \
+                 damaged one, or too little --memory"
             }
             CrashReason::Internal(_) | CrashReason::Exit(_) => {
                 "an event that KVM could not deliver to the guest; see the host's kernel log"
             }
             CrashReason::Run(_) => "KVM itself failed; see the host's kernel log",
-            CrashReason::Panic => "a defect of walvisor: please report it with the text above",
+            CrashReason::Panic => "a bug in walvisor: please report it with the text above",
         }
     }
 }
@@ -179,7 +181,8 @@ impl fmt::Display for CpuPosition {
 
 /// The crash reason of an internal error of KVM.
 pub fn internal_error(vcpu: &mut VcpuFd) -> CrashReason {
-    // SAFETY: KVM_RUN has just returned KVM_EXIT_INTERNAL_ERROR, for which `internal` is the valid member.
+    // SAFETY: KVM_RUN has just returned KVM_EXIT_INTERNAL_ERROR, for which `internal` is the valid
+    // member.
     let suberror = unsafe { vcpu.get_kvm_run().__bindgen_anon_1.internal.suberror };
     if suberror == KVM_INTERNAL_ERROR_EMULATION {
         CrashReason::Emulation
@@ -191,8 +194,8 @@ pub fn internal_error(vcpu: &mut VcpuFd) -> CrashReason {
 /// The bytes of the instruction that KVM could not emulate, if KVM reports them.
 fn emulation_bytes(vcpu: &mut VcpuFd) -> Vec<u8> {
     const WORDS_WITH_BYTES: u32 = 3;
-    // SAFETY: as in `internal_error`; with sub-error 1 `emulation_failure` overlays it. All fields are plain
-    // numbers, and `ndata` and `flags` say whether KVM filled them.
+    // SAFETY: as in `internal_error`; with sub-error 1 `emulation_failure` overlays it. All fields
+    // are plain numbers, and `ndata` and `flags` say whether KVM filled them.
     let (words, flags, instruction) = unsafe {
         let failure = vcpu.get_kvm_run().__bindgen_anon_1.emulation_failure;
         (
@@ -241,8 +244,8 @@ fn position(vcpu: &VcpuFd, memory: &GuestMemoryMmap, bytes: Vec<u8>) -> Option<C
     })
 }
 
-/// The bytes at `linear`, up to the first that cannot be read. `translate` maps the linear address of a page to
-/// its physical address.
+/// The bytes at `linear`, up to the first that cannot be read. `translate` maps the linear address
+/// of a page to its physical address.
 fn read_code(
     linear: u64,
     memory: &GuestMemoryMmap,
@@ -317,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn code_is_read_across_pages_up_to_what_is_mapped() {
+    fn code_is_read_across_pages_up_to_the_first_unmapped_one() {
         let memory = GuestMemoryMmap::<()>::from_ranges(&[(GuestAddress(0), 0x3000)]).unwrap();
         memory.write_slice(&[1, 2], GuestAddress(0x0ffe)).unwrap();
         memory.write_slice(&[3, 4], GuestAddress(0x2000)).unwrap();

@@ -66,7 +66,8 @@ pub const COM1: u16 = 0x3f8;
 pub const COM1_GSI: u32 = 4;
 /// The keyboard controller's ports, 0x60 to 0x64.
 pub const I8042: u16 = 0x60;
-/// PCI configuration mechanism 1: address and data, and the reset control register at 0xcf9 between them.
+/// PCI configuration mechanism 1: address and data, and the reset control register at 0xcf9 between
+/// them.
 pub const PCI_PORTS: u16 = 0xcf8;
 /// Reset control register (as in Intel's chip sets).
 pub const RESET_PORT: u16 = 0xcf9;
@@ -81,13 +82,13 @@ pub const SCI: u16 = 9;
 
 /// Pins of the I/O APIC.
 pub const IO_APIC_PINS: u32 = 24;
-/// Pins that virtio-mmio devices use, in this order. The list leaves out the pins of the timer (0, 2), keyboard
-/// (1), serial lines (3, 4), clock (8), ACPI (9) and coprocessor (13).
+/// Pins that virtio-mmio devices use, in this order. The list leaves out the pins of the timer (0,
+/// 2), keyboard (1), serial lines (3, 4), clock (8), ACPI (9) and coprocessor (13).
 pub const MMIO_GSIS: [u32; 16] = [5, 6, 7, 10, 11, 12, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23];
 
-/// Least guest memory in bytes: no kernel starts with less.
+/// Smallest guest memory in bytes: no kernel starts with less.
 pub const LEAST_MEMORY: u64 = 1 << 20;
-/// Most guest memory in bytes.
+/// Largest guest memory in bytes.
 pub const MOST_MEMORY: u64 = 1 << 40;
 
 /// Address and length of each range of the memory of a guest with `size` bytes.
@@ -108,8 +109,8 @@ pub enum RangeKind {
     Reserved,
 }
 
-/// The memory map that the boot protocol passes to the kernel (E820, and PVH's): address, length and kind, in
-/// ascending order.
+/// The memory map that the boot protocol passes to the kernel (E820, and PVH's): address, length
+/// and kind, in ascending order.
 pub fn memory_map(size: u64) -> Vec<(u64, u64, RangeKind)> {
     let mut map = vec![
         (0, CONVENTIONAL_END, RangeKind::Memory),
@@ -148,14 +149,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_goes_around_the_hole() {
+    fn memory_is_split_around_the_hole() {
         assert_eq!(memory_ranges(512 << 20), [(0, 512 << 20)]);
         assert_eq!(memory_ranges(3 << 30), [(0, 3 << 30)]);
         assert_eq!(memory_ranges(4 << 30), [(0, 3 << 30), (4 << 30, 1 << 30)]);
     }
 
     #[test]
-    fn the_memory_map_is_sorted_and_holds_all_memory_but_the_first_mebibytes_gaps() {
+    fn the_memory_map_is_sorted_and_covers_all_memory_above_the_first_mebibyte() {
         for size in [2 << 20, 512 << 20, 3 << 30, 5u64 << 30] {
             let map = memory_map(size);
             for pair in map.windows(2) {

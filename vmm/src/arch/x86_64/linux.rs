@@ -1,7 +1,8 @@
-//! Loads a Linux kernel, its initrd and its command line, and writes the structures of the boot protocol.
+//! Loads a Linux kernel, its initrd and its command line, and writes the structures of the boot
+//! protocol.
 //!
-//! A kernel is one of two kinds of file: a bzImage (64-bit boot protocol, with a zero page), or an ELF vmlinux
-//! with a PVH entry.
+//! A kernel is one of two kinds of file: a bzImage (64-bit boot protocol, with a zero page), or an
+//! ELF vmlinux with a PVH entry.
 
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
@@ -25,7 +26,7 @@ use super::start_state::LinuxEntry;
 const SETUP_MAGIC_OFFSET: usize = 0x202;
 const SETUP_MAGIC: &[u8] = b"HdrS";
 const ELF_MAGIC: &[u8] = b"\x7fELF";
-/// Bytes at the start of a file that suffice to tell its kind.
+/// How many bytes at the start of a file tell its kind.
 const HEAD: usize = 0x270;
 /// First boot protocol version with a 64-bit entry (2.12).
 const LEAST_PROTOCOL: u16 = 0x020c;
@@ -64,10 +65,11 @@ pub enum LoadError {
         error: std::io::Error,
     },
     /// The file is neither a bzImage nor an ELF file.
-    #[error("kernel '{}' is neither a bzImage nor an ELF vmlinux: give one of the two, uncompressed", .0.display())]
+    #[error("kernel '{}' is neither a bzImage nor an ELF vmlinux: give one of the two, \
+        uncompressed", .0.display())]
     NotAKernel(PathBuf),
     /// The file ends too early.
-    #[error("kernel '{}' is truncated: it has {have} bytes of {need}; copy it again", path.display())]
+    #[error("kernel '{}' is truncated: {have} bytes instead of {need}; copy it again", path.display())]
     Truncated {
         /// The kernel's path.
         path: PathBuf,
@@ -77,7 +79,8 @@ pub enum LoadError {
         need: u64,
     },
     /// The file is damaged.
-    #[error("kernel '{}' cannot be loaded: {reason}; it may be damaged, copy or build it again", path.display())]
+    #[error("kernel '{}' cannot be loaded: {reason}; it may be damaged, copy or build it \
+        again", path.display())]
     Damaged {
         /// The kernel's path.
         path: PathBuf,
@@ -93,7 +96,8 @@ pub enum LoadError {
         missing: &'static str,
     },
     /// Guest memory is too small.
-    #[error("{what} '{}' needs {need} MiB of guest memory, and there are {have}: give more with --memory", path.display())]
+    #[error("{what} '{}' needs {need} MiB of guest memory, but the guest has {have}: give more \
+        with --memory", path.display())]
     Memory {
         /// `kernel` or `initrd`.
         what: &'static str,
@@ -105,7 +109,8 @@ pub enum LoadError {
         have: u64,
     },
     /// The command line is too long.
-    #[error("the command line has {0} bytes, and the kernel takes {most}: shorten --cmdline", most = layout::COMMAND_LINE_BYTES - 1)]
+    #[error("the command line is {0} bytes, more than the kernel's limit of {most}: shorten \
+        --cmdline", most = layout::COMMAND_LINE_BYTES - 1)]
     CommandLine(usize),
     /// Boot structures do not fit guest memory.
     #[error("the boot structures do not fit guest memory ({0}): give more with --memory")]
@@ -132,8 +137,7 @@ enum Format {
     Vmlinux,
 }
 
-/// Checks `image` as far as that is possible without a VM: its files are readable, and the kernel is a complete
-/// kernel.
+/// Checks what can be checked without a VM: the files are readable, and the kernel is complete.
 ///
 /// # Errors
 /// If a file is missing, truncated or not a kernel, or the command line is too long.
@@ -201,7 +205,8 @@ fn open_kernel(path: &Path) -> Result<Kernel, LoadError> {
         if version < LEAST_PROTOCOL || flags & XLF_KERNEL_64 == 0 {
             return Err(LoadError::NoEntry {
                 path: path.to_owned(),
-                missing: "is no 64-bit kernel (boot protocol 2.12 with a 64-bit entry): give an x86-64 kernel",
+                missing: "is not a 64-bit kernel (boot protocol 2.12 with a 64-bit entry): give an \
+                    x86-64 kernel",
             });
         }
         let need = setup_size(&header) + u64::from(header.syssize) * 16;
@@ -400,7 +405,8 @@ fn elf_size(head: &[u8]) -> Option<u64> {
     start.checked_add(u64::from(size) * u64::from(count))
 }
 
-/// Loads the initrd at the highest address below `limit`, behind the kernel, which ends at `kernel_end`.
+/// Loads the initrd at the highest address below `limit`, behind the kernel, which ends at
+/// `kernel_end`.
 fn load_initrd(
     memory: &GuestMemoryMmap,
     image: &LinuxImage,

@@ -1,7 +1,7 @@
 //! Starts a vCPU directly in 64-bit long mode, at privilege level 0 or 3.
 //!
-//! Freestanding guests (the embedded one of `walvisor demo`, the probe's few instructions) need no boot
-//! protocol: the tables below are written to low guest memory and the registers point at them.
+//! Freestanding guests (the embedded one of `walvisor demo`, the probe's few instructions) need no
+//! boot protocol: the tables below are written to low guest memory and the registers point at them.
 //!
 //! ```text
 //!   0x1000  GDT: null, code 0, data 0, code 3, data 3, TSS
@@ -11,11 +11,11 @@
 //!   0xc000  stack of ring 0, 4 KiB, grows down from 0xd000
 //! ```
 //!
-//! Why ring 3: a KVM without hardware virtualisation (page-table KVM) interprets ring 0 instruction by
-//! instruction, and only a subset of them, while ring 3 runs natively. With every page user-accessible and
-//! every port allowed, a driver can live in ring 3, and runs in the same way on every KVM. Both IOPL 3 and the
-//! I/O bitmap allow the ports: a page-table KVM loses IOPL 3 once ring 3 runs, and the SVM that QEMU emulates
-//! does not find the I/O bitmap.
+//! Why ring 3: a KVM without hardware virtualisation (page-table KVM) interprets ring 0 instruction
+//! by instruction, and only a subset of them, while ring 3 runs natively. With every page
+//! user-accessible and every port allowed, a driver can live in ring 3, and runs in the same way on
+//! every KVM. Both IOPL 3 and the I/O bitmap allow the ports: a page-table KVM loses IOPL 3 once
+//! ring 3 runs, and the SVM that QEMU emulates does not find the I/O bitmap.
 
 use kvm_bindings::{kvm_dtable, kvm_regs, kvm_segment};
 use kvm_ioctls::VcpuFd;
@@ -69,8 +69,8 @@ const GDT_ENTRIES: [u64; 5] = [
     0x00cf_f300_0000_ffff, // 0x20 data, ring 3
 ];
 const TSS_SELECTOR: u16 = 0x28;
-/// The TSS itself; behind it lies the I/O permission bitmap: a clear bit for each port, then a byte of ones
-/// (Intel SDM volume 1, 19.5.2).
+/// The TSS itself; behind it lies the I/O permission bitmap: a clear bit for each port, then a byte
+/// of ones (Intel SDM volume 1, 19.5.2).
 const TSS_SIZE: usize = 0x68;
 const IO_BITMAP_SIZE: usize = 0x2000;
 const TSS_LIMIT: u32 = (TSS_SIZE + IO_BITMAP_SIZE) as u32;
@@ -80,8 +80,8 @@ const TSS_LIMIT: u32 = (TSS_SIZE + IO_BITMAP_SIZE) as u32;
 pub enum PrivilegeLevel {
     /// Ring 0: everything is allowed.
     Kernel,
-    /// Ring 3, with access to all memory and every port. CLI, STI and HLT must not be used: they do not work on
-    /// every KVM.
+    /// Ring 3, with access to all memory and every port. CLI, STI and HLT must not be used: they do
+    /// not work on every KVM.
     User,
 }
 
@@ -126,8 +126,9 @@ pub fn write_tables<M: GuestMemoryBackend>(memory: &M) -> Result<(), GuestMemory
     Ok(())
 }
 
-/// Sets the vCPU's registers: `entry` in RIP, `stack` in RSP and `argument` in RDI (the first argument of the
-/// System V calling convention), with interrupts off. The vCPU uses the tables that [`write_tables`] wrote.
+/// Sets the vCPU's registers: `entry` in RIP, `stack` in RSP and `argument` in RDI (the first
+/// argument of the System V calling convention), with interrupts off. The vCPU uses the tables that
+/// [`write_tables`] wrote.
 ///
 /// # Errors
 /// If KVM refuses the registers.

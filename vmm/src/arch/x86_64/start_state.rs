@@ -11,7 +11,8 @@ const CODE_SELECTOR: u16 = 0x10;
 /// Selector of the data segment, fixed by the boot protocol (`__BOOT_DS`).
 const DATA_SELECTOR: u16 = 0x18;
 const TASK_SELECTOR: u16 = 0x20;
-/// The descriptors: null, unused, flat 4 GiB code (64 or 32 bits, patched in), flat 4 GiB data, task.
+/// The descriptors: null, unused, flat 4 GiB code (64 or 32 bits, patched in), flat 4 GiB data,
+/// task.
 const GDT: [u64; 5] = [
     0,
     0,
@@ -154,7 +155,8 @@ pub fn set(
     Ok(())
 }
 
-/// Sets the MSRs that firmware would have set. An MSR that this KVM does not know keeps its reset value.
+/// Sets the MSRs that firmware would have set. An MSR that this KVM does not know keeps its reset
+/// value.
 fn set_msrs(vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
     let entry = |index, data| kvm_msr_entry {
         index,
@@ -172,8 +174,8 @@ fn set_msrs(vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
     Ok(())
 }
 
-/// Routes the PIC's interrupts to LINT0 and NMIs to LINT1: the virtual wire mode that firmware leaves behind
-/// (MP specification, 3.6.2).
+/// Routes the PIC's interrupts to LINT0 and NMIs to LINT1: the virtual wire mode that firmware
+/// leaves behind (MP specification, 3.6.2).
 fn set_local_interrupts(vcpu: &VcpuFd) -> Result<(), kvm_ioctls::Error> {
     let mut lapic = vcpu.get_lapic()?;
     for (offset, delivery) in [

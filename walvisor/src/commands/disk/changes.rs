@@ -15,11 +15,11 @@ use crate::point::parse_point;
 pub(super) struct ChangesArguments {
     #[command(flatten)]
     disk: DiskPath,
-    /// The point after which the changes begin: cid:N or lsn:N (`walvisor log dump` shows both),
+    /// The point after which changes count: cid:N or lsn:N (`walvisor log dump` shows both),
     /// time:2026-11-22T12:03:00Z, or a time before now, such as -15m.
     #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
     from: Point,
-    /// The point with which the changes end [default: the newest record].
+    /// The last point of the changes [default: the newest record].
     #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
     to: Option<Point>,
     #[command(flatten)]

@@ -1,4 +1,4 @@
-//! `walvisor disk leave` and `move-log`: a disk without its log, and a disk on another log.
+//! `walvisor disk leave` and `move-log`: take a disk out of its log, or to another log.
 
 use std::path::{Path, PathBuf};
 
@@ -47,7 +47,7 @@ pub(super) fn leave(arguments: &LeaveArguments) -> Result<(), CommandError> {
     let (name, log) = (path.display(), log.display());
     match left.len() {
         0 => print(format_args!(
-            "{name}: a raw image now; the log in {log} has no disk any more: remove that directory\n"
+            "{name}: a raw image now; the log in {log} has no more disks: remove that directory\n"
         )),
         count => print(format_args!(
             "{name}: a raw image now; disks left on the log in {log}: {count}\n"

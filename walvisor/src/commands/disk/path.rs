@@ -24,7 +24,7 @@ impl DiskPath {
     }
 }
 
-/// Prints the result. A failed write is ignored: the command has already done its work.
+/// Prints the result. A failed write is fine: the command has already done its work.
 pub(in crate::commands) fn print(text: std::fmt::Arguments<'_>) {
     let _ = std::io::stdout().write_fmt(text);
 }

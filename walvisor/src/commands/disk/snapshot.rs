@@ -1,5 +1,5 @@
-//! `walvisor disk snapshot`, `snapshots`, `snapshot-delete` and `mark`: named points, and marks, in the history of a disk that is
-//! not in use.
+//! `walvisor disk snapshot`, `snapshots`, `snapshot-delete` and `mark`: snapshots and marks of a
+//! disk that is not in use.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ use crate::point::{mark_json, snapshot_json, time_text};
 pub(super) struct MakeArguments {
     #[command(flatten)]
     snapshot: SnapshotArguments,
-    /// Of this disk alone: the log then keeps nothing of its other disks for it.
+    /// Of this disk only: the log keeps nothing of its other disks for the snapshot.
     #[arg(long)]
     alone: bool,
 }
@@ -79,18 +79,22 @@ fn change<T>(
 pub(super) fn make(arguments: &MakeArguments) -> Result<(), CommandError> {
     let MakeArguments { snapshot, alone } = arguments;
     let SnapshotArguments { disk, name, json } = snapshot;
-    let made = change(disk, |disk| match alone {
-        true => disk.snapshot_alone(*name),
-        false => disk.snapshot(*name),
+    let made = change(disk, |disk| {
+        if *alone {
+            disk.snapshot_alone(*name)
+        } else {
+            disk.snapshot(*name)
+        }
     })?;
-    match json {
-        true => print(format_args!("{}\n", snapshot_json(&made))),
-        false => print(format_args!(
+    if *json {
+        print(format_args!("{}\n", snapshot_json(&made)))
+    } else {
+        print(format_args!(
             "{}: snapshot '{name}' at lsn:{} of cid:{}\n",
             disk.path.display(),
             made.lsn,
             made.cid
-        )),
+        ))
     }
     Ok(())
 }
@@ -106,19 +110,20 @@ pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
     })?;
     let Some(made) = made else {
         return Err(CommandError::Failed(format!(
-            "{}: its log keeps no history, so a mark would be gone when the disk is opened next: open it once with retain=24h, or make \
-             a snapshot first",
+            "{}: its log keeps no history, so a mark would be gone when the disk is opened next: \
+             open it once with retain=24h, or make a snapshot first",
             disk.path.display()
         )));
     };
-    match json {
-        true => print(format_args!("{}\n", mark_json(text, &made))),
-        false => print(format_args!(
+    if *json {
+        print(format_args!("{}\n", mark_json(text, &made)))
+    } else {
+        print(format_args!(
             "{}: marked lsn:{} of cid:{}\n",
             disk.path.display(),
             made.lsn,
             made.cid
-        )),
+        ))
     }
     Ok(())
 }

@@ -1,5 +1,4 @@
-//! `walvisor disk import`, `export`, `restore`, `clone` and `resize`: a disk made from a raw image, a raw image made from a
-//! disk, or from what it was, a disk made from a disk, and a disk of another size.
+//! `walvisor disk import`, `export`, `restore`, `clone` and `resize`.
 
 use std::path::{Path, PathBuf};
 
@@ -22,7 +21,7 @@ pub(super) struct ImportArguments {
     disk: DiskPath,
     /// The raw image, or block device, to copy.
     raw: PathBuf,
-    /// The format of RAW: raw, whatever its first bytes are.
+    /// The format of RAW: raw, whatever its first bytes look like.
     #[arg(long, value_parser = ["raw"])]
     format: Option<String>,
     #[command(flatten)]
@@ -54,15 +53,15 @@ pub(super) struct ExportArguments {
 pub(super) struct RestoreArguments {
     #[command(flatten)]
     disk: DiskPath,
-    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a time before now, such as
-    /// -15m.
+    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a
+    /// time before now, such as -15m.
     #[arg(long, value_parser = parse_point, allow_hyphen_values = true)]
     at: Point,
     /// The raw image to create.
     #[arg(long, short, value_name = "NEW", required_unless_present = "in_place")]
     output: Option<PathBuf>,
-    /// Make the disk itself what it was, at once. Restoring in place to the point before undoes it, as long as the log keeps
-    /// that.
+    /// Make the disk itself what it was, at once. The command prints how to undo that, which works
+    /// as long as the log keeps the current state.
     #[arg(long, conflicts_with = "output")]
     in_place: bool,
     #[command(flatten)]
@@ -82,8 +81,8 @@ pub(super) struct CloneArguments {
     /// The new disk's log directory [default: NEW.wal].
     #[arg(long, value_name = "DIR")]
     new_log: Option<PathBuf>,
-    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a time before now, such as
-    /// -15m [default: the disk as it is].
+    /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a
+    /// time before now, such as -15m [default: the disk as it is].
     #[arg(long, value_parser = parse_point, allow_hyphen_values = true)]
     at: Option<Point>,
     #[command(flatten)]
@@ -98,7 +97,8 @@ pub(super) struct CloneArguments {
 pub(super) struct ResizeArguments {
     #[command(flatten)]
     disk: DiskPath,
-    /// New size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so on of 1000.
+    /// New size in bytes, a multiple of 512; K, M, G, T, P and E are powers of 1024, KB, MB and so
+    /// on of 1000.
     #[arg(long, value_parser = parse_size)]
     size: u64,
     /// Shrink the disk even if data is lost.
@@ -109,7 +109,7 @@ pub(super) struct ResizeArguments {
     json: bool,
 }
 
-/// Prints what was copied between a disk and another file, which JSON calls `key`.
+/// Reports a copy between a disk and another file, which JSON calls `key`.
 pub(in crate::commands) fn report(
     json: bool,
     disk: &Path,
@@ -122,8 +122,8 @@ pub(in crate::commands) fn report(
         copied,
         shared,
     } = done;
-    match json {
-        true => print(format_args!(
+    if json {
+        print(format_args!(
             "{}\n",
             json!({
                 "disk": disk,
@@ -132,14 +132,16 @@ pub(in crate::commands) fn report(
                 "copied_bytes": copied,
                 "shared": shared,
             })
-        )),
-        false => print(format_args!(
+        ))
+    } else {
+        print(format_args!(
             "{said}: {size} bytes, {copied} of them copied{}\n",
-            match shared {
-                true => ", the others shared by the file system",
-                false => "",
+            if shared {
+                ", the others shared by the file system"
+            } else {
+                ""
             }
-        )),
+        ))
     }
 }
 
@@ -235,20 +237,21 @@ fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), Comman
         undone,
         redone,
     } = done;
-    let log = match disk.log() == storage::default_log_dir(&disk.path) {
-        true => String::new(),
-        false => format!(" --log {}", disk.log().display()),
+    let log = if disk.log() == storage::default_log_dir(&disk.path) {
+        String::new()
+    } else {
+        format!(" --log {}", disk.log().display())
     };
     let undo = format!("walvisor disk restore {path}{log} --at lsn:{from_lsn} --in-place");
     match (json, lsn) {
         (true, _) => {
-            let mut told = rewound_json(&done);
-            told["disk"] = json!(disk.path);
-            told["undo"] = json!(lsn.map(|_| undo));
-            print(format_args!("{told}\n"));
+            let mut report = rewound_json(&done);
+            report["disk"] = json!(disk.path);
+            report["undo"] = json!(lsn.map(|_| undo));
+            print(format_args!("{report}\n"));
         }
         (false, None) => print(format_args!(
-            "{path}: the disk is what it was as of LSN {to_lsn} already: nothing is changed\n"
+            "{path}: the disk already is as of LSN {to_lsn}: nothing to do\n"
         )),
         (false, Some(_)) => {
             let back = match redone {
@@ -256,7 +259,8 @@ fn restore_in_place(disk: &DiskPath, at: Point, json: bool) -> Result<(), Comman
                 redone => format!(", and {redone} are back"),
             };
             print(format_args!(
-                "{path}: restored in place as of LSN {to_lsn}: {undone} records are undone{back}\nto undo this: {undo}\n"
+                "{path}: restored in place as of LSN {to_lsn}: {undone} records are \
+                 undone{back}\nto undo this: {undo}\n"
             ));
         }
     }
@@ -304,15 +308,16 @@ pub(super) fn resize(arguments: &ResizeArguments) -> Result<(), CommandError> {
     let storage::Resize { old_size, size } =
         storage::resize_disk(path, arguments.size, &log, arguments.shrink)
             .map_err(CommandError::failed)?;
-    match arguments.json {
-        true => print(format_args!(
+    if arguments.json {
+        print(format_args!(
             "{}\n",
             json!({ "disk": path, "size_bytes": size, "old_size_bytes": old_size })
-        )),
-        false => print(format_args!(
+        ))
+    } else {
+        print(format_args!(
             "{}: {size} bytes now, {old_size} before\n",
             path.display()
-        )),
+        ))
     }
     Ok(())
 }

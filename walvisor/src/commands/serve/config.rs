@@ -1,7 +1,8 @@
-//! `--config FILE`: the disks of a daemon as a TOML file, one table for each, with the keys of `--disk`.
+//! `--config FILE`: the disks of a daemon as a TOML file, one table for each, with the keys of
+//! `--disk`.
 //!
 //! ```toml
-//! [defaults]                    # for the disks whose door and backend have these keys
+//! [defaults]                    # a disk takes those that fit its door and backend
 //! door = "nbd"
 //! socket = "/run/walvisor/pool.sock"
 //! log = "/var/lib/walvisor/pool.wal"
@@ -24,12 +25,12 @@ use super::daemon::announce;
 use super::door::Doors;
 use super::hotplug::Hotplug;
 use crate::commands::CommandError;
-use crate::control_socket::Controlled;
+use crate::control_socket::ControlledProcess;
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::AllowedPaths;
 
-/// The file that describes the disks of a daemon, and what it said when it was last read.
+/// The file that describes the disks of a daemon, as of the last reading.
 pub(super) struct PoolFile {
     path: PathBuf,
     /// The door of a disk that names none.
@@ -40,7 +41,8 @@ pub(super) struct PoolFile {
 /// A disk of the file.
 #[derive(Clone)]
 struct PoolDisk {
-    /// As the file says, defaults included. A point such as `-15m` parses differently each time.
+    /// The texts of the file, defaults included. They are compared instead of the spec, because a
+    /// point such as `-15m` parses differently each time.
     keys: Vec<(String, String)>,
     spec: DiskSpec,
 }
@@ -49,7 +51,7 @@ impl PoolFile {
     /// Reads the file.
     ///
     /// # Errors
-    /// If it can't be read, is no TOML, or describes no disks that could be served.
+    /// If it can't be read, is not TOML, or has a disk that is wrong.
     pub(super) fn open(path: &Path, kind: DiskCommand) -> Result<Self, CommandError> {
         let disks = read(path, kind)?;
         let path = std::path::absolute(path).map_err(CommandError::failed)?;
@@ -61,14 +63,14 @@ impl PoolFile {
         self.disks.iter().map(|disk| &disk.spec)
     }
 
-    /// Allows reading the file again. Editors put a new file in its place, so its directory is what can be read.
+    /// Allows reading the file again. Editors replace the file, so this allows its whole directory.
     pub(super) fn allow(&self, paths: &mut AllowedPaths) {
         paths.read(self.path.parent().unwrap_or(&self.path));
     }
 
-    /// Reads the file again, and adds and removes disks as it says. A file that is wrong changes nothing. A disk that can't be
-    /// added or removed is tried again with the next call.
-    pub(super) fn reload(&mut self, controlled: &Controlled, hotplug: &Hotplug) {
+    /// Reads the file again, and adds and removes disks to match it. A file with an error changes
+    /// nothing. The next call retries the disks that could not be added or removed.
+    pub(super) fn reload(&mut self, controlled: &ControlledProcess, hotplug: &Hotplug) {
         let wanted = match read(&self.path, self.kind) {
             Ok(wanted) => wanted,
             Err(error) => {
@@ -85,7 +87,8 @@ impl PoolFile {
             if let Some(place) = names.iter().position(|other| *other == name) {
                 if wanted[place].keys != disk.keys {
                     tracing::warn!(
-                        "{}: disk '{name}' has other keys now; they take effect at the next start",
+                        "{}: the keys of disk '{name}' have changed; they take effect at the next \
+                         start",
                         self.path.display()
                     );
                 }
@@ -124,22 +127,25 @@ impl PoolFile {
     }
 }
 
-/// Carries out `walvisor config check`: the number of disks that the file describes, if a daemon could serve them.
+/// Carries out `walvisor config check`. Returns the number of disks.
+///
+/// # Errors
+/// If a daemon could not serve them.
 pub(in crate::commands) fn check(path: &Path) -> Result<usize, CommandError> {
     let pool = PoolFile::open(path, DiskCommand::Serve)?;
     let specs: Vec<_> = pool.disks().cloned().collect();
-    let told = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
+    let in_file = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
     let doors = Doors::new(&specs, 0o600, false, &Tls::Off);
-    doors.check(&specs).map_err(told)?;
-    disks::check(&specs).map_err(told)?;
+    doors.check(&specs).map_err(in_file)?;
+    disks::check(&specs).map_err(in_file)?;
     Ok(specs.len())
 }
 
 /// The disks that the file describes.
 fn read(path: &Path, kind: DiskCommand) -> Result<Vec<PoolDisk>, CommandError> {
-    let told = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
-    let text = fs::read_to_string(path).map_err(|error| told(error.to_string()))?;
-    parse(&text, kind).map_err(told)
+    let in_file = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
+    let text = fs::read_to_string(path).map_err(|error| in_file(error.to_string()))?;
+    parse(&text, kind).map_err(in_file)
 }
 
 fn parse(text: &str, kind: DiskCommand) -> Result<Vec<PoolDisk>, String> {
@@ -151,25 +157,25 @@ fn parse(text: &str, kind: DiskCommand) -> Result<Vec<PoolDisk>, String> {
     let known = ["defaults", "disk"];
     if let Some(key) = file.keys().find(|key| !known.contains(&key.as_str())) {
         return Err(format!(
-            "'{key}' is no part of this file: give a table [defaults], and a table [[disk]] for each disk"
+            "unknown key '{key}': give a table [defaults], and a table [[disk]] for each disk"
         ));
     }
     let defaults = match file.get("defaults") {
         None => Vec::new(),
         Some(Value::Table(table)) => keys(table).map_err(|error| format!("[defaults]: {error}"))?,
-        Some(_) => return Err("'defaults' is no table: write [defaults]".to_owned()),
+        Some(_) => return Err("'defaults' is not a table: write [defaults]".to_owned()),
     };
     let tables = match file.get("disk") {
         Some(Value::Array(tables)) if !tables.is_empty() => tables,
         Some(Value::Table(_)) => {
-            return Err("a disk is a table of a list: write [[disk]]".to_owned());
+            return Err("[disk] is one table, and disks are a list: write [[disk]]".to_owned());
         }
-        _ => return Err("it describes no disk: give a table [[disk]] for each".to_owned()),
+        _ => return Err("no disk: give a table [[disk]] for each".to_owned()),
     };
     let disk = |(index, table): (usize, &Value)| {
         let own = match table {
             Value::Table(table) => keys(table),
-            _ => Err("it is no table: write [[disk]]".to_owned()),
+            _ => Err("not a table: write [[disk]]".to_owned()),
         };
         let number = index + 1;
         let own = own.map_err(|error| format!("[[disk]] number {number}: {error}"))?;
@@ -184,7 +190,7 @@ fn parse(text: &str, kind: DiskCommand) -> Result<Vec<PoolDisk>, String> {
     tables.iter().enumerate().map(disk).collect()
 }
 
-/// The keys of a table, with their values as `--disk` has them.
+/// The keys of a table, with their values as texts of `--disk`.
 fn keys(table: &Table) -> Result<Vec<(String, String)>, String> {
     let text = |(key, value): (&String, &Value)| {
         let text = match value {
@@ -192,7 +198,11 @@ fn keys(table: &Table) -> Result<Vec<(String, String)>, String> {
             Value::Integer(number) => number.to_string(),
             Value::Boolean(true) => "on".to_owned(),
             Value::Boolean(false) => "off".to_owned(),
-            _ => return Err(format!("{key}: give text, a whole number, true or false")),
+            _ => {
+                return Err(format!(
+                    "{key}: give a string, a whole number, true or false"
+                ));
+            }
         };
         Ok((key.clone(), text))
     };
@@ -204,7 +214,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn defaults_are_for_the_disks_that_have_the_key() {
+    fn a_disk_takes_the_defaults_that_fit_it() {
         let disks = parse(
             "[defaults]\ndoor = 'nbd'\nsocket = 's'\nlog = 'pool.wal'\nclose-seconds = 5\n\
              [[disk]]\npath = 'a.img'\nreadonly = true\n\
@@ -228,11 +238,11 @@ mod tests {
     }
 
     #[test]
-    fn an_error_says_which_disk_or_line() {
+    fn an_error_names_the_disk_or_the_line() {
         for (text, kind, part) in [
             ("[[disk]]\npath = ", DiskCommand::Nbd, "line 2: "),
-            ("[pool]\n", DiskCommand::Nbd, "'pool' is no part"),
-            ("", DiskCommand::Nbd, "describes no disk"),
+            ("[pool]\n", DiskCommand::Nbd, "unknown key 'pool'"),
+            ("", DiskCommand::Nbd, "no disk: give"),
             ("[disk]\npath = 'a'\n", DiskCommand::Nbd, "write [[disk]]"),
             ("defaults = 1\n", DiskCommand::Nbd, "write [defaults]"),
             (
@@ -253,7 +263,7 @@ mod tests {
             (
                 "[[disk]]\npath = ['a']\n",
                 DiskCommand::Nbd,
-                "number 1: path: give text",
+                "number 1: path: give a string",
             ),
         ] {
             let error = parse(text, kind).err().unwrap();

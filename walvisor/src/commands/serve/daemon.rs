@@ -1,4 +1,4 @@
-//! A daemon: one process that serves disks behind any doors, and what it does from its start to its end.
+//! A daemon: one process that serves disks behind any doors. Its steps from start to end:
 //!
 //! ```text
 //!   sockets of a service manager ─▶ Doors::check ─▶ Shutdown::prepare ─▶ Doors::bind ─▶ Landlock ─▶ disks::open ─▶ seccomp
@@ -28,16 +28,17 @@ use crate::commands::metrics_file::MetricsFile;
 use crate::commands::process::ProcessArguments;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{Controlled, Power, Server as ControlServer};
+use crate::control_socket::{ControlledProcess, Power, Server as ControlServer};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks::{self, ScratchFiles};
 use crate::landlock::AllowedPaths;
 use crate::metrics::{DiskMetrics, render_served};
 
-/// What every daemon takes.
+/// The arguments of every daemon.
 #[derive(Args, Debug)]
 pub struct DaemonArguments {
-    /// A disk and how clients reach it: path=FILE,door=nbd,socket=PATH ...; may be given several times; 'help' lists the keys
+    /// A disk and how clients reach it: path=FILE,door=nbd,socket=PATH ...; may be given several
+    /// times; 'help' lists the keys
     #[arg(long = "disk", value_name = "SPEC", required_unless_present = "config", value_parser = DiskArgument(DiskCommand::Serve))]
     pub disks: Vec<DiskSpec>,
     /// Serve the disks of this TOML file too; SIGHUP reads it again
@@ -46,7 +47,8 @@ pub struct DaemonArguments {
     /// Permissions of the sockets, octal
     #[arg(long, value_name = "MODE", default_value = "600", value_parser = parse_mode)]
     pub mode: u32,
-    /// Let disks be added beneath this directory, by 'walvisor ctl SOCKET add-disk' or --config; may be given several times
+    /// Let disks be added beneath this directory, by 'walvisor ctl SOCKET add-disk' or --config;
+    /// may be given several times
     #[arg(long = "disk-dir", value_name = "DIR", value_parser = parse_directory)]
     pub disk_dirs: Vec<PathBuf>,
     /// TLS of disks with door=nbd.
@@ -61,9 +63,10 @@ pub struct DaemonArguments {
 fn parse_directory(text: &str) -> Result<PathBuf, String> {
     let found = Path::new(text).canonicalize();
     let found = found.map_err(|error| format!("{error}: give a directory that exists"))?;
-    match found.is_dir() {
-        true => Ok(found),
-        false => Err("it is no directory: give one".to_owned()),
+    if found.is_dir() {
+        Ok(found)
+    } else {
+        Err("not a directory: give a directory that exists".to_owned())
     }
 }
 
@@ -75,14 +78,17 @@ fn parse_mode(text: &str) -> Result<u32, String> {
 }
 
 impl DaemonArguments {
-    /// Serves until a signal or a control client asks for the end. `kind`: the command, and the door of a disk that names none.
+    /// Serves until a signal or a control client asks it to stop. `kind`: the command, which is
+    /// also the door of a disk that names none.
     ///
     /// # Errors
     /// If the disks cannot be served or closed.
     pub(super) fn run(&self, kind: DiskCommand, started: Instant) -> Result<(), CommandError> {
         if !self.disk_dirs.is_empty() && self.process.control.is_none() && self.config.is_none() {
             return Err(CommandError::Usage(
-                "--disk-dir is for disks that are added later: give --control SOCKET or --config FILE too".to_owned(),
+                "--disk-dir is for disks that are added later: \
+                 give --control SOCKET or --config FILE too"
+                    .to_owned(),
             ));
         }
         let mut sockets = Sockets::take(self.mode)?;
@@ -101,7 +107,7 @@ impl DaemonArguments {
             ));
         }
         let tls = self.tls.read()?;
-        // The names are declared first, so that they are removed after everything that listens at them is dropped.
+        // Declared first, so that a socket's name is removed after its listener is dropped.
         let mut names = SocketNames::default();
         let mut doors = Doors::new(&specs, self.mode, opens, &tls);
         doors.check(&specs).map_err(CommandError::Usage)?;
@@ -129,9 +135,9 @@ impl DaemonArguments {
         hotplug.lock().doors.logs_closed()
     }
 
-    /// Gives up every file and port that a daemon does not need, except those that `more` adds. To be called while
-    /// there is one thread, after its sockets are bound and before the disks are opened. Returns the files that were made
-    /// for the disks before.
+    /// Confines the process to the files and ports that its disks need, and those that `more` adds.
+    /// Call it while there is one thread, after the sockets are bound and before the disks are
+    /// opened. Returns the scratch files, which must be made first.
     fn give_up_paths(
         &self,
         specs: &[DiskSpec],
@@ -148,10 +154,11 @@ impl DaemonArguments {
     }
 }
 
-/// Serves open disks, and prints where clients find them.
+/// Starts to serve open disks, and prints where clients find them.
 fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, CommandError> {
     let mut served = hotplug.lock();
     let ServedDisks { doors, specs } = &mut *served;
+    assert_eq!(specs.len(), disks.len(), "each disk is open");
     let (mut lines, mut in_use) = (String::new(), Vec::new());
     for (spec, disk) in specs.iter().zip(&disks) {
         let door = doors.of_mut(spec).map_err(CommandError::Failed)?;
@@ -168,31 +175,31 @@ fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, Comm
     Ok(in_use)
 }
 
-/// Ends a daemon however serving has ended: writes the metrics, and closes the disks, which must no longer be
-/// in use. The first error is returned.
+/// Ends a daemon, whether serving succeeded or failed: writes the metrics, and closes the disks,
+/// which nobody may use any more. Returns the first error.
 fn finish(
     served: Result<Vec<DiskMetrics>, CommandError>,
     metrics: Option<MetricsFile>,
     logs: &SharedLogs,
 ) -> Result<(), CommandError> {
-    let told = match (&served, metrics) {
+    let written = match (&served, metrics) {
         (Ok(disks), Some(metrics)) => metrics.write(&render_served(disks)),
         _ => Ok(()),
     };
     let closed = logs.take().close().map_err(CommandError::failed);
-    served.map(|_| ()).and(told).and(closed)
+    served.map(|_| ()).and(written).and(closed)
 }
 
 /// Prints text on stdout.
 pub(super) fn announce(lines: &str) {
     let mut stdout = std::io::stdout();
-    // A failed write is ignored: the output need not be read.
+    // It is fine if nobody reads the output.
     let _ = stdout
         .write_all(lines.as_bytes())
         .and_then(|()| stdout.flush());
 }
 
-/// The two things that end a daemon: a signal, or a request on its control socket.
+/// What ends a daemon: a signal, or a request on its control socket.
 struct Shutdown {
     signals: TerminationSignals,
     /// The socket that listens for `walvisor ctl`.
@@ -202,8 +209,8 @@ struct Shutdown {
 }
 
 impl Shutdown {
-    /// Blocks the signals, and makes the control socket. To be called while there is one thread, so that every
-    /// later thread inherits the blocked signals.
+    /// Blocks the signals, and makes the control socket. Call it while there is one thread, so that
+    /// all later threads inherit the blocked signals.
     fn prepare(
         arguments: &DaemonArguments,
         names: &mut SocketNames,
@@ -220,8 +227,8 @@ impl Shutdown {
         })
     }
 
-    /// Lets `disks` be controlled, and waits until a signal or a control client asks for the end. SIGHUP reads the `pool`'s
-    /// file again instead, if there is one. Returns the disks that there are at the end.
+    /// Serves the control socket, and waits until a signal or a control client asks to stop. With a
+    /// `pool`, SIGHUP reads its file again instead. Returns the disks that are left at the end.
     fn wait(
         mut self,
         disks: Vec<DiskInUse>,
@@ -232,9 +239,14 @@ impl Shutdown {
         let mut waiter = Waiter::new(&self.signals, &stop).map_err(CommandError::failed)?;
         let power = Power::Daemon {
             end: Box::new(move || stop.tell()),
-            members: Some(Box::new(hotplug.clone())),
+            hotplug: Some(Box::new(hotplug.clone())),
         };
-        let controlled = Arc::new(Controlled::new(self.kind, self.started, disks, power));
+        let controlled = Arc::new(ControlledProcess::new(
+            self.kind,
+            self.started,
+            disks,
+            power,
+        ));
         let server = self.socket.take();
         let server = server.map(|listener| ControlServer::start(listener, Arc::clone(&controlled)));
         let server = server.transpose().map_err(CommandError::failed)?;
@@ -249,7 +261,7 @@ impl Shutdown {
         };
         controlled.lift_limits();
         drop(server);
-        let disks = Arc::into_inner(controlled).map(Controlled::into_disks);
+        let disks = Arc::into_inner(controlled).map(ControlledProcess::into_disks);
         ended.map_err(CommandError::failed)?;
         Ok(disks.into_iter().flatten().collect())
     }

@@ -13,7 +13,7 @@ use super::vhost_user::VhostUserDoor;
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{Added, NotRemoved};
+use crate::control_socket::{AddedDisk, RemovalError};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks::disk_name;
 use crate::landlock::AllowedPaths;
@@ -35,11 +35,12 @@ pub(super) trait Door: Send {
         disk_name(spec)
     }
 
-    /// Refuses disks that can't be served beside each other. `specs`: all disks of this door.
+    /// Refuses disks that can't be served together. `specs`: all disks of this door.
     fn check(&self, specs: &[DiskSpec]) -> Result<(), String>;
 
-    /// Makes what clients connect to. Disks may take long to open after a crash: clients that come early wait, and are not
-    /// refused. To be called while there is one thread.
+    /// Makes what clients connect to. It comes before the disks are opened, which may take long
+    /// after a crash: clients that connect early wait instead of being refused. Call it while there
+    /// is one thread.
     fn bind(
         &mut self,
         specs: &[DiskSpec],
@@ -47,31 +48,32 @@ pub(super) trait Door: Send {
         names: &mut SocketNames,
     ) -> Result<(), CommandError>;
 
-    /// Allows what the door needs of the file system besides images and logs.
+    /// Allows the paths that the door needs besides images and logs.
     fn allow(&self, _paths: &mut AllowedPaths) {}
 
-    /// Refuses a disk that can't be added to `others`, before it is opened. Returns the socket that serving it makes.
+    /// Refuses a disk that can't be added to `others`, before it is opened. Returns the path of the
+    /// socket that [`add`](Self::add) will make for it, if any.
     fn check_added(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String>;
 
-    /// Serves a disk: from [`start`](Self::start) on, if that has not been called yet.
-    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String>;
+    /// Serves a disk. Before [`start`](Self::start), clients are let in only then.
+    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<AddedDisk, String>;
 
-    /// Lets clients in. To be called once.
+    /// Lets clients in. Call it once.
     fn start(&mut self) -> Result<(), CommandError>;
 
-    /// Stops serving a disk, and returns when nothing of the daemon uses it any more.
+    /// Stops serving a disk, and returns when the daemon no longer uses it.
     ///
     /// # Errors
-    /// If something outside this process must let go of the disk first. Then it is served as before.
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved>;
+    /// If somebody outside this process must let go of the disk first. It is then served as before.
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError>;
 
-    /// Gives up what was kept to serve a removed disk again.
+    /// Drops what was kept in case a removed disk had to be served again.
     fn forget(&mut self, _spec: &DiskSpec) {}
 
-    /// Stops serving all disks, and returns when nothing of the door uses one any more.
+    /// Stops serving all disks, and returns when the door no longer uses any.
     fn stop(&mut self) -> Result<(), CommandError>;
 
-    /// Ends the door, now that the logs of its disks are closed.
+    /// Last step, after the logs of the disks are closed.
     fn logs_closed(&mut self) -> Result<(), CommandError> {
         Ok(())
     }
@@ -81,7 +83,8 @@ pub(super) trait Door: Send {
 pub(super) struct Doors(BTreeMap<DiskCommand, Box<dyn Door>>);
 
 impl Doors {
-    /// The doors that `specs` name. Nothing is open yet. `mode`: the permissions of sockets; `grows`: disks may be added later.
+    /// The doors that `specs` name, with nothing open yet. `mode`: permissions of sockets; `grows`:
+    /// disks may be added later.
     pub(super) fn new(specs: &[DiskSpec], mode: u32, grows: bool, tls: &Tls) -> Self {
         let mut doors: BTreeMap<DiskCommand, Box<dyn Door>> = BTreeMap::new();
         for spec in specs {
@@ -105,7 +108,7 @@ impl Doors {
     /// As [`Door::check`].
     pub(super) fn check(&self, specs: &[DiskSpec]) -> Result<(), String> {
         let mut doors = self.0.iter();
-        doors.try_for_each(|(kind, door)| door.check(&behind(*kind, specs)))
+        doors.try_for_each(|(kind, door)| door.check(&with_door(*kind, specs)))
     }
 
     /// As [`Door::bind`].
@@ -116,7 +119,7 @@ impl Doors {
         names: &mut SocketNames,
     ) -> Result<(), CommandError> {
         for (kind, door) in &mut self.0 {
-            door.bind(&behind(*kind, specs), sockets, names)?;
+            door.bind(&with_door(*kind, specs), sockets, names)?;
         }
         Ok(())
     }
@@ -148,7 +151,7 @@ impl Doors {
         Ok(&**door)
     }
 
-    /// As [`of`](Self::of), to change it.
+    /// As [`of`](Self::of), mutable.
     pub(super) fn of_mut(&mut self, spec: &DiskSpec) -> Result<&mut dyn Door, String> {
         let door = self.0.get_mut(&spec.door).ok_or_else(|| no_door(spec))?;
         Ok(&mut **door)
@@ -164,14 +167,15 @@ impl Doors {
 /// The error for a disk whose door the daemon doesn't have.
 fn no_door(spec: &DiskSpec) -> String {
     format!(
-        "disk '{}': this daemon has no disk with door={}, and gave up what that takes when it started: start it with one",
+        "disk '{}': this daemon started with no disk with door={}, so it lacks the rights for one: \
+         start it with such a disk",
         spec.name(),
         spec.door.name()
     )
 }
 
-/// Those of `specs` that have this door.
-pub(super) fn behind(door: DiskCommand, specs: &[DiskSpec]) -> Vec<DiskSpec> {
+/// The `specs` with this door.
+pub(super) fn with_door(door: DiskCommand, specs: &[DiskSpec]) -> Vec<DiskSpec> {
     let mine = specs.iter().filter(|spec| spec.door == door);
     mine.cloned().collect()
 }

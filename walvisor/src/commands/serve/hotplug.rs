@@ -1,20 +1,21 @@
-//! Disks of a daemon that come and go: `walvisor ctl SOCKET add-disk` and `remove-disk`.
+//! Adds and removes disks of a running daemon: `walvisor ctl SOCKET add-disk` and `remove-disk`.
 //!
 //! ```text
 //!   add-disk    ─▶ the disk and its log lie beneath a --disk-dir ─▶ OpenLogs opens it ─▶ its Door serves it
-//!   remove-disk ─▶ its Door answers what was taken, and lets go of it ─▶ OpenLogs closes it, and its log with its last disk
+//!   remove-disk ─▶ its Door answers the requests in flight and drops it ─▶ OpenLogs closes it, and a log without disks
 //! ```
-//! The process has given up most of its rights by then. What it keeps for this is decided by `--disk-dir`, when it starts.
+//! By then the process has given up most of its rights. `--disk-dir` decides, at the start, which
+//! ones it keeps for this.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::door::{Doors, behind};
-use crate::control_socket::{Added, Members, NotRemoved};
+use super::door::{Doors, with_door};
+use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError};
 use crate::disk_spec::DiskSpec;
-use crate::disks::{self, OpenLogs, Removed, real_path};
+use crate::disks::{self, OpenLogs, RemovedDisk, real_path};
 
-/// The logs of a daemon, which its thread closes at the end.
+/// The logs of a daemon, which the main thread closes at the end.
 #[derive(Clone)]
 pub(super) struct SharedLogs(Arc<Mutex<OpenLogs>>);
 
@@ -28,7 +29,7 @@ impl SharedLogs {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The logs, of which none are left.
+    /// Takes the logs, and leaves none.
     pub(super) fn take(&self) -> OpenLogs {
         std::mem::take(&mut *self.lock())
     }
@@ -38,7 +39,7 @@ impl SharedLogs {
 pub(super) struct ServedDisks {
     /// The doors, and what is open for each.
     pub(super) doors: Doors,
-    /// The disks, in the order in which they came.
+    /// The disks, oldest first.
     pub(super) specs: Vec<DiskSpec>,
 }
 
@@ -47,7 +48,7 @@ pub(super) struct ServedDisks {
 pub(super) struct Hotplug {
     served: Arc<Mutex<ServedDisks>>,
     logs: SharedLogs,
-    /// Disks may be added beneath these directories, which have no links.
+    /// Disks may be added beneath these directories. Canonical paths.
     disk_dirs: Vec<PathBuf>,
 }
 
@@ -61,11 +62,12 @@ impl Hotplug {
     }
 
     pub(super) fn lock(&self) -> MutexGuard<'_, ServedDisks> {
-        // A disk whose addition or removal panicked is in the list, and can be removed.
+        // After a panic, the disk that was being added or removed is still in the list and can be
+        // removed.
         self.served.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Refuses a path that lies beneath no directory that was given for disks that are added.
+    /// Refuses a path outside every `--disk-dir`.
     fn check_place(&self, name: &str, path: &Path) -> Result<(), String> {
         let real = real_path(path);
         let beneath = |dir: &PathBuf| real.starts_with(dir) && real != *dir;
@@ -76,8 +78,8 @@ impl Hotplug {
         let dirs = self.disk_dirs.iter().map(|dir| dir.display().to_string());
         let dirs: Vec<_> = dirs.collect();
         Err(format!(
-            "disk '{name}': {path} is not beneath a --disk-dir of this daemon ({}): name one there, or start the daemon with \
-             --disk-dir DIR, a directory above it",
+            "disk '{name}': {path} is not beneath a --disk-dir of this daemon ({}): \
+             choose a path there, or start the daemon with a --disk-dir above it",
             dirs.join(", ")
         ))
     }
@@ -88,7 +90,8 @@ impl Hotplug {
             let above = spec.path.as_ref();
             let above = above.map(|path| format!(", a directory above {}", path.display()));
             return Err(format!(
-                "disk '{name}': this daemon gave up the right to open disks when it started: start it with --disk-dir DIR{}",
+                "disk '{name}': this daemon gave up the right to open disks when it started: \
+                 start it with --disk-dir DIR{}",
                 above.unwrap_or_default()
             ));
         }
@@ -113,10 +116,11 @@ impl Hotplug {
         }
         if spec.scratch {
             return Err(format!(
-                "disk '{name}': scratch=on is for disks of the daemon's command line: leave it out"
+                "disk '{name}': scratch=on works only for disks of the daemon's command line: \
+                 leave it out"
             ));
         }
-        let socket = door.check_added(spec, &behind(spec.door, &served.specs))?;
+        let socket = door.check_added(spec, &with_door(spec.door, &served.specs))?;
         let log = spec.log_directory();
         let log = log.filter(|_| !self.logs.lock().has_log_of(spec));
         let paths = [&spec.path, &log, &socket];
@@ -126,35 +130,40 @@ impl Hotplug {
         disks::check(&all)
     }
 
-    /// Serves a disk again that could not be closed.
+    /// Serves a disk again after it could not be closed.
     fn serve_again(
         &self,
         doors: &mut Doors,
         spec: &DiskSpec,
         error: &dyn std::fmt::Display,
-    ) -> NotRemoved {
-        let disk = self.logs.lock().again(spec, 1);
-        let added = disk.ok_or_else(|| "it is not open any more".to_owned());
+    ) -> RemovalError {
+        let disk = self.logs.lock().reopen(spec, 1);
+        let added = disk.ok_or_else(|| "it is no longer open".to_owned());
         match added.and_then(|disk| doors.of_mut(spec)?.add(spec, &disk)) {
-            Ok(Added { disk, .. }) => NotRemoved {
-                why: format!("{error}; it is served again"),
+            Ok(AddedDisk { disk, .. }) => RemovalError {
+                reason: format!("{error}; it is served again"),
                 disk: Some(disk),
             },
-            Err(other) => NotRemoved {
-                why: format!("{error}; it is not served again: {other}"),
+            Err(other) => RemovalError {
+                reason: format!("{error}; it is no longer served either: {other}"),
                 disk: None,
             },
         }
     }
 }
 
-impl Members for Hotplug {
-    fn add(&self, spec: &DiskSpec) -> Result<Added, String> {
+impl DiskHotplug for Hotplug {
+    fn add(&self, spec: &DiskSpec) -> Result<AddedDisk, String> {
         let mut served = self.lock();
         self.check(&served, spec)?;
         let disk = self.logs.lock().add(spec, 1)?;
         match served.doors.of_mut(spec)?.add(spec, &disk) {
             Ok(added) => {
+                assert_eq!(
+                    added.disk.name,
+                    served.doors.name(spec),
+                    "'remove-disk' finds the disk by the name that clients see"
+                );
                 served.specs.push(spec.clone());
                 Ok(added)
             }
@@ -169,10 +178,10 @@ impl Members for Hotplug {
         }
     }
 
-    fn remove(&self, name: &str) -> Result<Removed, NotRemoved> {
+    fn remove(&self, name: &str) -> Result<RemovedDisk, RemovalError> {
         let mut served = self.lock();
         let ServedDisks { doors, specs } = &mut *served;
-        let refused = |why: String| NotRemoved { why, disk: None };
+        let refused = |reason: String| RemovalError { reason, disk: None };
         let Some(place) = specs.iter().position(|spec| doors.name(spec) == name) else {
             return Err(refused("it is not served".to_owned()));
         };

@@ -38,7 +38,7 @@ pub struct ServeArguments {
     /// The door of disks that name none.
     #[command(subcommand)]
     pub protocol: Option<Protocol>,
-    /// What every daemon takes.
+    /// The arguments of every daemon.
     #[command(flatten)]
     pub daemon: DaemonArguments,
 }
@@ -51,7 +51,8 @@ pub enum Protocol {
         after_long_help = disk_help(DiskCommand::Nbd),
         mut_arg("disks", |arg| arg
             .value_parser(DiskArgument(DiskCommand::Nbd))
-            .help("A disk and where to serve it: path=FILE,socket=PATH or path=FILE,port=N[,address=IP]; may be given several times; 'help' lists the keys"))
+            .help("A disk and where to serve it: path=FILE,socket=PATH or \
+                path=FILE,port=N[,address=IP]; may be given several times; 'help' lists the keys"))
     )]
     Nbd(DaemonArguments),
     /// Serve vhost-user-blk until SIGTERM or SIGINT; prints each disk's socket when it is ready
@@ -59,17 +60,20 @@ pub enum Protocol {
         after_long_help = disk_help(DiskCommand::VhostUser),
         mut_arg("disks", |arg| arg
             .value_parser(DiskArgument(DiskCommand::VhostUser))
-            .help("A disk and where to serve it: path=FILE,socket=PATH; may be given several times; 'help' lists the keys"))
+            .help("A disk and where to serve it: path=FILE,socket=PATH; may be given several \
+                times; 'help' lists the keys"))
     )]
     VhostUser(DaemonArguments),
-    /// Serve the kernel's SCSI target (TCMU) until SIGTERM or SIGINT; prints each disk's device when it is ready
+    /// Serve the kernel's SCSI target (TCMU) until SIGTERM or SIGINT; prints each disk's device
+    /// when it is ready
     #[command(
         after_long_help = disk_help(DiskCommand::Tcmu),
         mut_arg("disks", |arg| arg
             .required(false)
             .value_parser(DiskArgument(DiskCommand::Tcmu))
             .required_unless_present_any(["list", "remove", "config"])
-            .help("A disk: path=FILE[,name=NAME][,fabric=loop|vhost|none][,wwn=naa.N]; may be given several times; 'help' lists the keys"))
+            .help("A disk: path=FILE[,name=NAME][,fabric=loop|vhost|none][,wwn=naa.N]; may be \
+                given several times; 'help' lists the keys"))
     )]
     Tcmu(tcmu::TcmuArguments),
 }

@@ -1,4 +1,4 @@
-//! NBD: disks as exports.
+//! The NBD door: each disk is an export.
 
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use super::door::Door;
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{Added, NotRemoved};
+use crate::control_socket::{AddedDisk, RemovalError};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
 
@@ -22,7 +22,8 @@ pub struct TlsArguments {
     /// Whether clients can or must use TLS [default: require with certificates, else off]
     #[arg(long, value_name = "MODE", value_enum)]
     pub tls: Option<TlsMode>,
-    /// Directory with server-cert.pem and server-key.pem, and for --tls-verify-peer ca-cert.pem (and ca-crl.pem)
+    /// Directory with server-cert.pem and server-key.pem, and for --tls-verify-peer ca-cert.pem
+    /// (and ca-crl.pem)
     #[arg(long, value_name = "DIR")]
     pub tls_certificates: Option<PathBuf>,
     /// Require a client certificate that the CA has signed
@@ -42,7 +43,7 @@ pub enum TlsMode {
 }
 
 impl TlsArguments {
-    /// Whether any was given.
+    /// Whether any of the arguments was given.
     pub(super) fn is_given(&self) -> bool {
         self.tls.is_some() || self.tls_certificates.is_some()
     }
@@ -84,9 +85,10 @@ enum Uri {
 /// The NBD server, and where its clients find it.
 pub(super) struct NbdDoor {
     tls: Tls,
-    /// The addresses, in the order in which the disks name them. Each is a service of the server.
+    /// The addresses, in the order of the disks that name them first. Each is a service of the
+    /// server.
     places: Vec<(ListenAddress, Uri)>,
-    /// What the server will be started with.
+    /// The services to start the server with.
     services: Vec<Service>,
     server: Option<Server>,
 }
@@ -101,7 +103,7 @@ impl NbdDoor {
         }
     }
 
-    /// The service at a disk's place.
+    /// The number of the service at a disk's address.
     fn service(&self, spec: &DiskSpec) -> Result<usize, String> {
         let wanted = place(spec)?;
         let mut places = self.places.iter();
@@ -110,7 +112,7 @@ impl NbdDoor {
             .ok_or_else(|| {
                 let places: Vec<_> = self.places.iter().map(|(_, uri)| uri.key()).collect();
                 format!(
-                    "disk '{}': a disk can be added where this daemon listens already: give {}",
+                    "disk '{}': a disk can be added only where this daemon listens already: give {}",
                     spec.name(),
                     places.join(" or ")
                 )
@@ -156,13 +158,14 @@ impl Door for NbdDoor {
     fn check_added(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String> {
         let (service, name) = (self.service(spec)?, export_name(spec));
         let mut others = others.iter().filter(|other| export_name(other) == name);
-        match others.any(|other| self.service(other) == Ok(service)) {
-            true => Err(same_name(&name)),
-            false => Ok(None),
+        if others.any(|other| self.service(other) == Ok(service)) {
+            Err(same_name(&name))
+        } else {
+            Ok(None)
         }
     }
 
-    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {
+    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<AddedDisk, String> {
         let service = self.service(spec)?;
         let (export, disk) = export(spec, disk);
         let name = export.name().to_owned();
@@ -172,16 +175,18 @@ impl Door for NbdDoor {
             Some(_) => return Err(same_name(&name)),
         }
         let place = self.places[service].1.of(&name, &self.tls);
-        Ok(Added { disk, place })
+        Ok(AddedDisk { disk, place })
     }
 
     fn start(&mut self) -> Result<(), CommandError> {
+        assert!(self.server.is_none(), "a door is opened once");
+        assert_eq!(self.services.len(), self.places.len(), "a service a place");
         let server = Server::start(std::mem::take(&mut self.services));
         self.server = Some(server.map_err(CommandError::failed)?);
         Ok(())
     }
 
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
         if let (Some(server), Ok(service)) = (&self.server, self.service(spec)) {
             server.remove(service, &export_name(spec));
         }
@@ -212,7 +217,7 @@ fn export(spec: &DiskSpec, disk: &OpenDisk) -> (Export, DiskInUse) {
     (export, in_use)
 }
 
-/// The error for two disks that clients could not tell apart.
+/// The error for two disks that NBD clients could not tell apart.
 fn same_name(name: &str) -> String {
     format!("two disks at one address have the name '{name}': give one of them a serial=")
 }
@@ -222,7 +227,8 @@ fn place(spec: &DiskSpec) -> Result<ListenAddress, String> {
         (Some(path), _) => Ok(ListenAddress::Unix(disks::real_path(path))),
         (None, Some(port)) => Ok(ListenAddress::Tcp(SocketAddr::new(spec.address, port))),
         (None, None) => Err(format!(
-            "disk '{}': give socket=PATH or port=N (NBD's is 10809), where to serve it",
+            "disk '{}' has no address to be served at: give socket=PATH, or port=N (10809 is \
+             usual)",
             spec.name()
         )),
     }
@@ -259,7 +265,7 @@ fn bind(
 }
 
 impl Uri {
-    /// Whether it is this address, whose port the system may have chosen.
+    /// Whether it is this address, including one whose port the system chose.
     fn is_at(&self, place: &ListenAddress) -> bool {
         match (self, place) {
             (Self::Tcp(address), ListenAddress::Tcp(wanted)) => address == wanted,
@@ -267,7 +273,7 @@ impl Uri {
         }
     }
 
-    /// The keys of a disk that is served there.
+    /// The keys that put a disk there.
     fn key(&self) -> String {
         match self {
             Self::Unix(path) => format!("socket={}", path.display()),
@@ -344,9 +350,9 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_served_is_told() {
+    fn a_disk_without_an_address_or_name_of_its_own_is_refused() {
         for (texts, part) in [
-            (&["path=a"][..], "socket=PATH or port=N"),
+            (&["path=a"][..], "give socket=PATH, or port=N"),
             (
                 &["path=x/a,socket=s", "path=y/a,socket=s"],
                 "have the name 'a'",
@@ -358,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn uris_hold_any_path() {
+    fn uris_escape_paths_and_names() {
         let uri = Uri::Unix(PathBuf::from("/run/a b&c"));
         assert_eq!(
             uri.of("d?.img", &Tls::Off),

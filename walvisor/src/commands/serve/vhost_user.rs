@@ -1,4 +1,4 @@
-//! vhost-user: disks as virtio-blk devices of other VMMs.
+//! The vhost-user door: each disk is a virtio-blk device for another VMM.
 
 use std::collections::HashMap;
 use std::io;
@@ -15,26 +15,27 @@ use crate::commands::CommandError;
 use crate::commands::socket::{self, Sockets};
 use crate::commands::socket_file::LateName;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{Added, NotRemoved};
+use crate::control_socket::{AddedDisk, RemovalError};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks::{self, disk_name};
 
 /// The vhost-user server, and the sockets of its disks.
 pub(super) struct VhostUserDoor {
     server: Option<Server>,
-    /// What the server will be started with.
+    /// The services to start the server with.
     services: Vec<Service>,
     workers: Arc<WorkerPool>,
     /// Permissions of the sockets.
     mode: u32,
-    /// By their paths. A disk that cannot be closed is served again where it was.
+    /// By path. A removed disk's socket stays until the disk is closed, in case it must be served
+    /// again.
     sockets: HashMap<PathBuf, OwnSocket>,
 }
 
 /// The socket of a disk.
 struct OwnSocket {
     listener: UnixListener,
-    /// The name in the file system, if the disk was added.
+    /// The name in the file system, if the disk was added to the running daemon.
     _name: Option<LateName>,
 }
 
@@ -80,16 +81,17 @@ impl Door for VhostUserDoor {
         _others: &[DiskSpec],
     ) -> Result<Option<PathBuf>, String> {
         let place = place(spec)?;
-        match place.symlink_metadata().is_ok() {
-            false => Ok(Some(place)),
-            true => Err(format!(
-                "socket '{}': the path exists: remove it if nothing listens there, or name another path",
+        if place.symlink_metadata().is_ok() {
+            return Err(format!(
+                "socket '{}': the path exists: remove it if nothing listens there, \
+                 or name another path",
                 place.display()
-            )),
+            ));
         }
+        Ok(Some(place))
     }
 
-    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {
+    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<AddedDisk, String> {
         let place = place(spec)?;
         let socket = match self.sockets.remove(&place) {
             Some(socket) => socket,
@@ -108,19 +110,20 @@ impl Door for VhostUserDoor {
         }
         let shown = shown(&place);
         self.sockets.insert(place, socket);
-        Ok(Added {
+        Ok(AddedDisk {
             disk: in_use,
             place: shown,
         })
     }
 
     fn start(&mut self) -> Result<(), CommandError> {
+        assert!(self.server.is_none(), "a door is opened once");
         let server = Server::start(std::mem::take(&mut self.services));
         self.server = Some(server.map_err(CommandError::failed)?);
         Ok(())
     }
 
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
         if let Some(server) = &self.server {
             server.remove(&disk_name(spec));
         }
@@ -133,7 +136,7 @@ impl Door for VhostUserDoor {
         }
     }
 
-    /// The sockets go after the server, so that nobody listens when a name is removed.
+    /// Drops the sockets after the server: nobody may listen any more when a name is removed.
     fn stop(&mut self) -> Result<(), CommandError> {
         self.services.clear();
         self.server = None;
@@ -166,7 +169,7 @@ fn service(
     Ok((service, in_use))
 }
 
-/// The address of a socket, for people.
+/// The address of a socket, to print.
 fn shown(place: &Path) -> String {
     let socket = std::path::absolute(place).unwrap_or_else(|_| place.to_owned());
     socket.display().to_string()
@@ -179,7 +182,8 @@ fn places(specs: &[DiskSpec]) -> Result<Vec<PathBuf>, String> {
         let place = place(spec)?;
         if places.contains(&place) {
             return Err(format!(
-                "disk '{}': another disk is served at {}: a socket serves one disk, name another",
+                "disk '{}': another disk is served at {}, and a socket serves one disk: name \
+                 another",
                 spec.name(),
                 place.display()
             ));
@@ -194,7 +198,7 @@ fn place(spec: &DiskSpec) -> Result<PathBuf, String> {
     match &spec.socket {
         Some(socket) => Ok(disks::real_path(socket)),
         None => Err(format!(
-            "disk '{}': give socket=PATH, where to serve it",
+            "disk '{}' has no socket to be served at: give socket=PATH",
             spec.name()
         )),
     }
@@ -205,7 +209,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_disk_has_a_socket_of_its_own() {
+    fn every_disk_needs_its_own_socket() {
         let places = |texts: &[&str]| {
             let specs: Vec<DiskSpec> = texts
                 .iter()
@@ -220,7 +224,7 @@ mod tests {
             2
         );
         for (texts, part) in [
-            (&["path=a"][..], "socket=PATH"),
+            (&["path=a"][..], "give socket=PATH"),
             (&["path=a,socket=s", "path=b,socket=./s"], "name another"),
         ] {
             let error = places(texts).unwrap_err();

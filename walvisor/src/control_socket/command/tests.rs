@@ -67,7 +67,7 @@ fn a_request_is_read_as_it_was_written() {
 }
 
 #[test]
-fn what_is_wrong_is_named() {
+fn wrong_requests_are_named() {
     for (line, part) in [
         ("", "not a request"),
         ("stats", "not a request"),
@@ -132,10 +132,10 @@ fn an_answer_carries_the_id_of_its_request() {
     );
 }
 
-/// Requests with bytes changed, removed or doubled: each parses as a command or gives an error of one line,
-/// and a command reads the same after it is written again.
+/// Requests with bytes changed, removed or doubled: each parses as a command or gives an error of
+/// one line, and a command reads the same after it is written again.
 #[test]
-fn mutated_requests_are_commands_or_errors() {
+fn mutated_requests_parse_or_are_errors() {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut random = move |below: usize| {
         state ^= state << 13;

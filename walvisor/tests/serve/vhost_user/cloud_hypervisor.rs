@@ -1,5 +1,6 @@
-//! rust-vmm's front-end, on which Cloud Hypervisor is built, with the messages in Cloud Hypervisor's order
-//! (`virtio-devices/src/vhost_user`). Cloud Hypervisor itself needs VMX or SVM, which test machines often lack.
+//! rust-vmm's front-end, on which Cloud Hypervisor is built, with the messages in Cloud
+//! Hypervisor's order (`virtio-devices/src/vhost_user`). Cloud Hypervisor itself needs VMX or SVM,
+//! which test machines often lack.
 
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
@@ -39,7 +40,8 @@ const READ: u32 = 0;
 const WRITE: u32 = 1;
 const FLUSH: u32 = 4;
 
-// Guest memory of a queue: its rings, then for each slot a header with a status, and a page of data.
+// Guest memory of a queue: its rings, then for each slot a header with a status, and a page of
+// data.
 const QUEUE: u64 = 0x40000;
 const AVAILABLE: u64 = 0x1000;
 const USED: u64 = 0x2000;
@@ -143,7 +145,8 @@ impl Vmm {
                 ..VringConfigData::default()
             };
             front_end.set_vring_addr(index, &rings).unwrap();
-            // The base is the available index, even if the previous back-end died before it took those chains.
+            // The base is the available index, even if the previous back-end died before it took
+            // those chains.
             front_end.set_vring_base(index, queue.available).unwrap();
             front_end.set_vring_call(index, &queue.call).unwrap();
             front_end.set_vring_kick(index, &queue.kick).unwrap();
@@ -276,7 +279,7 @@ fn described(region: &GuestRegionMmap) -> VhostUserMemoryRegionInfo {
 }
 
 #[test]
-fn a_guest_of_cloud_hypervisor_uses_pauses_resets_and_grows() {
+fn cloud_hypervisor_can_pause_reset_and_grow() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "16M");
@@ -329,7 +332,7 @@ fn a_guest_of_cloud_hypervisor_uses_pauses_resets_and_grows() {
 }
 
 #[test]
-fn a_guest_of_cloud_hypervisor_goes_on_when_its_daemon_was_killed_and_is_back() {
+fn cloud_hypervisor_goes_on_after_its_daemon_was_killed_and_restarted() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "16M");
@@ -365,9 +368,10 @@ fn a_guest_of_cloud_hypervisor_goes_on_when_its_daemon_was_killed_and_is_back() 
     assert_eq!(daemon.stop(), "");
 }
 
-/// The guest does not repeat writes that were answered, so the daemon writes them to the log first, without a sync.
+/// The guest does not repeat writes that were answered, so the daemon writes them to the log first,
+/// without a sync.
 #[test]
-fn what_a_guest_was_answered_is_there_after_a_kill_and_a_flush_and_cost_no_sync() {
+fn answered_writes_survive_a_kill_without_costing_a_sync() {
     let data = noise(32 * PAGE);
     let write = |vmm: &mut Vmm| {
         for index in 0..32_u16 {

@@ -88,7 +88,8 @@ impl FrontEnd {
         u64::from_le_bytes(reply[12..].try_into().unwrap())
     }
 
-    /// Waits until the daemon closes the connection, and discards its last messages. `false`: it did not in time.
+    /// Waits until the daemon closes the connection, and discards its last messages. `false`: it
+    /// did not in time.
     pub fn is_closed(&mut self) -> bool {
         let mut rest = Vec::new();
         match self.socket.read_to_end(&mut rest) {

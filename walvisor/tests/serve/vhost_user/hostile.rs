@@ -1,4 +1,5 @@
-//! Front-ends that break every rule: each loses its own connection, with a line that says why, and harms no other.
+//! Front-ends that break every rule: each loses its own connection, with a line that says why, and
+//! harms no other.
 
 use std::fs::File;
 use std::io::{IoSliceMut, Read, Write};
@@ -235,7 +236,7 @@ fn events() -> [std::os::fd::OwnedFd; 2] {
 }
 
 #[test]
-fn a_bad_front_end_is_told_about_and_harms_nobody() {
+fn a_bad_front_end_is_reported_and_harmless() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let (daemon, mut good) = two_disks(dir);
@@ -260,7 +261,7 @@ fn a_bad_front_end_is_told_about_and_harms_nobody() {
 }
 
 #[test]
-fn memory_that_is_cut_off_harms_nobody_else() {
+fn truncated_guest_memory_harms_nobody_else() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let (daemon, mut good) = two_disks(dir);
@@ -316,7 +317,7 @@ fn a_broken_ring_is_signalled_and_others_go_on() {
 }
 
 #[test]
-fn half_a_message_keeps_no_daemon_from_ending() {
+fn half_a_message_does_not_delay_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
@@ -330,7 +331,7 @@ fn half_a_message_keeps_no_daemon_from_ending() {
 }
 
 #[test]
-fn a_front_end_that_never_reads_keeps_no_daemon_from_ending() {
+fn a_front_end_that_never_reads_does_not_delay_shutdown() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     create(dir, "disk.img", "1M");
@@ -431,7 +432,7 @@ fn drain(event: &OwnedFd) {
 }
 
 #[test]
-fn a_front_end_that_takes_its_kicks_back_holds_up_nobody() {
+fn a_front_end_that_reads_its_own_kicks_blocks_nobody() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let (daemon, mut good) = two_disks(dir);
@@ -451,7 +452,7 @@ fn a_front_end_that_takes_its_kicks_back_holds_up_nobody() {
 }
 
 #[test]
-fn a_front_end_that_fills_its_call_descriptor_holds_up_nobody() {
+fn a_front_end_that_fills_its_call_descriptor_blocks_nobody() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let (daemon, mut good) = two_disks(dir);
@@ -491,7 +492,7 @@ fn a_front_end_that_fills_its_call_descriptor_holds_up_nobody() {
 }
 
 #[test]
-fn a_pipe_is_a_call_descriptor_and_a_full_one_holds_up_nobody() {
+fn a_full_pipe_as_call_descriptor_blocks_nobody() {
     let (end, call) = std::io::pipe().unwrap();
     // SAFETY: the descriptor is open, and the argument a number.
     let room = unsafe { libc::fcntl(call.as_raw_fd(), libc::F_SETPIPE_SZ, 4096) };
@@ -501,7 +502,7 @@ fn a_pipe_is_a_call_descriptor_and_a_full_one_holds_up_nobody() {
 
 /// User-mode Linux passes a socket as call descriptor.
 #[test]
-fn a_socket_is_a_call_descriptor_and_a_full_one_holds_up_nobody() {
+fn a_full_socket_as_call_descriptor_blocks_nobody() {
     let (end, call) = std::os::unix::net::UnixStream::pair().unwrap();
     holds_up_nobody(end, call);
 }

@@ -1,4 +1,5 @@
-//! libblkio, used through the Rust crate that implements it. Programs such as QEMU's block layer do their I/O with it.
+//! libblkio, used through the Rust crate that implements it. Programs such as QEMU's block layer do
+//! their I/O with it.
 
 use std::mem::MaybeUninit;
 use std::path::Path;
@@ -72,7 +73,8 @@ impl Disk {
     }
 }
 
-/// Submits the queued requests and waits for `count` completions. Returns each request's number and result, sorted.
+/// Submits the queued requests and waits for `count` completions. Returns each request's number and
+/// result, sorted.
 #[track_caller]
 fn finish(queue: &mut Blkioq, count: usize) -> Vec<(usize, i32)> {
     let mut completions: Vec<MaybeUninit<Completion>> = Vec::new();

@@ -10,7 +10,7 @@ fn a_driver_in_user_space_reads_what_it_wrote_over_every_queue_and_connection() 
 }
 
 #[test]
-fn so_does_one_whose_disk_has_no_log() {
+fn a_driver_in_user_space_reads_what_it_wrote_without_a_log() {
     every_queue_and_connection("raw");
 }
 

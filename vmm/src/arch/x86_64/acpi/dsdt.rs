@@ -69,7 +69,8 @@ fn virtio_mmio(body: &mut dyn AmlSink, index: u32, slot: MmioSlot) {
     Scope::new("_SB_".into(), vec![&device]).to_aml_bytes(body);
 }
 
-/// The PCI host bridge, its windows, and the ECAM as a motherboard resource (PCI firmware specification, 4.1.2).
+/// The PCI host bridge, its windows, and the ECAM as a motherboard resource (PCI firmware
+/// specification, 4.1.2).
 fn host_bridge(body: &mut dyn AmlSink) {
     let hid = Name::new("_HID".into(), &EISAName::new("PNP0A08"));
     let cid = Name::new("_CID".into(), &EISAName::new("PNP0A03"));

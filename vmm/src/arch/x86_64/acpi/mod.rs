@@ -43,7 +43,8 @@ pub enum AcpiError {
     Memory(#[from] GuestMemoryError),
 }
 
-/// Interrupt source override: the SCI is level-triggered (ACPI 6.5, 5.2.12.5). acpi_tables has no such structure.
+/// Interrupt source override: the SCI is level-triggered (ACPI 6.5, 5.2.12.5). acpi_tables has no
+/// such structure.
 #[repr(C, packed)]
 #[derive(Clone, Copy, IntoBytes, Immutable)]
 struct InterruptOverride {
@@ -63,7 +64,7 @@ impl Aml for InterruptOverride {
     }
 }
 
-/// Places tables one behind the other, aligned to 16 bytes, from [`layout::ACPI_TABLES`] on.
+/// Writes tables one after the other, aligned to 16 bytes, from [`layout::ACPI_TABLES`] on.
 struct Placer<'a> {
     memory: &'a GuestMemoryMmap,
     next: u64,
@@ -87,7 +88,8 @@ impl Placer<'_> {
     }
 }
 
-/// Writes the tables of a guest with `cpus` vCPUs and these devices. The RSDP is at [`layout::ACPI_TABLES`].
+/// Writes the tables of a guest with `cpus` vCPUs and these devices. The RSDP is at
+/// [`layout::ACPI_TABLES`].
 ///
 /// # Errors
 /// If the tables do not fit their space or guest memory.
@@ -125,7 +127,8 @@ fn port(offset: u64, bytes: u8, access: AccessSize) -> GAS {
     GAS::new(AddressSpace::SystemIo, bytes * 8, 0, access, address)
 }
 
-/// Fixed hardware: PM1 events, PM1 control, timer; reset through the chip set's reset control register.
+/// Fixed hardware: PM1 events, PM1 control, timer; reset through the chip set's reset control
+/// register.
 fn fadt(facs: u64, dsdt: u64) -> impl Aml {
     let base = u32::from(layout::ACPI_PM);
     let mut fadt = FADTBuilder::new(OEM, TABLE, REVISION)
@@ -133,7 +136,8 @@ fn fadt(facs: u64, dsdt: u64) -> impl Aml {
         .dsdt_32(dsdt as u32)
         .preferred_pm_profile(PmProfile::EnterpriseServer)
         .flag(Flags::Wbinvd)
-        // The flag for the power button stays clear, because the power button is fixed hardware too.
+        // The flag for the power button stays clear, because the power button is fixed hardware
+        // too.
         .flag(Flags::SlpButton)
         .flag(Flags::TmrValExt)
         .flag(Flags::ResetRegSup);
@@ -216,7 +220,7 @@ mod tests {
     }
 
     #[test]
-    fn every_table_is_found_from_the_rsdp_with_a_right_checksum() {
+    fn every_table_is_reachable_from_the_rsdp_and_its_checksum_is_right() {
         let memory = GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 2 << 20)]).unwrap();
         let slots: Vec<MmioSlot> = (0u64..)
             .zip(layout::MMIO_GSIS)

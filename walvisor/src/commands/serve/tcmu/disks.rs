@@ -1,4 +1,5 @@
-//! The disks that the kernel's target has from this process, and what changes them from outside.
+//! This process's disks in the kernel's target, and the changes that an administrator makes to them
+//! in configfs.
 
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,19 +12,19 @@ use walvisor_devices::tcmu::Device;
 use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec};
-use crate::lio::{Backstore, Change, Events, LioDisk, TargetError, TargetExport, Wanted};
+use crate::lio::{Backstore, BackstoreSpec, Change, Events, LioDisk, TargetError, TargetExport};
 
-/// The disks that are served. Copies share them.
+/// The disks that are served. Clones share them.
 #[derive(Clone, Default)]
 pub(super) struct TargetDisks(Arc<Mutex<Vec<TargetDisk>>>);
 
 /// A disk of the kernel's target that this process serves.
 pub(super) struct TargetDisk {
     lio: LioDisk,
-    /// Its durable writes outlive the process.
+    /// Its durable writes outlive the process, so its back store may stay for the next one.
     kept: bool,
     in_use: DiskInUse,
-    /// Carries out what an administrator changes in configfs.
+    /// Carries out the administrator's changes.
     device: Arc<dyn DeviceControl>,
 }
 
@@ -33,19 +34,25 @@ impl TargetDisks {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Serves a disk, which is in the target already. Returns its handle, and where initiators find it.
+    /// Serves a disk that is in the target already. Returns its handle, and where initiators find
+    /// it.
     pub(super) fn serve(
         &self,
         spec: &DiskSpec,
-        wanted: &Wanted,
+        backstore: &BackstoreSpec,
         disk: &OpenDisk,
         mut lio: LioDisk,
     ) -> Result<(DiskInUse, String), String> {
         let backend = Arc::clone(&disk.backend);
-        let mut device = Device::new(backend, &wanted.name, &wanted.serial, wanted.block_size)
-            .map_err(|error| format!("disk '{}': {error}", disk.name))?;
+        let mut device = Device::new(
+            backend,
+            &backstore.name,
+            &backstore.serial,
+            backstore.block_size,
+        )
+        .map_err(|error| format!("disk '{}': {error}", disk.name))?;
         let store = lio.store().clone();
-        let kept = outlives(spec);
+        let kept = outlives_process(spec);
         device.on_write_cache(Box::new(move |on| {
             if let Err(error) = store.set_durable(kept && !on) {
                 tracing::warn!("{error}");
@@ -56,12 +63,12 @@ impl TargetDisks {
         lio.serve(&device, bytes)
             .map_err(|error| error.to_string())?;
         let in_use = DiskInUse {
-            name: wanted.name.clone(),
+            name: backstore.name.clone(),
             transport: DiskCommand::Tcmu.name(),
             backend: Arc::clone(&disk.backend),
             metrics: device.metrics(),
             throttle: device.throttle(),
-            device: Arc::new(Sized {
+            device: Arc::new(ResizeReporter {
                 store: lio.store().clone(),
                 backend: Arc::clone(&disk.backend),
                 device: device.control(),
@@ -77,10 +84,10 @@ impl TargetDisks {
         Ok((in_use, place))
     }
 
-    /// Stops serving a disk. `false`: there is none of this name.
+    /// Stops serving a disk. `false`: no disk has this name.
     ///
     /// # Errors
-    /// An export that others have made: the disk is served as before.
+    /// An export of the disk that this process did not make. The disk is then served as before.
     pub(super) fn remove(&self, name: &str) -> Result<bool, (TargetExport, DiskInUse)> {
         let mut disks = self.lock();
         let Some(place) = disks.iter().position(|disk| disk.in_use.name == name) else {
@@ -93,18 +100,18 @@ impl TargetDisks {
         drop(disks);
         if let Err(error) = disk.dismantle() {
             tracing::error!(
-                "disk '{name}' is not served any more, but something of it stays in the target: {error}; 'walvisor serve \
-                 tcmu --remove {name}' removes it"
+                "disk '{name}' is no longer served, but parts of it stay in the target: {error}; \
+                 'walvisor serve tcmu --remove {name}' removes them"
             );
         }
         Ok(true)
     }
 
-    /// Takes down all disks. Returns the back stores that stay for the next process, and may be taken over by it once the
-    /// logs are closed.
+    /// Takes down all disks. Returns the back stores that stay: the next process may take them over
+    /// once the logs are closed.
     ///
     /// # Errors
-    /// The first step that the kernel refused; the other disks are taken down all the same.
+    /// The first step that the kernel refused. The other disks are taken down all the same.
     pub(super) fn dismantle(&self) -> Result<Vec<Backstore>, TargetError> {
         let disks = std::mem::take(&mut *self.lock());
         let down = disks.into_iter().map(TargetDisk::dismantle);
@@ -113,7 +120,7 @@ impl TargetDisks {
         Ok(stay?.into_iter().flatten().collect())
     }
 
-    /// Carries out the changes that an administrator makes in configfs, until `stop` is signalled.
+    /// Carries out the administrator's changes in configfs until `stop` is signalled.
     pub(super) fn listen(&self, events: &Events, stop: &Stop) {
         let listening = || {
             let mut waiter = Waiter::new(events, stop)?;
@@ -151,27 +158,30 @@ impl TargetDisk {
             Change::Size(bytes) => match backend.grow(bytes) {
                 Ok(()) => self.device.capacity_changed(),
                 Err(error) => tracing::warn!(
-                    "disk '{name}' stays as it is, whatever configfs says now: a dev_size of {bytes}: {error}"
+                    "disk '{name}' keeps its size, although dev_size in configfs is {bytes} now: \
+                     {error}"
                 ),
             },
             Change::WriteCache(on) => {
                 if self.device.set_write_cache(on) != on {
                     tracing::warn!(
-                        "disk '{name}' keeps its cache mode, whatever configfs says now: initiators that know it as it is \
-                         would not flush; one of them can ask for writeback (MODE SELECT)"
+                        "disk '{name}' keeps its cache mode, although configfs says otherwise now: \
+                         initiators that saw the old mode would not flush; one of them can ask for \
+                         writeback (MODE SELECT)"
                     );
                 }
             }
             Change::Config(config) => tracing::warn!(
-                "disk '{name}' stays what it is: its dev_config was set to '{config}', and it is served from the image \
-                 that it was started with"
+                "disk '{name}' is still served from the image that it was started with, although \
+                 its dev_config was set to '{config}'"
             ),
         }
     }
 
-    /// Takes the disk down. Returns its back store, if that stays in the target and the next process may take it over.
+    /// Takes the disk down. Returns its back store if that stays in the target for the next
+    /// process.
     fn dismantle(self) -> Result<Option<Backstore>, TargetError> {
-        // The kernel waits for the answers to its last commands, which a pause would hold up.
+        // The kernel waits for the answers to its last commands, and a pause would hold those up.
         self.in_use.device.resume();
         let stays = self.lio.dismantle()?;
         Ok(stays.filter(|_| self.kept))
@@ -179,11 +189,11 @@ impl TargetDisk {
 }
 
 /// Whether the durable writes of a disk outlive the process.
-fn outlives(spec: &DiskSpec) -> bool {
+fn outlives_process(spec: &DiskSpec) -> bool {
     spec.backend != BackendKind::Ram && spec.cache != DiskCache::Unsafe
 }
 
-/// The address where initiators find a disk, for people.
+/// Where initiators find a disk, to print.
 fn place(lio: &LioDisk) -> String {
     match lio.exports().first() {
         Some(export) => match export.disk() {
@@ -194,14 +204,14 @@ fn place(lio: &LioDisk) -> String {
     }
 }
 
-/// A disk's device that also reports size changes to the kernel.
-struct Sized {
+/// A disk's device that also tells the kernel when its size changes.
+struct ResizeReporter {
     store: Backstore,
     backend: Arc<dyn Backend>,
     device: Arc<dyn DeviceControl>,
 }
 
-impl DeviceControl for Sized {
+impl DeviceControl for ResizeReporter {
     fn capacity_changed(&self) {
         self.device.capacity_changed();
         let bytes = self.backend.sectors() * SECTOR_SIZE;

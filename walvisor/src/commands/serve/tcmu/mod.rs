@@ -1,7 +1,7 @@
-//! TCMU: disks of this machine's own kernel, through its SCSI target.
+//! The TCMU door: disks of the kernel's SCSI target.
 
+mod backstore_spec;
 mod disks;
-mod wanted;
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -13,14 +13,14 @@ use serde_json::json;
 use walvisor_devices::listen::{Stop, Threads};
 use walvisor_vmm::disk::OpenDisk;
 
+use self::backstore_spec::{backstore_name, backstore_specs, wwn};
 use self::disks::TargetDisks;
-use self::wanted::{backstore_name, wanted, wwn};
 use super::daemon::{DaemonArguments, announce};
 use super::door::Door;
 use crate::commands::CommandError;
 use crate::commands::socket::Sockets;
 use crate::commands::socket_names::SocketNames;
-use crate::control_socket::{Added, NotRemoved};
+use crate::control_socket::{AddedDisk, RemovalError};
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::landlock::AllowedPaths;
 use crate::lio::{Backstore, Events, LioDisk, Target, TargetExport, Uio};
@@ -28,7 +28,7 @@ use crate::lio::{Backstore, Events, LioDisk, Target, TargetExport, Uio};
 /// The arguments of `walvisor serve tcmu`.
 #[derive(Args, Debug)]
 pub struct TcmuArguments {
-    /// What every daemon takes.
+    /// The arguments of every daemon.
     #[command(flatten)]
     pub daemon: DaemonArguments,
     /// List walvisor's disks in the kernel's target, served or not, and exit
@@ -56,28 +56,28 @@ pub(super) fn run(arguments: &TcmuArguments, started: Instant) -> Result<(), Com
     arguments.daemon.run(DiskCommand::Tcmu, started)
 }
 
-/// The kernel's target, and the disks that it has from this process.
+/// The kernel's target, and this process's disks in it.
 pub(super) struct TcmuDoor {
     /// Disks may be added later.
     grows: bool,
     target: Option<Target>,
     /// Disks that are in the target and not served yet, by name.
-    raised: HashMap<String, LioDisk>,
+    unserved: HashMap<String, LioDisk>,
     disks: TargetDisks,
-    /// Tells of changes in configfs; `None`: nothing does, or the thread below listens.
+    /// Reports changes in configfs. `None`: nothing does, or the listener has taken it.
     events: Option<Events>,
-    listener: Option<Listener>,
-    /// What the next process may take over once the logs are closed.
-    stays: Vec<Backstore>,
+    listener: Option<ChangeListener>,
+    /// Back stores that stay in the target for the next process.
+    kept_backstores: Vec<Backstore>,
 }
 
 /// A thread that listens for changes in configfs. Dropping it ends the thread.
-struct Listener {
+struct ChangeListener {
     stop: Stop,
     _thread: Threads,
 }
 
-impl Drop for Listener {
+impl Drop for ChangeListener {
     fn drop(&mut self) {
         self.stop.tell();
     }
@@ -89,11 +89,11 @@ impl TcmuDoor {
         Self {
             grows,
             target: None,
-            raised: HashMap::new(),
+            unserved: HashMap::new(),
             disks: TargetDisks::default(),
             events: None,
             listener: None,
-            stays: Vec::new(),
+            kept_backstores: Vec::new(),
         }
     }
 }
@@ -108,10 +108,11 @@ impl Door for TcmuDoor {
     }
 
     fn check(&self, specs: &[DiskSpec]) -> Result<(), String> {
-        wanted(specs).map(drop)
+        backstore_specs(specs).map(drop)
     }
 
-    /// Raises the back stores: initiators of an earlier process wait, and get no errors.
+    /// Makes the back stores, or takes over those of an earlier process, whose initiators wait
+    /// meanwhile instead of getting errors.
     fn bind(
         &mut self,
         specs: &[DiskSpec],
@@ -122,14 +123,15 @@ impl Door for TcmuDoor {
         if self.grows {
             target.hand_over().map_err(CommandError::failed)?;
         }
-        let all = wanted(specs).map_err(CommandError::Usage)?;
-        for (spec, wanted) in specs.iter().zip(all) {
-            let disk = LioDisk::raise(&target, &wanted, spec.fabric, &wwn(spec, &wanted));
+        let all = backstore_specs(specs).map_err(CommandError::Usage)?;
+        for (spec, backstore) in specs.iter().zip(all) {
+            let disk = LioDisk::raise(&target, &backstore, spec.fabric, &wwn(spec, &backstore));
             let disk = disk.map_err(CommandError::failed)?;
-            self.raised.insert(wanted.name, disk);
+            self.unserved.insert(backstore.name, disk);
         }
         self.target = Some(target);
-        // After the back stores are raised, so that it does not hear of this process's own changes.
+        // Starts after the back stores are made, so that it does not report this process's own
+        // changes.
         let events = Events::listen()
             .inspect_err(|error| tracing::warn!("changes in configfs are not noticed: {error}"));
         self.events = events.ok();
@@ -140,37 +142,39 @@ impl Door for TcmuDoor {
         let Some(target) = &self.target else {
             return;
         };
-        for disk in self.raised.values() {
+        for disk in self.unserved.values() {
             allow_disk(paths, target, disk);
         }
         if self.grows {
-            // The number of a back store, and so its directory, is known only when it is made.
-            let grounds = target.grounds();
-            grounds.iter().for_each(|ground| paths.build(ground));
+            // The number of a back store, and with it its directory, is not known before it is
+            // made.
+            let parents = target.disk_parents();
+            parents.iter().for_each(|parent| paths.build(parent));
             paths.read(target.devices());
         }
     }
 
     fn check_added(&self, spec: &DiskSpec, others: &[DiskSpec]) -> Result<Option<PathBuf>, String> {
         let all: Vec<_> = others.iter().chain([spec]).cloned().collect();
-        wanted(&all).map(|_| None)
+        backstore_specs(&all).map(|_| None)
     }
 
-    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<Added, String> {
-        let wanted = wanted(std::slice::from_ref(spec))?.remove(0);
-        let lio = match (self.raised.remove(&wanted.name), &self.target) {
+    fn add(&mut self, spec: &DiskSpec, disk: &OpenDisk) -> Result<AddedDisk, String> {
+        let backstore = backstore_specs(std::slice::from_ref(spec))?.remove(0);
+        let lio = match (self.unserved.remove(&backstore.name), &self.target) {
             (Some(raised), _) => raised,
             (None, Some(target)) => {
-                let lio = LioDisk::raise(target, &wanted, spec.fabric, &wwn(spec, &wanted));
+                let lio = LioDisk::raise(target, &backstore, spec.fabric, &wwn(spec, &backstore));
                 lio.map_err(|error| error.to_string())?
             }
             (None, None) => return Err("the kernel's target is not open".to_owned()),
         };
-        let (disk, place) = self.disks.serve(spec, &wanted, disk, lio)?;
-        Ok(Added { disk, place })
+        let (disk, place) = self.disks.serve(spec, &backstore, disk, lio)?;
+        Ok(AddedDisk { disk, place })
     }
 
     fn start(&mut self) -> Result<(), CommandError> {
+        assert!(self.unserved.is_empty(), "disks are served first");
         let Some(events) = self.events.take() else {
             return Ok(());
         };
@@ -181,36 +185,38 @@ impl Door for TcmuDoor {
         let started = thread.start(named, move || disks.listen(&events, &stopped));
         started.map_err(CommandError::failed)?;
         let _thread = thread;
-        self.listener = Some(Listener { stop, _thread });
+        self.listener = Some(ChangeListener { stop, _thread });
         Ok(())
     }
 
-    fn remove(&mut self, spec: &DiskSpec) -> Result<(), NotRemoved> {
+    fn remove(&mut self, spec: &DiskSpec) -> Result<(), RemovalError> {
         let removed = self.disks.remove(&self.name(spec));
-        removed.map(drop).map_err(|(other, disk)| NotRemoved {
-            why: format!("it is exported by {}: remove that LUN first", other.place()),
+        removed.map(drop).map_err(|(other, disk)| RemovalError {
+            reason: format!("it is exported by {}: remove that LUN first", other.place()),
             disk: Some(disk),
         })
     }
 
     fn stop(&mut self) -> Result<(), CommandError> {
         self.listener = None;
-        // A disk that was never served is taken down too.
-        self.raised.clear();
-        self.stays = self.disks.dismantle().map_err(CommandError::failed)?;
+        // Disks that were never served are taken down too.
+        self.unserved.clear();
+        self.kept_backstores = self.disks.dismantle().map_err(CommandError::failed)?;
         Ok(())
     }
 
-    /// No completed write is in memory only, so the next process can take over the back stores that stay.
+    /// Marks the back stores durable: no completed write is in memory only any more, so the next
+    /// process can take them over.
     fn logs_closed(&mut self) -> Result<(), CommandError> {
-        let mut stays = std::mem::take(&mut self.stays).into_iter();
-        stays
+        std::mem::take(&mut self.kept_backstores)
+            .iter()
             .try_for_each(|store| store.set_durable(true))
             .map_err(CommandError::failed)
     }
 }
 
-/// Allows the directories of configfs that a disk needs, while it is served and when it is taken down.
+/// Allows the directories of configfs that a disk needs, while it is served and when it is taken
+/// down.
 fn allow_disk(paths: &mut AllowedPaths, target: &Target, disk: &LioDisk) {
     let directory = disk.store().directory();
     let hba = directory.parent().unwrap_or(directory);
@@ -258,13 +264,13 @@ fn list(as_json: bool) -> Result<(), CommandError> {
         let image = store.image().unwrap_or_default();
         let seen = [disks, places].concat();
         let seen = if seen.is_empty() {
-            "exported by none".to_owned()
+            "not exported".to_owned()
         } else {
             seen.join(", ")
         };
         let served = match server {
             Some(process) => format!("served by process {process}"),
-            None => "served by none".to_owned(),
+            None => "not served".to_owned(),
         };
         announce(&format!(
             "{}: {size} bytes of {image}; {seen}; {served}\n",
@@ -278,7 +284,8 @@ fn list(as_json: bool) -> Result<(), CommandError> {
 fn remove(names: &[String], all: bool) -> Result<(), CommandError> {
     if names.is_empty() != all {
         return Err(CommandError::Usage(
-            "--remove takes the names of disks ('--list' shows them), or --all".to_owned(),
+            "--remove needs names of disks ('--list' shows them), or --all, and not both"
+                .to_owned(),
         ));
     }
     let target = Target::open().map_err(CommandError::failed)?;
@@ -288,7 +295,7 @@ fn remove(names: &[String], all: bool) -> Result<(), CommandError> {
         let found = ours.iter().find(|store| store.name == *name);
         chosen.push(found.ok_or_else(|| {
             CommandError::Failed(format!(
-                "the kernel's target has no disk '{name}' of walvisor: '--list' shows its disks"
+                "walvisor has no disk '{name}' in the kernel's target: '--list' shows its disks"
             ))
         })?);
     }

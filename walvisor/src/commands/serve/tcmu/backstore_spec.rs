@@ -1,4 +1,4 @@
-//! What the disks are called in the kernel's target, and how their back stores are made.
+//! The names and properties of the disks' back stores in the kernel's target.
 
 use std::path::Path;
 
@@ -6,11 +6,11 @@ use walvisor_devices::backend::MAX_REQUEST_BYTES;
 
 use crate::disk_spec::{DiskSpec, is_backstore_name};
 use crate::disks;
-use crate::lio::Wanted;
+use crate::lio::BackstoreSpec;
 
-/// The wanted properties of each disk's back store. Refuses disks with equal names.
-pub(super) fn wanted(specs: &[DiskSpec]) -> Result<Vec<Wanted>, String> {
-    let mut all: Vec<Wanted> = Vec::new();
+/// The properties of each disk's back store. Refuses disks with equal names.
+pub(super) fn backstore_specs(specs: &[DiskSpec]) -> Result<Vec<BackstoreSpec>, String> {
+    let mut all: Vec<BackstoreSpec> = Vec::new();
     for spec in specs {
         let image = match &spec.path {
             Some(path) => disks::real_path(path).display().to_string(),
@@ -23,7 +23,7 @@ pub(super) fn wanted(specs: &[DiskSpec]) -> Result<Vec<Wanted>, String> {
             ));
         }
         let serial = spec.serial.clone();
-        all.push(Wanted {
+        all.push(BackstoreSpec {
             serial: serial.unwrap_or_else(|| format!("{:016x}", identity(&name, &image))),
             name,
             image,
@@ -42,24 +42,26 @@ pub(super) fn backstore_name(spec: &DiskSpec) -> Result<String, String> {
     }
     let stem = spec.path.as_deref().and_then(Path::file_stem);
     let name = stem.map_or("ram".into(), |stem| stem.to_string_lossy());
-    match is_backstore_name(&name) {
-        true => Ok(name.into_owned()),
-        false => Err(format!(
+    if is_backstore_name(&name) {
+        Ok(name.into_owned())
+    } else {
+        Err(format!(
             "disk '{}': '{name}' is not a valid name for a back store: give a name=",
             spec.name()
-        )),
+        ))
     }
 }
 
-/// The target's name in its fabric: NAA 5, LIO's company id, and a number that differs between disks.
-pub(super) fn wwn(spec: &DiskSpec, wanted: &Wanted) -> String {
-    let own = identity(&wanted.name, &wanted.image) & 0xf_ffff_ffff;
+/// The target's name in its fabric: NAA 5, LIO's company id, and a number made from the disk's name
+/// and image.
+pub(super) fn wwn(spec: &DiskSpec, backstore: &BackstoreSpec) -> String {
+    let own = identity(&backstore.name, &backstore.image) & 0xf_ffff_ffff;
     spec.wwn
         .clone()
         .unwrap_or_else(|| format!("naa.5001405{own:09x}"))
 }
 
-/// A number that is the same for the same disk at every start (FNV-1a).
+/// A number that identifies a disk, the same at every start (FNV-1a).
 fn identity(name: &str, image: &str) -> u64 {
     let bytes = name.bytes().chain([0]).chain(image.bytes());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -72,17 +74,17 @@ mod tests {
     use super::*;
     use crate::disk_spec::DiskCommand;
 
-    fn named(texts: &[&str]) -> Result<Vec<Wanted>, String> {
+    fn parse(texts: &[&str]) -> Result<Vec<BackstoreSpec>, String> {
         let specs: Vec<DiskSpec> = texts
             .iter()
             .map(|text| DiskSpec::parse(text, DiskCommand::Tcmu).unwrap())
             .collect();
-        wanted(&specs)
+        backstore_specs(&specs)
     }
 
     #[test]
-    fn disks_have_names_and_identities_of_their_own() {
-        let disks = named(&[
+    fn each_disk_has_its_own_name_serial_and_wwn() {
+        let disks = parse(&[
             "path=/x/a.img,block-size=4096",
             "path=/y/a.img,name=other,serial=S",
             "backend=ram,size=1M,fabric=vhost",
@@ -101,12 +103,12 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_stand_in_the_target_is_told() {
+    fn names_that_are_taken_or_invalid_are_refused() {
         for (texts, part) in [
             (&["path=x/a.img", "path=y/a.img"][..], "called 'a'"),
             (&["path=ä.img"], "give a name="),
         ] {
-            let error = named(texts).unwrap_err();
+            let error = parse(texts).unwrap_err();
             assert!(error.contains(part), "{texts:?}: {error}");
         }
     }
