@@ -11,7 +11,7 @@ use crate::catalog::control::{ControlFile, has_log, open_control, real_path};
 use crate::catalog::identity::written;
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
-use crate::log::history::Commit;
+use crate::log::commit::Commit;
 use crate::medium::directory::directory;
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;

@@ -6,14 +6,13 @@ use crate::SECTOR_SIZE;
 use crate::catalog::identity::written;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
-use crate::checkpoint::keeper::Keeper;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
+use crate::history::keeper::Keeper;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::log::pin::Pin;
-use crate::log::pinned_log::PinnedLog;
+use crate::log::pin::{Pin, PinnedLog};
 use crate::medium::file::set_size;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -111,7 +110,7 @@ impl Keeper {
         }
         let newest = state.pipeline.appended();
         drop(state);
-        let pin = Box::new(Pin::new(&self.log));
+        let pin = Pin::new(&self.log);
         self.drain(newest)?;
         let control = self.control.control.clone();
         let applied = control.header.checkpoint_lsn.get();

@@ -9,7 +9,7 @@
 //! A close with a time limit may cut step 2 short. That leaves what a kill would leave, except that the whole log is
 //! durable: nothing is recycled, the images stay marked as open, and the next open goes on.
 //!
-//! A log with history does this only for its oldest segments, see [`fold`](crate::checkpoint::fold).
+//! A log with history does this only for its oldest segments, see [`fold`](crate::history::fold).
 //!
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
@@ -22,14 +22,14 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
 use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer, copy};
 use crate::checkpoint::pace::CopyPace;
-use crate::checkpoint::saved_file::SavedFileWriter;
-use crate::checkpoint::troubles::Troubles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
+use crate::history::saved_file::SavedFileWriter;
+use crate::history::troubles::Troubles;
 use crate::index::ExtentMap;
+use crate::log::commit::Commit;
 use crate::log::committer::{Committer, Leader};
 use crate::log::disk_state::DiskState;
-use crate::log::history::Commit;
 use crate::log::state::{Log, LogState};
 use crate::medium::cost::MediumCost;
 use crate::mutant::{Mutant, planted};

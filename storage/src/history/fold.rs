@@ -12,11 +12,11 @@ use std::collections::BTreeMap;
 
 use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::copy::{CopyOutcome, FrozenLayer};
-use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
+use crate::history::keeper::Keeper;
 use crate::index::{IndexBuilder, Piece, Place};
-use crate::log::history::Commit;
+use crate::log::commit::Commit;
 use crate::log::state::LogState;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};

@@ -1,16 +1,16 @@
-//! Saving what snapshots need from the base images, before a copy overwrites it. See [`saved`](crate::recovery::saved).
+//! Saving what snapshots need from the base images, before a copy overwrites it. See [`saved`](crate::history::saved).
 
 use zerocopy::little_endian::U32;
 
 use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::copy::{self, FrozenLayer};
-use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
-use crate::checkpoint::saved_file::SavedFileWriter;
 use crate::error::Result;
+use crate::history::keeper::Keeper;
+use crate::history::saved;
+use crate::history::saved_file::SavedFileWriter;
 use crate::log::disk_state::DiskState;
 use crate::medium::cost::MediumCost;
-use crate::recovery::saved;
 
 /// How an attempt to save what snapshots need ended.
 enum SaveOutcome {
