@@ -15,6 +15,7 @@ use crate::checkpoint::copy::{CopyOutcome, FrozenLayer};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::history::keeper::Keeper;
+use crate::history::machine::CopyEvent;
 use crate::index::{IndexBuilder, Piece, Place};
 use crate::log::commit::Commit;
 use crate::log::state::LogState;
@@ -279,20 +280,25 @@ impl Keeper {
 
     /// Returns whether the segments were folded. Otherwise the log is closing, or everything was copied instead.
     fn fold_range(&mut self, range: FoldRange, pace: CopyPace) -> Result<bool> {
+        self.enter(CopyEvent::Begun);
         let copied = self.copy_range(&range, pace);
         self.end_pace();
-        let layers = match copied {
+        let (folded, damaged) = match copied {
             Ok((layers, CopyOutcome::Complete(damaged))) => match damaged.first() {
-                Some(extents) => return self.give_up(&extents.to_error()),
-                None => layers,
+                Some(extents) => (Ok(false), Some(extents.to_error())),
+                None => {
+                    let forget = |keeper: &mut Self| keeper.forget(&layers, &range);
+                    let settled = self.end_checkpoint(range.last, forget);
+                    (settled.map(|()| true), None)
+                }
             },
             // The log is closing.
-            Ok((_, CopyOutcome::TimeUp(_))) => return Ok(false),
-            Err(error) if error.kind() == ErrorKind::Damaged => return self.give_up(&error),
-            Err(error) => return Err(error),
+            Ok((_, CopyOutcome::TimeUp(_))) => (Ok(false), None),
+            Err(error) if error.kind() == ErrorKind::Damaged => (Ok(false), Some(error)),
+            Err(error) => (Err(error), None),
         };
-        self.end_checkpoint(range.last, |keeper| keeper.forget(&layers, &range))?;
-        Ok(true)
+        self.enter(CopyEvent::Ended);
+        damaged.map_or(folded, |error| self.give_up(&error))
     }
 
     /// Copies the combined effect of the segments on each disk.

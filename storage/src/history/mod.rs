@@ -15,6 +15,7 @@ mod fold;
 pub(crate) mod horizon;
 pub(crate) mod keeper;
 pub(crate) mod look;
+mod machine;
 pub(crate) mod members;
 mod orders;
 pub(crate) mod point;

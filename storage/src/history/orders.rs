@@ -18,24 +18,19 @@ use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
 impl Keeper {
-    /// Carries out the orders, first come first served.
+    /// Carries out the orders, first come first served; in the middle of a copy only those that are quick.
     pub(crate) fn serve_orders(&mut self) {
-        let orders = std::mem::take(&mut self.log.lock().keeper.orders);
-        orders.into_iter().for_each(|order| self.serve(order));
-    }
-
-    /// Carries out the orders that need not wait for the running checkpoint to end. None of them begins another one.
-    pub(super) fn serve_quick_orders(&mut self) {
+        let phase = self.phase();
         let mut state = self.log.lock();
         let orders = &mut state.keeper.orders;
-        let quick: Vec<_> = orders
-            .extract_if(.., |order| order.task.is_quick())
-            .collect();
+        let admitted = orders.extract_if(.., |order| phase.admits(&order.task));
+        let admitted: Vec<_> = admitted.collect();
         drop(state);
-        quick.into_iter().for_each(|order| self.serve(order));
+        admitted.into_iter().for_each(|order| self.serve(order));
     }
 
     fn serve(&mut self, KeeperOrder { task, answer }: KeeperOrder) {
+        let phase = self.phase();
         let done = match task {
             KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn, false),
             KeeperTask::Export(lsn, disk, export) => self.begin_export(lsn, &disk, export),
@@ -61,6 +56,11 @@ impl Keeper {
                 })
             }
         };
+        assert_eq!(
+            self.phase(),
+            phase,
+            "an order leaves the keeper where it was"
+        );
         // The caller may be gone.
         let _ = answer.send(done);
     }
