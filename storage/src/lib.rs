@@ -77,8 +77,8 @@ mod sync;
 
 pub use walvisor_block::{
     Allocation, BUFFER_ALIGN, Backend, BackendQueue, Buffer, Capabilities, Change, Completion,
-    Condition, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES, Operation,
-    PastPoint, SECTOR_SIZE, Transfer, Trouble,
+    Condition, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, Logged, MAX_REQUEST_BYTES, Mapped,
+    Operation, PastPoint, Resizable, SECTOR_SIZE, Tracked, Transfer, Trouble,
 };
 pub use {
     catalog::control::{has_log, log_images},

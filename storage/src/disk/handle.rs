@@ -26,8 +26,8 @@ use crate::log::state::Log;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, mpsc};
 use crate::{
-    Backend, BackendQueue, Capabilities, Change, Condition, Extent, LogCounters, PastPoint,
-    SECTOR_SIZE, Transfer,
+    Backend, BackendQueue, Capabilities, Change, Condition, Extent, LogCounters, Logged, Mapped,
+    PastPoint, Resizable, SECTOR_SIZE, Tracked, Transfer,
 };
 
 /// An open disk of a [`Store`](crate::Store). Cheap to clone; all clones are one disk.
@@ -335,6 +335,43 @@ impl Backend for Disk {
         self.log.max_request_bytes()
     }
 
+    fn resizable(&self) -> Option<&dyn Resizable> {
+        Some(self)
+    }
+
+    fn mapped(&self) -> Option<&dyn Mapped> {
+        Some(self)
+    }
+
+    fn tracked(&self) -> Option<&dyn Tracked> {
+        Some(self)
+    }
+
+    fn logged(&self) -> Option<&dyn Logged> {
+        Some(self)
+    }
+
+    fn condition(&self) -> Condition {
+        self.log.condition()
+    }
+
+    fn end_pauses(&self) {
+        self.log.end_pauses();
+    }
+
+    fn is_unsafe(&self) -> bool {
+        self.state.no_flush
+    }
+}
+
+impl Resizable for Disk {
+    fn grow(&self, bytes: u64) -> io::Result<()> {
+        Disk::grow(self, bytes)?;
+        Ok(())
+    }
+}
+
+impl Mapped for Disk {
     fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
         let state = &self.state;
         let append = |sector, sectors, extents: &mut Vec<Extent>| {
@@ -345,7 +382,9 @@ impl Backend for Disk {
         };
         Ok(disk_extents(sector, sectors, self.sectors(), most, append)?)
     }
+}
 
+impl Tracked for Disk {
     /// The snapshots of the log, by name and LSN.
     fn past_points(&self) -> Vec<PastPoint> {
         let snapshots = self.snapshots().into_iter();
@@ -409,12 +448,9 @@ impl Backend for Disk {
             Err(unknown_point(since).into())
         }
     }
+}
 
-    fn grow(&self, bytes: u64) -> io::Result<()> {
-        Disk::grow(self, bytes)?;
-        Ok(())
-    }
-
+impl Logged for Disk {
     fn checkpoint(&self) -> io::Result<()> {
         Disk::checkpoint(self)?;
         Ok(())
@@ -428,23 +464,11 @@ impl Backend for Disk {
         Ok(Disk::export(self, target, progress)?)
     }
 
-    fn log_counters(&self) -> Option<LogCounters> {
-        Some(self.log.counters.snapshot())
+    fn log_counters(&self) -> LogCounters {
+        self.log.counters.snapshot()
     }
 
-    fn log_dir(&self) -> Option<&Path> {
-        Some(&self.log.dir)
-    }
-
-    fn condition(&self) -> Condition {
-        self.log.condition()
-    }
-
-    fn end_pauses(&self) {
-        self.log.end_pauses();
-    }
-
-    fn is_unsafe(&self) -> bool {
-        self.state.no_flush
+    fn log_dir(&self) -> &Path {
+        &self.log.dir
     }
 }

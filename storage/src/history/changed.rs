@@ -221,7 +221,7 @@ fn first_behind(segment: &Arc<Segment>, lsn: u64, size: u64, limit: Option<u64>)
 mod tests {
     use super::*;
     use crate::offline::resize::tests::{MIB, end, fill, new_disk};
-    use crate::{Backend, Operation};
+    use crate::{Operation, Tracked};
 
     /// A client that asks for two bitmaps in turn must not cause the saved files to be read for each range.
     #[test]

@@ -43,7 +43,7 @@ use crate::recovery::scan::FoundRecord;
 use crate::sync::{Arc, Event};
 use crate::{
     Allocation, Backend, BackendQueue, Buffer, Capabilities, Change, Completion, EngineKind,
-    Extent, Failure, MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE,
+    Extent, Failure, MAX_REQUEST_BYTES, Mapped, Operation, PastPoint, SECTOR_SIZE, Tracked,
 };
 
 /// Engine ids from here on are writes; those below are reads.
@@ -322,6 +322,20 @@ impl Backend for Look {
         self.past.hold.blocks()
     }
 
+    fn mapped(&self) -> Option<&dyn Mapped> {
+        Some(self)
+    }
+
+    fn tracked(&self) -> Option<&dyn Tracked> {
+        Some(self)
+    }
+
+    fn is_unsafe(&self) -> bool {
+        self.past.scratch.is_some()
+    }
+}
+
+impl Mapped for Look {
     fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
         let past = &self.past;
         let append = |sector, sectors, extents: &mut Vec<Extent>| {
@@ -343,7 +357,9 @@ impl Backend for Look {
         };
         Ok(disk_extents(sector, sectors, past.sectors, most, append)?)
     }
+}
 
+impl Tracked for Look {
     /// The snapshots before the point, by name and LSN.
     fn past_points(&self) -> Vec<PastPoint> {
         self.past.points.clone()
@@ -370,10 +386,6 @@ impl Backend for Look {
             Ok(())
         };
         Ok(disk_extents(sector, sectors, past.sectors, most, append)?)
-    }
-
-    fn is_unsafe(&self) -> bool {
-        self.past.scratch.is_some()
     }
 }
 

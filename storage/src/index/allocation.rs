@@ -99,7 +99,7 @@ pub(crate) fn file_extents(
 mod tests {
     use super::*;
     use crate::{
-        Backend, BackendQueue, Buffer, Disk, DiskOptions, Operation, Store, StoreOptions,
+        BackendQueue, Buffer, Disk, DiskOptions, Mapped, Operation, Store, StoreOptions,
         create_disk,
     };
 

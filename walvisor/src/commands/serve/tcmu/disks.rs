@@ -10,6 +10,7 @@ use walvisor_devices::listen::{Stop, Waiter, WakeReason};
 use walvisor_devices::tcmu::Device;
 use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
+use crate::disk::grow;
 use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec};
 use crate::lio::{Backstore, Change, Events, LioDisk, TargetError, TargetExport, Wanted};
 
@@ -148,7 +149,7 @@ impl TargetDisk {
         let DiskInUse { name, backend, .. } = &self.in_use;
         match change {
             Change::Size(bytes) if bytes == backend.sectors() * SECTOR_SIZE => {}
-            Change::Size(bytes) => match backend.grow(bytes) {
+            Change::Size(bytes) => match grow(&**backend, bytes) {
                 Ok(()) => self.device.capacity_changed(),
                 Err(error) => tracing::warn!(
                     "disk '{name}' stays as it is, whatever configfs says now: a dev_size of {bytes}: {error}"
