@@ -10,8 +10,8 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 
 use crate::{
-    Allocation, Change, Completion, Condition, Extent, LogCounters, MAX_REQUEST_BYTES, Operation,
-    PastPoint, Transfer,
+    Change, Completion, Condition, Extent, LogCounters, MAX_REQUEST_BYTES, Operation, PastPoint,
+    Transfer,
 };
 #[cfg(doc)]
 use crate::{Failure, SECTOR_SIZE};
@@ -47,8 +47,9 @@ pub enum Answer {
     Memory,
 }
 
-/// A disk on which any number of queues can be opened. It is [`Any`], so that its owner can downcast it.
-pub trait Backend: Any + Send + Sync {
+/// A disk on which any number of queues can be opened: what every disk can do. What only some can do is a trait of its own,
+/// which a disk that has it returns from the method of that name.
+pub trait Backend: Send + Sync {
     /// Capacity in sectors of 512 bytes.
     fn sectors(&self) -> u64;
 
@@ -79,93 +80,23 @@ pub trait Backend: Any + Send + Sync {
         MAX_REQUEST_BYTES
     }
 
-    /// Which parts of the disk from `sector` on hold data: between 1 and `most` consecutive extents, `sectors` sectors
-    /// in all or fewer. The range must be on the disk and not empty. A backend that does not know reports everything as
-    /// data.
-    ///
-    /// # Errors
-    /// If the medium cannot be queried.
-    fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
-        let (_, _) = (sector, most);
-        let allocation = Allocation::Data;
-        Ok(vec![Extent {
-            sectors,
-            allocation,
-        }])
-    }
-
-    /// The points in the past since which the disk knows what has changed. Default: none.
-    fn past_points(&self) -> Vec<PastPoint> {
-        Vec::new()
-    }
-
-    /// Which parts of the disk from `sector` on were written since the [point](Self::past_points) with this number,
-    /// even if with the same bytes: consecutive ranges, as from [`extents`](Self::extents). What is written during the
-    /// call may be reported either way.
-    ///
-    /// # Errors
-    /// [`NotFound`](io::ErrorKind::NotFound) if there is no such point (any more); or if the medium can't be read.
-    fn changes(
-        &self,
-        since: u64,
-        sector: u64,
-        sectors: u64,
-        most: usize,
-    ) -> io::Result<Vec<Change>> {
-        let (_, _, _) = (sector, sectors, most);
-        Err(io::Error::new(
-            io::ErrorKind::NotFound,
-            format!("this disk does not know what has changed since point {since}"),
-        ))
-    }
-
-    /// Grows the disk to `bytes` while it is in use; requests submitted after the call may use all of it.
-    ///
-    /// # Errors
-    /// If the disk can't have this size, or would shrink; `Unsupported` if the backend's size is fixed.
-    fn grow(&self, bytes: u64) -> io::Result<()> {
-        let _ = bytes;
-        Err(io::Error::new(
-            io::ErrorKind::Unsupported,
-            "this kind of disk cannot change its size",
-        ))
-    }
-
-    /// Copies the contents of the disk's log to its base image; does nothing if there is no log.
-    ///
-    /// # Errors
-    /// If the log has failed or the copy fails.
-    fn checkpoint(&self) -> io::Result<()> {
-        Ok(())
-    }
-
-    /// Copies the disk, as of one moment, to `target`, an empty file open for writing, while the disk is in use. All
-    /// changes completed before the call are in the copy. `progress` gets the number of bytes passed so far and the
-    /// disk's size, and returns `false` to end the export.
-    ///
-    /// # Errors
-    /// If the disk can't be read, the file can't be written, or `progress` has ended the export; `Unsupported` if the
-    /// backend can't freeze a moment. The file is then incomplete.
-    fn export(
-        &self,
-        target: File,
-        progress: &mut dyn FnMut(u64, u64) -> bool,
-    ) -> io::Result<Transfer> {
-        let (_, _) = (target, progress);
-        Err(io::Error::new(
-            io::ErrorKind::Unsupported,
-            "a disk without a log can't be exported while it is in use; copy it through the door that serves it, or close \
-             it and copy its image",
-        ))
-    }
-
-    /// Counters of the disk's log, if it has one.
-    fn log_counters(&self) -> Option<LogCounters> {
+    /// The disk, if it can change its size while it is in use.
+    fn resizable(&self) -> Option<&dyn Resizable> {
         None
     }
 
-    /// The directory of the disk's log, if it has one. The disks on one log return the same path, and only they do.
-    fn log_dir(&self) -> Option<&Path> {
+    /// The disk, if it knows which parts of it hold data.
+    fn mapped(&self) -> Option<&dyn Mapped> {
+        None
+    }
+
+    /// The disk, if it knows what has changed since points in its past.
+    fn tracked(&self) -> Option<&dyn Tracked> {
+        None
+    }
+
+    /// The disk, if its newest bytes are in a log.
+    fn logged(&self) -> Option<&dyn Logged> {
         None
     }
 
@@ -182,6 +113,72 @@ pub trait Backend: Any + Send + Sync {
     fn is_unsafe(&self) -> bool {
         false
     }
+}
+
+/// A disk that can change its size while it is in use.
+pub trait Resizable {
+    /// Grows the disk to `bytes` while it is in use; requests submitted after the call may use all of it.
+    ///
+    /// # Errors
+    /// If the disk can't have this size, or would shrink.
+    fn grow(&self, bytes: u64) -> io::Result<()>;
+}
+
+/// A disk that knows which parts of it hold data.
+pub trait Mapped {
+    /// Which parts of the disk from `sector` on hold data: between 1 and `most` consecutive extents, `sectors` sectors
+    /// in all or fewer. The range must be on the disk and not empty.
+    ///
+    /// # Errors
+    /// If the medium cannot be queried.
+    fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>>;
+}
+
+/// A disk that knows what has changed since points in its past.
+pub trait Tracked {
+    /// The points in the past since which the disk knows what has changed.
+    fn past_points(&self) -> Vec<PastPoint>;
+
+    /// Which parts of the disk from `sector` on were written since the [point](Self::past_points) with this number,
+    /// even if with the same bytes: consecutive ranges, as from [`Mapped::extents`]. What is written during the
+    /// call may be reported either way.
+    ///
+    /// # Errors
+    /// [`NotFound`](io::ErrorKind::NotFound) if there is no such point (any more); or if the medium can't be read.
+    fn changes(
+        &self,
+        since: u64,
+        sector: u64,
+        sectors: u64,
+        most: usize,
+    ) -> io::Result<Vec<Change>>;
+}
+
+/// A disk whose newest bytes are in a log. It is [`Any`], so that the program that has opened it finds its own type again.
+pub trait Logged: Any {
+    /// Copies the contents of the disk's log to its base image.
+    ///
+    /// # Errors
+    /// If the log has failed or the copy fails.
+    fn checkpoint(&self) -> io::Result<()>;
+
+    /// Copies the disk, as of one moment, to `target`, an empty file open for writing, while the disk is in use. All
+    /// changes completed before the call are in the copy. `progress` gets the number of bytes passed so far and the
+    /// disk's size, and returns `false` to end the export.
+    ///
+    /// # Errors
+    /// If the disk can't be read, the file can't be written, or `progress` has ended the export. The file is then incomplete.
+    fn export(
+        &self,
+        target: File,
+        progress: &mut dyn FnMut(u64, u64) -> bool,
+    ) -> io::Result<Transfer>;
+
+    /// Counters of the disk's log.
+    fn log_counters(&self) -> LogCounters;
+
+    /// The directory of the disk's log. The disks on one log return the same path, and only they do.
+    fn log_dir(&self) -> &Path;
 }
 
 /// One queue of a disk. Owned and called by one thread.

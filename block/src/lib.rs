@@ -35,7 +35,9 @@ pub mod ram;
 mod request;
 mod schedule;
 
-pub use backend::{Answer, Backend, BackendQueue, Capabilities, flush};
+pub use backend::{
+    Answer, Backend, BackendQueue, Capabilities, Logged, Mapped, Resizable, Tracked, flush,
+};
 pub use buffer::{BUFFER_ALIGN, Buffer, SharedBuffer};
 pub use condition::{Condition, Trouble};
 pub use descriptor::descriptor;

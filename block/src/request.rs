@@ -93,6 +93,18 @@ pub struct Extent {
     pub allocation: Allocation,
 }
 
+impl Extent {
+    /// A range of data: what is known of a disk that is not [`Mapped`](crate::Mapped).
+    #[must_use]
+    pub fn data(sectors: u64) -> Self {
+        let allocation = Allocation::Data;
+        Self {
+            sectors,
+            allocation,
+        }
+    }
+}
+
 /// A point in a disk's past.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PastPoint {

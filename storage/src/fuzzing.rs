@@ -20,6 +20,7 @@ use crate::format::{
     self, BLOCK, BatchHeader, CONTROL_MAGIC, CONTROL_SLOT, CRC_AT, Descriptor, DescriptorKind,
     SEGMENT_MAGIC, SegmentHeader, SummaryFooter,
 };
+use crate::history::saved::read_saved;
 use crate::index::{Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::checksum;
@@ -29,7 +30,6 @@ use crate::medium::filesystem::{FileSystem, OpenMode, PathKind};
 use crate::medium::mark::{ImageMark, Inode};
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::{read_for_recovery, read_log, recover};
-use crate::recovery::saved::read_saved;
 use crate::sync::atomic::{AtomicU64, Ordering};
 use crate::sync::{Arc, Event, Mutex};
 use crate::{Failure, SECTOR_SIZE};

@@ -22,8 +22,9 @@
 //! too.
 //!
 //! The folders are layers. Each imports only from itself and from those after it in this list: `raw` (raw images),
-//! `offline` (opening, closing, and all work on disks that are not in use), `disk` (ports), `checkpoint`, `recovery`,
-//! `log`, `catalog` (the control file, options, which image is which disk), `index`, `medium` (files, segments,
+//! `offline` (opening, closing, and all work on disks that are not in use), `disk` (ports), `history` (the keeper,
+//! looks, snapshots, restores in place), `checkpoint`, `recovery`, `log`, `catalog` (the control file, options, which
+//! image is which disk), `index`, `medium` (files, segments,
 //! engines), and the modules outside the folders. `docs/glossary.md` explains the terms.
 //!
 //! A disk, one write, and a FLUSH, after which the write survives a power loss (`examples/` has larger programs):
@@ -62,6 +63,7 @@ pub mod fuzzing;
 #[cfg(test)]
 #[path = "../tests/support/heap.rs"]
 mod heap;
+mod history;
 mod index;
 mod log;
 mod medium;
@@ -77,8 +79,8 @@ mod tracepoints;
 
 pub use walvisor_block::{
     Allocation, BUFFER_ALIGN, Backend, BackendQueue, Buffer, Capabilities, Change, Completion,
-    Condition, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, MAX_REQUEST_BYTES, Operation,
-    PastPoint, SECTOR_SIZE, Transfer, Trouble,
+    Condition, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, Logged, MAX_REQUEST_BYTES, Mapped,
+    Operation, PastPoint, Resizable, SECTOR_SIZE, Tracked, Transfer, Trouble,
 };
 pub use {
     catalog::control::{has_log, log_images},
@@ -92,7 +94,12 @@ pub use {
     disk::handle::Disk,
     disk::port::Port,
     error::{Error, ErrorKind, Result},
-    log::history::{Commit, LogHistory},
+    history::horizon::LogHistory,
+    history::look::Look,
+    history::point::Point,
+    history::rewind_plan::RewindReport,
+    history::scratch::scratch_file,
+    log::commit::Commit,
     medium::engine::EngineKind,
     medium::pace::Pace,
     offline::changes::{ChangedRange, Changes, disk_changes},
@@ -105,13 +112,10 @@ pub use {
         inspect_with_progress,
     },
     offline::log_size::resize_log,
-    offline::look::Look,
     offline::members::{leave_log, move_to_log},
     offline::open::Store,
-    offline::point::Point,
     offline::resize::resize_disk,
-    offline::rewind::{RewindReport, rewind_disk},
-    offline::scratch::scratch_file,
+    offline::rewind::rewind_disk,
     offline::transfer::{
         clone_disk, export_disk, import_disk, import_disk_as, receive_image, restore_disk,
     },

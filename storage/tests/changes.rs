@@ -4,8 +4,8 @@ mod support;
 
 use support::{Place, fill, flush, run};
 use walvisor_storage::{
-    Backend, Disk, DiskOptions, Look, Operation, Point, Retention, SnapshotName, Store,
-    StoreOptions, create_disk,
+    Disk, DiskOptions, Look, Operation, Point, Retention, SnapshotName, Store, StoreOptions,
+    Tracked, create_disk,
 };
 
 const SIZE: u64 = 4 << 20;
@@ -26,7 +26,7 @@ fn open(place: &Place) -> Store {
 }
 
 /// Which sectors have changed since a snapshot, as the disk says.
-fn told(disk: &dyn Backend, since: u64) -> Vec<bool> {
+fn told(disk: &dyn Tracked, since: u64) -> Vec<bool> {
     let mut sectors = Vec::new();
     while sectors.len() < SECTORS {
         let at = sectors.len() as u64;
@@ -107,7 +107,7 @@ impl Model {
         });
     }
 
-    fn check(&self, disk: &dyn Backend) {
+    fn check(&self, disk: &dyn Tracked) {
         let points = disk.past_points();
         assert_eq!(points.len(), self.since.len());
         for (since, point) in self.since.iter().zip(points) {

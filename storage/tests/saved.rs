@@ -8,8 +8,8 @@ use std::path::{Path, PathBuf};
 use support::{SmallFileSystem, copy_image, flush, write};
 use walvisor_storage::{
     Backend, BackendQueue, Disk, DiskOptions, Error, ErrorKind, Look, Operation, Point, Retention,
-    SnapshotFault, Store, StoreOptions, clone_disk, create_disk, discard_log, disk_changes,
-    inspect, resize_disk, restore_disk,
+    SnapshotFault, Store, StoreOptions, Tracked, clone_disk, create_disk, discard_log,
+    disk_changes, inspect, resize_disk, restore_disk,
 };
 
 const SIZE: u64 = 1 << 20;

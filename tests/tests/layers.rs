@@ -23,6 +23,7 @@ const STORAGE: &[&[&str]] = &[
     &["log"],
     &["recovery"],
     &["checkpoint"],
+    &["history"],
     &["disk"],
     &["offline"],
     &["raw"],

@@ -620,10 +620,8 @@ mod tests {
         assert_eq!(logs.logs.len(), 1);
         let sectors: Vec<u64> = disks.iter().map(|disk| disk.backend.sectors()).collect();
         assert_eq!(sectors, [2048, 2048, 2048, 2]);
-        assert!(disks[3].backend.log_counters().is_none());
-        assert!(
-            disks[1].backend.log_counters().is_none() && disks[2].backend.log_counters().is_some()
-        );
+        assert!(disks[3].backend.logged().is_none());
+        assert!(disks[1].backend.logged().is_none() && disks[2].backend.logged().is_some());
         assert_eq!(disks[0].device.queues, 3);
         drop(disks);
         logs.close().unwrap();

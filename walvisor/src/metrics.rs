@@ -11,7 +11,7 @@ use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::exits::{ExitCounters, ExitReason};
 use walvisor_vmm::vm::memory_use::MemoryUse;
 
-use crate::disk::{cache_in_force, log_name, logged};
+use crate::disk::{cache_in_force, log_counters, log_name, logged};
 use crate::point::show_retain;
 
 /// The metrics of a run.
@@ -171,7 +171,7 @@ impl From<&DiskInUse> for DiskMetrics {
             block: Arc::clone(&disk.metrics),
             cache: cache_in_force(&*disk.backend),
             condition: disk.backend.condition(),
-            log: log_name(&*disk.backend).zip(disk.backend.log_counters()),
+            log: log_name(&*disk.backend).zip(log_counters(&*disk.backend)),
             history: logged(&*disk.backend).map(walvisor_storage::Disk::history),
         }
     }

@@ -286,7 +286,7 @@ mod tests {
         }
         for text in ["", "0", "0s", "-5m", "1y", "some", "5x"] {
             let error = parse_retain(text).unwrap_err();
-            assert!(error.contains("is no amount of history"), "{error}");
+            assert!(error.contains("is not an amount of history"), "{error}");
         }
     }
 

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 
 use super::protocol::extent;
-use crate::backend::{Allocation, Backend};
+use crate::backend::{Allocation, Backend, Extent};
 use crate::listen::join;
 
 /// A metadata context of BLOCK_STATUS. Its ID is its position in the connection's list of contexts.
@@ -49,7 +49,11 @@ impl ExtentQuery {
         } = self;
         let extents_of = |context: &MetaContext| match *context {
             MetaContext::Allocation => {
-                let extents = backend.extents(sector, sectors, most)?.into_iter();
+                let extents = match backend.mapped() {
+                    Some(mapped) => mapped.extents(sector, sectors, most)?,
+                    None => vec![Extent::data(sectors)],
+                };
+                let extents = extents.into_iter();
                 let status = extents.map(|extent| match extent.allocation {
                     Allocation::Data => (extent.sectors, 0),
                     Allocation::Zero => (extent.sectors, extent::ZERO),
@@ -58,7 +62,8 @@ impl ExtentQuery {
                 Ok(status.collect())
             }
             MetaContext::Changes(since) => {
-                let changes = backend.changes(since, sector, sectors, most)?.into_iter();
+                let tracked = backend.tracked().ok_or(io::ErrorKind::NotFound)?;
+                let changes = tracked.changes(since, sector, sectors, most)?.into_iter();
                 let status = changes.map(|change| {
                     let dirty = if change.changed { extent::DIRTY } else { 0 };
                     (change.sectors, dirty)

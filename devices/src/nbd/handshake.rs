@@ -381,7 +381,10 @@ impl<'a> Negotiation<'a> {
             (!setting && count == 0)
                 || queries.any(|&query| query == context.as_bytes() || (!setting && listed(query)))
         };
-        let points = export.backend.past_points().into_iter();
+        let tracked = export.backend.tracked();
+        let points = tracked
+            .map_or_else(Vec::new, |disk| disk.past_points())
+            .into_iter();
         let changes = points.map(|point| {
             let name = format!("{DIRTY_BITMAP}{}", point.name);
             (name, MetaContext::Changes(point.number))

@@ -134,7 +134,11 @@ pub(super) fn lba_status(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense
     let most = room.clamp(1, MAX_STATUS);
     let per_block = unit.sectors_per_block();
     let (first, sectors) = (start * per_block, (end - start) * per_block);
-    let extents = unit.backend().extents(first, sectors, most);
+    let backend = unit.backend();
+    let extents = match backend.mapped() {
+        Some(mapped) => mapped.extents(first, sectors, most),
+        None => Ok(vec![Extent::data(sectors)]),
+    };
     let extents = extents.map_err(|error| {
         tracing::error!("cannot tell which parts of a disk hold data: {error}");
         Sense::READ_ERROR

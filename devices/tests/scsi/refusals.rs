@@ -135,7 +135,9 @@ fn a_stopped_unit_is_not_ready() {
 fn a_change_of_capacity_is_told_once() {
     let mut bench = Bench::raw(1 << 20, 512);
     assert_eq!(bench.receive(&[0x03, 0, 0, 0, 18, 0], 18)[2], 0, "no sense");
-    bench.unit.backend().grow(2 << 20).expect("room");
+    let backend = bench.unit.backend();
+    let resizable = backend.resizable().expect("a raw disk");
+    resizable.grow(2 << 20).expect("room");
     bench.unit.capacity_changed();
     // These commands do not report the unit attention condition.
     bench.receive(&[0x12, 0, 0, 0, 96, 0], 96);

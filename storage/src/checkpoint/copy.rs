@@ -36,7 +36,7 @@ const IN_FLIGHT_BYTES: usize = 8 << 20;
 /// Longest pause between two calls of `urgent_work`.
 const TEND: Duration = Duration::from_millis(20);
 /// How often a copy ahead of schedule checks whether it still is.
-pub(super) const SHORT: Duration = Duration::from_millis(1);
+pub(crate) const SHORT: Duration = Duration::from_millis(1);
 
 /// A run in flight.
 struct InFlightRun<'a> {
@@ -230,7 +230,7 @@ fn runs(
 }
 
 /// What that costs the medium.
-pub(super) fn cost(layers: &[FrozenLayer], medium: MediumCost) -> u64 {
+pub(crate) fn cost(layers: &[FrozenLayer], medium: MediumCost) -> u64 {
     runs(layers, medium)
         .map(|(_, run)| run.cost(medium.operation))
         .sum()

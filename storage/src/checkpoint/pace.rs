@@ -18,7 +18,7 @@ use crate::sync;
 use crate::sync::atomic::Ordering;
 
 /// Most runs in flight: in general, while guests flush, while they read, and while the copy is in no hurry.
-pub(super) const IN_FLIGHT_RUNS: usize = 256;
+pub(crate) const IN_FLIGHT_RUNS: usize = 256;
 const RUNS_BESIDE_FLUSHES: usize = 64;
 const RUNS_BESIDE_READS: usize = 8;
 const UNHURRIED_RUNS: usize = 2;
@@ -102,7 +102,7 @@ pub(crate) struct CopyPace {
 impl CopyPace {
     /// A copy that begins now. `hurry`: a caller is waiting for it. Until its work is known, writers get only the first
     /// share of the room.
-    pub(super) fn new(log: &Log, state: &mut LogState, hurry: bool) -> Self {
+    pub(crate) fn new(log: &Log, state: &mut LogState, hurry: bool) -> Self {
         let (end, index) = (state.ring.end(), log.counters.index.bytes());
         // One segment is the keeper's.
         let room = state.ring.unused_bytes();
@@ -125,22 +125,22 @@ impl CopyPace {
     }
 
     /// Sets the medium's throughput, as cost per second.
-    pub(super) fn set_rate(&mut self, rate: u64) {
+    pub(crate) fn set_rate(&mut self, rate: u64) {
         self.rate = rate;
     }
 
     /// The cap on the cost in flight, as of the last call of [`max_runs`](Self::max_runs).
-    pub(super) fn queue(&self) -> u64 {
+    pub(crate) fn queue(&self) -> u64 {
         self.queue
     }
 
     /// Sets the work that is left: the cost of the copy, and of saving before it, if that comes next.
-    pub(super) fn plan(&mut self, work: u64) {
+    pub(crate) fn plan(&mut self, work: u64) {
         self.work = self.saved + work.max(1);
     }
 
     /// The planned saving is done; this is what it cost.
-    pub(super) fn end_saving(&mut self, saving: u64) {
+    pub(crate) fn end_saving(&mut self, saving: u64) {
         self.saved += saving;
     }
 
@@ -160,7 +160,7 @@ impl CopyPace {
     }
 
     /// How many runs may be in flight once `done` of the saving or of the copy is done. Also releases room in the log.
-    pub(super) fn max_runs(&mut self, log: &Log, done: u64) -> usize {
+    pub(crate) fn max_runs(&mut self, log: &Log, done: u64) -> usize {
         let done = self.saved + done;
         let mut state = log.lock();
         if state.ring.allow(self.allowed(done)) {

@@ -104,7 +104,7 @@ impl Log {
     }
 
     /// Wakes the ports that wait for a segment.
-    pub(super) fn wake_for_segments(&self) {
+    pub(crate) fn wake_for_segments(&self) {
         if !planted(Mutant::SegmentFreedSilently) {
             self.wake_ports();
         }

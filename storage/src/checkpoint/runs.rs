@@ -19,7 +19,7 @@ use crate::medium::file::MAX_CHUNKS;
 use crate::sync::Arc;
 
 /// Adjacent extents that become one operation on the base image.
-pub(super) enum Run {
+pub(crate) enum Run {
     /// Extents in sector order. Only a stripe has gaps between them.
     Data { sector: u64, parts: Vec<Piece> },
     Zero {
@@ -31,7 +31,7 @@ pub(super) enum Run {
 
 impl Run {
     /// Sectors from the first to the last.
-    pub(super) fn sectors(&self) -> u64 {
+    pub(crate) fn sectors(&self) -> u64 {
         match self {
             Self::Data { sector, parts } => {
                 let end = parts.last().map(|last| last.sector + last.sectors);
@@ -42,7 +42,7 @@ impl Run {
     }
 
     /// Whether it is a stripe, whose gaps are filled from the base image.
-    pub(super) fn has_gaps(&self) -> bool {
+    pub(crate) fn has_gaps(&self) -> bool {
         match self {
             Self::Data { parts, .. } => {
                 parts.iter().map(|part| part.sectors).sum::<u64>() < self.sectors()
@@ -53,7 +53,7 @@ impl Run {
 
     /// The time it takes the medium, expressed as bytes that the medium moves in that time. `operation`: the same for
     /// an operation without any bytes.
-    pub(super) fn cost(&self, operation: u64) -> u64 {
+    pub(crate) fn cost(&self, operation: u64) -> u64 {
         let bytes = self.sectors() * SECTOR_SIZE;
         match self {
             // One call, for any length.
@@ -169,7 +169,7 @@ fn follows(last: &Piece, next: &Piece) -> bool {
 }
 
 /// The same, with runs merged into stripes where that is cheaper.
-pub(super) struct Stripes<I: Iterator<Item = Piece>> {
+pub(crate) struct Stripes<I: Iterator<Item = Piece>> {
     runs: Peekable<Runs<I>>,
     cost: MediumCost,
     /// Runs that are cheaper separately.
@@ -178,7 +178,7 @@ pub(super) struct Stripes<I: Iterator<Item = Piece>> {
 
 impl<I: Iterator<Item = Piece>> Stripes<I> {
     /// For a medium with these costs. A stripe never crosses a multiple of the longest write.
-    pub(super) fn new(pieces: I, cost: MediumCost) -> Self {
+    pub(crate) fn new(pieces: I, cost: MediumCost) -> Self {
         Self {
             runs: Runs::new(pieces, cost.largest).peekable(),
             cost,

@@ -8,21 +8,26 @@ use crate::catalog::mark_text::MarkText;
 use crate::catalog::options::{Resize, check_size};
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
-use crate::disk::allocation::{disk_extents, push_piece};
-use crate::disk::changed::{ChangesSince, SavedExtents, saved_since, unknown_point};
 use crate::disk::port::Port;
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::history::changed::{ChangesSince, SavedExtents, saved_since, unknown_point};
+use crate::history::horizon::LogHistory;
+use crate::history::look::Look;
+use crate::history::point::Point;
+use crate::history::rewind_plan::RewindReport;
+use crate::index::allocation::{disk_extents, push_piece};
+use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
 use crate::log::export::{Export, ended_early};
-use crate::log::history::{Commit, LogHistory};
 use crate::log::orders::KeeperTask;
+use crate::log::pin::PinnedLog;
 use crate::log::pipeline::MarkCommit;
 use crate::log::state::Log;
-use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
+use crate::sync::{Arc, mpsc};
 use crate::{
-    Backend, BackendQueue, Capabilities, Change, Condition, Extent, LogCounters, PastPoint,
-    SECTOR_SIZE, Transfer,
+    Backend, BackendQueue, Capabilities, Change, Condition, Extent, LogCounters, Logged, Mapped,
+    PastPoint, Resizable, SECTOR_SIZE, Tracked, Transfer,
 };
 
 /// An open disk of a [`Store`](crate::Store). Cheap to clone; all clones are one disk.
@@ -141,7 +146,76 @@ impl Disk {
 
     /// The history of the log's disks.
     pub fn history(&self) -> LogHistory {
-        self.log.history()
+        LogHistory::of(&self.log)
+    }
+
+    /// Opens the disk as it was at a point in its history, or as it is now, while it is in use. The look has the disk's
+    /// present size. For [`Newest`](Point::Newest), it includes everything that completed before the call. `scratch`:
+    /// as for [`Look::open`].
+    ///
+    /// While a look is open, nothing is copied to the log's base images, whether or not the log keeps history. A log
+    /// that is full of what looks need fails writes, with the reason, or makes them wait
+    /// ([`FullLogPolicy`](crate::FullLogPolicy)), until a look is dropped. A running copy ends before the look opens.
+    /// Drop looks before closing the store; otherwise their records stay in the log, and the disk stays locked.
+    ///
+    /// The extents of all looks of a log, plus what it keeps in memory for snapshots, may take
+    /// [`StoreOptions::index_memory`](crate::StoreOptions::index_memory) bytes in addition to the index, or 1 MiB if
+    /// that is more.
+    ///
+    /// # Errors
+    /// As [`restore_disk`](crate::restore_disk), for the point; or the look would take more memory than that
+    /// ([`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput)); or the disk has left the log, or the log had failed, is being
+    /// closed, is open for reading only, or has records that can't be read.
+    pub fn look(&self, at: Point, scratch: Option<File>) -> crate::Result<Look> {
+        let held = self.hold(false)?;
+        Look::pinned(&self.log, &self.state, at, held, scratch)
+    }
+
+    /// Makes everything written so far durable, and pins the log. `settled`: see [`KeeperTask::Look`].
+    ///
+    /// # Errors
+    /// If the disk has left the log, or the log had failed, is being closed, is open for reading only, or can't be copied although it
+    /// must.
+    pub(crate) fn hold(&self, settled: bool) -> crate::Result<PinnedLog> {
+        let (held, holds) = mpsc::channel();
+        let task = KeeperTask::Look(self.state.clone(), settled, held);
+        self.log.order(task)?;
+        holds.recv().map_err(|_| self.log.closed())
+    }
+
+    /// As [`rewind_disk`](crate::rewind_disk), for an open disk. Its writes wait in the meantime; other disks of the log go on. A mark in
+    /// the log records it.
+    ///
+    /// The contents change at once, as by a WRITE of the whole disk. The caller must make sure that no user of the disk
+    /// relies on the old contents, in caches for instance.
+    ///
+    /// # Errors
+    /// As [`rewind_disk`](crate::rewind_disk), for the point; [`ErrorKind::Locked`] if the disk was written to meanwhile;
+    /// [`ErrorKind::InvalidInput`] if it is open for reading only; or the disk has left the log, or the log had failed,
+    /// is being closed, or has records that can't be read or copied. The disk is then unchanged, but the log may have
+    /// the mark.
+    pub fn rewind(&self, at: Point) -> Result<RewindReport> {
+        let path = self.state.path.display();
+        if self.state.read_only {
+            return Err(invalid(format!(
+                "{path}: the disk is open for reading only"
+            )));
+        }
+        let newest = self.state.last_lsn.load(Ordering::Acquire);
+        let held = self.hold(true)?;
+        let (mut done, rewinding) = RewindReport::plan(&self.log, &self.state, at, newest, &held)?;
+        let Some(rewinding) = rewinding else {
+            return Ok(done);
+        };
+        let (rewound, lsn) = mpsc::channel();
+        let task = KeeperTask::Rewind(self.state.clone(), rewinding, rewound);
+        self.log.order(task)?;
+        // The keeper sends it before it answers.
+        let lsn = lsn.recv().map_err(|_| self.log.closed())?;
+        done.lsn = Some(lsn);
+        // Records of other disks may have come in between.
+        done.from_lsn = lsn - 1;
+        Ok(done)
     }
 
     /// How much history the log retains.
@@ -261,6 +335,43 @@ impl Backend for Disk {
         self.log.max_request_bytes()
     }
 
+    fn resizable(&self) -> Option<&dyn Resizable> {
+        Some(self)
+    }
+
+    fn mapped(&self) -> Option<&dyn Mapped> {
+        Some(self)
+    }
+
+    fn tracked(&self) -> Option<&dyn Tracked> {
+        Some(self)
+    }
+
+    fn logged(&self) -> Option<&dyn Logged> {
+        Some(self)
+    }
+
+    fn condition(&self) -> Condition {
+        self.log.condition()
+    }
+
+    fn end_pauses(&self) {
+        self.log.end_pauses();
+    }
+
+    fn is_unsafe(&self) -> bool {
+        self.state.no_flush
+    }
+}
+
+impl Resizable for Disk {
+    fn grow(&self, bytes: u64) -> io::Result<()> {
+        Disk::grow(self, bytes)?;
+        Ok(())
+    }
+}
+
+impl Mapped for Disk {
     fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
         let state = &self.state;
         let append = |sector, sectors, extents: &mut Vec<Extent>| {
@@ -271,7 +382,9 @@ impl Backend for Disk {
         };
         Ok(disk_extents(sector, sectors, self.sectors(), most, append)?)
     }
+}
 
+impl Tracked for Disk {
     /// The snapshots of the log, by name and LSN.
     fn past_points(&self) -> Vec<PastPoint> {
         let snapshots = self.snapshots().into_iter();
@@ -335,12 +448,9 @@ impl Backend for Disk {
             Err(unknown_point(since).into())
         }
     }
+}
 
-    fn grow(&self, bytes: u64) -> io::Result<()> {
-        Disk::grow(self, bytes)?;
-        Ok(())
-    }
-
+impl Logged for Disk {
     fn checkpoint(&self) -> io::Result<()> {
         Disk::checkpoint(self)?;
         Ok(())
@@ -354,23 +464,11 @@ impl Backend for Disk {
         Ok(Disk::export(self, target, progress)?)
     }
 
-    fn log_counters(&self) -> Option<LogCounters> {
-        Some(self.log.counters.snapshot())
+    fn log_counters(&self) -> LogCounters {
+        self.log.counters.snapshot()
     }
 
-    fn log_dir(&self) -> Option<&Path> {
-        Some(&self.log.dir)
-    }
-
-    fn condition(&self) -> Condition {
-        self.log.condition()
-    }
-
-    fn end_pauses(&self) {
-        self.log.end_pauses();
-    }
-
-    fn is_unsafe(&self) -> bool {
-        self.state.no_flush
+    fn log_dir(&self) -> &Path {
+        &self.log.dir
     }
 }

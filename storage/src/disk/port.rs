@@ -5,12 +5,12 @@ use std::io;
 use std::os::fd::BorrowedFd;
 
 use crate::catalog::mark_text::MarkText;
-use crate::disk::reads::{ReadPart, ReadQueue, SharedReads, check_range, check_read};
 use crate::format::DescriptorKind;
 use crate::index::Piece;
 use crate::log::committer::{AppendError, Committer};
 use crate::log::disk_state::DiskState;
 use crate::log::pipeline::{MarkCommit, Modification};
+use crate::log::reads::{ReadPart, ReadQueue, SharedReads, check_range, check_read};
 use crate::log::state::Log;
 use crate::log::waiters::PortReads;
 use crate::medium::checksum::{self, Payload};

@@ -8,6 +8,7 @@
 //! A checkpoint freezes the active layer at one LSN in O(1) and copies from it without a lock while new writes go to
 //! a new active layer: the copy is exactly the disk as of that LSN.
 
+pub(crate) mod allocation;
 mod bulk;
 mod extents;
 mod leaf;

@@ -15,7 +15,7 @@ use std::time::Instant;
 use zerocopy::little_endian::{U16, U32, U64};
 
 use crate::format::{self, BatchHeader, Descriptor};
-use crate::log::history::Commit;
+use crate::log::commit::Commit;
 use crate::log::pipeline::Record;
 use crate::log::ring::Room;
 use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};

@@ -2,18 +2,17 @@
 //! completions.
 
 pub(crate) mod clock;
+pub(crate) mod commit;
 pub(crate) mod commit_delay;
 pub(crate) mod committer;
 pub(crate) mod counters;
 pub(crate) mod disk_state;
 pub(crate) mod export;
 pub(crate) mod group;
-pub(crate) mod history;
 pub(crate) mod orders;
 pub(crate) mod pin;
-pub(crate) mod pinned_log;
 pub(crate) mod pipeline;
-pub(crate) mod rewind_request;
+pub(crate) mod reads;
 pub(crate) mod ring;
 pub(crate) mod state;
 pub(crate) mod tail;

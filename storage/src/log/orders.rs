@@ -19,16 +19,26 @@ use crate::catalog::options::DiskOptions;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{SavedFiles, Snapshot, SnapshotName};
 use crate::error::{Error, Result};
+use crate::index::ExtentMap;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::pinned_log::PinnedLog;
-use crate::log::rewind_request::RewindRequest;
+use crate::log::pin::PinnedLog;
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
 
 /// Registers a disk in the log's control file. Gets the log's open disks, and the LSN of their present state.
 pub(crate) type DiskAdoption =
     Box<dyn FnOnce(&mut ControlFile, &[Arc<DiskState>], u64) -> Result<Arc<DiskState>> + Send>;
+
+/// What the keeper needs to restore a disk in place.
+pub(crate) struct RewindRequest {
+    /// The disk is to become what it was as of this LSN.
+    pub to: u64,
+    /// The disk's newest record when this request was made.
+    pub newest: u64,
+    /// The extents in the log as of `to`.
+    pub extents: ExtentMap,
+}
 
 /// A task for the keeper.
 pub(crate) enum KeeperTask {

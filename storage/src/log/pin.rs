@@ -1,6 +1,8 @@
-//! Pins freeze the base images of a log in use.
+//! Pins freeze the base images of a log in use, for looks at its disks.
 
+use crate::format::Control;
 use crate::log::state::Log;
+use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 
@@ -35,4 +37,16 @@ impl Drop for Pin {
         state.keeper.checkpoint |= state.needs_room();
         self.log.keeper_wanted.notify_one();
     }
+}
+
+/// The part of a log that a look reads: all records up to an LSN, all of them durable.
+pub(crate) struct PinnedLog {
+    /// The segments with records that are not in the base images, oldest first, each with its last LSN so far. Declared
+    /// before the pin, so that they are released before the keeper looks for free segments.
+    pub segments: Vec<(Arc<Segment>, u64)>,
+    /// The newest record.
+    pub newest: u64,
+    /// The control file: what the base images have, and which snapshots exist.
+    pub control: Control,
+    pub pin: Pin,
 }

@@ -11,8 +11,8 @@ use std::sync::OnceLock;
 
 use crate::catalog::mark_text::MarkText;
 use crate::format::{Descriptor, DescriptorKind};
+use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
-use crate::log::history::Commit;
 use crate::medium::checksum::{self, Payload};
 use crate::medium::file::{Segment, SyncScope, WriteBack};
 use crate::sync::Arc;

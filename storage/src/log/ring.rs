@@ -14,7 +14,7 @@ use crate::Buffer;
 use crate::catalog::retention::Retention;
 use crate::format::{self, SegmentHeader, Uuid};
 use crate::log::clock::Timestamp;
-use crate::log::history::Commit;
+use crate::log::commit::Commit;
 use crate::log::tail::{BatchSize, PendingSummary, Tail};
 use crate::medium::checksum::ChecksumTable;
 use crate::medium::file::Segment;

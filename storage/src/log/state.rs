@@ -14,9 +14,9 @@ use crate::error::{self, Error, ErrorKind};
 use crate::format::Uuid;
 use crate::index::{ExtentMap, LEAST_BESIDE};
 use crate::log::clock::LogClock;
+use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::commit_delay::CommitDelay;
 use crate::log::counters::Counters;
-use crate::log::history::{Commit, LogHistory, PositionCache, SavedExtentsCache};
 use crate::log::orders::{KeeperOrder, KeeperState, KeeperTask};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
@@ -249,22 +249,6 @@ impl Log {
                 let waits = state.keeper.pauses && trouble.name() == Condition::NO_SPACE;
                 trouble.clone().with_writes(full && !waits, full && waits)
             }
-        }
-    }
-
-    /// The log's history now.
-    pub(crate) fn history(&self) -> LogHistory {
-        let state = self.lock();
-        let bytes = |segments: usize| segments as u64 * self.segment_size;
-        LogHistory {
-            horizon: state.horizon,
-            kept_bytes: bytes(state.ring.live().count()),
-            pinned_bytes: bytes(state.held_segments()),
-            room_bytes: bytes(state.ring.most()),
-            index_bytes: self.counters.index_bytes(),
-            saved_bytes: state.keeper.saved_bytes,
-            retain: state.keeper.retain,
-            snapshots: state.keeper.snapshots.clone(),
         }
     }
 

@@ -6,8 +6,8 @@ use std::path::Path;
 
 use crate::catalog::options::DiskOptions;
 use crate::error::{Result, invalid};
+use crate::history::point::Point;
 use crate::index::Place;
-use crate::offline::point::Point;
 use crate::offline::view::LocatedDisk;
 use crate::{Allocation, SECTOR_SIZE};
 

@@ -13,7 +13,7 @@ use crate::catalog::log_location::LogLocation;
 use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
-use crate::log::history::Commit;
+use crate::log::commit::Commit;
 use crate::medium::directory::{directory, directory_to_read};
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;

@@ -8,8 +8,8 @@ use rustix::fs::OFlags;
 
 use crate::catalog::identity::Identity;
 use crate::catalog::options::ImageFormat;
-use crate::disk::allocation::{LIMIT, file_extents};
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::index::allocation::{LIMIT, file_extents};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OpenMode, PathKind, files};
 use crate::medium::host;

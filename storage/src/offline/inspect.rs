@@ -11,8 +11,9 @@ use crate::catalog::options::DiskOptions;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, Result};
+use crate::history::horizon::LogHistory;
+use crate::history::saved::{self, snapshots};
 use crate::index::IndexMemory;
-use crate::log::history::LogHistory;
 use crate::medium::directory::directory_to_read;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::files;
@@ -21,7 +22,6 @@ use crate::offline::attach::OpenBase;
 use crate::parallel::Progress;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log;
-use crate::recovery::saved::{self, snapshots};
 use crate::recovery::scan::DamagedBlock;
 
 /// The state of a log, as [`inspect`] found it.

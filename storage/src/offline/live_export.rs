@@ -6,9 +6,9 @@ use std::path::Path;
 
 use crate::disk::handle::Disk;
 use crate::error::{Error, Result};
+use crate::history::point::Point;
 use crate::log::export::{SYNC_BYTES, TARGET, ended_early, sized};
 use crate::medium::copying::{KERNEL_COPY_BYTES, NamedFile, copy};
-use crate::offline::point::Point;
 use crate::offline::view::{DataPlace, Layers};
 use crate::{Backend, SECTOR_SIZE, Transfer};
 

@@ -1,43 +1,19 @@
-//! Restoring a disk in place: at once, whatever its size, by an entry in the control file.
+//! Restoring a disk that is not in use, in place.
 
 use std::path::Path;
 
 use crate::catalog::control::{ControlFile, existing_log};
 use crate::catalog::options::DiskOptions;
-use crate::disk::handle::Disk;
-use crate::error::{Error, ErrorKind, Result, invalid};
-use crate::format::Control;
+use crate::error::Result;
+use crate::history::point::Point;
+use crate::history::rewind_plan::{LogRecords, RewindReport};
 use crate::log::clock::{ClockReading, LogClock};
-use crate::log::history::Commit;
-use crate::log::orders::KeeperTask;
-use crate::log::pinned_log::PinnedLog;
-use crate::log::rewind_request::RewindRequest;
 use crate::medium::directory::{Medium, directory};
 use crate::medium::engine::EngineKind;
 use crate::medium::lock::Access;
 use crate::offline::attach::{OpenBase, locate};
-use crate::offline::point::Point;
-use crate::recovery::live::read_live;
-use crate::recovery::replay::{read_durable, read_live_disk};
+use crate::recovery::replay::read_durable;
 use crate::recovery::scan::FoundRecord;
-use crate::sync::atomic::Ordering;
-use crate::sync::mpsc;
-
-/// What [`rewind_disk`] or [`Disk::rewind`] did.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RewindReport {
-    /// The disk is now what it was after the record with this LSN.
-    pub to_lsn: u64,
-    /// The LSN of the disk's previous state. A restore in place to it undoes this one.
-    pub from_lsn: u64,
-    /// The LSN of the restore itself, and so of the disk's present state; `None` if the disk was already in that state
-    /// and nothing changed.
-    pub lsn: Option<u64>,
-    /// Records of the disk that no longer count.
-    pub undone: u64,
-    /// Records of the disk that count again, because an earlier restore in place was undone.
-    pub redone: u64,
-}
 
 /// Makes the disk at `path` what it was at a point in its history, with its present size. Nothing is copied, so this
 /// takes as long as opening the log, whatever the size of the disk. Other disks of the log do not change.
@@ -62,89 +38,6 @@ pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindRepor
         at,
         ClockReading::now(),
     )
-}
-
-/// The records of a log, for a restore in place of one of its disks.
-struct LogRecords {
-    disk_id: u32,
-    commits: Vec<Commit>,
-    /// The LSNs of the disk's records that are not in its base image.
-    of_disk: Vec<u64>,
-}
-
-impl LogRecords {
-    fn new(disk_id: u32) -> Self {
-        Self {
-            disk_id,
-            commits: Vec::new(),
-            of_disk: Vec::new(),
-        }
-    }
-
-    fn take(&mut self, found: &FoundRecord<'_>) {
-        self.commits.push(found.commit());
-        if found.descriptor.disk_id.get() == self.disk_id && !found.in_base {
-            self.of_disk.push(found.lsn);
-        }
-    }
-
-    /// Plans a restore to this point; it has no LSN yet. `newest`: the LSN of the disk's present state.
-    ///
-    /// # Errors
-    /// If the disk can't be restored to this point.
-    fn plan(
-        &self,
-        at: Point,
-        control: &Control,
-        newest: u64,
-        path: &Path,
-        log_dir: &Path,
-    ) -> Result<RewindReport> {
-        let (path, disk_id) = (path.display(), self.disk_id);
-        if self.of_disk.is_empty() {
-            let horizon = control.applied_lsn(disk_id);
-            return Err(Error::new(
-                ErrorKind::NotFound,
-                format!(
-                    "{path}: the disk has no history: its log in {} has no record of it after LSN {horizon}, the state \
-                     of the base image; 'retain=24h' in the disk's spec keeps what is written from now on",
-                    log_dir.display()
-                ),
-            ));
-        }
-        let to_lsn = at.resolve(log_dir, control, disk_id, |visit| {
-            self.commits.iter().for_each(visit);
-            Ok(())
-        })?;
-        if to_lsn < control.horizon_of(disk_id) {
-            return Err(invalid(format!(
-                "{path}: the base image has moved past LSN {to_lsn}, so the snapshot there can only be copied: \
-                 'walvisor disk restore DISK --at lsn:{to_lsn} -o NEW' makes a copy"
-            )));
-        }
-        let (before, after) = (
-            control.timeline(disk_id, newest),
-            control.timeline(disk_id, to_lsn),
-        );
-        let count = |is: &dyn Fn(u64) -> bool| {
-            let records = self.of_disk.iter();
-            records.filter(|lsn| is(**lsn)).count() as u64
-        };
-        Ok(RewindReport {
-            to_lsn,
-            from_lsn: newest,
-            lsn: None,
-            undone: count(&|lsn| before.has(lsn) && !after.has(lsn)),
-            redone: count(&|lsn| after.has(lsn) && !before.has(lsn)),
-        })
-    }
-}
-
-impl RewindReport {
-    /// Whether the disk is already in that state.
-    fn changes_nothing(&self) -> bool {
-        self.undone + self.redone == 0
-    }
 }
 
 /// As [`rewind_disk`], for an open log, with the clocks at `now`.
@@ -190,70 +83,4 @@ pub(crate) fn rewind(
         control.rewinds.clone_from(&next.rewinds);
     })?;
     Ok(done)
-}
-
-impl Disk {
-    /// As [`rewind_disk`], for an open disk. Its writes wait in the meantime; other disks of the log go on. A mark in
-    /// the log records it.
-    ///
-    /// The contents change at once, as by a WRITE of the whole disk. The caller must make sure that no user of the disk
-    /// relies on the old contents, in caches for instance.
-    ///
-    /// # Errors
-    /// As [`rewind_disk`], for the point; [`ErrorKind::Locked`] if the disk was written to meanwhile;
-    /// [`ErrorKind::InvalidInput`] if it is open for reading only; or the disk has left the log, or the log had failed,
-    /// is being closed, or has records that can't be read or copied. The disk is then unchanged, but the log may have
-    /// the mark.
-    pub fn rewind(&self, at: Point) -> Result<RewindReport> {
-        let path = self.state.path.display();
-        if self.state.read_only {
-            return Err(invalid(format!(
-                "{path}: the disk is open for reading only"
-            )));
-        }
-        let newest = self.state.last_lsn.load(Ordering::Acquire);
-        let held = self.hold(true)?;
-        let (mut done, rewinding) = self.plan_rewind(at, newest, &held)?;
-        let Some(rewinding) = rewinding else {
-            return Ok(done);
-        };
-        let (rewound, lsn) = mpsc::channel();
-        let task = KeeperTask::Rewind(self.state.clone(), rewinding, rewound);
-        self.log.order(task)?;
-        // The keeper sends it before it answers.
-        let lsn = lsn.recv().map_err(|_| self.log.closed())?;
-        done.lsn = Some(lsn);
-        // Records of other disks may have come in between.
-        done.from_lsn = lsn - 1;
-        Ok(done)
-    }
-
-    /// Plans a restore on a pinned log, with the request for the keeper; `None`: nothing would change. `newest`: the
-    /// disk's newest record before the log was pinned.
-    pub(crate) fn plan_rewind(
-        &self,
-        at: Point,
-        newest: u64,
-        held: &PinnedLog,
-    ) -> Result<(RewindReport, Option<RewindRequest>)> {
-        let (log, disk, control) = (&self.log, &self.state, &held.control);
-        let threads = log.medium.threads();
-        let mut records = LogRecords::new(disk.id);
-        let visit = &mut |found: FoundRecord<'_>| records.take(&found);
-        read_live(&held.segments, held.newest, control, threads, visit)?;
-        let done = records.plan(at, control, held.newest, &disk.path, &log.dir)?;
-        if done.changes_nothing() {
-            return Ok((done, None));
-        }
-        let to = done.to_lsn;
-        let extents = read_live_disk(&held.segments, to, control, disk.id, &log.dir, threads)?;
-        Ok((
-            done,
-            Some(RewindRequest {
-                to,
-                newest,
-                extents,
-            }),
-        ))
-    }
 }

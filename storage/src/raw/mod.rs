@@ -30,8 +30,8 @@ use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
 use crate::medium::engine::probe;
 use crate::{
-    Backend, BackendQueue, Capabilities, Completion, Condition, EngineKind, Extent, Image,
-    Operation, SECTOR_SIZE,
+    Backend, BackendQueue, Capabilities, Completion, Condition, EngineKind, Extent, Image, Mapped,
+    Operation, Resizable, SECTOR_SIZE,
 };
 
 /// When a write completes, and whether a FLUSH syncs.
@@ -147,9 +147,12 @@ impl Backend for RawDisk {
         }))
     }
 
-    fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
-        let told = self.shared.image.extents(sector, sectors, most);
-        told.map_err(io::Error::other)
+    fn resizable(&self) -> Option<&dyn Resizable> {
+        Some(self)
+    }
+
+    fn mapped(&self) -> Option<&dyn Mapped> {
+        Some(self)
     }
 
     fn condition(&self) -> Condition {
@@ -160,7 +163,9 @@ impl Backend for RawDisk {
     fn is_unsafe(&self) -> bool {
         self.shared.no_sync
     }
+}
 
+impl Resizable for RawDisk {
     fn grow(&self, bytes: u64) -> io::Result<()> {
         let shared = &self.shared;
         let refuse = |kind, why: &'static str| Err(io::Error::new(kind, why));
@@ -177,6 +182,13 @@ impl Backend for RawDisk {
         synced.map_err(|_| io::Error::other("the new length could not be made durable"))?;
         shared.sectors.store(bytes / SECTOR_SIZE, Ordering::Release);
         Ok(())
+    }
+}
+
+impl Mapped for RawDisk {
+    fn extents(&self, sector: u64, sectors: u64, most: usize) -> io::Result<Vec<Extent>> {
+        let told = self.shared.image.extents(sector, sectors, most);
+        told.map_err(io::Error::other)
     }
 }
 

@@ -4,6 +4,5 @@ pub(crate) mod batch;
 pub(crate) mod contents;
 pub(crate) mod live;
 pub(crate) mod replay;
-pub(crate) mod saved;
 pub(crate) mod scan;
 pub(crate) mod window;

@@ -23,7 +23,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader};
 use crate::index::{ExtentMap, Place};
 use crate::log::clock::passed_between;
-use crate::log::history::Commit;
+use crate::log::commit::Commit;
 use crate::log::ring::LiveSegment;
 use crate::medium::directory::Medium;
 use crate::medium::file::Segment;

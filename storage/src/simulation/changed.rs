@@ -2,7 +2,7 @@
 
 use super::exports::{Bench, SECTORS};
 use crate::mutant::{Mutant, PLANTED};
-use crate::{Backend, Retention};
+use crate::{Retention, Tracked};
 
 /// Whether each sector that has changed since a snapshot is reported as changed.
 fn changes_are_told(seed: u64) -> bool {
@@ -22,7 +22,7 @@ fn changes_are_told(seed: u64) -> bool {
             bench.checkpoint();
         }
         let disk = &bench.running.disks[0];
-        let told = Backend::changes(disk, lsn, 0, SECTORS, usize::MAX).unwrap();
+        let told = Tracked::changes(disk, lsn, 0, SECTORS, usize::MAX).unwrap();
         let told = told
             .iter()
             .flat_map(|change| std::iter::repeat_n(change.changed, change.sectors as usize));

@@ -51,7 +51,7 @@ fn the_reported_horizon_is_a_point_wherever_a_checkpoint_is_cut() {
         fixture.medium.lock().ticks = Some(ticks);
         let done = running.keeper.step(true);
         whole = done.is_ok();
-        let told = running.disks[0].log.history();
+        let told = LogHistory::of(&running.disks[0].log);
         drop((port, running));
         fixture.medium.lock().restart();
         // What the killed process reported.
@@ -71,7 +71,7 @@ fn the_reported_horizon_is_a_point_wherever_a_checkpoint_is_cut() {
         };
         is_a_point(&fixture, &control, &told, &when);
         let running = fixture.open(false, CommitWait::NONE).unwrap();
-        let told = running.disks[0].log.history();
+        let told = LogHistory::of(&running.disks[0].log);
         let control = running.keeper.control.control.clone();
         // The scans below lock the segments.
         drop(running);

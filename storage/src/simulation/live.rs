@@ -21,16 +21,17 @@ use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
+use crate::history::look::Look;
+use crate::history::point::Point;
+use crate::history::rewind_plan::RewindReport;
 use crate::log::clock::{CLOCKS, ClockReading};
+use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::history::Commit;
+use crate::log::orders::RewindRequest;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::log::pinned_log::PinnedLog;
-use crate::log::rewind_request::RewindRequest;
-use crate::offline::look::Look;
+use crate::log::pin::PinnedLog;
 use crate::offline::members::add_task;
-use crate::offline::point::Point;
 use crate::offline::view::{DataPlace, Layers};
 use crate::recovery::live::read_live;
 use crate::recovery::scan::FoundRecord;
@@ -304,7 +305,7 @@ impl History {
             },
             _ => (Point::Lsn(lsn), lsn, then),
         };
-        match live.look_at(point, held, None) {
+        match Look::pinned(&live.log, &live.state, point, held, None) {
             Ok(look) => {
                 self.totals.live_looks += 1;
                 self.totals.looks_at_times += u64::from(matches!(point, Point::Time(_)));
@@ -479,7 +480,7 @@ impl History {
             Ok(held) => held,
             Err(error) => return self.excuse(running, "planning a restore in place", &error),
         };
-        match live.plan_rewind(Point::Lsn(lsn), newest, &held) {
+        match RewindReport::plan(&live.log, &live.state, Point::Lsn(lsn), newest, &held) {
             Ok(_) if self.is_unknown(disk, lsn) || self.is_replaced(disk, lsn) => Ok(()),
             Ok((_, Some(rewinding))) => {
                 self.in_use.rewind = Some(PlannedRestore {

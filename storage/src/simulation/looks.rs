@@ -3,9 +3,9 @@
 use super::exports::{Bench, SECTORS};
 use super::oracle::value_of;
 use crate::catalog::snapshot::Snapshot;
+use crate::history::look::Look;
 use crate::log::orders::{KeeperOrder, KeeperTask};
 use crate::mutant::{Mutant, PLANTED};
-use crate::offline::look::Look;
 use crate::offline::view::DataPlace;
 use crate::sync::atomic::Ordering;
 use crate::sync::mpsc;
@@ -60,7 +60,7 @@ fn looks(bench: &mut Bench) -> bool {
                 let held = bench.running.keeper.hold(&disk.state, false).unwrap();
                 let point = Point::Lsn(points[at].0);
                 let applied = disk.log.lock().pipeline.applied();
-                match disk.look_at(point, held, None) {
+                match Look::pinned(&disk.log, &disk.state, point, held, None) {
                     Ok(look) => open.push((at, look)),
                     Err(error) => assert!(points[at].0 < applied, "{error}"),
                 }
@@ -125,7 +125,7 @@ fn past_snapshot(seed: u64, name: SnapshotName) -> Option<(Bench, Vec<u32>)> {
 fn values_at(bench: &mut Bench, name: SnapshotName) -> Vec<u32> {
     let disk = bench.running.disks[0].clone();
     let held = bench.running.keeper.hold(&disk.state, false).unwrap();
-    values(&disk.look_at(Point::Snapshot(name), held, None).unwrap())
+    values(&Look::pinned(&disk.log, &disk.state, Point::Snapshot(name), held, None).unwrap())
 }
 
 /// While a copy saves for the newest snapshot, that is deleted. The older one then needs the same in its own files.

@@ -10,12 +10,12 @@ use super::oracle::{DiskContents, RestoredState, Violation, difference, readable
 use crate::Buffer;
 use crate::error::ErrorKind;
 use crate::format::Control;
+use crate::history::saved::read_saved;
 use crate::index::{ExtentMap, Place};
 use crate::medium::segment::LogRead;
 use crate::offline::dump::text_of;
 use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log_until;
-use crate::recovery::saved::read_saved;
 use crate::recovery::scan::{FoundRecord, scan};
 
 impl History {

@@ -4,6 +4,8 @@ use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
 use super::oracle::DiskContents;
 use super::random::Random;
+use crate::history::look::Look;
+use crate::history::rewind_plan::RewindReport;
 use crate::sync::atomic::Ordering;
 use crate::{BackendQueue, CommitWait, Operation, Point, Retention};
 
@@ -47,14 +49,15 @@ fn rewind(
     let live = running.disks[disk].clone();
     let newest = live.state.last_lsn.load(Ordering::Relaxed);
     let held = running.keeper.hold(&live.state, true).unwrap();
-    let (_, rewinding) = match live.plan_rewind(Point::Lsn(*to), newest, &held) {
-        Ok(plan) => plan,
-        Err(error) => {
-            let applied = live.log.lock().pipeline.applied();
-            assert!(applied > *to || applied >= newest, "{error}");
-            return None;
-        }
-    };
+    let (_, rewinding) =
+        match RewindReport::plan(&live.log, &live.state, Point::Lsn(*to), newest, &held) {
+            Ok(plan) => plan,
+            Err(error) => {
+                let applied = live.log.lock().pipeline.applied();
+                assert!(applied > *to || applied >= newest, "{error}");
+                return None;
+            }
+        };
     let mut after = now.clone();
     let Some(rewinding) = rewinding else {
         assert_eq!(now[disk], then[disk], "as of LSN {to} nothing changes");
@@ -119,7 +122,7 @@ fn a_restore_in_use_is_there_or_not_wherever_power_is_lost() {
         for (lsn, contents) in &states {
             let live = running.disks[0].clone();
             let held = running.keeper.hold(&live.state, true).unwrap();
-            if let Ok(look) = live.look_at(Point::Lsn(*lsn), held, None) {
+            if let Ok(look) = Look::pinned(&live.log, &live.state, Point::Lsn(*lsn), held, None) {
                 let shown = super::looks::values_of(&look, SHAPE.sectors);
                 assert_eq!(shown, contents[0], "seed {seed}, as of LSN {lsn}");
             }

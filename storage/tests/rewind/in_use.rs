@@ -1,7 +1,7 @@
 //! Disks that are restored in place while their log is in use.
 
 use walvisor_storage::{
-    Backend, DiskOptions, ErrorKind, Point, Retention, Store, StoreOptions, dump_records,
+    DiskOptions, ErrorKind, Point, Retention, Store, StoreOptions, Tracked, dump_records,
 };
 
 use crate::bench::{Bench, SECTORS};
@@ -172,8 +172,8 @@ fn a_restore_in_use_is_refused_or_told() {
     let snapshot = store.disks()[0].snapshot("here".parse().unwrap()).unwrap();
     assert_eq!(snapshot.lsn, 21);
     bench.back_in_use(&store, 0, 20);
-    assert!(Backend::past_points(&store.disks()[0]).is_empty());
-    assert_eq!(Backend::past_points(&store.disks()[1]).len(), 1);
+    assert!(Tracked::past_points(&store.disks()[0]).is_empty());
+    assert_eq!(Tracked::past_points(&store.disks()[1]).len(), 1);
     // And they stay, since the base images can't be as of them.
     bench.change(&store, 20);
     let error = store.disks()[0].checkpoint().unwrap_err();

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use walvisor_storage::{
-    Backend, ErrorKind, LogRecord, Point, Retention, dump_records, rewind_disk,
+    ErrorKind, LogRecord, Point, Retention, Tracked, dump_records, rewind_disk,
 };
 
 use crate::bench::{Bench, SECTORS};
@@ -153,13 +153,13 @@ fn a_snapshot_is_a_point_and_stays_one() {
     let shown = store.disks()[0].snapshot(after).unwrap();
     assert_eq!(shown.lsn, done.lsn.unwrap());
     // What has changed since the snapshots is known of those that led here.
-    let points = Backend::past_points(&store.disks()[0]);
+    let points = Tracked::past_points(&store.disks()[0]);
     let names: Vec<_> = points.iter().map(|point| point.name.as_str()).collect();
     assert_eq!(names, ["early", "after"]);
-    let points = Backend::past_points(&store.disks()[1]);
+    let points = Tracked::past_points(&store.disks()[1]);
     assert_eq!(points.len(), 3);
     bench.change(&store, 10);
-    let changed = Backend::changes(&store.disks()[0], shown.lsn, 0, SECTORS, 1000).unwrap();
+    let changed = Tracked::changes(&store.disks()[0], shown.lsn, 0, SECTORS, 1000).unwrap();
     let known = disk_touched(&bench, shown.lsn);
     let mut at = 0;
     for change in changed {
@@ -168,7 +168,7 @@ fn a_snapshot_is_a_point_and_stays_one() {
         }
         at += change.sectors;
     }
-    assert!(Backend::changes(&store.disks()[0], 40, 0, SECTORS, 1000).is_err());
+    assert!(Tracked::changes(&store.disks()[0], 40, 0, SECTORS, 1000).is_err());
     store.close().unwrap();
     for (name, lsn) in [(early, 20), (late, 40), (after, 41)] {
         let bytes = bench.restored(0, Point::Snapshot(name)).unwrap();

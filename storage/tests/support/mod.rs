@@ -250,7 +250,12 @@ pub fn check_look(random: &mut Random, look: &dyn Backend, state: &[u8], told: &
     }
     let mut at = 0;
     while at < all {
-        for extent in look.extents(at, all - at, 3).unwrap() {
+        for extent in look
+            .mapped()
+            .expect("a map")
+            .extents(at, all - at, 3)
+            .unwrap()
+        {
             let end = at + extent.sectors;
             let bytes = &state[at as usize * 512..end as usize * 512];
             let zero = bytes.iter().all(|&byte| byte == 0);

@@ -15,7 +15,7 @@ use super::controlled::{
     AddedDisk, ControlledProcess, DiskHotplug, DiskLease, Power, RemovalError,
 };
 use super::stats;
-use crate::disk::{cache_in_force, log_name, logged};
+use crate::disk::{cache_in_force, grow, log_name, logged};
 use crate::disk_spec::DiskSpec;
 use crate::disks::RemovedDisk;
 use crate::point::{
@@ -189,8 +189,7 @@ impl ControlledProcess {
         let disk = self.disk(name)?;
         let _change = self.change();
         let old_size = disk.backend.sectors() * SECTOR_SIZE;
-        disk.backend
-            .grow(size)
+        grow(&*disk.backend, size)
             .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))?;
         disk.device.capacity_changed();
         let size = disk.backend.sectors() * SECTOR_SIZE;
@@ -357,7 +356,11 @@ impl ControlledProcess {
         let mut done = Vec::new();
         for disk in disks {
             let failed = |error| ControlError::new(format_args!("disk '{}': {error}", disk.name));
-            disk.backend.checkpoint().map_err(failed)?;
+            // A disk without a log has nothing to copy.
+            let logged = disk.backend.logged();
+            logged
+                .map_or(Ok(()), |disk| disk.checkpoint())
+                .map_err(failed)?;
             done.push(disk.name.clone());
         }
         Ok(json!({ "disks": done }))
@@ -427,7 +430,7 @@ impl ControlledProcess {
     }
 
     /// Copies a disk, as of now or of a point, to an empty file. `progress`: see
-    /// [`Backend::export`](walvisor_devices::backend::Backend::export).
+    /// [`Logged::export`](walvisor_devices::backend::Logged::export).
     pub(super) fn export(
         &self,
         name: Option<&str>,
@@ -439,9 +442,21 @@ impl ControlledProcess {
         let at = at.map(parse_point).transpose().map_err(ControlError::new)?;
         let done = match at {
             Some(at) => self.in_log(name, |disk| disk.export_at(at, file, progress))?,
-            None => disk.backend.export(file, progress).map_err(|error| {
-                ControlError::new(format_args!("disk '{}': {error}", disk.name))
-            })?,
+            None => {
+                let failed = |error: &dyn std::fmt::Display| {
+                    ControlError::new(format_args!("disk '{}': {error}", disk.name))
+                };
+                let logged = disk.backend.logged();
+                let logged = logged.ok_or_else(|| {
+                    failed(
+                        &"a disk without a log can't be exported while it is in use; copy it through the door that \
+                          serves it, or close it and copy its image",
+                    )
+                })?;
+                logged
+                    .export(file, progress)
+                    .map_err(|error| failed(&error))?
+            }
         };
         Ok(json!({ "disk": disk.name, "size_bytes": done.size, "copied_bytes": done.copied }))
     }

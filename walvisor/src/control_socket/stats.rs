@@ -6,7 +6,7 @@ use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::exits::ExitReason;
 
 use super::controlled::{ControlledProcess, DiskLease, Power};
-use crate::disk::{cache_in_force, log_name, logged};
+use crate::disk::{cache_in_force, log_counters, log_name, logged};
 use walvisor_devices::block::{Latencies, LatencyCounts, OperationKind};
 use walvisor_devices::throttle::Throttle;
 
@@ -144,7 +144,7 @@ pub(super) fn limits(throttle: &Throttle) -> Value {
 
 /// The log of a disk, if it has one.
 fn log(backend: &dyn Backend) -> Option<Value> {
-    let (path, log) = (log_name(backend)?, backend.log_counters()?);
+    let (path, log) = (log_name(backend)?, log_counters(backend)?);
     Some(json!({
         "path": path,
         "flushes": log.flushes,

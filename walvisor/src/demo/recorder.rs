@@ -13,6 +13,7 @@ use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::exits::{ExitCounters, ExitReason};
 use walvisor_vmm::vm::kvm_stats::KvmCounter;
 
+use crate::disk::log_counters;
 use crate::processor_time;
 use walvisor_guest::contract::Line;
 
@@ -49,7 +50,7 @@ impl CountSources {
             exits,
             kvm_exits: self.kvm_exits.as_ref().and_then(KvmCounter::get),
             requests: device.requests,
-            syncs: disk.backend.log_counters().unwrap_or_default().syncs,
+            syncs: log_counters(&*disk.backend).unwrap_or_default().syncs,
         })
     }
 }

@@ -459,7 +459,7 @@ fn create_sets_how_much_history_a_new_log_keeps() {
         dir,
         "disk create d --size 1M --retain much",
         2,
-        &["'much' is no amount of history: give off, all"],
+        &["'much' is not an amount of history: give off, all"],
     );
     refused(
         dir,

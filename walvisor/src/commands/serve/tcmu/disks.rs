@@ -11,6 +11,7 @@ use walvisor_devices::listen::{Stop, Waiter, WakeReason};
 use walvisor_devices::tcmu::Device;
 use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
+use crate::disk::grow;
 use crate::disk_spec::{BackendKind, DiskCache, DiskCommand, DiskSpec};
 use crate::lio::{Backstore, BackstoreSpec, Change, Events, LioDisk, TargetError, TargetExport};
 
@@ -155,7 +156,7 @@ impl TargetDisk {
         let DiskInUse { name, backend, .. } = &self.in_use;
         match change {
             Change::Size(bytes) if bytes == backend.sectors() * SECTOR_SIZE => {}
-            Change::Size(bytes) => match backend.grow(bytes) {
+            Change::Size(bytes) => match grow(&**backend, bytes) {
                 Ok(()) => self.device.capacity_changed(),
                 Err(error) => tracing::warn!(
                     "disk '{name}' keeps its size, although dev_size in configfs is {bytes} now: \

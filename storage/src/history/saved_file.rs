@@ -1,4 +1,4 @@
-//! Writing saved files, which hold what snapshots need from the base images. See [`saved`](crate::recovery::saved).
+//! Writing saved files, which hold what snapshots need from the base images. See [`saved`](crate::history::saved).
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -13,6 +13,7 @@ use crate::format::{
     self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, DescriptorKind, SEGMENT_MAGIC,
     SegmentHeader, Uuid, VERSION,
 };
+use crate::history::saved::{self, SavedTail};
 use crate::index::{ExtentMap, IndexBuilder, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
@@ -21,7 +22,6 @@ use crate::medium::file::Segment;
 use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::holes::DataRanges;
 use crate::mutant::{Mutant, planted};
-use crate::recovery::saved::{self, SavedTail};
 use crate::sync::Arc;
 use crate::{Buffer, SECTOR_SIZE, parallel, sync};
 

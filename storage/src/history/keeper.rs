@@ -1,4 +1,5 @@
-//! The log's housekeeper: one thread that makes segments ready before they are needed, and does checkpoints.
+//! The log's housekeeper: one thread that makes segments ready before they are needed, and does checkpoints. Its states
+//! are those of [`machine`](crate::history::machine).
 //!
 //! A checkpoint, for all disks of the log at one LSN *C* (the newest record when it begins):
 //! 1. freeze every disk's index, and make everything up to *C* durable in the log;
@@ -9,7 +10,7 @@
 //! A close with a time limit may cut step 2 short. That leaves what a kill would leave, except that the whole log is
 //! durable: nothing is recycled, the images stay marked as open, and the next open goes on.
 //!
-//! A log with history does this only for its oldest segments, see [`fold`](crate::checkpoint::fold).
+//! A log with history does this only for its oldest segments, see [`fold`](crate::history::fold).
 //!
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
@@ -22,14 +23,15 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
 use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer, copy};
 use crate::checkpoint::pace::CopyPace;
-use crate::checkpoint::saved_file::SavedFileWriter;
-use crate::checkpoint::troubles::Troubles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
+use crate::history::machine::{CopyEvent, Phase};
+use crate::history::saved_file::SavedFileWriter;
+use crate::history::troubles::Troubles;
 use crate::index::ExtentMap;
+use crate::log::commit::Commit;
 use crate::log::committer::{Committer, Leader};
 use crate::log::disk_state::DiskState;
-use crate::log::history::Commit;
 use crate::log::state::{Log, LogState};
 use crate::medium::cost::MediumCost;
 use crate::mutant::{Mutant, planted};
@@ -73,8 +75,8 @@ pub(crate) struct Keeper {
     pub(super) copying: Option<u64>,
     /// The disks whose images get a new generation in this checkpoint, and parts that it writes.
     pub(super) new_generations: Vec<NewGeneration>,
-    /// A copy is running; no other may begin.
-    pub(super) copies: bool,
+    /// What it is doing.
+    phase: Phase,
     /// The saved files that this keeper's copies add to.
     pub(super) saving: Option<SavedFileWriter>,
     /// The LSN of the snapshot whose saved records this keeper has made durable, and how many there are.
@@ -105,7 +107,7 @@ impl Keeper {
             cost: None,
             copying: None,
             new_generations: Vec::new(),
-            copies: false,
+            phase: Phase::Idle,
             saving: None,
             saved: (0, 0),
             shortened: false,
@@ -410,7 +412,9 @@ impl Keeper {
     }
 
     /// Makes the records up to `lsn`, the newest one in the frozen layers, durable, and copies the layers.
+    /// The caller settles and ends the copy.
     pub(super) fn copy_frozen(&mut self, lsn: u64, hurry: bool) -> Result<CopyOutcome> {
+        self.enter(CopyEvent::Begun);
         let pace = CopyPace::new(&self.log, &mut self.log.lock(), hurry);
         let copied = self.copy_at(lsn, pace);
         self.end_pace();
@@ -425,39 +429,40 @@ impl Keeper {
         self.copy_layers(lsn, &layers, pace)
     }
 
-    /// Copies layers of durable records up to `lsn`.
-    ///
-    /// # Panics
-    /// In debug builds, if a copy is already running.
+    /// Copies layers of durable records up to `lsn`. The copy has begun.
     pub(super) fn copy_layers(
-        &mut self,
-        lsn: u64,
-        layers: &[FrozenLayer],
-        pace: CopyPace,
-    ) -> Result<CopyOutcome> {
-        debug_assert!(!self.copies, "no copy begins while another is under way");
-        self.copies = true;
-        let copied = self.save_and_copy(lsn, layers, pace);
-        self.copies = false;
-        copied
-    }
-
-    fn save_and_copy(
         &mut self,
         lsn: u64,
         layers: &[FrozenLayer],
         mut pace: CopyPace,
     ) -> Result<CopyOutcome> {
+        self.enter(CopyEvent::Drained);
         let medium = self.medium_cost(layers);
         pace.set_rate(medium.rate);
         if !self.save_for_snapshots(lsn, layers, &mut pace, medium)? {
             return Ok(CopyOutcome::TimeUp(Vec::new()));
         }
+        self.enter(CopyEvent::Saved);
         self.announce(lsn, layers)?;
+        self.enter(CopyEvent::Announced);
         let log = self.log.clone();
         let urgent_work = |meanwhile: &mut dyn FnMut()| self.do_urgent_work(meanwhile);
         let over = || log.lock().keeper.is_over();
-        copy(&log, layers, pace, medium, urgent_work, over)
+        let copied = copy(&log, layers, pace, medium, urgent_work, over)?;
+        if let CopyOutcome::Complete(_) = copied {
+            self.enter(CopyEvent::Copied);
+        }
+        Ok(copied)
+    }
+
+    /// Goes on to the phase after this event.
+    pub(super) fn enter(&mut self, event: CopyEvent) {
+        self.phase = self.phase.next(event);
+    }
+
+    /// What it is doing.
+    pub(crate) fn phase(&self) -> Phase {
+        self.phase
     }
 
     /// Does what can't wait for the end of a copy. `meanwhile` is called between the steps.
@@ -466,7 +471,7 @@ impl Keeper {
         if !self.log.lock().ring.cannot_grow() {
             let _ = self.log.preallocate_segment(true, meanwhile);
         }
-        self.serve_quick_orders();
+        self.serve_orders();
     }
 
     /// However the copy ended, it no longer holds up writers.
@@ -509,7 +514,13 @@ impl Keeper {
         });
         let (cid, unix_us) = (state.pipeline.next_cid() - 1, state.clock.now().unix_us);
         drop(state);
-        match self.copy_frozen(lsn, hurry)? {
+        let done = self.copy_and_settle(Commit { lsn, cid, unix_us }, closing, hurry);
+        self.enter(CopyEvent::Ended);
+        done
+    }
+
+    fn copy_and_settle(&mut self, newest: Commit, closing: bool, hurry: bool) -> Result<bool> {
+        match self.copy_frozen(newest.lsn, hurry)? {
             CopyOutcome::Complete(damaged) => self.keep_damaged(damaged)?,
             CopyOutcome::TimeUp(damaged) => {
                 if let Some(extents) = damaged.first() {
@@ -523,7 +534,7 @@ impl Keeper {
         if closing {
             self.log.lock().ring.end_tail();
         }
-        self.end_checkpoint(Commit { lsn, cid, unix_us }, |keeper| {
+        self.end_checkpoint(newest, |keeper| {
             for disk in &keeper.disks {
                 disk.index_mut().frozen = None;
             }

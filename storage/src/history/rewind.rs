@@ -8,11 +8,11 @@
 //! mark takes the LSN: a record that changes no disk.
 
 use crate::catalog::mark_text::MarkText;
-use crate::checkpoint::keeper::Keeper;
 use crate::error::{Error, ErrorKind, Result};
+use crate::history::keeper::Keeper;
 use crate::log::disk_state::DiskState;
+use crate::log::orders::RewindRequest;
 use crate::log::pipeline::{MarkCommit, Modification};
-use crate::log::rewind_request::RewindRequest;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;

@@ -6,37 +6,31 @@ use crate::SECTOR_SIZE;
 use crate::catalog::identity::written;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
-use crate::checkpoint::keeper::Keeper;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
+use crate::history::keeper::Keeper;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::log::pin::Pin;
-use crate::log::pinned_log::PinnedLog;
+use crate::log::pin::{Pin, PinnedLog};
 use crate::medium::file::set_size;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
 impl Keeper {
-    /// Carries out the orders, first come first served.
+    /// Carries out the orders, first come first served; in the middle of a copy only those that are quick.
     pub(crate) fn serve_orders(&mut self) {
-        let orders = std::mem::take(&mut self.log.lock().keeper.orders);
-        orders.into_iter().for_each(|order| self.serve(order));
-    }
-
-    /// Carries out the orders that need not wait for the running checkpoint to end. None of them begins another one.
-    pub(super) fn serve_quick_orders(&mut self) {
+        let phase = self.phase();
         let mut state = self.log.lock();
         let orders = &mut state.keeper.orders;
-        let quick: Vec<_> = orders
-            .extract_if(.., |order| order.task.is_quick())
-            .collect();
+        let admitted = orders.extract_if(.., |order| phase.admits(&order.task));
+        let admitted: Vec<_> = admitted.collect();
         drop(state);
-        quick.into_iter().for_each(|order| self.serve(order));
+        admitted.into_iter().for_each(|order| self.serve(order));
     }
 
     fn serve(&mut self, KeeperOrder { task, answer }: KeeperOrder) {
+        let phase = self.phase();
         let done = match task {
             KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn, false),
             KeeperTask::Export(lsn, disk, export) => self.begin_export(lsn, &disk, export),
@@ -62,6 +56,11 @@ impl Keeper {
                 })
             }
         };
+        assert_eq!(
+            self.phase(),
+            phase,
+            "an order leaves the keeper where it was"
+        );
         // The caller may be gone.
         let _ = answer.send(done);
     }
@@ -111,7 +110,7 @@ impl Keeper {
         }
         let newest = state.pipeline.appended();
         drop(state);
-        let pin = Box::new(Pin::new(&self.log));
+        let pin = Pin::new(&self.log);
         self.drain(newest)?;
         let control = self.control.control.clone();
         let applied = control.header.checkpoint_lsn.get();

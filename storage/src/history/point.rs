@@ -14,7 +14,7 @@ use crate::catalog::control::open_control;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
-use crate::log::history::Commit;
+use crate::log::commit::Commit;
 use crate::medium::filesystem::parent;
 use crate::medium::lock::Access;
 

@@ -26,7 +26,7 @@ pub(crate) fn push(extents: &mut Vec<Extent>, sectors: u64, allocation: Allocati
     }
 }
 
-/// See [`Backend::extents`](crate::Backend::extents), for a disk of `capacity` sectors. `append` appends the extents, or the
+/// See [`Mapped::extents`](crate::Mapped::extents), for a disk of `capacity` sectors. `append` appends the extents, or the
 /// changes, of a range that is given by its first sector and its number of sectors.
 pub(crate) fn disk_extents<T>(
     sector: u64,
@@ -99,7 +99,7 @@ pub(crate) fn file_extents(
 mod tests {
     use super::*;
     use crate::{
-        Backend, BackendQueue, Buffer, Disk, DiskOptions, Operation, Store, StoreOptions,
+        BackendQueue, Buffer, Disk, DiskOptions, Mapped, Operation, Store, StoreOptions,
         create_disk,
     };
 

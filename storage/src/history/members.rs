@@ -9,8 +9,9 @@ use zerocopy::little_endian::U64;
 use crate::catalog::control::real_path;
 use crate::catalog::options::DiskOptions;
 use crate::checkpoint::copy::CopyOutcome;
-use crate::checkpoint::keeper::{Keeper, settle};
 use crate::error::{Error, ErrorKind, Result};
+use crate::history::keeper::{Keeper, settle};
+use crate::history::machine::CopyEvent;
 use crate::log::disk_state::DiskState;
 use crate::log::orders::DiskAdoption;
 use crate::log::pipeline::{MarkCommit, Modification};
@@ -136,6 +137,7 @@ impl Keeper {
         let lsn = disk.last_lsn.load(Ordering::Acquire);
         disk.index_mut().freeze();
         let copied = self.void_frozen(disk, lsn);
+        self.enter(CopyEvent::Ended);
         // The next copy must be announced again, even if it ends with the same record.
         self.copying = None;
         self.new_generations.clear();

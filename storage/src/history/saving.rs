@@ -1,16 +1,17 @@
-//! Saving what snapshots need from the base images, before a copy overwrites it. See [`saved`](crate::recovery::saved).
+//! Saving what snapshots need from the base images, before a copy overwrites it. See [`saved`](crate::history::saved).
 
 use zerocopy::little_endian::U32;
 
 use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::copy::{self, FrozenLayer};
-use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
-use crate::checkpoint::saved_file::SavedFileWriter;
 use crate::error::Result;
+use crate::history::keeper::Keeper;
+use crate::history::machine::CopyEvent;
+use crate::history::saved;
+use crate::history::saved_file::SavedFileWriter;
 use crate::log::disk_state::DiskState;
 use crate::medium::cost::MediumCost;
-use crate::recovery::saved;
 
 /// How an attempt to save what snapshots need ended.
 enum SaveOutcome {
@@ -27,8 +28,7 @@ impl Keeper {
     /// as part of the copy's work for `pace`. Returns `false` if the time limit for closing ran out before everything
     /// was saved.
     ///
-    /// Quick orders, which make and delete snapshots and begin no copy, are served between saved parts and nowhere
-    /// else.
+    /// Quick orders are served between saved parts, see [`machine`](crate::history::machine).
     ///
     /// # Errors
     /// If a base image can't be read, or a saved file or the control file can't be written.
@@ -44,7 +44,7 @@ impl Keeper {
                 SaveOutcome::Complete => return Ok(true),
                 SaveOutcome::TimeUp => return Ok(false),
                 // Older snapshots may need the same in files of their own.
-                SaveOutcome::Deleted => {}
+                SaveOutcome::Deleted => self.enter(CopyEvent::SnapshotDeleted),
             }
         }
     }

@@ -4,8 +4,8 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use crate::SECTOR_SIZE;
 use crate::catalog::identity::written;
-use crate::checkpoint::keeper::Keeper;
 use crate::error::Result;
+use crate::history::keeper::Keeper;
 use crate::index::{ExtentMap, Place};
 use crate::mutant::{Mutant, planted};
 use crate::sync;

@@ -14,14 +14,14 @@ use std::path::Path;
 
 use crate::catalog::snapshot::SavedFiles;
 use crate::error::{Error, ErrorKind, Result};
+use crate::history::saved::read_saved;
 use crate::index::{ExtentMap, Piece, Place};
-use crate::log::history::{LogPosition, PositionCache, SavedExtentsCache};
+use crate::log::commit::{LogPosition, PositionCache, SavedExtentsCache};
 use crate::log::ring::LiveSegment;
 use crate::medium::file::Segment;
 use crate::medium::filesystem::FileSystem;
 use crate::mutant::{Mutant, planted};
 use crate::recovery::contents::{Candidate, SegmentContents, VerifyScope};
-use crate::recovery::saved::read_saved;
 use crate::sync::Arc;
 use crate::{Change, SECTOR_SIZE};
 
@@ -221,7 +221,7 @@ fn first_behind(segment: &Arc<Segment>, lsn: u64, size: u64, limit: Option<u64>)
 mod tests {
     use super::*;
     use crate::offline::resize::tests::{MIB, end, fill, new_disk};
-    use crate::{Backend, Operation};
+    use crate::{Operation, Tracked};
 
     /// A client that asks for two bitmaps in turn must not cause the saved files to be read for each range.
     #[test]

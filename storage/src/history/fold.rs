@@ -12,11 +12,12 @@ use std::collections::BTreeMap;
 
 use crate::catalog::snapshot::Snapshot;
 use crate::checkpoint::copy::{CopyOutcome, FrozenLayer};
-use crate::checkpoint::keeper::Keeper;
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
+use crate::history::keeper::Keeper;
+use crate::history::machine::CopyEvent;
 use crate::index::{IndexBuilder, Piece, Place};
-use crate::log::history::Commit;
+use crate::log::commit::Commit;
 use crate::log::state::LogState;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
@@ -291,20 +292,25 @@ impl Keeper {
     }
 
     fn copy_and_forget(&mut self, range: FoldRange, pace: CopyPace) -> Result<bool> {
+        self.enter(CopyEvent::Begun);
         let copied = self.copy_range(&range, pace);
         self.end_pace();
-        let layers = match copied {
+        let (folded, damaged) = match copied {
             Ok((layers, CopyOutcome::Complete(damaged))) => match damaged.first() {
-                Some(extents) => return self.give_up(&extents.to_error()),
-                None => layers,
+                Some(extents) => (Ok(false), Some(extents.to_error())),
+                None => {
+                    let forget = |keeper: &mut Self| keeper.forget(&layers, &range);
+                    let settled = self.end_checkpoint(range.last, forget);
+                    (settled.map(|()| true), None)
+                }
             },
             // The log is closing.
-            Ok((_, CopyOutcome::TimeUp(_))) => return Ok(false),
-            Err(error) if error.kind() == ErrorKind::Damaged => return self.give_up(&error),
-            Err(error) => return Err(error),
+            Ok((_, CopyOutcome::TimeUp(_))) => (Ok(false), None),
+            Err(error) if error.kind() == ErrorKind::Damaged => (Ok(false), Some(error)),
+            Err(error) => (Err(error), None),
         };
-        self.end_checkpoint(range.last, |keeper| keeper.forget(&layers, &range))?;
-        Ok(true)
+        self.enter(CopyEvent::Ended);
+        damaged.map_or(folded, |error| self.give_up(&error))
     }
 
     /// Copies the combined effect of the segments on each disk.
