@@ -76,7 +76,10 @@ impl Daemon {
     /// # Errors
     /// If the checkpoint fails.
     pub fn checkpoint(&self) -> Result<(), CommandError> {
-        let asked = control_socket::ControlCommand::Checkpoint { disk: None };
+        let asked = control_socket::ControlCommand::Checkpoint {
+            disk: None,
+            give_up_history: false,
+        };
         let answer = control_socket::ask(&self.control, &asked);
         answer.map(drop).map_err(CommandError::Failed)
     }

@@ -303,7 +303,7 @@ fn reads_only(specs: &[DiskSpec], members: &[usize]) -> bool {
 pub(crate) fn machine_memory() -> u64 {
     let memory = rustix::system::sysinfo();
     let unit = u64::from(memory.mem_unit);
-    (memory.totalram + told.totalswap).saturating_mul(unit)
+    (memory.totalram + memory.totalswap).saturating_mul(unit)
 }
 
 /// Refuses RAM disks that are larger than this machine's memory and swap together.

@@ -347,7 +347,7 @@ impl ControlledProcess {
                 continue;
             };
             let mut on_log = self.disks();
-            on_log.retain(|other| other.backend.log_dir() == disk.backend.log_dir());
+            on_log.retain(|other| log_name(&*other.backend) == log_name(&*disk.backend));
             let names = on_log.iter().map(|other| other.name.clone());
             refuse_checkpoint(&logged.history(), names.collect()).map_err(|error| {
                 ControlError::new(format_args!("disk '{}': {error}", disk.name))

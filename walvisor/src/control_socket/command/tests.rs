@@ -27,7 +27,10 @@ fn every_command() -> Vec<ControlCommand> {
                 ..LimitChange::default()
             },
         },
-        ControlCommand::Checkpoint { disk: disk() },
+        ControlCommand::Checkpoint {
+            disk: disk(),
+            give_up_history: true,
+        },
         ControlCommand::AddDisk {
             spec: "path=a,,b,socket=s".to_owned(),
         },
