@@ -39,7 +39,12 @@ use crate::metrics::{DiskMetrics, render_served};
 pub struct DaemonArguments {
     /// A disk and how clients reach it: path=FILE,door=nbd,socket=PATH ...; may be given several
     /// times; 'help' lists the keys
-    #[arg(long = "disk", value_name = "SPEC", required_unless_present = "config", value_parser = DiskArgument(DiskCommand::Serve))]
+    #[arg(
+        long = "disk",
+        value_name = "SPEC",
+        required_unless_present = "config",
+        value_parser = DiskArgument(DiskCommand::Serve)
+    )]
     pub disks: Vec<DiskSpec>,
     /// Serve the disks of this TOML file too; SIGHUP reads it again
     #[arg(long, value_name = "FILE")]

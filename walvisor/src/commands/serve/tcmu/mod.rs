@@ -38,7 +38,12 @@ pub struct TcmuArguments {
     #[arg(long, requires = "list")]
     pub json: bool,
     /// Remove disks that a killed daemon has left in the kernel's target, with their LUNs, and exit
-    #[arg(long, value_name = "NAME", num_args = 0.., conflicts_with_all = ["disks", "config", "list"])]
+    #[arg(
+        long,
+        value_name = "NAME",
+        num_args = 0..,
+        conflicts_with_all = ["disks", "config", "list"]
+    )]
     pub remove: Option<Vec<String>>,
     /// With --remove: remove all such disks
     #[arg(long, requires = "remove")]
