@@ -16,7 +16,14 @@ const BLOCK: &[&[&str]] = &[
 
 /// Modules of `storage`.
 const STORAGE: &[&[&str]] = &[
-    &["error", "format", "mutant", "parallel", "sync"],
+    &[
+        "error",
+        "format",
+        "mutant",
+        "tracepoints",
+        "parallel",
+        "sync",
+    ],
     &["medium"],
     &["index"],
     &["catalog"],
