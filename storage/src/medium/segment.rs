@@ -130,10 +130,6 @@ pub(crate) struct LogRead {
 impl LogRead {
     /// A read of `len` bytes at byte `offset` of the segment.
     pub(crate) fn new(segment: Arc<Segment>, offset: u64, len: usize) -> Self {
-        debug_assert!(
-            len > 0 && len.is_multiple_of(512) && offset.is_multiple_of(512),
-            "records have whole sectors"
-        );
         let blocks = segment
             .checksums
             .read()

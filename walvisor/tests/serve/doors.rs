@@ -262,7 +262,7 @@ fn a_pool_file_is_read_again_on_sighup() {
         ("[[disk]\n", "line 1: "),
         (
             "[[disk]]\npath = 'a'\ndoor = 'nbd'\n",
-            "give socket=PATH or port=N",
+            "give socket=PATH, or port=N",
         ),
     ] {
         write(text);

@@ -394,7 +394,7 @@ fn impossible_additions_and_removals_are_one_line_errors() {
             "add-disk path=in/b,port=10809",
             "where this daemon listens already: give socket=",
         ),
-        ("add-disk path=in/b", "give socket=PATH or port=N"),
+        ("add-disk path=in/b", "give socket=PATH, or port=N"),
         (
             "add-disk path=out/c,socket=s",
             "out/c is not beneath a --disk-dir of this daemon (",
