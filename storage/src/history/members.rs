@@ -7,6 +7,7 @@
 use zerocopy::little_endian::U64;
 
 use crate::catalog::control::real_path;
+use crate::catalog::log_location::LogLocation;
 use crate::catalog::options::DiskOptions;
 use crate::checkpoint::copy::CopyOutcome;
 use crate::error::{Error, ErrorKind, Result};
@@ -102,6 +103,10 @@ impl Keeper {
             && let Err(error) = disk.mark(true)
         {
             self.log.poison(&std::io::Error::other(error));
+        }
+        if closed.is_ok() {
+            // It is complete, and may be used with another log.
+            LogLocation::remove(disk.base.as_ref());
         }
         closed
     }

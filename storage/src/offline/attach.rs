@@ -51,8 +51,13 @@ impl OpenBase {
         log_dir: &Path,
         in_log: bool,
     ) -> Result<Self> {
+        refuse_other_log(&options.path, log_dir)?;
+        Self::open_as_is(options, access, in_log)
+    }
+
+    /// As [`open`](Self::open), whichever log the image names.
+    pub(crate) fn open_as_is(options: &DiskOptions, access: Access, in_log: bool) -> Result<Self> {
         let path = &options.path;
-        refuse_other_log(path, log_dir)?;
         let file = open_base(path, access, in_log)?;
         let identity = Identity::of(file.as_ref(), path)?;
         let size = disk_len(file.as_ref(), path);

@@ -206,7 +206,7 @@ fn knows(log_dir: &Path, path: &Path) -> Result<bool> {
     let Some(control) = find_control(log_dir, Access::LogRead)? else {
         return Ok(false);
     };
-    let base = OpenBase::open(&DiskOptions::new(path), Access::Read, log_dir, true)?;
+    let base = OpenBase::open_as_is(&DiskOptions::new(path), Access::Read, true)?;
     Ok(is_known(&base, &control))
 }
 

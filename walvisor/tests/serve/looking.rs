@@ -45,20 +45,18 @@ fn the_error_for_a_disk_in_use_names_its_process_and_the_command_to_ask_it() {
     }
 }
 
-/// The log that these commands look at is not the one that the disk is served with.
+/// Without the disk's log, a command is told which one that is; with it, who has it open.
 #[test]
-fn so_does_the_error_for_a_disk_in_use_with_another_log() {
+fn the_error_for_a_disk_in_use_names_its_log_and_its_process() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    create(dir, "disk.img", "1M");
+    succeeds(&walvisor(dir, "disk create disk.img --size 1M --log other"));
     let daemon = Daemon::start(dir, "--disk path=disk.img,log=other,socket=s");
-    let output = walvisor(dir, "disk info disk.img");
-    let told = format!(
-        "walvisor: disk.img: already open elsewhere, in process {} (walvisor); end that process \
-         first\n",
-        daemon.child.id()
-    );
-    assert_eq!(text(&output.stderr), told);
+    let told = text(&walvisor(dir, "disk info disk.img").stderr);
+    assert!(told.contains("/other, not in disk.img.wal"), "{told}");
+    let told = text(&walvisor(dir, "disk info disk.img --log other").stderr);
+    let process = format!("in process {} (walvisor)", daemon.child.id());
+    assert!(told.contains(&process), "{told}");
     assert_eq!(daemon.stop(), "");
 }
 
