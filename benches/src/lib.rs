@@ -15,6 +15,7 @@
 //!
 //! `walvisor` and `walvisor-guest-images` run in processes of their own: `programs.rs` finds these programs.
 
+mod blocks;
 pub mod cli;
 mod commit;
 mod console;
@@ -24,12 +25,14 @@ mod drbd;
 mod guests;
 mod linux;
 mod load;
+mod matrix;
 mod notify;
 mod output;
-mod peer;
 mod peers;
+mod place;
 mod programs;
 pub mod report;
+mod sample;
 mod session;
 mod store;
 mod sustained;
