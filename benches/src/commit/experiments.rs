@@ -371,11 +371,12 @@ pub fn wait(quick: bool) -> Matrix<CommitPlan> {
     ];
     for &wait in waits {
         for &count in counts.iter().chain(&[TOO_MANY]) {
+            let name = format!("{wait} us for {count}");
             let wait = CommitWait {
                 longest: Some(Duration::from_micros(wait)),
                 count: Some(count),
             };
-            sides.push((format!("{wait:?}"), waiting(wait)));
+            sides.push((name, waiting(wait)));
         }
     }
     let mut matrix = Matrix::default();

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use walvisor::commands::CommandError;
 
 use crate::matrix::Matrix;
-use crate::output::Output;
+use crate::output::{Output, chosen};
 use crate::report::Section;
 use crate::store::commit::{CommitPlan, measure};
 
@@ -89,11 +89,9 @@ impl Experiment {
 pub fn run(arguments: &CommitArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
     let slower = Duration::from_micros(arguments.sync_latency_us.into());
-    let wanted =
-        |experiment: &&Experiment| arguments.only.is_empty() || arguments.only.contains(experiment);
     let mut planned = Vec::new();
     let mut expected = Duration::ZERO;
-    for &experiment in Experiment::value_variants().iter().filter(wanted) {
+    for experiment in chosen(&arguments.only) {
         let mut matrix = experiment.matrix(output.quick);
         for side in matrix.rows.iter_mut().flat_map(|row| &mut row.sides) {
             side.plan.medium.sync_latency += slower;

@@ -18,7 +18,7 @@ use clap::Args;
 use walvisor::commands::CommandError;
 
 use crate::matrix::Matrix;
-use crate::output::Output;
+use crate::output::{Output, chosen};
 use crate::session::Session;
 use job::{DatabaseJob, DatabasePart};
 use site::DatabaseSite;
@@ -52,13 +52,12 @@ pub fn run(arguments: &DatabaseArguments) -> Result<(), CommandError> {
         (chosen, _) => chosen,
     };
     let stage = |guests: usize, parts: &[DatabasePart]| {
-        let wanted =
-            |part: &&DatabasePart| arguments.only.is_empty() || arguments.only.contains(part);
-        let parts = parts.iter().filter(wanted);
+        let wanted = chosen(&arguments.only).into_iter();
+        let wanted = wanted.filter(|part| parts.contains(part));
         Stage {
             guests,
-            parts: parts
-                .map(|&part| (part, part.matrix(output.quick, clients)))
+            parts: wanted
+                .map(|part| (part, part.matrix(output.quick, clients)))
                 .collect(),
         }
     };

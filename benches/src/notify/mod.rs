@@ -22,7 +22,7 @@ use walvisor_vmm::probe::{self, Ring0};
 use crate::linux::{Kernels, LinuxPlan};
 use crate::load::loops::LoadJob;
 use crate::matrix::Matrix;
-use crate::output::Output;
+use crate::output::{Output, chosen};
 use crate::place::Place;
 use crate::sample::{Point, Sample, check_caches};
 use doors::Doors;
@@ -268,13 +268,6 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     }
     let title = "What a notification costs, and what a flush costs, on each path";
     output.write(title, session, sections)
-}
-
-/// All values, or only those that the user asked for.
-fn chosen<T: ValueEnum + Copy + PartialEq>(only: &[T]) -> Vec<T> {
-    let all = T::value_variants().iter().copied();
-    all.filter(|value| only.is_empty() || only.contains(value))
-        .collect()
 }
 
 /// Whether QEMU emulates this machine, which makes its times meaningless too.

@@ -21,7 +21,7 @@ use walvisor::commands::CommandError;
 
 use crate::load::loops::LoadJob;
 use crate::matrix::{Matrix, Row, Side};
-use crate::output::Output;
+use crate::output::{Output, chosen};
 use crate::place::Place;
 use crate::report::plot::{Plot, PlotKind};
 use crate::report::{Cell, Preference, Section, Spread};
@@ -200,8 +200,7 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
     let quick = output.quick;
     let turn = Duration::from_secs(if quick { 1 } else { 2 });
-    let wanted = |door: &&PeerDoor| arguments.only.is_empty() || arguments.only.contains(door);
-    let schedule = |&door: &PeerDoor| {
+    let schedule = |door: PeerDoor| {
         let mut jobs = door.jobs().to_vec();
         if quick && matches!(door, PeerDoor::Qemu | PeerDoor::Tcmu) {
             jobs.truncate(2);
@@ -215,7 +214,7 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
             quick,
         }
     };
-    let doors = PeerDoor::value_variants().iter().filter(wanted);
+    let doors = chosen(&arguments.only).into_iter();
     let schedules: Vec<Schedule> = doors.map(schedule).collect();
     let session = output.start(schedules.iter().map(Schedule::expected).sum())?;
     let place = Place::new(&output.dir)?;

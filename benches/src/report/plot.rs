@@ -126,7 +126,7 @@ const SMALL: i32 = 14;
 const SIGN: i32 = 30;
 const BEHIND: i32 = 16;
 /// Pixels: the part with axes, a bar, and the gap below the bars of a label.
-const HEIGHT: i32 = 340;
+const HEIGHT: i32 = 360;
 const BAR: i32 = 18;
 const GAP: i32 = 10;
 /// Number of colours.
@@ -310,7 +310,8 @@ impl Drawing {
         );
         let points = series.iter().flat_map(|line| line.visible(x, y));
         let points: Vec<(f64, f64)> = points.collect();
-        let (top, left, right) = (self.top + 4, 80, WIDTH - MARGIN);
+        // The name of the vertical axis is above it.
+        let (top, left, right) = (self.top + 2 * line_height(SMALL), 80, WIDTH - MARGIN);
         self.top += HEIGHT;
         let bottom = self.top - 52;
         if points.is_empty() {
@@ -337,7 +338,8 @@ impl Drawing {
         self.line("muted", &[(left, top), (left, bottom), (right, bottom)]);
         let middle = i32::midpoint(left, right);
         self.text(&x.label, (middle, bottom + 38), "ink", "middle");
-        self.text(&y.label, (left + 6, top + 10), "ink", "start");
+        let above = top - line_height(SMALL);
+        self.text(&y.label, (MARGIN, above), "ink", "start");
         for (at, line) in series.iter().enumerate() {
             let points = line.visible(x, y).into_iter();
             let points = points.map(|(at, value)| (across.place(at), up.place(value)));

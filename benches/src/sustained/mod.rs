@@ -22,7 +22,7 @@ use walvisor::size::parse_size;
 use walvisor_storage::StoreOptions;
 
 use crate::matrix::{self, Matrix, Row};
-use crate::output::Output;
+use crate::output::{Output, chosen};
 use crate::programs::find;
 use crate::report::plot::{Axis, Plot, Series};
 use crate::report::{Cell, Preference, Section};
@@ -78,18 +78,17 @@ fn disk_bytes(text: &str) -> Result<u64, String> {
 
 impl SustainedArguments {
     fn jobs(&self) -> Vec<Job> {
-        let all = Job::value_variants().iter().copied();
-        let most = if self.output.quick { 2 } else { 4 };
+        let mut jobs = chosen(&self.only);
         if self.only.is_empty() {
-            all.enumerate()
-                .filter(|&(at, job)| {
-                    at < most || (self.mix && job == Job::Mix) || (self.price && job.shows_price())
-                })
-                .map(|(_, job)| job)
-                .collect()
-        } else {
-            all.filter(|job| self.only.contains(job)).collect()
+            let most = if self.output.quick { 2 } else { 4 };
+            let first = jobs[..most].to_vec();
+            jobs.retain(|job| {
+                first.contains(job)
+                    || (self.mix && *job == Job::Mix)
+                    || (self.price && job.shows_price())
+            });
         }
+        jobs
     }
 
     fn media(&self) -> Vec<Medium> {
@@ -180,8 +179,9 @@ impl Run {
     fn matrix(&self) -> Matrix<Work> {
         let mut matrix = Matrix::default();
         for &job in &self.jobs {
-            let wanted = |server: &Server| self.sides.is_empty() || self.sides.contains(server);
-            let mut sides = job.sides().filter(wanted).peekable();
+            let wanted = chosen(&self.sides);
+            let sides = job.sides().filter(|server| wanted.contains(server));
+            let mut sides = sides.peekable();
             if sides.peek().is_some() {
                 let sides = sides.map(|server| (server.title(), (server, job)));
                 matrix.add(job.plan().title, sides);
