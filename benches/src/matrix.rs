@@ -20,11 +20,9 @@ use crate::session::Session;
 pub struct Turn(pub Value);
 
 impl Turn {
-    /// The figure with this key; a key with dots leads into objects. `None` if it was not measured.
+    /// The figure with this key. `None` if it was not measured.
     pub fn get(&self, key: &str) -> Option<f64> {
-        key.split('.')
-            .try_fold(&self.0, |at, key| at.get(key))?
-            .as_f64()
+        self.0.get(key)?.as_f64()
     }
 
     /// The list with this key.
