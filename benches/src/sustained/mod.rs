@@ -152,7 +152,10 @@ pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
     }
     let title = "The disk for minutes: rates of seconds, longest waits, time to close";
     let interrupted = session.interrupted();
-    output.write(title, session, sections)?;
+    let measured = |section: &Section| !section.table.rows.is_empty();
+    if failed.is_none() || interrupted || sections.iter().any(measured) {
+        output.write(title, session, sections)?;
+    }
     // Ctrl-C also ends the daemons on the terminal.
     failed.filter(|_| !interrupted).map_or(Ok(()), Err)
 }
