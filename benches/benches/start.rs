@@ -9,8 +9,7 @@ use std::path::Path;
 use std::process::{Command, ExitCode, Stdio};
 
 use rustix::time::{ClockId, clock_gettime};
-use serde_json::{Value, json};
-use walvisor_benches::report::Spread;
+use walvisor_benches::report::{Cell, Section};
 use walvisor_benches::tiny_guest;
 use walvisor_guest_images::{Metrics, walvisor_binary};
 
@@ -18,7 +17,17 @@ const RUNS: usize = 20;
 
 fn main() -> ExitCode {
     match measure_all() {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(section) if std::env::args().any(|argument| argument == "--json") => {
+            println!(
+                "{}",
+                serde_json::to_string_pretty(&section).unwrap_or_default()
+            );
+            ExitCode::SUCCESS
+        }
+        Ok(section) => {
+            println!("{}\n\n{}", section.title, section.table);
+            ExitCode::SUCCESS
+        }
         Err(error) => {
             eprintln!("start: {error}");
             ExitCode::FAILURE
@@ -26,8 +35,7 @@ fn main() -> ExitCode {
     }
 }
 
-fn measure_all() -> Result<(), Box<dyn Error>> {
-    let as_json = std::env::args().any(|argument| argument == "--json");
+fn measure_all() -> Result<Section, Box<dyn Error>> {
     let walvisor = walvisor_binary("release")?;
     let directory = tempfile::tempdir()?;
     let kernel = directory.path().join("kernel.elf");
@@ -41,67 +49,62 @@ fn measure_all() -> Result<(), Box<dyn Error>> {
     if !created.status.success() {
         return Err(String::from_utf8_lossy(&created.stderr).into());
     }
-
-    let mut report = Vec::new();
+    let mut section = Section::new(
+        "start",
+        &format!("Starting a guest: median of {RUNS} runs (lowest to highest)"),
+        &[],
+        &[
+            ("disk", "disk"),
+            (
+                "spawn_to_first_instruction_us",
+                "spawn to first instruction, us",
+            ),
+            (
+                "main_to_first_instruction_us",
+                "main to first instruction, us",
+            ),
+            ("vmm_resident_bytes", "VMM's resident bytes"),
+            ("vmm_own_bytes", "its own bytes"),
+        ],
+    );
     for transport in ["none", "mmio", "pci"] {
-        let mut samples = Vec::new();
+        let mut samples: [Vec<f64>; 4] = Default::default();
         for _ in 0..RUNS {
-            samples.push(start_once(
-                &walvisor,
-                &kernel,
-                &disk,
-                transport,
-                directory.path(),
-            )?);
+            let sample = start_once(&walvisor, &kernel, &disk, transport, directory.path())?;
+            for (samples, figure) in samples.iter_mut().zip(sample) {
+                samples.push(figure);
+            }
         }
-        report.push((transport, samples));
+        let figures = samples.iter().map(|samples| Cell::of(samples, 0));
+        let row = std::iter::once(Cell::text(transport)).chain(figures);
+        section.table.rows.push(row.collect());
     }
-    if as_json {
-        println!("{}", serde_json::to_string_pretty(&to_json(&report))?);
-    } else {
-        print_table(&report);
-    }
-    Ok(())
+    Ok(section)
 }
 
-struct Sample {
-    spawn_to_first_instruction_us: f64,
-    main_to_first_instruction_us: f64,
-    vmm_resident_bytes: f64,
-    vmm_own_bytes: f64,
-}
-
-/// Runs the guest once. Fails if the guest does not start, or does not end with status 0.
+/// Runs the guest once, and returns the figures of the columns. Fails if the guest does not start, or does not end with
+/// status 0.
 fn start_once(
     walvisor: &Path,
     kernel: &Path,
     disk: &Path,
     transport: &str,
     directory: &Path,
-) -> Result<Sample, Box<dyn Error>> {
+) -> Result<[f64; 4], Box<dyn Error>> {
     let metrics_file = directory.join("metrics");
     let mut command = Command::new(walvisor);
-    command
-        .args(["run", "--memory", "128M", "--kernel"])
-        .arg(kernel);
-    command
-        .arg("--metrics")
-        .arg(&metrics_file)
-        .stdin(Stdio::null());
+    command.args(["run", "--memory", "128M", "--kernel"]);
+    command.arg(kernel).arg("--metrics").arg(&metrics_file);
+    command.stdin(Stdio::null());
     if transport != "none" {
-        command
-            .arg("--disk")
-            .arg(format!("path={},transport={transport}", disk.display()));
+        let spec = format!("path={},transport={transport}", disk.display());
+        command.arg("--disk").arg(spec);
     }
     let spawned = clock_gettime(ClockId::Monotonic);
     let output = command.output()?;
     if !output.status.success() {
-        return Err(format!(
-            "{}: {}",
-            output.status,
-            String::from_utf8_lossy(&output.stderr)
-        )
-        .into());
+        let errors = String::from_utf8_lossy(&output.stderr);
+        return Err(format!("{}: {errors}", output.status).into());
     }
     let metrics = Metrics::parse(&std::fs::read_to_string(&metrics_file)?);
     let value = |name: &str| {
@@ -110,66 +113,10 @@ fn start_once(
             .ok_or(format!("no {name} in the metrics"))
     };
     let spawned_us = spawned.tv_sec as f64 * 1e6 + spawned.tv_nsec as f64 / 1e3;
-    Ok(Sample {
-        spawn_to_first_instruction_us: value("walvisor_first_instruction_monotonic_us")?
-            - spawned_us,
-        main_to_first_instruction_us: value("walvisor_start_to_first_instruction_us")?,
-        vmm_resident_bytes: value("walvisor_vmm_resident_bytes")?,
-        vmm_own_bytes: value("walvisor_vmm_own_bytes")?,
-    })
-}
-
-type Field = fn(&Sample) -> f64;
-
-const FIELDS: [(&str, Field); 4] = [
-    ("spawn_to_first_instruction_us", |sample| {
-        sample.spawn_to_first_instruction_us
-    }),
-    ("main_to_first_instruction_us", |sample| {
-        sample.main_to_first_instruction_us
-    }),
-    ("vmm_resident_bytes", |sample| sample.vmm_resident_bytes),
-    ("vmm_own_bytes", |sample| sample.vmm_own_bytes),
-];
-
-fn spread(samples: &[Sample], field: Field) -> Option<Spread> {
-    Spread::of(&samples.iter().map(field).collect::<Vec<_>>())
-}
-
-fn print_table(report: &[(&str, Vec<Sample>)]) {
-    println!(
-        "{:<9} {:<31} {:>10} {:>10} {:>10}",
-        "disk",
-        format!("of {RUNS} runs"),
-        "min",
-        "median",
-        "max"
-    );
-    for (transport, samples) in report {
-        for (name, field) in FIELDS {
-            if let Some(Spread { median, low, high }) = spread(samples, field) {
-                println!("{transport:<9} {name:<31} {low:>10.0} {median:>10.0} {high:>10.0}");
-            }
-        }
-    }
-}
-
-fn to_json(report: &[(&str, Vec<Sample>)]) -> Value {
-    let of_one = |samples: &Vec<Sample>| {
-        FIELDS
-            .iter()
-            .filter_map(|(name, field)| {
-                let Spread { median, low, high } = spread(samples, *field)?;
-                Some((
-                    (*name).to_owned(),
-                    json!({ "min": low, "median": median, "max": high }),
-                ))
-            })
-            .collect::<serde_json::Map<_, _>>()
-    };
-    let disks: serde_json::Map<_, _> = report
-        .iter()
-        .map(|(transport, samples)| ((*transport).to_owned(), Value::Object(of_one(samples))))
-        .collect();
-    json!({ "runs": RUNS, "disk": disks })
+    Ok([
+        value("walvisor_first_instruction_monotonic_us")? - spawned_us,
+        value("walvisor_start_to_first_instruction_us")?,
+        value("walvisor_vmm_resident_bytes")?,
+        value("walvisor_vmm_own_bytes")?,
+    ])
 }

@@ -1,4 +1,4 @@
-# fio on each of DISKS (name=device), in turns: JOBS (name:fio's rw:iodepth:fsync), ROUNDS rounds, TURN seconds each.
+# fio on each of DISKS (number=device), in turns: JOBS (number:fio's rw:iodepth:fsync), ROUNDS rounds, TURN seconds each.
 for disk in $DISKS; do echo "guest: cache ${disk%=*} $(cat "/sys/block/${disk#*=}/queue/write_cache")"; done
 for round in $(seq "$ROUNDS"); do
     for job in $JOBS; do

@@ -28,4 +28,4 @@ until runner=$(ls /sys/block | grep '^sd'); do sleep 0.2; done
 until [ -s served ]; do sleep 0.2; done
 walvisor=$(sed -n 's|.* at /dev/\(sd[a-z]*\) .*|\1|p' served)
 for disk in $runner $walvisor; do dd if=/dev/zero of=/dev/$disk bs=1M count=64 oflag=direct 2>/dev/null; done
-DISKS="walvisor=$walvisor tcmu-runner=$runner"
+DISKS="0=$walvisor 1=$runner"

@@ -1,26 +1,29 @@
-//! `walvisor serve` as a child of this process.
+//! Daemons that serve disks, as children of this process: `walvisor serve`, and those of the peers.
 
 use std::io::{BufRead, BufReader};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use walvisor::commands::CommandError;
-use walvisor::control_socket::{self, Format};
+use walvisor::control_socket::{ControlCommand, Format, ask};
 use walvisor::processor_time;
 use walvisor_guest_images::leash;
 
-use crate::load::point::{BackendKind, DISK_BYTES};
 use crate::programs;
+
+/// No peer takes this long to start or to end.
+const PEER_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// A daemon with some disks. Dropping this sends SIGTERM to the daemon, and waits until it ends.
 pub struct Daemon {
     child: Child,
-    control: PathBuf,
+    /// The control socket; peers have none.
+    control: Option<PathBuf>,
 }
 
 impl Daemon {
@@ -51,7 +54,10 @@ impl Daemon {
             .spawn()
             .map_err(|error| failed(&error.to_string()))?;
         let stdout = child.stdout.take();
-        let daemon = Self { child, control };
+        let daemon = Self {
+            child,
+            control: Some(control),
+        };
         let lines = stdout
             .into_iter()
             .flat_map(|stdout| BufReader::new(stdout).lines());
@@ -59,6 +65,59 @@ impl Daemon {
             return Err(failed("it ended at once"));
         }
         Ok(daemon)
+    }
+
+    /// Starts the daemon of a peer in `images`, and waits until there is a socket at each of `sockets`.
+    ///
+    /// # Errors
+    /// If the daemon does not start, or ends before it serves.
+    pub fn peer(
+        command: &mut Command,
+        images: &Path,
+        sockets: &[PathBuf],
+    ) -> Result<Self, CommandError> {
+        let name = command.get_program().to_string_lossy().into_owned();
+        let failed = |why: String| CommandError::Failed(format!("{name}: {why}"));
+        let child = leash(command)
+            .current_dir(images)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .spawn()
+            .map_err(|error| failed(error.to_string()))?;
+        let mut peer = Self {
+            child,
+            control: None,
+        };
+        let began = Instant::now();
+        while !sockets.iter().all(|socket| socket.exists()) {
+            if let Ok(Some(status)) = peer.child.try_wait() {
+                return Err(failed(format!("it ended ({status}) before it served")));
+            }
+            if began.elapsed() > PEER_TIMEOUT {
+                return Err(failed(format!("it does not serve after {PEER_TIMEOUT:?}")));
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        Ok(peer)
+    }
+
+    /// Serves the raw image `image` with qemu-nbd at `socket`, as the export `disk`.
+    ///
+    /// # Errors
+    /// As for [`Self::peer`].
+    pub fn qemu_nbd(
+        images: &Path,
+        image: &str,
+        socket: &Path,
+        cache: &str,
+    ) -> Result<Self, CommandError> {
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--format=raw", "--aio=io_uring", "--discard=unmap"]);
+        command.args(["--shared=64", "--persistent", "--export-name=disk"]);
+        command.arg(format!("--cache={cache}"));
+        command.arg(format!("--socket={}", socket.display()));
+        command.arg(image);
+        Self::peer(&mut command, images, &[socket.to_owned()])
     }
 
     /// Stops the daemon until the returned value is dropped.
@@ -71,17 +130,10 @@ impl Daemon {
         &mut self.child
     }
 
-    /// Copies its logs to the images, so that a job does not pay for the one before it.
-    ///
-    /// # Errors
-    /// If the checkpoint fails.
-    pub fn checkpoint(&self) -> Result<(), CommandError> {
-        let asked = control_socket::ControlCommand::Checkpoint {
-            disk: None,
-            give_up_history: false,
-        };
-        let answer = control_socket::ask(&self.control, &asked);
-        answer.map(drop).map_err(CommandError::Failed)
+    /// Kills the daemon, whose disks are no longer needed.
+    pub fn kill(mut self) {
+        // Fails if it has ended, which is fine.
+        let _ = self.child.kill();
     }
 
     /// Processor time that the daemon has used.
@@ -89,58 +141,59 @@ impl Daemon {
         processor_time::of_process(self.child.id())
     }
 
-    /// The control socket's statistics of the disk with this name.
+    /// Copies the logs to the images, so that a job does not pay for the one before it. A peer has no log.
+    ///
+    /// # Errors
+    /// If the checkpoint fails.
+    pub fn checkpoint(&self) -> Result<(), CommandError> {
+        let Some(control) = &self.control else {
+            return Ok(());
+        };
+        let checkpoint = ControlCommand::Checkpoint {
+            disk: None,
+            give_up_history: false,
+        };
+        let asked = ask(control, &checkpoint);
+        asked.map(drop).map_err(CommandError::Failed)
+    }
+
+    /// What the control socket says of all disks; of a peer nothing.
+    ///
+    /// # Errors
+    /// If the daemon does not answer.
+    pub fn stats(&self) -> Result<Value, CommandError> {
+        let Some(control) = &self.control else {
+            return Ok(Value::Null);
+        };
+        ask(control, &ControlCommand::Stats(Format::Json)).map_err(CommandError::Failed)
+    }
+
+    /// What it says of the disk with this name.
     ///
     /// # Errors
     /// If the daemon does not answer, or has no such disk.
     pub fn counters(&self, name: &str) -> Result<Value, CommandError> {
-        let asked = control_socket::ControlCommand::Stats(Format::Json);
-        let stats = control_socket::ask(&self.control, &asked).map_err(CommandError::Failed)?;
+        let stats = self.stats()?;
         let mut disks = stats["disks"].as_array().into_iter().flatten();
         let found = disks.find(|disk| disk["name"] == name).cloned();
         found.ok_or_else(|| CommandError::Failed(format!("the daemon has no disk '{name}'")))
     }
-
-    /// The state of this backend's disk.
-    ///
-    /// # Errors
-    /// If the daemon does not answer.
-    pub fn disk(&self, backend: BackendKind) -> Result<DaemonDisk, CommandError> {
-        let disk = self.counters(backend.name())?;
-        Ok(DaemonDisk {
-            syncs: disk["log"]["syncs"].as_u64().unwrap_or(0),
-            writeback: disk["cache"] == "writeback",
-        })
-    }
-}
-
-/// The state of a disk, from the daemon's statistics.
-#[derive(Clone, Copy, Debug)]
-pub struct DaemonDisk {
-    /// Syncs of its log so far.
-    pub syncs: u64,
-    /// Whether its write cache is on.
-    pub writeback: bool,
 }
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        // Nothing to do if the daemon has ended.
-        if let Ok(None) = self.child.try_wait() {
+        let began = Instant::now();
+        // Repeats the signal, because qemu-nbd ignores it while starting.
+        while let Ok(None) = self.child.try_wait() {
             let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
-            let _ = self.child.wait();
+            if self.control.is_some() {
+                let _ = self.child.wait();
+            } else if began.elapsed() > PEER_TIMEOUT {
+                let _ = self.child.kill();
+            }
+            std::thread::sleep(Duration::from_millis(20));
         }
     }
-}
-
-/// The SPEC of a disk that a daemon serves at `socket`: in memory, or the image `image` with its log beside it.
-pub fn spec(backend: BackendKind, image: &str, socket: &Path) -> String {
-    let place = match backend {
-        BackendKind::Ram => format!("backend=ram,size={DISK_BYTES}"),
-        BackendKind::Wal => format!("path={image}"),
-    };
-    let (name, socket) = (backend.name(), socket.display());
-    format!("{place},serial={name},socket={socket}")
 }
 
 /// Keeps a process stopped until this is dropped. A disk may have work left after its turn, such as a checkpoint, which

@@ -1,97 +1,130 @@
 //! Linux guests. `walvisor-guest-images` runs them in a process of its own, which ends with the comparison. This module
 //! reads their consoles.
 
-use std::ffi::OsString;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, Command, Stdio};
+use std::collections::VecDeque;
+use std::io::{BufRead, BufReader, Read};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
+use rustix::process::{Pid, Signal, kill_process};
 use walvisor::commands::CommandError;
 
+use crate::place::failed;
 use crate::programs::{GUEST_IMAGES, guest_images};
 use crate::session::Session;
 
 /// How often to check for an interrupt by the user.
 const CHECK_INTERVAL: Duration = Duration::from_millis(200);
-/// Console lines to show if a guest ends too early.
-const LAST_LINES: usize = 20;
+/// Lines of a console that an error shows, and the most letters of each.
+const LAST_LINES: usize = 30;
+const LINE_LENGTH: usize = 400;
 
-/// Runs `walvisor-guest-images ACTION SCRIPT ARGUMENTS`, with the action `user-mode` or `emulated`. Passes each line of the
-/// guest to `on_line` until the guest or `session` ends. Returns `false` if the user interrupted it.
+/// The command `walvisor-guest-images ACTION`: `run`, `user-mode` or `emulated`.
 ///
 /// # Errors
-/// If the program is missing, or the guest ended before its script did.
+/// If the program is missing.
+pub fn command(action: &str) -> Result<Command, CommandError> {
+    let mut command = Command::new(guest_images()?);
+    command.arg(action);
+    Ok(command)
+}
+
+/// Writes a script into `directory`, and returns its path.
+///
+/// # Errors
+/// If it can't be written.
+pub fn write_script(directory: &Path, name: &str, text: &str) -> Result<PathBuf, CommandError> {
+    let path = directory.join(name);
+    std::fs::write(&path, text).map_err(failed("write the script", &path))?;
+    Ok(path)
+}
+
+/// Runs a guest. Passes each line of its console, and the input that the guest reads, to `on_line` until the guest or
+/// `session` ends.
+///
+/// # Errors
+/// If the guest ended before its script did, or an error of `on_line`.
 pub fn run(
-    action: &str,
-    script: &str,
-    arguments: &[OsString],
+    mut command: Command,
     session: &Session,
-    mut on_line: impl FnMut(&str) -> Result<(), CommandError>,
-) -> Result<bool, CommandError> {
-    let program = guest_images()?;
-    let failed = |error: std::io::Error| {
-        CommandError::Failed(format!("a directory for scripts cannot be made: {error}"))
-    };
-    let mut file = tempfile::NamedTempFile::new().map_err(failed)?;
-    file.write_all(script.as_bytes()).map_err(failed)?;
-    let child = Command::new(&program)
-        .arg(action)
-        .arg(file.path())
-        .args(arguments)
-        .stdin(Stdio::null())
+    mut on_line: impl FnMut(&str, &mut ChildStdin) -> Result<(), CommandError>,
+) -> Result<(), CommandError> {
+    let child = command
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        .spawn();
-    let child = child.map_err(|error| {
-        CommandError::Failed(format!("{} does not start: {error}", program.display()))
-    })?;
+        .spawn()
+        .map_err(|error| CommandError::Failed(format!("{GUEST_IMAGES} does not start: {error}")))?;
     let mut child = TermGuard(child);
     let (sender, lines) = mpsc::channel();
-    let stdout = child.0.stdout.take();
-    let stderr = child.0.stderr.take();
-    let forward = |sender: mpsc::Sender<String>, reader: Box<dyn std::io::Read + Send>| {
-        std::thread::spawn(move || {
-            let lines = BufReader::new(reader).split(b'\n').map_while(Result::ok);
-            for line in lines {
-                let line = String::from_utf8_lossy(&line).trim_end().to_owned();
-                if sender.send(line).is_err() {
-                    return;
-                }
-            }
-        });
+    let (output, errors) = (child.0.stdout.take(), child.0.stderr.take());
+    let (Some(mut input), Some(output), Some(errors)) = (child.0.stdin.take(), output, errors)
+    else {
+        return Err(CommandError::Failed(format!(
+            "{GUEST_IMAGES} has no console"
+        )));
     };
-    if let (Some(stdout), Some(stderr)) = (stdout, stderr) {
-        forward(sender.clone(), Box::new(stdout));
-        forward(sender, Box::new(stderr));
-    }
-    let mut last = std::collections::VecDeque::new();
+    forward(output, sender.clone(), Ok);
+    forward(errors, sender, Err);
+    let (mut last, mut complaint) = (VecDeque::new(), String::new());
     loop {
         match lines.recv_timeout(CHECK_INTERVAL) {
-            Ok(line) => {
-                on_line(&line)?;
-                last.push_back(line);
-                if last.len() > LAST_LINES {
+            Ok(Ok(line)) => {
+                on_line(&line, &mut input)?;
+                if last.len() == LAST_LINES {
                     last.pop_front();
                 }
+                if !line.trim().is_empty() {
+                    last.push_back(first_part(line.trim()).to_owned());
+                }
             }
-            Err(RecvTimeoutError::Timeout) if session.interrupted() => return Ok(false),
+            Ok(Err(line)) => {
+                // The program retries after a machine has crashed, and the user should see its note.
+                if line.starts_with("a guest hung") {
+                    eprintln!("{GUEST_IMAGES}: {line}");
+                }
+                complaint = line;
+            }
+            Err(RecvTimeoutError::Timeout) if session.interrupted() => return Ok(()),
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => break,
         }
     }
     let status = child.0.wait().map_err(CommandError::failed)?;
-    if session.interrupted() {
-        return Ok(false);
+    if status.success() || session.interrupted() {
+        return Ok(());
     }
-    if status.success() {
-        return Ok(true);
-    }
-    let last: Vec<String> = last.into();
     Err(CommandError::Failed(format!(
-        "{GUEST_IMAGES} {action} failed ({status}); its last lines: {}",
-        last.join(" / ")
+        "{GUEST_IMAGES} ended with {status}: {}; the guest's last lines: {}",
+        first_part(&complaint),
+        Vec::from(last).join(" | ")
     )))
+}
+
+/// A line of the program's standard output, or of its standard error.
+type OutputLine = Result<String, String>;
+
+/// Sends the lines of `from` to `to`, in a thread of its own. `kind` marks which stream they come from.
+fn forward(
+    from: impl Read + Send + 'static,
+    to: mpsc::Sender<OutputLine>,
+    kind: impl Fn(String) -> OutputLine + Send + 'static,
+) {
+    std::thread::spawn(move || {
+        for line in BufReader::new(from).split(b'\n').map_while(Result::ok) {
+            let line = String::from_utf8_lossy(&line).trim_end().to_owned();
+            if to.send(kind(line)).is_err() {
+                return;
+            }
+        }
+    });
+}
+
+/// The part of a line that an error shows.
+fn first_part(line: &str) -> &str {
+    &line[..line.floor_char_boundary(LINE_LENGTH)]
 }
 
 /// A child that gets SIGTERM when this is dropped, upon which it ends its guest and itself.
@@ -99,7 +132,6 @@ struct TermGuard(Child);
 
 impl Drop for TermGuard {
     fn drop(&mut self) {
-        use rustix::process::{Pid, Signal, kill_process};
         if matches!(self.0.try_wait(), Ok(None)) {
             // Fails if the child has ended, which is fine.
             let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);

@@ -10,11 +10,13 @@
 //!                  drbd      the disk on a block device that DRBD copies to a second machine, and a failover
 //!                  store     the store without a guest, compared with a raw file
 //! ```
-//! All but the last produce a [`report::Report`], as tables, as JSON, as a page with plots, or as plots alone. The compared
-//! sides take turns, so that all see the machine in the same states.
+//! All but the last declare a `Matrix` (matrix.rs): rows, the sides that take turns in each, so that all see the machine in the same
+//! states, and the columns of a table. The result is a [`report::Report`], as tables, as JSON, as a page with plots, or as plots
+//! alone. A new comparison is a new plan of a side, what a side does in a turn, and its columns.
 //!
 //! `walvisor` and `walvisor-guest-images` run in processes of their own: `programs.rs` finds these programs.
 
+mod blocks;
 pub mod cli;
 mod commit;
 mod console;
@@ -24,12 +26,14 @@ mod drbd;
 mod guests;
 mod linux;
 mod load;
+mod matrix;
 mod notify;
 mod output;
-mod peer;
 mod peers;
+mod place;
 mod programs;
 pub mod report;
+mod sample;
 mod session;
 mod store;
 mod sustained;

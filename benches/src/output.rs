@@ -1,12 +1,13 @@
 //! The options that all comparisons have: how to measure and to report.
 
-use std::path::{Path, PathBuf};
+use std::fs;
+use std::path::PathBuf;
 use std::time::Duration;
-use std::{fs, io};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use walvisor::commands::CommandError;
 
+use crate::place::failed;
 use crate::report::machine::MachineInfo;
 use crate::report::{Report, Section, page};
 use crate::session::Session;
@@ -89,15 +90,16 @@ impl Output {
         if let Some(directory) = &self.svg {
             for plot in report.sections.iter().flat_map(|section| &section.plots) {
                 let path = directory.join(format!("{}.svg", plot.name));
-                fs::write(&path, plot.svg()?).map_err(failed("write the plot", &path))?;
+                fs::write(&path, plot.draw(false)?).map_err(failed("write the plot", &path))?;
             }
         }
         Ok(())
     }
 }
 
-/// An error that names the file and the failed operation.
-pub fn failed(what: &str, path: &Path) -> impl Fn(io::Error) -> CommandError {
-    let text = format!("{}: cannot {what}", path.display());
-    move |error| CommandError::Failed(format!("{text}: {error}"))
+/// Those of all values that the user asked for: all, if `only` is empty.
+pub fn chosen<T: ValueEnum + Copy + PartialEq>(only: &[T]) -> Vec<T> {
+    let all = T::value_variants().iter().copied();
+    all.filter(|value| only.is_empty() || only.contains(value))
+        .collect()
 }

@@ -1,7 +1,6 @@
-//! Programs that run in processes of their own: finds them, and ends them.
+//! Programs that run in processes of their own: finds them.
 
 use std::path::{Path, PathBuf};
-use std::process::Child;
 
 use walvisor::commands::CommandError;
 
@@ -67,15 +66,4 @@ pub fn require(needs: &[(&str, &str)]) -> Result<(), CommandError> {
             "{program} is missing: apt-get install --no-install-recommends {package}"
         )))
     })
-}
-
-/// A process that is killed when this value is dropped.
-pub struct KillGuard(pub Child);
-
-impl Drop for KillGuard {
-    fn drop(&mut self) {
-        // Fails if the process has ended, which is fine.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
 }

@@ -1,18 +1,18 @@
 //! `walvisor-bench tcmu`: the kernel's SCSI target with a handler in user space, compared with its NBD client on the same
 //! backend.
 
-use std::time::Duration;
-
 use clap::Args;
 
 use walvisor::commands::CommandError;
 
-use crate::linux::{
-    Amount, Kernels, Linux, LinuxMeasurement, LinuxOutcome, LinuxPlace, LinuxPlan, measure,
-};
+use crate::linux::{Amount, Kernels, Linux, LinuxPlace, LinuxPlan};
+use crate::matrix::{self, Matrix};
 use crate::output::Output;
-use crate::report::plot::{Plot, PlotKind};
-use crate::report::{Cell, Preference, Section, Spread};
+use crate::report::plot::Plot;
+use crate::report::{Cell, Section};
+use crate::sample::{Point, Sample, matrix};
+
+type Column = matrix::Column<'static, Point>;
 
 const SCRIPT: &str = include_str!("../scripts/tcmu.sh");
 
@@ -28,40 +28,45 @@ pub struct TcmuArguments {
     output: Output,
 }
 
-fn place(linux: Linux) -> LinuxPlace {
-    match linux {
-        Linux::UserMode => LinuxPlace::UserMode { script: SCRIPT },
-        Linux::Machine => LinuxPlace::Kvm {
-            machine: SCRIPT,
-            guest: "",
-            cpus: 1,
-            limit_s: 1800,
-        },
-    }
-}
-
 fn plan(linux: Linux, output: &Output) -> LinuxPlan {
     let quick = output.quick;
-    let user_mode = linux == Linux::UserMode;
+    let (title, place, rounds, amount) = match linux {
+        Linux::UserMode => (
+            "TCMU and NBD in user-mode Linux",
+            LinuxPlace::UserMode { script: SCRIPT },
+            output.rounds(3, 1),
+            Amount::Seconds(1),
+        ),
+        Linux::Machine => (
+            "TCMU and NBD on a machine with KVM",
+            LinuxPlace::Kvm {
+                machine: SCRIPT,
+                guest: "",
+                cpus: 1,
+                limit_s: 1800,
+            },
+            output.rounds(1, 1),
+            Amount::Requests(if quick { 128 } else { 400 }),
+        ),
+    };
     LinuxPlan {
+        title,
+        place,
         loops: &[(1, 2), (1, 4), (1, 8)],
         jobs: if quick {
             vec!["ram:read", "ram:write"]
         } else {
             vec!["ram:read", "ram:write", "wal:read", "wal:write"]
         },
-        rounds: output.rounds(if user_mode { 3 } else { 1 }, 1) as u32,
+        rounds: rounds as u32,
         block: "64k",
-        amount: if user_mode {
-            Amount::Seconds(1)
-        } else {
-            Amount::Requests(if quick { 128 } else { 400 })
-        },
+        amount,
         schedulers: if quick {
             &["none"]
         } else {
             &["none", "mq-deadline"]
         },
+        paths: 2,
     }
 }
 
@@ -71,46 +76,65 @@ fn plan(linux: Linux, output: &Output) -> LinuxPlan {
 /// If a measurement fails, or a file can't be written.
 pub fn run(arguments: &TcmuArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
-    let chosen = arguments.kernels.chosen(output.quick);
-    let expected = |linux: &Linux| {
-        let plan = plan(*linux, output);
-        let jobs = plan.loops.len() * plan.jobs.len() * plan.schedulers.len() * 2;
-        Duration::from_millis(15_000 + 1_700 * jobs as u64 * u64::from(plan.rounds))
-    };
-    let session = arguments.output.start(chosen.iter().map(expected).sum())?;
-    let mut section = section();
-    for linux in chosen {
-        let expected = expected(linux);
-        let what = match linux {
-            Linux::UserMode => "TCMU and NBD in user-mode Linux",
-            Linux::Machine => "TCMU and NBD on a machine with KVM",
-        };
-        // Measurements before a signal still count, so results are kept outside of the step.
-        let mut outcome = LinuxOutcome::default();
-        session.step(what, expected, || {
-            outcome = measure(
-                place(*linux),
-                &plan(*linux, output),
-                &output.dir,
-                &session,
-                &mut |_| (),
-            )?;
-            outcome.check_caches()
-        })?;
-        section.notes.extend(
-            outcome
-                .missing
-                .iter()
-                .map(|missing| format!("Missing: {missing}.")),
-        );
-        add_rows(&mut section, &outcome.measured);
+    let chosen = arguments.kernels.chosen(output.quick).iter();
+    let plans: Vec<LinuxPlan> = chosen.map(|linux| plan(*linux, output)).collect();
+    let session = output.start(plans.iter().map(LinuxPlan::expected).sum())?;
+    let (mut samples, mut outcomes) = (Vec::new(), Vec::new());
+    for plan in &plans {
+        let mut outcome = plan.measure(&output.dir, &session)?;
+        samples.append(&mut outcome.samples);
+        outcomes.push(outcome);
+    }
+    let mut section = section(samples);
+    for outcome in outcomes {
+        outcome.tell_missing(&mut section);
     }
     let title = "TCMU against NBD: two ways of one kernel to a disk in user space";
-    arguments.output.write(title, session, vec![section])
+    output.write(title, session, vec![section])
 }
 
-fn section() -> Section {
-    Section::new(
+fn section(mut samples: Vec<Sample>) -> Section {
+    for Sample { point, turn, .. } in &mut samples {
+        point.load = point.load.trim_start_matches("fio, ").to_owned();
+        if let (Some(told), Some(woken)) = (
+            turn.get("doorbells_per_request"),
+            turn.get("interrupts_per_request"),
+        ) {
+            turn.0["wakes_per_request"] = (told + woken).into();
+        }
+    }
+    samples.sort_by_cached_key(|sample| {
+        let point = &sample.point;
+        let names = [&point.load, &point.scheduler, &point.backend, &point.job];
+        (names.map(String::clone), point.queues)
+    });
+    let row = |point: &Point| {
+        let Point {
+            load,
+            scheduler,
+            backend,
+            job,
+            queues,
+            ..
+        } = point;
+        format!("{load} {scheduler} {backend} {job}, {queues} threads")
+    };
+    let all = matrix(samples.iter(), row);
+    let source = |figure: fn(&(u32, f64, f64)) -> f64| {
+        move |point: &Point| {
+            let source = SOURCE.iter().find(|source| source.0 == point.queues);
+            source.map_or(Cell::None, |source| Cell::Number(figure(source), 0))
+        }
+    };
+    let requests = |path: &'static str, key, title| {
+        Column::new(key, title, move |row, _| {
+            let side = row.side(path);
+            let requests = side.map_or(0.0, |side| side.of("requests").iter().sum());
+            Cell::Number(requests, 0)
+        })
+    };
+    let syncs = "syncs_per_request";
+    let section = all.wide(
         "tcmu-nbd",
         "2, 4 and 8 fio threads through TCMU and through NBD",
         &[
@@ -122,113 +146,38 @@ fn section() -> Section {
              of an emulated machine, which say nothing; its counts do.",
         ],
         &[
-            ("load", "fio in"),
-            ("scheduler", "scheduler"),
-            ("backend", "backend"),
-            ("job", "job"),
-            ("threads", "threads"),
-            ("tcmu_mb_per_s", "TCMU MB/s"),
-            ("nbd_mb_per_s", "NBD MB/s"),
-            ("tcmu_to_nbd", "TCMU / NBD"),
-            ("source_tcmu_mb_per_s", "source: TCMU"),
-            ("source_nbd_mb_per_s", "NBD"),
-            ("tcmu_requests", "TCMU requests"),
-            ("nbd_requests", "NBD requests"),
-            ("tcmu_wakes_per_request", "wakes / request"),
-            ("tcmu_syncs_per_request", "TCMU syncs / request"),
-            ("nbd_syncs_per_request", "NBD syncs / request"),
+            Column::plan("load", "fio in", |point| Cell::text(&point.load)),
+            Column::plan("scheduler", "scheduler", |point| Cell::text(&point.scheduler)),
+            Column::plan("backend", "backend", |point| Cell::text(&point.backend)),
+            Column::plan("job", "job", |point| Cell::text(&point.job)),
+            Column::plan("threads", "threads", |point| Cell::count(point.queues.into())),
+            Column::of("tcmu", "tcmu_mb_per_s", "TCMU MB/s", "mb_per_s", 0).timed(),
+            Column::of("nbd", "nbd_mb_per_s", "NBD MB/s", "mb_per_s", 0).timed(),
+            Column::ratio("tcmu_to_nbd", "TCMU / NBD", ("tcmu", "nbd"), "mb_per_s").timed(),
+            Column::plan("source_tcmu_mb_per_s", "source: TCMU", source(|source| source.1)),
+            Column::plan("source_nbd_mb_per_s", "NBD", source(|source| source.2)),
+            requests("tcmu", "tcmu_requests", "TCMU requests"),
+            requests("nbd", "nbd_requests", "NBD requests"),
+            Column::of("tcmu", "tcmu_wakes_per_request", "wakes / request", "wakes_per_request", 2),
+            Column::of("tcmu", "tcmu_syncs_per_request", "TCMU syncs / request", syncs, 3),
+            Column::of("nbd", "nbd_syncs_per_request", "NBD syncs / request", syncs, 3),
         ],
-    )
-}
-
-/// The values that identify a row.
-type Key = (String, String, String, String, u32);
-
-fn key(measured: &LinuxMeasurement) -> Key {
-    let sample = &measured.sample;
-    let load = sample.load.trim_start_matches("fio, ").to_owned();
-    (
-        load,
-        measured.scheduler.clone(),
-        sample.backend.clone(),
-        sample.job.clone(),
-        sample.queues,
-    )
-}
-
-/// Adds a row for each key that both paths were measured at, and bars for those rows whose times are meaningful.
-fn add_rows(section: &mut Section, measured: &[LinuxMeasurement]) {
-    let mut keys: Vec<Key> = measured.iter().map(key).collect();
-    keys.sort();
-    keys.dedup();
-    let mut bars = Vec::new();
-    for key_of_row in keys {
-        let of = |path: &'static str| {
-            let key_of_row = &key_of_row;
-            let these =
-                move |one: &&LinuxMeasurement| one.sample.path == path && key(one) == *key_of_row;
-            measured.iter().filter(these)
-        };
-        let figures = |path, figure: fn(&LinuxMeasurement) -> Option<f64>| -> Vec<f64> {
-            of(path).filter_map(figure).collect()
-        };
-        let speed = |path| figures(path, |one| Some(one.sample.mb_per_s));
-        let (tcmu, nbd) = (speed("tcmu"), speed("nbd"));
-        let real = of("tcmu")
-            .chain(of("nbd"))
-            .all(|one| one.sample.seconds_mean_something);
-        let timed = |cell: Cell| if real { cell } else { cell.grey() };
-        let ratio = match (Spread::of(&tcmu), Spread::of(&nbd)) {
-            (Some(tcmu), Some(nbd)) if nbd.median > 0.0 => {
-                Cell::ratio(tcmu.median / nbd.median, Preference::More)
-            }
-            _ => Cell::None,
-        };
-        let (load, scheduler, backend, job, threads) = key_of_row.clone();
-        let source = SOURCE.iter().find(|source| source.0 == threads);
-        let reported =
-            |figure: Option<f64>| figure.map_or(Cell::None, |figure| Cell::Number(figure, 0));
-        let requests = |path| Cell::count(of(path).map(|one| one.sample.requests).sum());
-        let wakes = figures("tcmu", |one| {
-            let sample = &one.sample;
-            Some(sample.doorbells_per_request? + sample.interrupts_per_request?)
-        });
-        let syncs = |path| Cell::of(&figures(path, |one| one.sample.syncs_per_request), 3);
-        if real && scheduler == "none" && backend == "ram" {
-            bars.push((
-                format!("{job}, {threads} threads"),
-                vec![Spread::of(&tcmu), Spread::of(&nbd)],
-            ));
-        }
-        section.table.rows.push(vec![
-            Cell::text(load),
-            Cell::text(scheduler),
-            Cell::text(backend),
-            Cell::text(job),
-            Cell::count(threads.into()),
-            timed(Cell::of(&tcmu, 0)),
-            timed(Cell::of(&nbd, 0)),
-            timed(ratio),
-            reported(source.map(|source| source.1)),
-            reported(source.map(|source| source.2)),
-            requests("tcmu"),
-            requests("nbd"),
-            Cell::of(&wakes, 2),
-            syncs("tcmu"),
-            syncs("nbd"),
-        ]);
+    );
+    let shown = |sample: &&Sample| {
+        let point = &sample.point;
+        !sample.emulated && point.scheduler == "none" && point.backend == "ram"
+    };
+    let shown: Matrix<Point> = matrix(samples.iter().filter(shown), |point| {
+        format!("{}, {} threads", point.job, point.queues)
+    });
+    if !shown.is_measured() {
+        return section;
     }
-    if !bars.is_empty() {
-        section.plots.push(Plot {
-            name: "tcmu-nbd".to_owned(),
-            title: "TCMU and NBD in user-mode Linux, a disk in memory, no scheduler".to_owned(),
-            caption: String::new(),
-            kind: PlotKind::Bars {
-                unit: "MB/s".to_owned(),
-                groups: vec!["TCMU".to_owned(), "NBD".to_owned()],
-                even: None,
-                rows: bars,
-            },
-        });
-    }
+    section.with_plots(vec![Plot::bars(
+        "tcmu-nbd",
+        "TCMU and NBD in user-mode Linux, a disk in memory, no scheduler",
+        "MB/s",
+        &["TCMU", "NBD"],
+        shown.bars(&["tcmu", "nbd"], "mb_per_s"),
+    )])
 }

@@ -1,42 +1,23 @@
 //! `walvisor-bench commit`: its results, its output files, and its end after an interrupt.
 
-use std::process::{Command, Output, Stdio};
+mod support;
+
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
-use serde_json::Value;
+use support::{assert_refused, bench, number, report, rows};
 use walvisor_tests::leash;
 
 /// No cell takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(600);
 
-fn compare(dir: &std::path::Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
-    command.current_dir(dir).arg("commit");
-    command.args(arguments);
-    command
-}
-
-/// Runs the program, and returns its JSON report.
-fn json(dir: &std::path::Path, arguments: &[&str]) -> Value {
-    let output = compare(dir, arguments).arg("--json").output().unwrap();
-    report(&output)
-}
-
-fn report(output: &Output) -> Value {
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}");
-    serde_json::from_slice(&output.stdout).unwrap()
-}
-
-fn number(value: &Value) -> f64 {
-    value.as_f64().or_else(|| value["median"].as_f64()).unwrap()
-}
-
 #[test]
 fn groups_need_fewer_syncs_and_fewer_writes() {
     let dir = tempfile::tempdir().unwrap();
     let arguments = [
+        "commit",
+        "--json",
         "--quick",
         "--only",
         "clients,waiters,wait,disks,mode,medium",
@@ -45,36 +26,31 @@ fn groups_need_fewer_syncs_and_fewer_writes() {
         "--sync-latency-us",
         "2000",
     ];
-    let report = json(dir.path(), &arguments);
-    let section = |key: &str| {
-        let sections = report["sections"].as_array().unwrap();
-        let section = sections.iter().find(|section| section["key"] == key);
-        section.unwrap()["rows"].as_array().unwrap().clone()
-    };
-    for row in section("clients") {
-        assert_eq!(number(&row["off_syncs_per_commit"]), 1.0, "{row}");
-        let on = number(&row["on_syncs_per_commit"]);
-        match number(&row["clients"]) {
+    let report = report(&bench(dir.path(), &arguments).output().unwrap());
+    for row in rows(&report, "clients") {
+        assert_eq!(number(row, "off_syncs_per_commit"), 1.0, "{row}");
+        let on = number(row, "on_syncs_per_commit");
+        match number(row, "clients") {
             1.0 => assert_eq!(on, 1.0, "{row}"),
             clients => assert!(on < 6.0 / clients, "{row}"),
         }
     }
-    for row in section("waiters") {
+    for row in rows(&report, "waiters") {
         // An earlier group may already have written a waiter's record, which then needs no write of its own.
-        assert!(number(&row["write_each_writes_per_commit"]) > 0.9, "{row}");
-        assert!(number(&row["one_write_writes_per_commit"]) < 0.2, "{row}");
+        assert!(number(row, "write_each_writes_per_commit") > 0.9, "{row}");
+        assert!(number(row, "one_write_writes_per_commit") < 0.2, "{row}");
     }
-    let medium = &section("medium")[0];
+    let medium = &rows(&report, "medium")[0];
     assert!(
-        number(&medium["write_each_operations_per_commit"]) > 1.0,
+        number(medium, "write_each_operations_per_commit") > 1.0,
         "{medium}"
     );
     assert!(
-        number(&medium["one_write_operations_per_commit"]) < 0.7,
+        number(medium, "one_write_operations_per_commit") < 0.7,
         "{medium}"
     );
     for key in ["wait", "disks", "mode"] {
-        assert!(!section(key).is_empty());
+        assert!(!rows(&report, key).is_empty());
     }
     assert_eq!(report["interrupted"], false);
     assert!(report["machine"]["kernel"].is_string());
@@ -84,8 +60,8 @@ fn groups_need_fewer_syncs_and_fewer_writes() {
 fn a_page_and_plots_are_written_and_need_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let files = ["--html", "page.html", "--svg", "a/plots"];
-    let arguments = [&["--quick", "--only", "mode"][..], &files].concat();
-    let output = compare(dir.path(), &arguments).output().unwrap();
+    let arguments = [&["commit", "--quick", "--only", "mode"][..], &files].concat();
+    let output = bench(dir.path(), &arguments).output().unwrap();
     assert!(output.status.success());
     let text = String::from_utf8(output.stdout).unwrap();
     assert!(text.contains("writethrough: syncs/commit"), "{text}");
@@ -106,8 +82,8 @@ fn a_page_and_plots_are_written_and_need_nothing_else() {
 fn what_was_measured_before_an_interrupt_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     // Without the interrupt this takes minutes.
-    let arguments = ["--only", "medium,latency", "--json"];
-    let mut command = compare(dir.path(), &arguments);
+    let arguments = ["commit", "--only", "medium,latency", "--json"];
+    let mut command = bench(dir.path(), &arguments);
     let child = command.stdout(Stdio::piped()).stderr(Stdio::piped());
     let child = leash(child).spawn().unwrap();
     let pid = Pid::from_child(&child);
@@ -144,12 +120,7 @@ fn what_cannot_be_written_is_told_first() {
         (["--dir", "no"], 1, "no: can't work there"),
         (["--only", "everything"], 2, "invalid value 'everything'"),
     ] {
-        let output = compare(dir.path(), &arguments).output().unwrap();
-        let error = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(status), "{error}");
-        assert!(
-            error.contains(told) && error.lines().count() == 1,
-            "{error}"
-        );
+        let mut command = bench(dir.path(), &["commit"]);
+        assert_refused(command.args(arguments), status, told);
     }
 }

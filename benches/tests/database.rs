@@ -3,7 +3,7 @@
 mod support;
 
 use serde_json::Value;
-use support::{compare, count};
+use support::{compare, number, rows, texts};
 use walvisor_tests::postgresql;
 
 /// Programs that every guest needs, with their packages.
@@ -13,37 +13,18 @@ const NEEDS: [(&str, &str); 3] = [
     ("mkfs.ext4", "e2fsprogs"),
 ];
 
-/// The sections of the report that `walvisor-bench` prints with these arguments.
-fn sections(arguments: &str, needs: &[(&str, &str)]) -> Option<Vec<Vec<Value>>> {
-    let output = compare(arguments, &[&NEEDS, needs].concat())?;
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}");
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let sections = report["sections"].as_array().unwrap().iter();
-    let rows = sections.map(|section| section["rows"].as_array().unwrap().clone());
-    Some(rows.collect())
-}
-
-fn texts<'a>(rows: &'a [Value], key: &str) -> Vec<&'a str> {
-    rows.iter().map(|row| row[key].as_str().unwrap()).collect()
-}
-
-fn median(row: &Value, key: &str) -> f64 {
-    count(&row[key], "median")
-}
-
 /// A sync serves at most one commit of each client, so there are at least `least` for a commit. Only FLUSHes and
 /// checkpoints sync.
 #[track_caller]
 fn assert_counts(row: &Value, least: f64) {
     let (flushes, syncs) = (
-        median(row, "flushes_per_commit"),
-        median(row, "syncs_per_commit"),
+        number(row, "flushes_per_commit"),
+        number(row, "syncs_per_commit"),
     );
     assert!(flushes >= least && syncs >= 0.8 * least, "{row}");
     assert!(flushes - syncs > -0.5, "{row}");
-    assert!(median(row, "writes_per_commit") >= least, "{row}");
-    assert!(median(row, "written_kib_per_commit") > 4.0 * least, "{row}");
+    assert!(number(row, "writes_per_commit") >= least, "{row}");
+    assert!(number(row, "written_kib_per_commit") > 4.0 * least, "{row}");
 }
 
 #[test]
@@ -56,12 +37,11 @@ fn a_commit_of_a_database_is_counted() {
     ];
     needs.extend(postgresql::NEEDS);
     let arguments = "database --clients 2 --only mariadb,postgresql,sqlite";
-    let Some(sections) = sections(arguments, &needs) else {
+    let Some(report) = compare(arguments, &[&NEEDS[..], &needs].concat()) else {
         return;
     };
-    let [mariadb, postgresql, sqlite] = &sections[..] else {
-        panic!("{sections:?}");
-    };
+    let [mariadb, postgresql, sqlite] =
+        ["mariadb", "postgresql", "sqlite"].map(|key| rows(&report, key));
     let disks = ["raw", "wal", "wal, no doublewrite"];
     assert_eq!(texts(mariadb, "disk"), disks);
     let disks = [
@@ -73,30 +53,29 @@ fn a_commit_of_a_database_is_counted() {
     assert_eq!(texts(postgresql, "disk"), disks);
     let journals = [["write-ahead log"; 2], ["rollback journal"; 2]].concat();
     assert_eq!(texts(sqlite, "journal"), journals);
-    for row in sections.iter().flatten() {
+    for row in [mariadb, postgresql, sqlite].into_iter().flatten() {
         assert_counts(row, 0.5);
     }
     // The copy of a page is 8 KiB less its free space.
     let kib: Vec<f64> = postgresql
         .iter()
-        .map(|row| median(row, "written_kib_per_commit"))
+        .map(|row| number(row, "written_kib_per_commit"))
         .collect();
     assert!(kib[0] > kib[1] + 4.0 && kib[2] > kib[3] + 4.0, "{kib:?}");
 }
 
 #[test]
 fn guests_on_one_log_count_its_syncs_once() {
-    let Some(sections) = sections("database --only guests", &postgresql::NEEDS) else {
+    let needs = [&NEEDS[..], &postgresql::NEEDS].concat();
+    let Some(report) = compare("database --only guests", &needs) else {
         return;
     };
-    let [rows] = &sections[..] else {
-        panic!("{sections:?}");
-    };
+    let rows = rows(&report, "guests");
     let disks = ["4 raw", "one log", "one log, no full-page writes"];
     assert_eq!(texts(rows, "disks"), disks);
     for row in rows {
         assert_eq!(
-            (count(row, "guests"), count(row, "clients_each")),
+            (number(row, "guests"), number(row, "clients_each")),
             (4.0, 4.0)
         );
         // Four clients of a guest may share a FLUSH, and all clients of all guests a sync of the log.
@@ -104,7 +83,7 @@ fn guests_on_one_log_count_its_syncs_once() {
     }
     let raw = &rows[0];
     assert_eq!(
-        median(raw, "syncs_per_commit"),
-        median(raw, "flushes_per_commit")
+        number(raw, "syncs_per_commit"),
+        number(raw, "flushes_per_commit")
     );
 }

@@ -4,10 +4,9 @@
 mod support;
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 
-use serde_json::Value;
-use support::{compare, count};
+use support::{assert_refused, bench, compare, number, rows};
 use walvisor_tests::leash;
 
 const NEEDS: [(&str, &str); 6] = [
@@ -19,23 +18,15 @@ const NEEDS: [(&str, &str); 6] = [
     ("tc", "iproute2"),
 ];
 
-/// The rows of the only section.
-fn rows(output: &Output) -> Vec<Value> {
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}");
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    report["sections"][0]["rows"].as_array().unwrap().clone()
-}
-
 #[test]
 fn a_round_trip_limits_commits_and_groups_share_it() {
-    let Some(output) = compare("drbd --only matrix", &NEEDS) else {
+    let Some(report) = compare("drbd --only matrix", &NEEDS) else {
         return;
     };
-    let rows = rows(&output);
+    let rows = rows(&report, "drbd");
     let links = rows
         .iter()
-        .map(|row| (row["link"].as_str().unwrap(), count(row, "clients")));
+        .map(|row| (row["link"].as_str().unwrap(), number(row, "clients")));
     let expected = [
         ("RTT 4 ms", 1.0),
         ("RTT 4 ms", 8.0),
@@ -43,8 +34,8 @@ fn a_round_trip_limits_commits_and_groups_share_it() {
         ("RTT 20 ms", 8.0),
     ];
     assert_eq!(links.collect::<Vec<_>>(), expected);
-    for row in &rows {
-        let median = |key: &str| count(&row[key], "median");
+    for row in rows {
+        let median = |key: &str| number(row, key);
         let round_trip = match row["link"].as_str() {
             Some("RTT 4 ms") => 4.0,
             _ => 20.0,
@@ -59,7 +50,7 @@ fn a_round_trip_limits_commits_and_groups_share_it() {
         let ceiling = 1000.0 / round_trip;
         // Rates have one decimal.
         assert!(median("off_commits_per_s") <= ceiling + 0.1, "{row}");
-        match count(row, "clients") {
+        match number(row, "clients") {
             1.0 => {
                 assert_eq!(median("on_syncs_per_commit"), 1.0, "{row}");
                 assert!(median("on_commits_per_s") <= ceiling + 0.1, "{row}");
@@ -75,32 +66,32 @@ fn a_round_trip_limits_commits_and_groups_share_it() {
 
 #[test]
 fn a_failover_loses_no_acknowledged_flush() {
-    let Some(output) = compare("drbd --only failover", &NEEDS) else {
+    let Some(report) = compare("drbd --only failover", &NEEDS) else {
         return;
     };
-    let rows = rows(&output);
-    let [synchronous, control] = &rows[..] else {
+    let rows = rows(&report, "drbd-failover");
+    let [synchronous, control] = rows else {
         panic!("{rows:?}");
     };
     for row in [synchronous, control] {
-        assert_eq!(count(row, "kills"), 1.0, "{row}");
-        let judged = count(row, "present") + count(row, "lost");
-        assert_eq!(count(row, "acknowledged"), judged, "{row}");
+        assert_eq!(number(row, "kills"), 1.0, "{row}");
+        let judged = number(row, "present") + number(row, "lost");
+        assert_eq!(number(row, "acknowledged"), judged, "{row}");
         assert!(judged >= 400.0, "{row}");
     }
     assert_eq!(synchronous["protocol"], "C");
-    assert_eq!(count(synchronous, "lost"), 0.0, "{synchronous}");
+    assert_eq!(number(synchronous, "lost"), 0.0, "{synchronous}");
     // The primary did not wait for the other machine, so the same judge must find commits missing.
-    assert!(count(control, "lost") > 0.0, "{control}");
+    assert!(number(control, "lost") > 0.0, "{control}");
 }
 
 #[test]
 fn the_judge_of_a_failover_finds_all_commits_and_sees_damage() {
     let dir = tempfile::tempdir().unwrap();
-    let bench = |action: &str| {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
-        command.args(["store", action, "--clients", "3", "--dir"]);
-        command.arg(dir.path()).stdout(Stdio::piped());
+    let bench = |action: &str| -> Command {
+        let arguments = ["store", action, "--clients", "3", "--dir", "."];
+        let mut command = bench(dir.path(), &arguments);
+        command.stdout(Stdio::piped());
         command
     };
     let mut load = leash(&mut bench("acknowledge")).spawn().unwrap();
@@ -160,16 +151,8 @@ fn what_cannot_be_done_is_told_and_no_table_printed() {
             " is missing: apt-get install ",
         ),
     ] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
-        command.arg("drbd").args(arguments);
+        let mut command = bench(std::env::temp_dir().as_path(), &["drbd"]);
         path.map(|path| command.env("PATH", path));
-        let output = command.output().unwrap();
-        let error = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(status), "{error}");
-        assert!(
-            error.contains(told) && error.lines().count() == 1,
-            "{error}"
-        );
-        assert!(output.stdout.is_empty());
+        assert_refused(command.args(arguments), status, told);
     }
 }

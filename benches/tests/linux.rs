@@ -2,8 +2,7 @@
 
 mod support;
 
-use serde_json::Value;
-use support::{compare, count};
+use support::{compare, number, rows, texts};
 use walvisor_guest_images::obstacle;
 
 /// The paths of user-mode Linux, and of a machine with KVM, in the order of their turns.
@@ -29,50 +28,33 @@ fn every_path_of_linux_counts_what_it_must() {
         ("nbd-client", "nbd-client"),
     ];
     let arguments = "notify --load linux --linux user-mode,machine";
-    let Some(output) = compare(arguments, &needs) else {
+    // Different write caches would be an error.
+    let Some(report) = compare(arguments, &needs) else {
         return;
     };
-    let errors = String::from_utf8_lossy(&output.stderr);
-    // The errors show how often the emulated machine crashed, if it did.
-    println!("{errors}");
-    // Different write caches would be an error.
-    assert!(output.status.success(), "{errors}");
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let rows = |key: &str| -> Vec<Value> {
-        let sections = report["sections"].as_array().unwrap();
-        let section = sections.iter().find(|section| section["key"] == key);
-        let section = section.unwrap_or_else(|| panic!("no {key}: {report}"));
-        section["rows"].as_array().unwrap().clone()
-    };
     for (kernel, paths) in [("user-mode-linux", &USER_MODE[..]), ("linux", &MACHINE[..])] {
-        let reads = rows(&format!("{kernel}-ram-randread"));
-        let commits = rows(&format!("{kernel}-wal-randwrite-fsync"));
-        for rows in [&reads, &commits] {
-            let told: Vec<&str> = rows
-                .iter()
-                .map(|row| row["path"].as_str().unwrap())
-                .collect();
+        let reads = rows(&report, &format!("{kernel}-ram-randread"));
+        let commits = rows(&report, &format!("{kernel}-wal-randwrite-fsync"));
+        for rows in [reads, commits] {
             // The notes contain the reason for each missing path.
-            let notes = report["sections"].as_array().unwrap().iter();
-            let notes: Vec<&Value> = notes.map(|section| &section["notes"]).collect();
-            assert_eq!(told, paths, "{kernel}: {notes:#?}");
+            assert_eq!(texts(rows, "path"), paths, "{kernel}: {report}");
         }
-        for row in &reads {
+        for row in reads {
             assert!(row["syncs_per_request"].is_null(), "{row}");
         }
-        for row in &commits {
-            let syncs = count(row, "syncs_per_request");
+        for row in commits {
+            let syncs = number(row, "syncs_per_request");
             assert!(syncs > 0.0 && syncs < 2.5, "{row}");
         }
         for row in reads.iter().filter(|row| row["path"] != "nbd") {
             // Four requests are in flight, and a doorbell may announce only one of them.
-            let doorbells = count(row, "doorbells_per_request");
+            let doorbells = number(row, "doorbells_per_request");
             assert!(doorbells > 0.0 && doorbells < 1.6, "{row}");
         }
     }
-    for row in rows("linux-wal-randwrite-fsync") {
+    for row in rows(&report, "linux-wal-randwrite-fsync") {
         let path = row["path"].as_str().unwrap();
-        let of = |key: &str| count(&row, key);
+        let of = |key: &str| number(row, key);
         // Each interrupt of virtio-mmio costs a register write, and so does each doorbell without an ioeventfd.
         let writes = match path {
             "virtio-mmio ioeventfd" => of("interrupts_per_request"),

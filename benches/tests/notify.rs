@@ -1,33 +1,21 @@
 //! `walvisor-bench notify`: the counts on every path that this machine has. The tests check no times.
 
+mod support;
+
 use std::collections::BTreeSet;
-use std::process::Command;
 
 use serde_json::Value;
+use support::{bench, number, report, texts};
 
 /// The report of a quick comparison with these arguments.
 #[track_caller]
 fn compare(arguments: &[&str]) -> Value {
     let directory = tempfile::tempdir().unwrap();
-    let output = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"))
-        .env("WALVISOR", walvisor_tests::binary())
-        .args(["notify", "--quick", "--json", "--dir"])
-        .arg(directory.path())
-        .args(arguments)
-        .output()
-        .unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}");
+    let mut command = bench(directory.path(), &["notify", "--quick", "--json"]);
+    let output = command.args(arguments).output().unwrap();
     let left = std::fs::read_dir(directory.path()).unwrap().count();
     assert_eq!(left, 0, "something is left behind");
-    serde_json::from_slice(&output.stdout).unwrap()
-}
-
-/// A figure of a row: the median if there are several rounds.
-fn figure(row: &Value, key: &str) -> f64 {
-    let cell = &row[key];
-    let value = cell.as_f64().or_else(|| cell["median"].as_f64());
-    value.unwrap_or_else(|| panic!("{key}: {row}"))
+    report(&output)
 }
 
 #[test]
@@ -65,10 +53,7 @@ fn every_path_counts_what_it_must_and_no_more() {
     for section in sections {
         let key = section["key"].as_str().unwrap();
         let rows = section["rows"].as_array().unwrap();
-        let told: BTreeSet<&str> = rows
-            .iter()
-            .map(|row| row["path"].as_str().unwrap())
-            .collect();
+        let told: BTreeSet<&str> = texts(rows, "path").into_iter().collect();
         assert_eq!(told, paths, "{key}");
         for row in rows {
             row_is_sane(key, row);
@@ -78,16 +63,16 @@ fn every_path_counts_what_it_must_and_no_more() {
 
 fn row_is_sane(section: &str, row: &Value) {
     let path = row["path"].as_str().unwrap();
-    assert!(figure(row, "iops") > 0.0, "{section}: {row}");
+    assert!(number(row, "iops") > 0.0, "{section}: {row}");
     assert!(
-        figure(row, "p50_us") <= figure(row, "p999_us"),
+        number(row, "p50_us") <= number(row, "p999_us"),
         "{section}: {row}"
     );
     assert!(
-        figure(row, "vmm_cpu_us_per_request") > 0.0,
+        number(row, "vmm_cpu_us_per_request") > 0.0,
         "{section}: {row}"
     );
-    let syncs = figure(row, "syncs_per_request");
+    let syncs = number(row, "syncs_per_request");
     match section {
         "wal-randwrite-fsync" => assert!(syncs > 0.0 && syncs <= 1.1, "{section}: {row}"),
         "wal-randread" | "wal-randwrite" => {}
@@ -98,8 +83,8 @@ fn row_is_sane(section: &str, row: &Value) {
         return;
     }
     let (doorbells, interrupts) = (
-        figure(row, "doorbells_per_request"),
-        figure(row, "interrupts_per_request"),
+        number(row, "doorbells_per_request"),
+        number(row, "interrupts_per_request"),
     );
     // A request with a FLUSH counts as two. Notifications before the first request may add a little.
     let most = if section.ends_with("fsync") { 2.1 } else { 1.1 };
@@ -110,12 +95,12 @@ fn row_is_sane(section: &str, row: &Value) {
         return;
     }
     let (reads, writes) = (
-        figure(row, "mmio_read_exits_per_request"),
-        figure(row, "mmio_write_exits_per_request"),
+        number(row, "mmio_read_exits_per_request"),
+        number(row, "mmio_write_exits_per_request"),
     );
     // A late interrupt, whose request the driver has already found, makes the driver read the device's status.
     // Allowed are two in a hundred, and two in a turn of 120 ms, which may have had few requests.
-    let few = interrupts * 0.02 + 2.0 / (figure(row, "iops") * 0.12);
+    let few = interrupts * 0.02 + 2.0 / (number(row, "iops") * 0.12);
     match path {
         "virtio-pci ioeventfd" => {
             assert_eq!(writes, 0.0, "{section}: {row}");

@@ -1,19 +1,9 @@
 //! `walvisor-bench peers`: rows for the installed peers and for answers from memory, and a note for each missing peer.
 
-use std::process::Command;
+mod support;
 
-use serde_json::Value;
-use walvisor_tests::{binary, have_all};
-
-fn compare(dir: &std::path::Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
-    command
-        .current_dir(dir)
-        .env("WALVISOR", binary())
-        .args(["peers", "--quick"]);
-    command.args(arguments);
-    command
-}
+use support::{bench, number, report, rows};
+use walvisor_tests::have_all;
 
 #[test]
 fn the_same_job_on_both_sides() {
@@ -27,17 +17,16 @@ fn the_same_job_on_both_sides() {
     }
     let dir = tempfile::tempdir().unwrap();
     let only = [
+        "peers",
+        "--quick",
         "--only",
         "vhost-user,nbd",
         "--job",
         "write + flush, 1",
         "--json",
     ];
-    let output = compare(dir.path(), &only).output().unwrap();
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}");
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let rows = report["sections"][0]["rows"].as_array().unwrap();
+    let report = report(&bench(dir.path(), &only).output().unwrap());
+    let rows = rows(&report, "peers");
     let told: Vec<_> = rows
         .iter()
         .map(|row| {
@@ -59,9 +48,9 @@ fn the_same_job_on_both_sides() {
     assert_eq!(told, expected);
     for row in rows {
         for side in ["walvisor_per_s", "peer_per_s"] {
-            assert!(row[side]["median"].as_f64().unwrap() > 0.0, "{row}");
+            assert!(number(row, side) > 0.0, "{row}");
         }
-        assert!(row["ratio"].as_f64().unwrap() > 0.0, "{row}");
+        assert!(number(row, "ratio") > 0.0, "{row}");
     }
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
 }
@@ -69,7 +58,7 @@ fn the_same_job_on_both_sides() {
 #[test]
 fn a_peer_that_is_not_here_is_told_with_its_package() {
     let dir = tempfile::tempdir().unwrap();
-    let mut command = compare(dir.path(), &[]);
+    let mut command = bench(dir.path(), &["peers", "--quick"]);
     let output = command.env("PATH", dir.path()).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");

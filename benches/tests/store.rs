@@ -1,16 +1,23 @@
 //! `walvisor-bench store`, run like users do, with small numbers.
 
+mod support;
+
 use std::path::Path;
 use std::process::{Command, Output};
 
 use serde_json::Value;
+use support::{assert_refused, number};
 
-const PROGRAM: &str = env!("CARGO_BIN_EXE_walvisor-bench");
+/// `walvisor-bench store`.
+fn store() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
+    command.arg("store");
+    command
+}
 
 /// Runs a benchmark in `directory`, which must be empty again afterwards.
 fn bench(arguments: &[&str], directory: &Path) -> Output {
-    let output = Command::new(PROGRAM)
-        .arg("store")
+    let output = store()
         .args(arguments)
         .arg("--dir")
         .arg(directory)
@@ -30,15 +37,7 @@ fn directory() -> tempfile::TempDir {
 fn report(arguments: &[&str]) -> Value {
     let directory = directory();
     let output = bench(&[arguments, &["--json"]].concat(), directory.path());
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments:?}: {errors}");
-    serde_json::from_slice(&output.stdout).expect("JSON, and nothing else")
-}
-
-fn number(report: &Value, key: &str) -> f64 {
-    report[key]
-        .as_f64()
-        .unwrap_or_else(|| panic!("{key}: {report}"))
+    support::report(&output)
 }
 
 /// The number of groups in each size class.
@@ -253,7 +252,12 @@ fn tables_are_for_people() {
     };
     let commit = table(&["commit", "--clients", "2", "--commits", "40"]);
     for row in ["log ", "raw file ", "ratio ", "groups that served"] {
-        assert!(commit.lines().any(|line| line.starts_with(row)), "{commit}");
+        assert!(
+            commit
+                .lines()
+                .any(|line| line.trim_start().starts_with(row)),
+            "{commit}"
+        );
     }
 }
 
@@ -284,12 +288,7 @@ fn arguments_that_make_no_sense_are_refused_in_one_line() {
         (&["load", "--bytes", "4097"], "--bytes 4097"),
     ];
     for (arguments, named) in cases {
-        let output = bench(arguments, directory.path());
-        let errors = String::from_utf8_lossy(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{arguments:?}: {errors}");
-        assert_eq!(errors.lines().count(), 1, "{errors}");
-        assert!(errors.contains(named), "{errors}");
-        assert!(output.stdout.is_empty());
+        assert_refused(store().args(arguments).current_dir(&directory), 2, named);
     }
 }
 

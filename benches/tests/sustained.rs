@@ -1,32 +1,30 @@
 //! `walvisor-bench sustained`: its report, what it leaves behind, and its end after an interrupt. The tests check no
 //! times.
 
+mod support;
+
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use serde_json::Value;
-use walvisor_tests::{binary, have, leash};
+use support::{assert_refused, bench, number, texts};
+use walvisor_tests::{have, leash};
 
 /// No turn takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(300);
 
 fn sustained(dir: &Path, arguments: &[&str]) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
-    command
-        .current_dir(dir)
-        .env("WALVISOR", binary())
-        .args(["sustained", "--size", "8M", "--json"])
-        .args(arguments);
+    let mut command = bench(dir, &["sustained", "--size", "8M", "--json"]);
+    command.args(arguments);
     command
 }
 
 /// The report. Nothing of the disks is left, and no loop device.
 #[track_caller]
 fn report(dir: &Path, output: &Output) -> Value {
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{errors}");
+    let report = support::report(output);
     assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0);
     let dir = dir.canonicalize().unwrap();
     for block in std::fs::read_dir("/sys/block").unwrap() {
@@ -34,7 +32,7 @@ fn report(dir: &Path, output: &Output) -> Value {
         let file = std::fs::read_to_string(file).unwrap_or_default();
         assert!(!Path::new(file.trim()).starts_with(&dir), "{file}");
     }
-    serde_json::from_slice(&output.stdout).unwrap()
+    report
 }
 
 /// Checks the rows of each job, of the sides in turn.
@@ -42,9 +40,7 @@ fn report(dir: &Path, output: &Output) -> Value {
 fn check(section: &Value, jobs: &[&str], counts_operations: bool) {
     let rows = section["rows"].as_array().unwrap();
     let sides = ["walvisor", "qemu-nbd", "walvisor, backend=raw"];
-    let text = |row: &Value, key: &str| row[key].as_str().unwrap().to_owned();
-    let told = rows.iter().map(|row| (text(row, "job"), text(row, "side")));
-    let told: Vec<_> = told.collect();
+    let told = texts(rows, "job").into_iter().zip(texts(rows, "side"));
     let expected = jobs.iter().flat_map(|job| {
         let sides = match *job {
             "8 connections, fsync each" => [&sides[..], &["walvisor, cache=unsafe"]].concat(),
@@ -60,17 +56,11 @@ fn check(section: &Value, jobs: &[&str], counts_operations: bool) {
             ],
             _ => sides.to_vec(),
         };
-        sides
-            .into_iter()
-            .map(|side| ((*job).to_owned(), side.to_owned()))
+        sides.into_iter().map(|side| (*job, side))
     });
-    assert_eq!(told, expected.collect::<Vec<_>>());
+    assert_eq!(told.collect::<Vec<_>>(), expected.collect::<Vec<_>>());
     for row in rows {
-        let figure = |key: &str| {
-            let cell = &row[key];
-            let value = cell.as_f64().or_else(|| cell["median"].as_f64());
-            value.unwrap_or_else(|| panic!("{key}: {row}"))
-        };
+        let figure = |key: &str| number(row, key);
         for key in [
             "p50_us",
             "p99_us",
@@ -256,11 +246,7 @@ fn what_cannot_be_done_is_told_first() {
         (["--dir", "no"], 1, "no: can't work there"),
         (["--only", "everything"], 2, "invalid value 'everything'"),
     ] {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
-        let command = command.current_dir(dir.path()).arg("sustained");
-        let output = command.args(arguments).output().unwrap();
-        let error = String::from_utf8(output.stderr).unwrap();
-        assert_eq!(output.status.code(), Some(status), "{error}");
-        assert!(error.contains(told), "{error}");
+        let mut command = bench(dir.path(), &["sustained"]);
+        assert_refused(command.args(arguments), status, told);
     }
 }

@@ -79,8 +79,9 @@ const WALVISOR: &[&[&str]] = &[
 
 /// Modules of `benches`, which measures the product and is not part of it.
 const BENCHES: &[&[&str]] = &[
-    &["load", "programs", "report", "session", "tiny_guest"],
-    &["console", "daemon", "guests", "output", "peer"],
+    &["blocks", "programs", "report", "session", "tiny_guest"],
+    &["console", "daemon", "load", "matrix", "place"],
+    &["guests", "output", "sample"],
     &["linux", "store"],
     &["commit", "database", "notify", "peers", "sustained", "tcmu"],
     &["drbd"],

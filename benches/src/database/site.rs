@@ -1,20 +1,21 @@
 //! The environment for databases: a daemon with the disks, guests in user-mode Linux with the servers, and the jobs for
 //! them.
 
-use std::fs::File;
-use std::io::Write;
 use std::path::Path;
 
+use serde_json::json;
 use tempfile::TempDir;
 use walvisor::commands::CommandError;
 use walvisor_guest_images::UserMode;
 use walvisor_storage::{StoreOptions, create_disk};
 use walvisor_tests::postgresql;
 
-use super::job::{DatabaseDisk, DatabaseJob, DatabaseMeasurement};
+use super::job::{DatabaseDisk, DatabaseJob, DatabasePart};
+use crate::blocks::BLOCK;
 use crate::console::Console;
 use crate::daemon::Daemon;
-use crate::output::failed;
+use crate::matrix::{Side, Turn};
+use crate::place::{Place, directory, make_raw};
 use crate::programs::require;
 
 /// The guests' script.
@@ -27,34 +28,16 @@ const NEEDS: [(&str, &str); 3] = [
 ];
 const DISK_BYTES: u64 = 320 << 20;
 
-/// A database server, which each guest runs.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum DatabaseServer {
-    Mariadb,
-    Postgresql,
-    Sqlite,
-}
-
-impl DatabaseServer {
-    /// Its name in the guests' script.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Mariadb => "mariadb",
-            Self::Postgresql => "postgresql",
-            Self::Sqlite => "sqlite",
-        }
-    }
-
-    fn needs(self) -> &'static [(&'static str, &'static str)] {
-        match self {
-            Self::Mariadb => &[
-                ("mariadbd", "mariadb-server-core"),
-                ("mariadb", "mariadb-client-core"),
-                ("mariadb-slap", "mariadb-client"),
-            ],
-            Self::Postgresql => &postgresql::NEEDS,
-            Self::Sqlite => &[("sqlite3", "sqlite3")],
-        }
+/// The programs that the server of a part needs.
+fn needs(part: DatabasePart) -> &'static [(&'static str, &'static str)] {
+    match part {
+        DatabasePart::Mariadb => &[
+            ("mariadbd", "mariadb-server-core"),
+            ("mariadb", "mariadb-client-core"),
+            ("mariadb-slap", "mariadb-client"),
+        ],
+        DatabasePart::Postgresql | DatabasePart::Guests => &postgresql::NEEDS,
+        DatabasePart::Sqlite => &[("sqlite3", "sqlite3")],
     }
 }
 
@@ -63,81 +46,82 @@ pub struct DatabaseSite {
     // The order of the fields matters: the daemon ends before its directories are removed.
     guests: Vec<Console>,
     daemon: Daemon,
-    _places: Vec<TempDir>,
+    _place: Place,
+    _directories: Vec<TempDir>,
 }
 
 impl DatabaseSite {
-    /// Creates disks in `dir`, and starts the daemon and the guests, each with all `servers`.
+    /// Creates disks in `dir`, and starts the daemon and the guests, each with the servers of all `parts`.
     ///
     /// # Errors
     /// If a program is missing, a disk cannot be made, or the daemon, a guest or a server does not start.
-    pub fn start(
-        dir: &Path,
-        guests: usize,
-        servers: &[DatabaseServer],
-    ) -> Result<Self, CommandError> {
+    pub fn start(dir: &Path, guests: usize, parts: &[DatabasePart]) -> Result<Self, CommandError> {
         require(&NEEDS)?;
-        for server in servers {
-            require(server.needs())?;
+        for part in parts {
+            require(needs(*part))?;
         }
-        let place = tempfile::Builder::new()
-            .prefix("walvisor-bench-")
-            .tempdir_in(dir)
-            .map_err(failed("make a directory", dir))?;
-        // Socket paths must be short.
-        let short = || tempfile::tempdir().map_err(CommandError::failed);
-        let sockets = short()?;
-        let disks: &[_] = if servers.contains(&DatabaseServer::Mariadb) {
-            &[DatabaseDisk::Raw, DatabaseDisk::Wal, DatabaseDisk::Single]
-        } else {
-            &[DatabaseDisk::Raw, DatabaseDisk::Wal]
-        };
-        let (specs, machines) = make_disks(disks, guests, place.path(), sockets.path())?;
-        let mut places = Vec::new();
+        let place = Place::new(dir)?;
+        let mut disks = vec![DatabaseDisk::Raw, DatabaseDisk::Wal];
+        if parts.contains(&DatabasePart::Mariadb) {
+            disks.push(DatabaseDisk::Single);
+        }
         let names: Vec<_> = disks.iter().map(|disk| disk.name()).collect();
-        let running: Vec<_> = servers.iter().map(|server| server.name()).collect();
-        let (names, running) = (names.join(" "), running.join(" "));
+        let servers: Vec<_> = parts.iter().map(|part| part.server()).collect();
+        let (names, running) = (names.join(" "), servers.join(" "));
         let mut script = format!("DISKS='{names}' SERVERS='{running}'\n");
-        if servers.contains(&DatabaseServer::Postgresql) {
+        let mut directories = Vec::new();
+        if servers.contains(&"postgresql") {
             let files = postgresql::prepare(&[]).map_err(CommandError::failed)?;
             script += &format!("POSTGRESQL='{}'\n", files.path().display());
-            places.push(files);
+            directories.push(files);
         }
         script += SCRIPT;
-        let daemon = Daemon::start("vhost-user", &specs, place.path(), sockets.path())?;
+        let (mut specs, mut machines) = (Vec::new(), Vec::new());
+        for guest in 0..guests {
+            let mut machine = UserMode::default();
+            for &disk in &disks {
+                let socket = place.sockets().join(disk.image(guest));
+                specs.push(make_disk(disk, guest, &place, &socket)?);
+                machine.disks.push(socket);
+            }
+            machines.push(machine);
+        }
+        let daemon = Daemon::start("vhost-user", &specs, place.images(), place.sockets())?;
         let mut guests = Vec::new();
         for machine in machines {
-            let own = short()?;
+            let own = directory(&std::env::temp_dir())?;
             guests.push(Console::boot(&machine, own.path(), &script)?);
-            places.push(own);
+            directories.push(own);
         }
         for guest in &mut guests {
             guest.wait_for("begun")?;
         }
-        places.extend([place, sockets]);
         Ok(Self {
             guests,
             daemon,
-            _places: places,
+            _place: place,
+            _directories: directories,
         })
     }
 
-    /// Runs a job in all guests at the same time.
+    /// Runs a job in all guests at the same time. The counts are for all guests together.
     ///
     /// # Errors
     /// If it fails in a guest, or a guest has ended.
-    pub fn measure(&mut self, job: &DatabaseJob) -> Result<DatabaseMeasurement, CommandError> {
-        let (engine, disk) = (job.engine.name(), job.disk.name());
+    pub fn measure(&mut self, side: &Side<DatabaseJob>) -> Result<Turn, CommandError> {
         let DatabaseJob {
-            clients, commits, ..
-        } = job;
+            engine,
+            disk,
+            clients,
+            commits,
+        } = side.plan;
         for guest in &mut self.guests {
-            guest.send(&format!("{engine} {disk} {clients} {commits}"))?;
+            guest.send(&format!("{engine} {} {clients} {commits}", disk.name()))?;
         }
         for guest in &mut self.guests {
             guest.wait_for("ready")?;
         }
-        let before = self.counters(job.disk)?;
+        let before = self.counters(disk)?;
         for guest in &mut self.guests {
             guest.send("go")?;
         }
@@ -154,18 +138,18 @@ impl DatabaseSite {
                 }
             }
         }
-        let after = self.counters(job.disk)?;
-        let commits = f64::from(*commits) * self.guests.len() as f64;
+        let after = self.counters(disk)?;
+        let commits = f64::from(commits) * self.guests.len() as f64;
         let each = |figure: fn(&Counters) -> u64| {
             figure(&after).saturating_sub(figure(&before)) as f64 / commits
         };
-        Ok(DatabaseMeasurement {
-            commits_per_s: commits / slowest,
-            flushes: each(|counters| counters.flushes),
-            syncs: each(|counters| counters.syncs),
-            writes: each(|counters| counters.writes),
-            kib: each(|counters| counters.written_bytes) / 1024.0,
-        })
+        Ok(Turn(json!({
+            "commits_per_s": commits / slowest,
+            "flushes_per_commit": each(|counters| counters.flushes),
+            "syncs_per_commit": each(|counters| counters.syncs),
+            "writes_per_commit": each(|counters| counters.writes),
+            "written_kib_per_commit": each(|counters| counters.written_bytes) / 1024.0,
+        })))
     }
 
     /// The counters of all guests' disks of this kind.
@@ -204,62 +188,25 @@ struct Counters {
     written_bytes: u64,
 }
 
-/// Creates the disks of all guests in `place`. Returns their SPECs, and the guests with them.
-fn make_disks(
-    disks: &[DatabaseDisk],
-    guests: usize,
-    place: &Path,
-    sockets: &Path,
-) -> Result<(Vec<String>, Vec<UserMode>), CommandError> {
-    let (mut specs, mut machines) = (Vec::new(), Vec::new());
-    for guest in 0..guests {
-        let mut machine = UserMode::default();
-        for disk in disks {
-            let socket = sockets.join(disk.image(guest));
-            specs.push(make_disk(*disk, guest, place, &socket)?);
-            machine.disks.push(socket);
-        }
-        machines.push(machine);
-    }
-    Ok((specs, machines))
-}
-
 /// Creates a guest's disk in `place`. Returns its SPEC.
 fn make_disk(
     disk: DatabaseDisk,
     guest: usize,
-    place: &Path,
+    place: &Place,
     socket: &Path,
 ) -> Result<String, CommandError> {
     let image = disk.image(guest);
-    let (path, socket) = (place.join(&image), socket.display());
+    let (path, socket) = (place.images().join(&image), socket.display());
     match disk.log() {
+        // All its blocks are allocated: a sync then writes only data, which is the best case for a raw image.
         None => {
-            write_zeroes(&path)?;
+            make_raw(&path, DISK_BYTES, BLOCK)?;
             Ok(format!("path={image},backend=raw,socket={socket}"))
         }
         Some(log) => {
-            create_disk(
-                &path,
-                DISK_BYTES,
-                &place.join(&log),
-                &StoreOptions::default(),
-            )
-            .map_err(CommandError::failed)?;
+            let (directory, options) = (place.images().join(&log), StoreOptions::default());
+            create_disk(&path, DISK_BYTES, &directory, &options).map_err(CommandError::failed)?;
             Ok(format!("path={image},log={log},socket={socket}"))
         }
     }
-}
-
-/// Creates a file whose blocks are all allocated: a sync then writes only data, which is the best case for a raw image.
-fn write_zeroes(path: &Path) -> Result<(), CommandError> {
-    let write = || {
-        let mut file = File::create(path)?;
-        let zeroes = vec![0; 1 << 20];
-        for _ in 0..DISK_BYTES / zeroes.len() as u64 {
-            file.write_all(&zeroes)?;
-        }
-        file.sync_all()
-    };
-    write().map_err(failed("write the raw image", path))
 }

@@ -7,15 +7,17 @@ use walvisor::commands::CommandError;
 use walvisor_storage::CommitWait;
 
 use super::pair::{Machine, MachinePair};
-use crate::commit::cell::{CommitCell, curve, plan, select_every};
-use crate::commit::latency::{COLUMNS, PlotLine, rates, series};
+use crate::commit::experiments::{OFF, ON, curve, off_on_columns, plan, rates};
+use crate::matrix::{self, Matrix, Turn};
 use crate::report::{Cell, Section};
 use crate::session::Session;
-use crate::store::commit::{CommitPlan, CommitReport, Switch};
+use crate::store::commit::{CommitPlan, Switch};
 
 /// The round trip in the published source, and the rate that it reports without grouping, for any number of clients.
 const SOURCE: (u32, f64) = (4, 250.0);
-/// Time of a cell besides its commits: creating the log and removing it.
+type Column<'a> = matrix::Column<'a, Work>;
+
+/// Time of a turn besides its commits: creating the log and removing it.
 const OVERHEAD: Duration = Duration::from_millis(900);
 /// Time to boot and connect the machines.
 const BOOT: Duration = Duration::from_secs(8);
@@ -74,22 +76,25 @@ impl Link {
     }
 }
 
-/// A line of the matrix.
-struct Row {
-    link: Link,
-    /// Round trips right before each round.
-    pings: Vec<Ping>,
-    /// Pairs for each number of clients: group commit off, on.
-    cells: Vec<CommitCell>,
-}
+/// What a side does in a turn.
+type Work = (Link, CommitPlan);
 
-/// The matrix, measured in rounds, each on new machines.
-pub struct Matrix {
-    rows: Vec<Row>,
+/// The links that are measured, and with each the numbers of clients, in rounds on new machines.
+pub struct LinkMatrix {
+    links: Vec<LinkRows>,
     rounds: usize,
 }
 
-impl Matrix {
+/// What is measured with a link.
+struct LinkRows {
+    link: Link,
+    /// Round trips right before each round.
+    pings: Vec<Ping>,
+    /// A row for each number of clients.
+    matrix: Matrix<Work>,
+}
+
+impl LinkMatrix {
     /// Plans all of it, or only a part if `quick`.
     pub fn new(quick: bool, rounds: usize) -> Self {
         let (links, clients): (&[Link], &[u16]) = if quick {
@@ -98,8 +103,9 @@ impl Matrix {
             (&Link::ALL, &[1, 2, 4, 8, 16, 32, 64])
         };
         let seconds = if quick { 0.7 } else { 2.5 };
-        let cells = |link: Link| {
-            let pair = move |&clients: &u16| {
+        let rows = |&link: &Link| {
+            let mut matrix = Matrix::default();
+            for &clients in clients {
                 let each = (seconds / link.sync().as_secs_f64()) as u64;
                 let on = CommitPlan {
                     wait: CommitWait::default(),
@@ -110,28 +116,26 @@ impl Matrix {
                     commits: each.max(2 * u64::from(clients)),
                     ..on
                 };
-                [off, on].map(CommitCell::new)
-            };
-            clients.iter().flat_map(pair).collect()
-        };
-        let row = |&link: &Link| Row {
-            link,
-            pings: Vec::new(),
-            cells: cells(link),
+                let name = format!("{}, {clients} clients", link.name());
+                matrix.add(name, [(OFF, (link, off)), (ON, (link, on))]);
+            }
+            LinkRows {
+                link,
+                pings: Vec::new(),
+                matrix,
+            }
         };
         Self {
-            rows: links.iter().map(row).collect(),
+            links: links.iter().map(rows).collect(),
             rounds,
         }
     }
 
     /// Estimated time.
     pub fn expected(&self) -> Duration {
-        let cells = self.rows.iter().flat_map(|row| {
-            let cells = row.cells.iter();
-            cells.map(|cell| OVERHEAD + commits_take(row.link, &cell.plan))
-        });
-        (BOOT + cells.sum()) * self.rounds as u32
+        let links = self.links.iter();
+        let once: Duration = links.map(|rows| rows.matrix.expected(expected)).sum();
+        (BOOT + once) * self.rounds as u32
     }
 
     /// Measures all rounds, unless the user interrupts them.
@@ -139,7 +143,7 @@ impl Matrix {
     /// # Errors
     /// If a machine fails, or the round trip is shorter than it should be.
     pub fn measure(&mut self, session: &Session, dir: &Path) -> Result<(), CommandError> {
-        for round in 1..=self.rounds {
+        for round in 0..self.rounds {
             let started = session.step("two machines boot", BOOT, || {
                 let mut pair = MachinePair::start(dir, "C")?;
                 pair.begin()?;
@@ -148,26 +152,23 @@ impl Matrix {
             let Some(mut pair) = started else {
                 return Ok(());
             };
-            // After the row without its other machine the disks differ.
+            // After the rows without its other machine the disks differ.
             let (last, others): (Vec<_>, Vec<_>) = self
-                .rows
+                .links
                 .iter_mut()
-                .partition(|row| row.link == Link::Disconnected);
-            for row in others.into_iter().chain(last) {
-                let what = format!("{}, round {round} of {}", row.link.name(), self.rounds);
+                .partition(|rows| rows.link == Link::Disconnected);
+            for rows in others.into_iter().chain(last) {
                 if session.interrupted() {
                     return Ok(());
                 }
-                row.prepare(&mut pair)?;
-                for cell in &mut row.cells {
-                    let expected = OVERHEAD + commits_take(row.link, &cell.plan);
-                    let what = format!("{what}: {} clients", cell.plan.clients);
-                    let report = session.step(&what, expected, || {
-                        commit(&mut pair.first, row.link, &cell.plan)
-                    })?;
-                    cell.rounds.extend(report);
+                rows.prepare(&mut pair)?;
+                for row in &mut rows.matrix.rows {
+                    let turn = |side: &matrix::Side<Work>| commit(&mut pair.first, &side.plan);
+                    if !row.measure((round, self.rounds), session, expected, turn)? {
+                        return Ok(());
+                    }
                 }
-                row.verify(&mut pair)?;
+                rows.verify(&mut pair)?;
             }
         }
         Ok(())
@@ -175,7 +176,43 @@ impl Matrix {
 
     /// The results as a section.
     pub fn section(&self) -> Section {
-        let mut section = Section::new(
+        let pings = |key, title, figure: fn(&Ping) -> f64| {
+            Column::plan(key, title, move |(link, _)| {
+                let mut rows = self.links.iter();
+                let rows = rows.find(|rows| rows.link == *link);
+                let pings = rows.map_or(&[][..], |rows| &rows.pings);
+                Cell::of(&pings.iter().map(figure).collect::<Vec<_>>(), 2)
+            })
+        };
+        let mut columns = vec![
+            Column::plan("link", "link", |(link, _)| Cell::text(link.name())),
+            pings("ping_shortest_ms", "ping: shortest, ms", |ping| {
+                ping.shortest
+            }),
+            pings("ping_mean_ms", "mean", |ping| ping.mean),
+        ];
+        let parts = |(link, plan): &Work| (plan.clients, link.round_trip());
+        columns.extend(off_on_columns(parts, |clients| clients, "N/S"));
+        columns.push(Column::plan(
+            "source_off_per_s",
+            "source: off",
+            |(link, _)| {
+                if *link == Link::RoundTrip(SOURCE.0) {
+                    Cell::Number(SOURCE.1, 0)
+                } else {
+                    Cell::None
+                }
+            },
+        ));
+        let mut all = Matrix::default();
+        for rows in &self.links {
+            for row in &rows.matrix.rows {
+                if row.sides.iter().any(|side| !side.turns.is_empty()) {
+                    all.rows.push(row.clone());
+                }
+            }
+        }
+        let mut section = all.wide(
             "drbd",
             "Commits on a disk that DRBD replicates: MySQL 5.6's group commit under DRBD (2012)",
             &[
@@ -187,86 +224,38 @@ impl Matrix {
                  wait: N/S. Each machine has one emulated processor, which limits the rate of many clients.",
                 "ping: 20 round trips right before the row is measured. A round trip shorter than S ends the run.",
             ],
-            &[
-                &[
-                    ("link", "link"),
-                    ("ping_shortest_ms", "ping: shortest, ms"),
-                    ("ping_mean_ms", "mean"),
-                ],
-                &COLUMNS[..],
-                &[
-                    ("on_ideal_per_s", "N/S"),
-                    ("gain", "on/off"),
-                    ("source_off_per_s", "source: off"),
-                ],
-            ]
-            .concat(),
+            &columns,
         );
-        let lines: Vec<PlotLine> = self
-            .rows
-            .iter()
-            .map(|row| PlotLine {
-                name: row.link.name(),
-                begin: vec![
-                    Cell::text(row.link.name()),
-                    row.pings(|ping| ping.shortest),
-                    row.pings(|ping| ping.mean),
-                ],
-                latency: row.link.round_trip(),
-                cells: &row.cells,
-            })
-            .collect();
-        for (row, line) in self.rows.iter().zip(&lines) {
-            let slow = row
-                .pings
-                .iter()
-                .map(|ping| ping.shortest - row.link.delay() - 1.0);
-            if slow.fold(0.0, f64::max) > 0.0 {
+        for rows in &self.links {
+            let shortest = rows.pings.iter().map(|ping| ping.shortest);
+            if shortest.fold(0.0, f64::max) > rows.link.delay() + 1.0 {
                 section.notes.push(format!(
                     "{}: no ping was that fast: the machine was busy.",
-                    row.link.name()
+                    rows.link.name()
                 ));
             }
-            let source = match row.link {
-                Link::RoundTrip(milliseconds) if milliseconds == SOURCE.0 => {
-                    Cell::Number(SOURCE.1, 0)
-                }
-                _ => Cell::None,
-            };
-            let measured = row.cells.chunks_exact(2).map(|pair| {
-                let rounds = pair.iter().map(|cell| cell.rounds.len());
-                rounds.max() > Some(0)
-            });
-            for (mut cells, measured) in line.rows(|clients| clients).zip(measured) {
-                if measured {
-                    cells.push(source.clone());
-                    section.table.rows.push(cells);
-                }
-            }
         }
-        let [mut off, mut on] = [0, 1].map(|at| series(&lines, at));
-        let link = Link::RoundTrip(SOURCE.0);
-        if let Some(row) = self.rows.iter().find(|row| row.link == link) {
-            let cells: Vec<&CommitCell> = select_every(&row.cells, 2, 0);
+        let lines = |side| {
+            let clients = |work: &Work| work.1.clients.into();
+            all.lines_by(side, |work| work.0.name(), clients, "commits_per_s")
+        };
+        let [mut off, mut on] = [OFF, ON].map(lines);
+        let source = Link::RoundTrip(SOURCE.0).name();
+        if let Some(line) = on.iter().find(|line| line.name == source) {
             let name = format!("source at {} ms", SOURCE.0);
-            off.push(curve(&name, &cells, |_| SOURCE.1));
+            off.push(curve(&name, &line.points, |_| SOURCE.1));
             let name = format!("ideal at {} ms: N/S", SOURCE.0);
-            on.push(curve(&name, &cells, |clients| clients * SOURCE.1));
+            let ideal = curve(&name, &line.points, |clients| clients * SOURCE.1);
+            on.push(ideal);
         }
-        section.plots = vec![
+        section.with_plots(vec![
             rates("drbd-on", "Under DRBD: group commit", on),
             rates("drbd-off", "Under DRBD: a sync for each FLUSH", off),
-        ];
-        section
+        ])
     }
 }
 
-impl Row {
-    /// One figure of the pings of each round.
-    fn pings(&self, figure: fn(&Ping) -> f64) -> Cell {
-        Cell::of(&self.pings.iter().map(figure).collect::<Vec<_>>(), 2)
-    }
-
+impl LinkRows {
     /// Sets up the link of this row, and verifies its round trip.
     fn prepare(&mut self, pair: &mut MachinePair) -> Result<(), CommandError> {
         match self.link {
@@ -323,27 +312,25 @@ impl Ping {
     }
 }
 
-/// Estimated time of a cell's commits.
-fn commits_take(link: Link, plan: &CommitPlan) -> Duration {
+/// Estimated time of a turn.
+fn expected((link, plan): &Work) -> Duration {
     let served = match plan.group {
         Switch::Off => 1.0,
         // More clients need more processor time.
         Switch::On => f64::from(plan.clients.min(16)),
     };
-    link.sync().mul_f64(plan.commits as f64 / served)
+    OVERHEAD + link.sync().mul_f64(plan.commits as f64 / served)
 }
 
-/// Measures a cell in the machine.
-fn commit(
-    machine: &mut Machine,
-    link: Link,
-    plan: &CommitPlan,
-) -> Result<CommitReport, CommandError> {
-    let (dir, group) = match (link, plan.group) {
-        (Link::None, Switch::Off) => ("plain", "off"),
-        (Link::None, Switch::On) => ("plain", "on"),
-        (_, Switch::Off) => ("disk", "off"),
-        (_, Switch::On) => ("disk", "on"),
+/// Measures a side in the machine.
+fn commit(machine: &mut Machine, (link, plan): &Work) -> Result<Turn, CommandError> {
+    let dir = match link {
+        Link::None => "plain",
+        _ => "disk",
+    };
+    let group = match plan.group {
+        Switch::Off => "off",
+        Switch::On => "on",
     };
     let (clients, commits) = (plan.clients, plan.commits);
     let said = machine.run(&format!(
@@ -351,5 +338,6 @@ fn commit(
     ))?;
     let report = said.iter().find_map(|line| line.strip_prefix("report "));
     serde_json::from_str(report.unwrap_or_default())
+        .map(Turn)
         .map_err(|error| CommandError::Failed(format!("the report in the machine: {error}")))
 }

@@ -12,10 +12,10 @@ mod pair;
 use clap::{Args, ValueEnum};
 use walvisor::commands::CommandError;
 
-use crate::output::Output;
+use crate::output::{Output, chosen};
 use crate::report::Section;
 use failover::Failovers;
-use matrix::Matrix;
+use matrix::LinkMatrix;
 
 /// What is measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -42,12 +42,13 @@ pub struct DrbdArguments {
 /// If a program is missing, a machine or a measurement fails, a file can't be written, or a failover lost a commit.
 pub fn run(arguments: &DrbdArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
-    let wanted = |part| arguments.only.is_empty() || arguments.only.contains(&part);
+    let parts = chosen(&arguments.only);
+    let wanted = |part| parts.contains(&part);
     let mut matrix =
-        wanted(DrbdPart::Matrix).then(|| Matrix::new(output.quick, output.rounds(1, 1)));
+        wanted(DrbdPart::Matrix).then(|| LinkMatrix::new(output.quick, output.rounds(1, 1)));
     let mut failovers = wanted(DrbdPart::Failover).then(|| Failovers::new(output.rounds(5, 1)));
     let expected = [
-        matrix.as_ref().map(Matrix::expected),
+        matrix.as_ref().map(LinkMatrix::expected),
         failovers.as_ref().map(Failovers::expected),
     ];
     let session = output.start(expected.into_iter().flatten().sum())?;

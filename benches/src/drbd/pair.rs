@@ -7,7 +7,7 @@ use walvisor::commands::CommandError;
 use walvisor_guest_images::{CableEnd, UserMode};
 
 use crate::console::Console;
-use crate::output::failed;
+use crate::place::{directory, failed};
 use crate::programs::require;
 
 /// The script of both machines, which documents the commands.
@@ -47,12 +47,9 @@ impl MachinePair {
     /// If a program is missing, a disk cannot be made, or a machine or DRBD does not start.
     pub fn start(dir: &Path, protocol: &str) -> Result<Self, CommandError> {
         require(&NEEDS)?;
-        let disks = tempfile::Builder::new()
-            .prefix("walvisor-bench-")
-            .tempdir_in(dir)
-            .map_err(failed("make a directory", dir))?;
+        let disks = directory(dir)?;
         // Socket paths must be short.
-        let place = || tempfile::tempdir().map_err(CommandError::failed);
+        let place = || directory(&std::env::temp_dir());
         let places = [place()?, place()?];
         let bench = std::env::current_exe().map_err(CommandError::failed)?;
         let boot = |node: usize, names: &[&str], cable: CableEnd| {

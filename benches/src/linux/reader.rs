@@ -11,29 +11,21 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use walvisor::commands::CommandError;
 
-use crate::load::sample::Sample;
+use crate::matrix::Turn;
+use crate::sample::{Point, Sample, add_exits};
 
 /// The meaning of a line.
 pub enum LinuxEvent {
     /// A job was measured.
-    Measured(Box<LinuxMeasurement>),
+    Measured(Box<Sample>),
     /// A path cannot be measured: its name and the reason.
     Missing(String),
     /// The guest waits for the counters of the daemon outside.
     Ask,
-}
-
-/// A measured job.
-#[derive(Clone, Debug)]
-pub struct LinuxMeasurement {
-    /// The measurement.
-    pub sample: Sample,
-    /// The I/O scheduler of the disk.
-    pub scheduler: String,
 }
 
 /// Counters of the process that serves a disk, at one moment.
@@ -57,14 +49,10 @@ pub struct EventReader {
 
 /// A job that is under way.
 struct RunningJob {
-    path: String,
-    backend: String,
-    job: String,
-    iodepth: u32,
-    queues: u32,
+    /// What it measures, with the path's name in the script.
+    point: Point,
     disk: String,
     write_cache: bool,
-    scheduler: String,
     /// Counters of the monitor or daemon that serves the disk, before and after the job.
     monitor: Vec<DiskCounters>,
     daemon: Vec<DiskCounters>,
@@ -130,18 +118,21 @@ impl RunningJob {
             return None;
         };
         Some(Self {
-            path: path.to_owned(),
-            backend: backend.to_owned(),
-            job: job.to_owned(),
-            iodepth: depth.parse().ok()?,
-            queues: queues.parse().ok()?,
+            point: Point {
+                path: path.to_owned(),
+                load: String::new(),
+                backend: backend.to_owned(),
+                job: job.to_owned(),
+                iodepth: depth.parse().ok()?,
+                queues: queues.parse().ok()?,
+                scheduler: scheduler.to_owned(),
+            },
             disk: disk.to_owned(),
             write_cache: match cache {
                 "write back" => true,
                 "write through" => false,
                 _ => return None,
             },
-            scheduler: scheduler.to_owned(),
             monitor: Vec::new(),
             daemon: Vec::new(),
             fio: BTreeMap::new(),
@@ -156,10 +147,11 @@ impl RunningJob {
     }
 
     /// The measurement, or `None` if a part of it is missing.
-    fn into_measurement(self, machine: &str) -> Option<LinuxMeasurement> {
+    fn into_measurement(self, machine: &str) -> Option<Sample> {
         // The counters of the monitor if it serves the disk, or else of the daemon that runs next to fio.
+        let path = self.point.path.as_str();
         let user_mode = machine == "user-mode";
-        let of_monitor = !user_mode || self.path == "vhost-user" || self.path == "tcmu-in-guest";
+        let of_monitor = !user_mode || path == "vhost-user" || path == "tcmu-in-guest";
         let served = match (self.monitor.is_empty(), of_monitor) {
             (false, true) => &self.monitor,
             _ => &self.daemon,
@@ -167,7 +159,7 @@ impl RunningJob {
         let [before, after] = served.as_slice() else {
             return None;
         };
-        let job = self.job.trim_end_matches("+fsync");
+        let job = self.point.job.trim_end_matches("+fsync");
         let data = self.fio.get(if job.ends_with("read") {
             "read"
         } else {
@@ -215,7 +207,7 @@ impl RunningJob {
             _ => 0.0,
         };
         // For TCMU in a guest: the daemon in the guest, and the monitor that serves the disk under it.
-        let vmm_cpu = if self.path == "tcmu-in-guest" {
+        let vmm_cpu = if path == "tcmu-in-guest" {
             cpu(&self.monitor) + cpu(&self.daemon)
         } else {
             cpu(served)
@@ -226,31 +218,31 @@ impl RunningJob {
             &self.monitor
         };
         let host_cpu = (whole.last()?.machine_cpu_ns - whole.first()?.machine_cpu_ns) / 1000.0;
-        let is_nbd = self.path.starts_with("nbd");
-        Some(LinuxMeasurement {
-            sample: Sample {
-                path: label(&self.path).to_owned(),
+        let mut figures = json!({
+            "requests": requests as u64,
+            "iops": iops,
+            "mb_per_s": bytes / 1e6,
+            "p50_us": us(3),
+            "p99_us": us(4),
+            "p999_us": us(5),
+            "vmm_cpu_us_per_request": vmm_cpu,
+            "host_cpu_us_per_request": host_cpu / requests,
+            "syncs_per_request": grown(&["log", "syncs"]),
+        });
+        if !path.starts_with("nbd") {
+            figures["doorbells_per_request"] = json!(grown(&["doorbells"]));
+            figures["interrupts_per_request"] = json!(grown(&["interrupts"]));
+        }
+        add_exits(&mut figures, &exits);
+        Some(Sample {
+            point: Point {
+                path: label(path).to_owned(),
                 load: load(machine).to_owned(),
-                backend: self.backend.clone(),
-                job: self.job.clone(),
-                iodepth: self.iodepth,
-                queues: self.queues,
-                requests: requests as u64,
-                iops,
-                mb_per_s: bytes / 1e6,
-                p50_us: us(3),
-                p99_us: us(4),
-                p999_us: us(5),
-                vmm_cpu_us_per_request: Some(vmm_cpu),
-                host_cpu_us_per_request: Some(host_cpu / requests),
-                exits_per_request: exits,
-                doorbells_per_request: grown(&["doorbells"]).filter(|_| !is_nbd),
-                interrupts_per_request: grown(&["interrupts"]).filter(|_| !is_nbd),
-                syncs_per_request: grown(&["log", "syncs"]),
-                write_cache: Some(self.write_cache),
-                seconds_mean_something: machine != "nested",
+                ..self.point
             },
-            scheduler: self.scheduler,
+            turn: Turn(figures),
+            write_cache: self.write_cache,
+            emulated: machine == "nested",
         })
     }
 }
@@ -322,17 +314,22 @@ mod tests {
         let Some(LinuxEvent::Measured(measured)) = reader.take("end").unwrap() else {
             panic!("no measurement");
         };
-        let sample = measured.sample;
-        assert_eq!(sample.path, "virtio-pci ioeventfd");
-        assert_eq!((sample.iodepth, sample.queues, sample.requests), (4, 2, 40));
-        assert_eq!((sample.p50_us, sample.p99_us), (10.0, 11.0));
-        assert_eq!(sample.doorbells_per_request, Some(0.5));
-        assert_eq!(sample.interrupts_per_request, Some(0.0));
-        assert_eq!(sample.syncs_per_request, Some(0.25));
-        assert_eq!(sample.exits_per_request["mmio_write"], 0.5);
-        assert_eq!(sample.vmm_cpu_us_per_request, Some(2.0));
-        assert_eq!(sample.write_cache, Some(true));
-        assert!(!sample.seconds_mean_something);
+        let point = &measured.point;
+        assert_eq!(point.path, "virtio-pci ioeventfd");
+        assert_eq!((point.iodepth, point.queues), (4, 2));
+        for (key, value) in [
+            ("requests", 40.0),
+            ("p50_us", 10.0),
+            ("p99_us", 11.0),
+            ("doorbells_per_request", 0.5),
+            ("interrupts_per_request", 0.0),
+            ("syncs_per_request", 0.25),
+            ("mmio_write_exits_per_request", 0.5),
+            ("vmm_cpu_us_per_request", 2.0),
+        ] {
+            assert_eq!(measured.turn.get(key), Some(value), "{key}");
+        }
+        assert!(measured.write_cache && measured.emulated);
     }
 
     #[test]

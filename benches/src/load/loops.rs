@@ -2,9 +2,42 @@
 
 use std::time::{Duration, Instant};
 
-use super::measured::Measurement;
-use super::point::{BLOCK, LoadJob};
+use serde_json::{Value, json};
+use walvisor_guest::contract::LoadKind;
 use walvisor_guest::histogram::Histogram;
+
+use crate::blocks::{BLOCK, Random};
+
+/// The job of a closed loop, on random 4 KiB blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum LoadJob {
+    /// Reads.
+    Read,
+    /// Writes.
+    Write,
+    /// A write, then a FLUSH.
+    WriteFsync,
+}
+
+impl LoadJob {
+    /// Its name in tables.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Read => "randread",
+            Self::Write => "randwrite",
+            Self::WriteFsync => "randwrite+fsync",
+        }
+    }
+
+    /// The job as a load of the embedded guest.
+    pub fn kind(self) -> LoadKind {
+        match self {
+            Self::Read => LoadKind::RandRead,
+            Self::Write => LoadKind::RandWrite,
+            Self::WriteFsync => LoadKind::RandWriteFlush,
+        }
+    }
+}
 
 /// The requests of a loop, at random offsets.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -48,7 +81,7 @@ pub struct Loops {
     work: Work,
     began: Instant,
     end: Instant,
-    random: u64,
+    random: Random,
     /// Bytes of the disk.
     bytes: u64,
     slots: Vec<Slot>,
@@ -115,18 +148,26 @@ impl Tally {
         self.histogram.total() as f64 / self.time.as_secs_f64().max(1e-9)
     }
 
-    /// The result, as far as a client knows it.
-    pub fn measured(&self) -> Measurement {
-        let within = |per_mille| Duration::from_nanos(self.histogram.quantile(per_mille));
-        Measurement {
-            requests: self.histogram.total(),
-            time: self.time,
-            p50: within(500),
-            p99: within(990),
-            p999: within(999),
-            ..Measurement::default()
-        }
+    /// The figures of the result.
+    pub fn figures(&self) -> Value {
+        let within =
+            [500, 990, 999].map(|part| Duration::from_nanos(self.histogram.quantile(part)));
+        figures(self.histogram.total(), self.time, within)
     }
+}
+
+/// The figures of `requests` of 4 KiB in `time`, half of which, 99 % and 99.9 % of which stayed `within` these times.
+pub fn figures(requests: u64, time: Duration, within: [Duration; 3]) -> Value {
+    let iops = requests as f64 / time.as_secs_f64().max(1e-9);
+    let [p50, p99, p999] = within.map(|time| time.as_secs_f64() * 1e6);
+    json!({
+        "requests": requests,
+        "iops": iops,
+        "mb_per_s": iops * BLOCK as f64 / 1e6,
+        "p50_us": p50,
+        "p99_us": p99,
+        "p999_us": p999,
+    })
 }
 
 impl Loops {
@@ -143,8 +184,7 @@ impl Loops {
             work: work.into(),
             began: now,
             end: now + turn,
-            // The generator needs a state other than 0.
-            random: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+            random: Random::new(seed),
             bytes,
             slots: vec![slot; slots],
             tally: Tally {
@@ -198,17 +238,17 @@ impl Loops {
     }
 
     fn start(&mut self, slot: usize, now: Instant) -> NextRequest {
-        let writes = self.random() % 100 >= self.work.reads_per_cent;
+        let writes = self.random.below(100) >= self.work.reads_per_cent;
         self.slots[slot] = Slot {
             began: now,
             writes,
             flushing: false,
         };
         let blocks = self.bytes / self.work.block as u64;
-        let block = if self.work.hot && !self.random().is_multiple_of(5) {
-            self.random() % (blocks / 5) * 5
+        let block = if self.work.hot && self.random.below(5) != 0 {
+            self.random.below(blocks / 5) * 5
         } else {
-            self.random() % blocks
+            self.random.below(blocks)
         };
         let offset = block * self.work.block as u64;
         if writes {
@@ -216,14 +256,6 @@ impl Loops {
         } else {
             NextRequest::Read(offset)
         }
-    }
-
-    /// Xorshift (Marsaglia 2003).
-    fn random(&mut self) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random
     }
 
     /// The result of the loops.
@@ -234,8 +266,9 @@ impl Loops {
 
 #[cfg(test)]
 mod tests {
-    use super::super::point::DISK_BYTES;
     use super::*;
+
+    const DISK_BYTES: u64 = 64 << 20;
 
     #[test]
     fn a_write_is_flushed_before_it_counts() {

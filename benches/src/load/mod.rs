@@ -1,9 +1,6 @@
-//! Closed loops of requests on a disk: their jobs (`point.rs`), the choice of the next request (`loops.rs`), clients
-//! over vhost-user and NBD that drive them (`vhost_user.rs`, `nbd.rs`), and their results (`measured.rs`, `sample.rs`).
+//! Closed loops of requests on a disk: the jobs and the choice of the next request (`loops.rs`), and clients over
+//! vhost-user and NBD that drive them.
 
 pub mod loops;
-pub mod measured;
 pub mod nbd;
-pub mod point;
-pub mod sample;
 pub mod vhost_user;

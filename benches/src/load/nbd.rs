@@ -2,11 +2,14 @@
 //! newstyle, OPT_GO, simple replies (the protocol's `doc/proto.md`).
 
 use std::io::{self, BufReader, BufWriter, Read, Write};
+use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
-use super::loops::{Loops, NextRequest, Tally};
+use super::loops::{Loops, NextRequest, Tally, Work};
+use crate::session::Session;
 
 /// Even on the slowest machine no request takes this long.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(600);
@@ -97,19 +100,8 @@ impl NbdClient {
         Ok(bytes)
     }
 
-    /// The connection's socket. Shutting it down ends [`Self::drive`] with an error.
-    ///
-    /// # Errors
-    /// If the system has no descriptor left.
-    pub fn socket(&self) -> io::Result<UnixStream> {
-        self.reader.get_ref().try_clone()
-    }
-
     /// Runs all `loops`, with their requests in flight together.
-    ///
-    /// # Errors
-    /// If a request fails, or no reply comes for ten minutes.
-    pub fn drive(mut self, mut loops: Loops) -> io::Result<Tally> {
+    fn drive(mut self, mut loops: Loops) -> io::Result<Tally> {
         let mut running = loops.slots();
         let mut reads = vec![false; running];
         let mut data = vec![0x5a; loops.block()];
@@ -164,4 +156,47 @@ impl NbdClient {
         }
         Ok(())
     }
+}
+
+/// Runs a thread for each of `clients`, each with `depth` requests of `work` in flight, on disks of `bytes` bytes. If the
+/// session is interrupted they end at once, even those that wait for a reply.
+///
+/// # Errors
+/// If a request fails, or no reply comes for ten minutes.
+pub fn drive_all(
+    clients: Vec<NbdClient>,
+    (work, depth, bytes): (Work, usize, u64),
+    turn: Duration,
+    session: &Session,
+) -> io::Result<Tally> {
+    let streams = clients
+        .iter()
+        .map(|client| client.reader.get_ref().try_clone())
+        .collect::<io::Result<Vec<_>>>()?;
+    let tallies: Vec<io::Result<Tally>> = thread::scope(|scope| {
+        let threads: Vec<_> = (1..)
+            .zip(clients)
+            .map(|(seed, client)| {
+                scope.spawn(move || client.drive(Loops::new(work, depth, bytes, turn, seed)))
+            })
+            .collect();
+        while !threads.iter().all(ScopedJoinHandle::is_finished) {
+            thread::sleep(Duration::from_millis(5));
+            if session.interrupted() {
+                for stream in &streams {
+                    // Fails if the server has closed it, which is just as good.
+                    let _ = stream.shutdown(Shutdown::Both);
+                }
+            }
+        }
+        let joined = threads.into_iter().map(ScopedJoinHandle::join);
+        joined
+            .map(|done| done.expect("a client's thread"))
+            .collect()
+    });
+    let mut all = Tally::default();
+    for tally in tallies {
+        all.add(&tally?);
+    }
+    Ok(all)
 }

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use walvisor_tests::vhost_user_client::VhostUserClient;
 
-use super::loops::{Loops, NextRequest, Tally};
-use super::point::{BLOCK, LoadJob};
+use super::loops::{LoadJob, Loops, NextRequest, Tally};
+use crate::blocks::BLOCK;
 
 /// Even on the slowest machine no request takes this long.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);

@@ -6,14 +6,11 @@
 //!   NBD client     ─▶ NBD daemon ──────────────────────────────────┘
 //! ```
 //! and, with --load linux, fio in Linux kernels (linux.rs): the same paths, TCMU, and TCMU inside a guest. Each path
-//! runs the same closed loops, in turns. A turn gives a [`Sample`], and all turns of a job the rows of a table.
+//! runs the same closed loops, in turns.
 
-mod guest;
+mod doors;
 mod linux;
-mod nbd;
-mod place;
 mod section;
-mod vhost_user;
 
 use std::time::Duration;
 
@@ -22,15 +19,13 @@ use clap::{Args, ValueEnum};
 use walvisor::commands::CommandError;
 use walvisor_vmm::probe::{self, Ring0};
 
-use crate::linux::Kernels;
-use crate::load::measured::Measurement;
-use crate::load::point::{BackendKind, LoadPlan, Path, Point};
-use crate::load::sample::Sample;
-use crate::output::Output;
-use guest::{EMBEDDED_GUEST, GuestDoor};
-use nbd::NbdDoor;
-use place::Directories;
-use vhost_user::VhostUserDoor;
+use crate::linux::{Kernels, LinuxPlan};
+use crate::load::loops::LoadJob;
+use crate::matrix::Matrix;
+use crate::output::{Output, chosen};
+use crate::place::Place;
+use crate::sample::{Point, Sample, check_caches};
+use doors::Doors;
 
 /// Arguments of `walvisor-bench notify`.
 #[derive(Debug, Args)]
@@ -70,6 +65,132 @@ enum Load {
     Linux,
 }
 
+/// A way to the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Path {
+    /// virtio-mmio with ioeventfd and irqfd
+    Mmio,
+    /// virtio-mmio whose doorbells exit and whose interrupts are ioctls
+    MmioExits,
+    /// virtio-pci with ioeventfd and irqfd
+    Pci,
+    /// virtio-pci whose doorbells exit and whose interrupts are ioctls
+    PciExits,
+    /// vhost-user, driven from this process
+    VhostUser,
+    /// NBD over a Unix socket, driven from this process
+    Nbd,
+}
+
+impl Path {
+    /// Its name in tables.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Mmio => "virtio-mmio ioeventfd",
+            Self::MmioExits => "virtio-mmio exits",
+            Self::Pci => "virtio-pci ioeventfd",
+            Self::PciExits => "virtio-pci exits",
+            Self::VhostUser => "vhost-user",
+            Self::Nbd => "nbd",
+        }
+    }
+
+    /// Whether the embedded guest uses it.
+    fn is_of_guest(self) -> bool {
+        !matches!(self, Self::VhostUser | Self::Nbd)
+    }
+
+    /// The source of its requests.
+    fn load(self) -> &'static str {
+        match self {
+            Self::VhostUser => "vhost-user driver",
+            Self::Nbd => "nbd client",
+            _ => section::EMBEDDED_GUEST,
+        }
+    }
+}
+
+/// What keeps the data.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum BackendKind {
+    /// Memory: the notification alone
+    Ram,
+    /// An image and a write-ahead log
+    Wal,
+}
+
+impl BackendKind {
+    /// Its name in tables and SPECs.
+    fn name(self) -> &'static str {
+        match self {
+            Self::Ram => "ram",
+            Self::Wal => "wal",
+        }
+    }
+}
+
+/// What a side does in a turn.
+#[derive(Clone, Copy, Debug)]
+struct Work {
+    path: Path,
+    backend: BackendKind,
+    /// The job of each loop.
+    job: LoadJob,
+    /// Number of loops on each queue.
+    iodepth: u8,
+    /// Number of queues.
+    queues: u8,
+}
+
+impl Work {
+    /// Whether syncs are counted. If so, a checkpoint precedes the job, whose first FLUSH would otherwise also sync the writes
+    /// of earlier jobs, in any number of the log's segments.
+    fn counts_syncs(&self) -> bool {
+        self.backend == BackendKind::Wal && self.job == LoadJob::WriteFsync
+    }
+
+    fn point(&self) -> Point {
+        Point {
+            path: self.path.name().to_owned(),
+            load: self.path.load().to_owned(),
+            backend: self.backend.name().to_owned(),
+            job: self.job.name().to_owned(),
+            iodepth: self.iodepth.into(),
+            queues: self.queues.into(),
+            scheduler: String::new(),
+        }
+    }
+}
+
+/// All measurements on these paths, or those that fit in a minute.
+fn plan(quick: bool, paths: &[Path], backends: &[BackendKind]) -> Matrix<Work> {
+    let (depths, queues): (&[u8], &[u8]) = if quick {
+        (&[1, 32], &[1])
+    } else {
+        (&[1, 4, 32], &[1, 4])
+    };
+    let mut matrix = Matrix::default();
+    for &backend in backends {
+        for job in [LoadJob::Read, LoadJob::Write, LoadJob::WriteFsync] {
+            for &queues in queues {
+                for &iodepth in depths {
+                    let work = |&path: &Path| Work {
+                        path,
+                        backend,
+                        job,
+                        iodepth,
+                        queues,
+                    };
+                    let (backend, job) = (backend.name(), job.name());
+                    let name = format!("{backend} {job}, iodepth {iodepth}, {queues} queues");
+                    matrix.add(name, paths.iter().map(|path| (path.name(), work(path))));
+                }
+            }
+        }
+    }
+    matrix
+}
+
 /// Estimated time to start and stop around each turn.
 const OVERHEAD: Duration = Duration::from_millis(60);
 
@@ -78,19 +199,12 @@ const OVERHEAD: Duration = Duration::from_millis(60);
 /// # Errors
 /// If a measurement fails, a file can't be written, or a path has another cache mode than the others.
 pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
-    let chosen = |path: &&Path| arguments.only.is_empty() || arguments.only.contains(path);
-    let mut paths: Vec<Path> = Path::ALL.iter().filter(chosen).copied().collect();
-    let chosen = |backend: &&BackendKind| {
-        arguments.backends.is_empty() || arguments.backends.contains(backend)
-    };
+    let output = &arguments.output;
+    let mut paths = chosen(&arguments.only);
     if !arguments.load.contains(&Load::Embedded) {
         paths.clear();
     }
-    let backends: Vec<BackendKind> = BackendKind::value_variants()
-        .iter()
-        .filter(chosen)
-        .copied()
-        .collect();
+    let backends = chosen(&arguments.backends);
     let mut notes = Vec::new();
     let guest_seconds = match probe::ring0() {
         _ if paths.is_empty() => false,
@@ -104,76 +218,56 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
             false
         }
         Err(error) => {
-            paths.retain(|path| matches!(path, Path::VhostUser | Path::Nbd));
+            paths.retain(|path| !path.is_of_guest());
             notes.push(format!("virtio-mmio and virtio-pci: skipped: {error}"));
             false
         }
     };
-    let rounds = arguments.output.rounds(5, 3);
-    let plan = LoadPlan::new(arguments.output.quick, rounds, &backends);
-    let turns = plan.points.len() * paths.len() * plan.rounds;
-    let linux = arguments.load.contains(&Load::Linux).then(|| {
-        let kinds = arguments.kernels.chosen(arguments.output.quick);
-        linux::LinuxLoad::new(&arguments.output, kinds, &backends)
-    });
-    let expected = linux
-        .as_ref()
-        .map_or(Duration::ZERO, linux::LinuxLoad::expected);
-    let session = arguments
-        .output
-        .start((plan.turn + OVERHEAD) * turns as u32 + expected)?;
-    let place = Directories::new(&arguments.output.dir)?;
-    let mut doors = PathServers::open(&paths, &backends, &plan, &place)?;
-    let mut samples = Vec::new();
-    'rounds: for round in 0..plan.rounds {
-        for point in &plan.points {
-            // The order rotates, so that no path is always first.
-            let mut order = paths.clone();
-            let first = round % order.len().max(1);
-            order.rotate_left(first);
-            for path in order {
-                let what = format!(
-                    "{}: {point}, round {} of {}",
-                    path.name(),
-                    round + 1,
-                    plan.rounds
-                );
-                let turn = || doors.measure(path, point, plan.turn);
-                let Some(measured) = session.step(&what, plan.turn + OVERHEAD, turn)? else {
-                    break 'rounds;
-                };
-                let load = load(path);
-                let real = !is_emulated() && (guest_seconds || load != EMBEDDED_GUEST);
-                let sample = measured.sample(path.name(), load, point, real);
-                check_cache(&sample)?;
-                samples.push(sample);
-            }
-        }
-    }
-    drop(doors);
-    drop(place);
-    let mut sections = if paths.is_empty() {
-        Vec::new()
+    let rounds = output.rounds(5, 3);
+    let turn = Duration::from_millis(if output.quick { 120 } else { 500 });
+    let mut matrix = plan(output.quick, &paths, &backends);
+    let kernels = if arguments.load.contains(&Load::Linux) {
+        linux::plans(output, arguments.kernels.chosen(output.quick), &backends)
     } else {
-        section::sections(&samples, &notes)
+        Vec::new()
     };
-    if let Some(linux) = linux {
-        sections.extend(linux.sections(&arguments.output.dir, &session)?);
+    let linux: Duration = kernels
+        .iter()
+        .map(|(_, plan)| LinuxPlan::expected(plan))
+        .sum();
+    let session = output.start(matrix.expected(|_| turn + OVERHEAD) * rounds as u32 + linux)?;
+    let mut sections = Vec::new();
+    if !paths.is_empty() {
+        let place = Place::new(&output.dir)?;
+        let mut doors = Doors::open(&place, &paths, &backends, turn)?;
+        let mut samples = Vec::new();
+        matrix.measure(
+            rounds,
+            &session,
+            |_| turn + OVERHEAD,
+            |side| {
+                let work = &side.plan;
+                let (turn, write_cache) = doors.measure(work, &session)?;
+                let sample = Sample {
+                    point: work.point(),
+                    turn: turn.clone(),
+                    write_cache,
+                    emulated: is_emulated() || (work.path.is_of_guest() && !guest_seconds),
+                };
+                check_caches(std::slice::from_ref(&sample))?;
+                samples.push(sample);
+                Ok(turn)
+            },
+        )?;
+        drop(doors);
+        sections = section::sections(&samples, &notes);
+    }
+    for (key, plan) in &kernels {
+        let outcome = plan.measure(&output.dir, &session)?;
+        sections.extend(linux::sections(key, plan, outcome));
     }
     let title = "What a notification costs, and what a flush costs, on each path";
-    arguments.output.write(title, session, sections)
-}
-
-/// Refuses a sample whose write cache is off, because paths with different cache modes cannot be compared. A path that
-/// cannot report its mode is assumed to have the requested one.
-fn check_cache(sample: &Sample) -> Result<(), CommandError> {
-    match sample.write_cache {
-        Some(false) => Err(CommandError::Failed(format!(
-            "{} on the {} disk: its write cache is off and that of the others is on: they cannot be compared",
-            sample.path, sample.backend
-        ))),
-        Some(true) | None => Ok(()),
-    }
+    output.write(title, session, sections)
 }
 
 /// Whether QEMU emulates this machine, which makes its times meaningless too.
@@ -182,95 +276,4 @@ fn is_emulated() -> bool {
     [hypervisor.ebx, hypervisor.ecx, hypervisor.edx]
         == ["TCGT", "CGTC", "GTCG"]
             .map(|part| u32::from_le_bytes(part.as_bytes().try_into().expect("four letters")))
-}
-
-/// The source of the requests on a path.
-fn load(path: Path) -> &'static str {
-    match path {
-        Path::VhostUser => "vhost-user driver",
-        Path::Nbd => "nbd client",
-        _ => EMBEDDED_GUEST,
-    }
-}
-
-/// The measured paths, by the kind of their server.
-struct PathServers {
-    guest: Option<GuestDoor>,
-    vhost_user: Option<VhostUserDoor>,
-    nbd: Option<NbdDoor>,
-}
-
-impl PathServers {
-    fn open(
-        paths: &[Path],
-        backends: &[BackendKind],
-        plan: &LoadPlan,
-        place: &Directories,
-    ) -> Result<Self, CommandError> {
-        let vm = |path: &Path| !matches!(path, Path::VhostUser | Path::Nbd);
-        let guest = paths
-            .iter()
-            .any(vm)
-            .then(|| GuestDoor::open(place, backends, plan.turn));
-        let vhost_user = paths
-            .contains(&Path::VhostUser)
-            .then(|| VhostUserDoor::open(place, backends));
-        let nbd = paths
-            .contains(&Path::Nbd)
-            .then(|| NbdDoor::open(place, backends));
-        Ok(Self {
-            guest: guest.transpose()?,
-            vhost_user: vhost_user.transpose()?,
-            nbd: nbd.transpose()?,
-        })
-    }
-
-    fn measure(
-        &mut self,
-        path: Path,
-        point: &Point,
-        turn: Duration,
-    ) -> Result<Measurement, CommandError> {
-        let closed = || CommandError::Failed(format!("{} is not open", path.name()));
-        match path {
-            Path::VhostUser => {
-                let door = self.vhost_user.as_mut().ok_or_else(closed)?;
-                door.measure(point, turn)
-            }
-            Path::Nbd => {
-                let door = self.nbd.as_mut().ok_or_else(closed)?;
-                door.measure(point, turn)
-            }
-            _ => {
-                let door = self.guest.as_mut().ok_or_else(closed)?;
-                door.measure(path, point)
-            }
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::load::point::LoadJob;
-
-    #[test]
-    fn paths_with_different_cache_modes_are_not_compared() {
-        let point = Point {
-            backend: BackendKind::Wal,
-            job: LoadJob::Write,
-            iodepth: 1,
-            queues: 1,
-        };
-        let mut sample = Measurement::default().sample("nbd", "nbd client", &point, true);
-        let error = check_cache(&sample).unwrap_err().to_string();
-        assert!(
-            error.starts_with("nbd on the wal disk: its write cache is off"),
-            "{error}"
-        );
-        for told in [Some(true), None] {
-            sample.write_cache = told;
-            check_cache(&sample).unwrap();
-        }
-    }
 }

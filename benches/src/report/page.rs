@@ -1,116 +1,82 @@
-//! A report as a self-contained page: no network, no script, light or dark like the reader's system.
+//! A report as a self-contained page, and a plot as SVG: no network, no script. The page is light or dark like the
+//! reader's system.
 
-use std::fmt::Write as _;
+use std::sync::LazyLock;
+
+use minijinja::value::Value;
+use minijinja::{AutoEscape, Environment, context};
+use serde_json::json;
 
 use walvisor::commands::CommandError;
 
-use super::picture::on_page;
-use super::section::{Cell, Report, SCATTER, Table, Verdict};
+use super::section::{Cell, Report, SCATTER, Section, Verdict};
 
-const STYLE: &str = include_str!("page.css");
+/// The templates. What they are filled with is escaped.
+static TEMPLATES: LazyLock<Environment<'static>> = LazyLock::new(|| {
+    let mut templates = Environment::new();
+    templates.set_auto_escape_callback(|_| AutoEscape::Html);
+    for (name, text) in [
+        ("page", include_str!("page.html")),
+        ("plot", include_str!("plot.svg")),
+    ] {
+        let added = templates.add_template(name, text);
+        added.expect("a template without mistakes");
+    }
+    templates
+});
+
+/// Fills the template with this name.
+pub(super) fn fill(name: &str, values: Value) -> Result<String, CommandError> {
+    let template = TEMPLATES.get_template(name).map_err(CommandError::failed)?;
+    template.render(values).map_err(CommandError::failed)
+}
 
 /// The page.
 ///
 /// # Errors
 /// If a plot can't be drawn.
 pub fn page(report: &Report) -> Result<String, CommandError> {
-    let mut body = String::new();
-    let title = escape(&report.title);
-    paragraph(&mut body, "machine", &report.machine.to_string());
-    if report.interrupted {
-        paragraph(
-            &mut body,
-            "warning",
-            "Cut short: what is missing was not measured.",
-        );
-    }
-    if report.quick {
-        paragraph(
-            &mut body,
-            "warning",
-            "A quick run: few and short rounds, figures scatter.",
-        );
-    }
-    if report.sections.len() > 1 {
-        body.push_str("<nav><ul>\n");
-        for section in &report.sections {
-            let (key, title) = (escape(&section.key), escape(&section.title));
-            let _ = writeln!(body, "<li><a href=\"#{key}\">{title}</a></li>");
-        }
-        body.push_str("</ul></nav>\n");
-    }
-    for section in &report.sections {
-        let (key, title) = (escape(&section.key), escape(&section.title));
-        let _ = writeln!(body, "<section id=\"{key}\">\n<h2>{title}</h2>");
-        for note in &section.notes {
-            paragraph(&mut body, "note", note);
-        }
-        for plot in &section.plots {
-            let _ = writeln!(body, "<figure>{}</figure>", on_page(&plot.svg()?));
-        }
-        table(&mut body, &section.table);
-        body.push_str("</section>\n");
-    }
-    Ok(format!(
-        "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
-         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
-         <title>{title}</title>\n<style>\n{STYLE}</style>\n</head>\n<body>\n<main>\n<h1>{title}</h1>\n{body}</main>\n\
-         </body>\n</html>\n"
-    ))
+    let sections: Result<Vec<_>, _> = report.sections.iter().map(view).collect();
+    let values = context! {
+        report,
+        machine => report.machine.to_string(),
+        sections => sections?,
+        scatter => (SCATTER * 100.0) as u64,
+    };
+    fill("page", values)
 }
 
-fn paragraph(body: &mut String, class: &str, text: &str) {
-    let text = escape(text).replace('\n', "<br>\n");
-    let _ = writeln!(body, "<p class=\"{class}\">{text}</p>");
-}
-
-fn table(body: &mut String, table: &Table) {
-    body.push_str("<div class=\"table\"><table>\n<thead><tr>");
-    let classes: Vec<&str> = (0..table.columns.len())
-        .map(|at| {
-            if table.is_figures(at) {
-                " class=\"figure\""
-            } else {
-                ""
-            }
-        })
+/// A section as the template shows it.
+fn view(section: &Section) -> Result<Value, CommandError> {
+    let table = &section.table;
+    let plots = section.plots.iter().map(|plot| plot.draw(true));
+    let plots: Vec<String> = plots.collect::<Result<_, _>>()?;
+    let class = |at| if table.is_figures(at) { "figure" } else { "" };
+    let columns = table.columns.iter().enumerate();
+    let columns: Vec<_> = columns
+        .map(|(at, column)| json!({ "title": column.title, "class": class(at) }))
         .collect();
-    for (column, class) in table.columns.iter().zip(&classes) {
-        let _ = write!(body, "<th{class}>{}</th>", escape(column.title));
-    }
-    body.push_str("</tr></thead>\n<tbody>\n");
-    for row in &table.rows {
-        body.push_str(match verdict(row) {
-            Some(Verdict::Good) => "<tr class=\"good\">",
-            Some(Verdict::Bad) => "<tr class=\"bad\">",
-            None => "<tr>",
-        });
-        for (cell, class) in row.iter().zip(&classes) {
-            let (text, class) = match cell {
-                Cell::Grey(cell) => (cell.to_string(), " class=\"figure grey\""),
-                Cell::Judged(cell, Verdict::Good) => {
-                    (format!("▲ {cell}"), " class=\"figure good\"")
-                }
-                Cell::Judged(cell, Verdict::Bad) => (format!("▼ {cell}"), " class=\"figure bad\""),
-                cell => (cell.to_string(), *class),
-            };
-            let _ = write!(body, "<td{class}>{}</td>", escape(&text));
+    let cell = |(at, cell): (usize, &Cell)| match cell {
+        Cell::Grey(cell) => json!({ "text": cell.to_string(), "class": "figure grey" }),
+        Cell::Judged(cell, verdict) => {
+            let text = format!("{} {cell}", verdict.sign());
+            json!({ "text": text, "class": format!("figure {}", verdict.name()) })
         }
-        body.push_str("</tr>\n");
-    }
-    body.push_str("</tbody></table></div>\n");
-    if table
-        .rows
-        .iter()
-        .any(|row| row.iter().any(|cell| matches!(cell, Cell::Judged(..))))
-    {
-        let percent = SCATTER * 100.0;
-        let text = format!(
-            "▲ is better than what it is compared with, ▼ worse, by {percent:.0} % or more. A row with a mark at its left has \
-             only such figures."
-        );
-        paragraph(body, "note", &text);
-    }
+        cell => json!({ "text": cell.to_string(), "class": class(at) }),
+    };
+    let row = |row: &Vec<Cell>| {
+        let cells: Vec<_> = row.iter().enumerate().map(cell).collect();
+        json!({ "class": verdict(row).map_or("", Verdict::name), "cells": cells })
+    };
+    let rows: Vec<_> = table.rows.iter().map(row).collect();
+    let judged = |cell: &Cell| matches!(cell, Cell::Judged(..));
+    let Section {
+        key, title, notes, ..
+    } = section;
+    Ok(context! {
+        key, title, notes, plots, columns, rows,
+        judged => table.rows.iter().flatten().any(judged),
+    })
 }
 
 /// The verdict of a row: that of its judged cells, if they agree.
@@ -123,27 +89,12 @@ fn verdict(row: &[Cell]) -> Option<Verdict> {
     verdicts.all(|other| other == first).then_some(first)
 }
 
-/// The text with the characters of markup escaped.
-fn escape(text: &str) -> String {
-    let mut escaped = String::with_capacity(text.len());
-    for letter in text.chars() {
-        match letter {
-            '&' => escaped.push_str("&amp;"),
-            '<' => escaped.push_str("&lt;"),
-            '>' => escaped.push_str("&gt;"),
-            '"' => escaped.push_str("&quot;"),
-            letter => escaped.push(letter),
-        }
-    }
-    escaped
-}
-
 #[cfg(test)]
 mod tests {
     use std::path::Path;
 
     use super::super::machine::MachineInfo;
-    use super::super::section::{Preference, Section};
+    use super::super::section::Preference;
     use super::*;
 
     #[test]

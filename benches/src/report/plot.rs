@@ -1,18 +1,13 @@
-//! Plots as SVG: lines on linear or logarithmic axes, and bars. The text is readable even if a plot is shown 500 pixels
-//! wide, so names are above what they name and not beside it.
+//! Plots: lines on linear or logarithmic axes, and bars. This lays them out, and the template `plot.svg` draws them. The
+//! text is readable even if a plot is shown 500 pixels wide, so names are above what they name and not beside it.
 
-use std::borrow::Cow;
-
-use plotters::prelude::*;
-
+use minijinja::context;
+use serde::Serialize;
+use serde_json::{Value, json};
 use walvisor::commands::CommandError;
 
-use super::picture::{
-    Area, BAD, COLOURS, DrawResult, GOOD, GRID, Head, INK, LegendSign, MARGIN, MUTED, PAPER, SMALL,
-    WIDTH, line_height, style, text, text_width, wrap,
-};
-use super::scale::{Scale, short};
-use super::spread::Spread;
+use super::page::fill;
+use super::spread::{Spread, figure};
 
 /// A plot of some measurements.
 #[derive(Clone, Debug)]
@@ -107,21 +102,87 @@ impl Series {
     /// A line to compare the others with.
     pub fn ideal(name: impl Into<String>, points: Vec<(f64, f64)>) -> Self {
         Self {
-            name: name.into(),
-            points,
             ideal: true,
+            ..Self::measured(name, points)
         }
+    }
+
+    /// The points that have a place on both axes.
+    fn visible(&self, x: &Axis, y: &Axis) -> Vec<(f64, f64)> {
+        let points = self.points.iter().copied();
+        points
+            .filter(|&(at, value)| x.has_place_for(at) && y.has_place_for(value))
+            .collect()
     }
 }
 
-/// Pixels: the height of the part with axes, a bar, and the gap below the bars of a label.
-const HEIGHT: i32 = 340;
+/// Pixels: the width of a picture, and the space between its edge and what is in it.
+const WIDTH: i32 = 600;
+const MARGIN: i32 = 12;
+/// Font sizes in pixels: of the title, and of everything else.
+const TITLE: i32 = 18;
+const SMALL: i32 = 14;
+/// Pixels: the sign before a name in the legend, and the space after the name.
+const SIGN: i32 = 30;
+const BEHIND: i32 = 16;
+/// Pixels: the part with axes, a bar, and the gap below the bars of a label.
+const HEIGHT: i32 = 360;
 const BAR: i32 = 18;
 const GAP: i32 = 10;
+/// Number of colours.
+const COLOURS: usize = 8;
 
 type Rows = [(String, Vec<Option<Spread>>)];
+type Place = (i32, i32);
+
+/// A laid out picture: its shapes, each with a class, which is its colour.
+#[derive(Default, Serialize)]
+struct Drawing {
+    bars: Vec<Value>,
+    lines: Vec<Value>,
+    dots: Vec<Value>,
+    texts: Vec<Value>,
+    /// Pixels from the top that are in use.
+    #[serde(skip)]
+    top: i32,
+}
+
+fn colour(at: usize) -> String {
+    format!("c{}", at % COLOURS)
+}
 
 impl Plot {
+    /// A plot with lines.
+    pub fn lines(name: &str, title: &str, x: Axis, y: Axis, series: Vec<Series>) -> Self {
+        Self {
+            name: name.to_owned(),
+            title: title.to_owned(),
+            caption: String::new(),
+            kind: PlotKind::Lines { x, y, series },
+        }
+    }
+
+    /// A plot with bars: for each label of `rows` one of each of `groups`.
+    pub fn bars(
+        name: &str,
+        title: &str,
+        unit: &str,
+        groups: &[&str],
+        rows: Vec<(String, Vec<Option<Spread>>)>,
+    ) -> Self {
+        Self {
+            name: name.to_owned(),
+            title: title.to_owned(),
+            caption: String::new(),
+            kind: PlotKind::Bars {
+                unit: unit.to_owned(),
+                groups: groups.iter().map(|&name| name.to_owned()).collect(),
+                even: None,
+                rows,
+            },
+        }
+    }
+
     /// The plot with a caption.
     #[must_use]
     pub fn captioned(self, caption: &str) -> Self {
@@ -131,242 +192,351 @@ impl Plot {
         }
     }
 
-    /// The plot as a file of its own.
+    /// The plot as SVG: on a page, whose colours it takes, or as a file of its own.
     ///
     /// # Errors
-    /// If the library refuses to draw it.
-    pub fn svg(&self) -> Result<String, CommandError> {
-        let mut svg = String::new();
-        self.draw(&mut svg).map_err(|error| {
-            CommandError::Failed(format!("the plot {} cannot be drawn: {error}", self.name))
-        })?;
-        Ok(svg)
-    }
-
-    fn draw(&self, svg: &mut String) -> DrawResult {
-        let kind = self.kind.as_drawn();
-        let unit = match &*kind {
-            PlotKind::Bars { unit, .. } => unit,
-            PlotKind::Lines { .. } => "",
+    /// If the template cannot be filled.
+    pub fn draw(&self, on_page: bool) -> Result<String, CommandError> {
+        let mut drawing = Drawing {
+            top: MARGIN,
+            ..Drawing::default()
         };
-        let head = Head::new(&self.title, &[unit, &self.caption], &kind.names());
-        let height = head.height
-            + match &*kind {
-                PlotKind::Lines { .. } => HEIGHT,
-                PlotKind::Bars { rows, .. } => bars_height(rows),
-            };
-        let root = SVGBackend::with_string(svg, (WIDTH as u32, height as u32)).into_drawing_area();
-        root.fill(&PAPER)?;
-        head.draw(&root)?;
-        let (_, area) = root.split_vertically(head.height);
-        match &*kind {
-            PlotKind::Lines { x, y, series } => lines(&area, x, y, series)?,
-            PlotKind::Bars { even, rows, .. } => bars(&area, *even, rows)?,
+        drawing.paragraph(&self.title, "title");
+        match &self.kind {
+            PlotKind::Bars {
+                unit,
+                groups,
+                even,
+                rows,
+            } => drawing.with_bars(&[unit, &self.caption], groups, *even, rows),
+            PlotKind::Lines { x, y, series } => match only_place(x, y, series) {
+                Some(only) => {
+                    let unit = format!("{}; {}: {}", y.label, x.label, short(only));
+                    let bar = |line: &Series| {
+                        let at = line.visible(x, y).first().copied()?;
+                        Some((line.name.clone(), vec![Spread::of(&[at.1])]))
+                    };
+                    let rows: Vec<_> = series.iter().filter_map(bar).collect();
+                    drawing.with_bars(&[&unit, &self.caption], &[], None, &rows);
+                }
+                None => drawing.with_lines(&self.caption, x, y, series),
+            },
         }
-        root.present()?;
-        Ok(())
+        fill(
+            "plot",
+            context! {
+                width => WIDTH,
+                height => drawing.top,
+                title_size => TITLE,
+                text_size => SMALL,
+                on_page,
+                drawing,
+            },
+        )
     }
 }
 
-impl PlotKind {
-    /// The kind that is drawn: bars, if every line would be a single dot.
-    fn as_drawn(&self) -> Cow<'_, Self> {
-        let Self::Lines { x, y, series } = self else {
-            return Cow::Borrowed(self);
-        };
-        let place = |line: &Series| visible_points(line, x, y).first().copied();
-        let all: Vec<f64> = series
-            .iter()
-            .flat_map(|line| visible_points(line, x, y))
-            .map(|point| point.0)
-            .collect();
-        let Some(&only) = all
-            .first()
-            .filter(|first| all.iter().all(|at| at == *first))
-        else {
-            return Cow::Borrowed(self);
-        };
-        let row = |line: &Series| {
-            let spread = Spread::of(&[place(line)?.1]);
-            Some((line.name.clone(), vec![spread]))
-        };
-        Cow::Owned(Self::Bars {
-            unit: format!("{}; {}: {}", y.label, x.label, short(only)),
-            groups: vec![y.label.clone()],
-            even: None,
-            rows: series.iter().filter_map(row).collect(),
-        })
+/// The place on the horizontal axis of all points, if they share one: then a line would be a single dot.
+fn only_place(x: &Axis, y: &Axis, series: &[Series]) -> Option<f64> {
+    let points = series.iter().flat_map(|line| line.visible(x, y));
+    let mut places = points.map(|point| point.0);
+    let first = places.next()?;
+    places.all(|at| at == first).then_some(first)
+}
+
+impl Drawing {
+    /// Adds a text whose middle line is at `at`, and which starts, ends or is centred there.
+    fn text(&mut self, text: &str, at: Place, class: &str, anchor: &str) {
+        self.texts
+            .push(json!({ "text": text, "at": at, "class": class, "anchor": anchor }));
     }
 
-    /// The legend: each name with its colour, and whether its line is dashed.
-    fn names(&self) -> Vec<(&str, RGBColor, LegendSign)> {
-        let coloured = |(at, name)| {
-            let (name, sign): (&str, LegendSign) = name;
-            (name, COLOURS[at % COLOURS.len()], sign)
-        };
-        match self {
-            Self::Lines { series, .. } => {
-                let sign = |line: &Series| {
-                    if line.ideal {
-                        LegendSign::Dashes
-                    } else {
-                        LegendSign::Line
-                    }
+    fn line(&mut self, class: &str, points: &[Place]) {
+        self.lines.push(json!({ "class": class, "points": points }));
+    }
+
+    fn bar(&mut self, class: &str, (x, y): Place, (width, height): (i32, i32)) {
+        self.bars
+            .push(json!({ "class": class, "x": x, "y": y, "width": width, "height": height }));
+    }
+
+    fn dot(&mut self, class: &str, at: Place) {
+        self.dots.push(json!({ "class": class, "at": at }));
+    }
+
+    /// Adds lines of text, wrapped between words.
+    fn paragraph(&mut self, text: &str, class: &str) {
+        let pixels = if class == "title" { TITLE } else { SMALL };
+        for line in wrap(text, pixels) {
+            let middle = self.top + line_height(pixels) / 2;
+            self.text(&line, (MARGIN, middle), class, "start");
+            self.top += line_height(pixels);
+        }
+    }
+
+    /// Adds the names and what shows them: a bar, or a line, dashed if it is ideal.
+    fn legend<'a>(&mut self, names: impl Iterator<Item = (&'a str, Option<bool>)>) {
+        let mut left = MARGIN;
+        for (at, (name, line)) in names.enumerate() {
+            let needed = SIGN + text_width(name, SMALL);
+            if left > MARGIN && left + needed > WIDTH - MARGIN {
+                (left, self.top) = (MARGIN, self.top + line_height(SMALL));
+            }
+            let middle = self.top + line_height(SMALL) / 2;
+            let ends = [(left, middle), (left + 22, middle)];
+            match line {
+                None => self.bar(&colour(at), (left + 10, middle - 6), (12, 12)),
+                Some(true) => self.line(&(colour(at) + " dashed"), &ends),
+                Some(false) => {
+                    self.line(&colour(at), &ends);
+                    self.dot(&colour(at), (left + 11, middle));
+                }
+            }
+            self.text(name, (left + SIGN, middle), "ink", "start");
+            left += needed + BEHIND;
+        }
+        if left > MARGIN {
+            self.top += line_height(SMALL);
+        }
+        self.top += GAP;
+    }
+
+    fn with_lines(&mut self, caption: &str, x: &Axis, y: &Axis, series: &[Series]) {
+        self.paragraph(caption, "muted");
+        self.legend(
+            series
+                .iter()
+                .map(|line| (line.name.as_str(), Some(line.ideal))),
+        );
+        let points = series.iter().flat_map(|line| line.visible(x, y));
+        let points: Vec<(f64, f64)> = points.collect();
+        // The name of the vertical axis is above it.
+        let (top, left, right) = (self.top + 2 * line_height(SMALL), 80, WIDTH - MARGIN);
+        self.top += HEIGHT;
+        let bottom = self.top - 52;
+        if points.is_empty() {
+            self.text(
+                "nothing was measured",
+                (MARGIN, top + MARGIN),
+                "muted",
+                "start",
+            );
+            return;
+        }
+        let across = Scale::new(x.log, points.iter().map(|at| at.0), (left, right)).at_values();
+        let up = Scale::new(y.log, points.iter().map(|at| at.1), (bottom, top));
+        for &tick in &up.ticks {
+            let at = up.place(tick);
+            self.line("grid", &[(left, at), (right, at)]);
+            self.text(&short(tick), (left - 6, at), "muted", "end");
+        }
+        for &tick in &across.ticks {
+            let at = across.place(tick);
+            self.line("grid", &[(at, top), (at, bottom)]);
+            self.text(&short(tick), (at, bottom + 14), "muted", "middle");
+        }
+        self.line("muted", &[(left, top), (left, bottom), (right, bottom)]);
+        let middle = i32::midpoint(left, right);
+        self.text(&x.label, (middle, bottom + 38), "ink", "middle");
+        let above = top - line_height(SMALL);
+        self.text(&y.label, (MARGIN, above), "ink", "start");
+        for (at, line) in series.iter().enumerate() {
+            let points = line.visible(x, y).into_iter();
+            let points = points.map(|(at, value)| (across.place(at), up.place(value)));
+            let points: Vec<Place> = points.collect();
+            if line.ideal {
+                self.line(&(colour(at) + " dashed"), &points);
+            } else {
+                self.line(&colour(at), &points);
+                for place in points {
+                    self.dot(&colour(at), place);
+                }
+            }
+        }
+    }
+
+    fn with_bars(&mut self, notes: &[&str], groups: &[String], even: Option<f64>, rows: &Rows) {
+        for note in notes {
+            self.paragraph(note, "muted");
+        }
+        let named = groups.iter().filter(|_| groups.len() > 1);
+        self.legend(named.map(|name| (name.as_str(), None)));
+        let highest = rows.iter().flat_map(|row| row.1.iter().flatten());
+        let most = highest
+            .map(|spread| spread.high)
+            .chain(even)
+            .fold(f64::MIN_POSITIVE, f64::max);
+        // The longest bar leaves room for its number.
+        let room = WIDTH - 2 * MARGIN - text_width("1,000,000", SMALL);
+        let place = |value: f64| MARGIN + (value / most * f64::from(room)) as i32;
+        let first = self.top;
+        for (label, bars) in rows {
+            self.paragraph(label, "ink");
+            for (group, spread) in bars.iter().enumerate() {
+                let (from, middle) = (self.top + 1, self.top + BAR / 2);
+                self.top += BAR;
+                let Some(spread) = spread else { continue };
+                let class = match even {
+                    Some(even) if spread.median < even => colour(1),
+                    Some(_) => colour(2),
+                    None => colour(group),
                 };
-                let names = series.iter().map(|line| (line.name.as_str(), sign(line)));
-                names.enumerate().map(coloured).collect()
+                let right = place(spread.median).max(MARGIN + 1);
+                self.bar(&class, (MARGIN, from), (right - MARGIN, BAR - 2));
+                let [low, high] = [spread.low, spread.high].map(place);
+                if high > low {
+                    self.line("muted", &[(low, middle), (high, middle)]);
+                }
+                let end = right.max(high) + 6;
+                self.text(&short(spread.median), (end, middle), "ink", "start");
             }
-            Self::Bars { groups, .. } if groups.len() == 1 => Vec::new(),
-            Self::Bars { groups, .. } => {
-                let names = groups.iter().map(|name| (name.as_str(), LegendSign::Bar));
-                names.enumerate().map(coloured).collect()
+            self.top += GAP;
+        }
+        if let Some(even) = even {
+            let at = place(even);
+            self.line("muted", &[(at, first), (at, self.top - GAP)]);
+        }
+        self.top += GAP;
+    }
+}
+
+/// Pixels between two lines of text.
+fn line_height(size: i32) -> i32 {
+    size + size / 3
+}
+
+/// The approximate width of a text in pixels: viewers' fonts differ a little.
+fn text_width(text: &str, size: i32) -> i32 {
+    (text.chars().count() as f64 * f64::from(size) * 0.58).ceil() as i32
+}
+
+/// The text as lines that fit the picture, wrapped between words.
+fn wrap(text: &str, size: i32) -> Vec<String> {
+    let mut lines: Vec<String> = Vec::new();
+    for word in text.split_whitespace() {
+        match lines.last_mut() {
+            Some(line)
+                if text_width(line, size) + text_width(word, size) + size < WIDTH - 2 * MARGIN =>
+            {
+                line.push(' ');
+                line.push_str(word);
             }
+            _ => lines.push(word.to_owned()),
         }
     }
+    lines
 }
 
-/// The points that have a place on both axes.
-fn visible_points(line: &Series, x: &Axis, y: &Axis) -> Vec<(f64, f64)> {
-    let points = line.points.iter().copied();
-    points
-        .filter(|&(at, value)| x.has_place_for(at) && y.has_place_for(value))
-        .collect()
+/// The scale of an axis: it places values, or their logarithms, between two pixels.
+struct Scale {
+    log: bool,
+    low: f64,
+    high: f64,
+    pixels: (i32, i32),
+    /// The values shown, in order.
+    values: Vec<f64>,
+    /// The values at its grid lines.
+    ticks: Vec<f64>,
 }
 
-fn lines(area: &Area<'_>, x: &Axis, y: &Axis, series: &[Series]) -> DrawResult {
-    let all: Vec<(f64, f64)> = series
-        .iter()
-        .flat_map(|line| visible_points(line, x, y))
-        .collect();
-    if all.is_empty() {
-        let style = style(SMALL, MUTED);
-        area.draw(&Text::new("nothing was measured", (MARGIN, MARGIN), style))?;
-        return Ok(());
-    }
-    let mut chart = ChartBuilder::on(area)
-        .margin(MARGIN)
-        .margin_top(4)
-        .x_label_area_size(52)
-        .y_label_area_size(80)
-        .build_cartesian_2d(
-            Scale::new(x.log, all.iter().map(|point| point.0)).ticked_at_values(),
-            Scale::new(y.log, all.iter().map(|point| point.1)),
-        )?;
-    chart
-        .configure_mesh()
-        .light_line_style(TRANSPARENT)
-        .bold_line_style(GRID)
-        .axis_style(MUTED)
-        .x_desc(&x.label)
-        .y_desc(&y.label)
-        .axis_desc_style(text(SMALL, INK))
-        .label_style(text(SMALL, MUTED))
-        .draw()?;
-    for (at, line) in series.iter().enumerate() {
-        let colour = COLOURS[at % COLOURS.len()];
-        let points = visible_points(line, x, y);
-        if line.ideal {
-            let dashes = DashedLineSeries::new(points, 5, 4, colour.stroke_width(2));
-            chart.draw_series(dashes)?;
+impl Scale {
+    /// The scale that shows `values`, of which there is at least one.
+    fn new(log: bool, values: impl Iterator<Item = f64>, pixels: (i32, i32)) -> Self {
+        let mut values: Vec<f64> = values.collect();
+        values.sort_by(f64::total_cmp);
+        values.dedup_by(|one, other| (*one - *other).abs() <= 1e-6 * other.abs());
+        let (first, last) = (values[0], values[values.len() - 1]);
+        let (low, high) = if log {
+            let (low, high) = (first.log10(), last.log10());
+            let room = ((high - low) * 0.04).max(0.02);
+            (low - room, high + room)
         } else {
-            chart.draw_series(LineSeries::new(points.clone(), colour.stroke_width(2)))?;
-            let dots = points.into_iter();
-            chart.draw_series(dots.map(|at| Circle::new(at, 3, colour.filled())))?;
+            (first.min(0.0), if last > 0.0 { last * 1.05 } else { 1.0 })
+        };
+        let ticks = if log {
+            log_ticks(low, high)
+        } else {
+            linear_ticks(low, high)
+        };
+        Self {
+            log,
+            low,
+            high,
+            pixels,
+            values,
+            ticks,
         }
     }
-    Ok(())
+
+    /// The same with its ticks at the values themselves if they are few, such as numbers of clients.
+    fn at_values(mut self) -> Self {
+        if self.log && self.values.len() <= 10 {
+            self.ticks.clone_from(&self.values);
+        }
+        self
+    }
+
+    fn place(&self, value: f64) -> i32 {
+        let value = if self.log { value.log10() } else { value };
+        let part = (value - self.low) / (self.high - self.low);
+        let (from, to) = self.pixels;
+        from + (part * f64::from(to - from)).round() as i32
+    }
 }
 
-fn bars(area: &Area<'_>, even: Option<f64>, rows: &Rows) -> DrawResult {
-    let most = rows.iter().flat_map(|row| row.1.iter().flatten());
-    let most = most
-        .map(|spread| spread.high)
-        .chain(even)
-        .fold(f64::MIN_POSITIVE, f64::max);
-    // The longest bar leaves room for its number.
-    let room = WIDTH - 2 * MARGIN - text_width("1,000,000", SMALL);
-    let end = |value: f64| MARGIN + (value / most * f64::from(room)) as i32;
-    let mut top = 0;
-    for (label, bars) in rows {
-        for line in wrap(label, SMALL) {
-            let place = (MARGIN, top + line_height(SMALL) / 2);
-            area.draw(&Text::new(line, place, style(SMALL, INK)))?;
-            top += line_height(SMALL);
-        }
-        for (group, spread) in bars.iter().enumerate() {
-            let (from, middle) = (top + 1, top + BAR / 2);
-            top += BAR;
-            let Some(spread) = spread else { continue };
-            let colour = match even {
-                Some(even) if spread.median < even => BAD,
-                Some(_) => GOOD,
-                None => COLOURS[group % COLOURS.len()],
-            };
-            let right = end(spread.median).max(MARGIN + 1);
-            let corners = [(MARGIN, from), (right, from + BAR - 2)];
-            area.draw(&Rectangle::new(corners, colour.filled()))?;
-            let ends = [spread.low, spread.high].map(end);
-            if ends[1] > ends[0] {
-                let whisker = ends.map(|end| (end, middle)).to_vec();
-                area.draw(&PathElement::new(whisker, MUTED.stroke_width(2)))?;
-            }
-            let place = (right.max(ends[1]) + 6, middle);
-            let style = style(SMALL, INK);
-            area.draw(&Text::new(short(spread.median), place, style))?;
-        }
-        top += GAP;
-    }
-    if let Some(even) = even {
-        let line = vec![(end(even), 0), (end(even), top - GAP)];
-        area.draw(&PathElement::new(line, MUTED.stroke_width(1)))?;
-    }
-    Ok(())
+/// About six round numbers.
+fn linear_ticks(low: f64, high: f64) -> Vec<f64> {
+    let rough = (high - low) / 6.0;
+    let power = 10f64.powf(rough.log10().floor());
+    let steps = [1.0, 2.0, 5.0].map(|times| times * power);
+    let step = steps.into_iter().find(|&step| step >= rough);
+    let step = step.unwrap_or(10.0 * power);
+    let numbers = (low / step).ceil() as i64..=(high / step).floor() as i64;
+    numbers.map(|number| number as f64 * step).collect()
 }
 
-fn bars_height(rows: &Rows) -> i32 {
-    let row = |(label, bars): &(String, Vec<Option<Spread>>)| {
-        let lines = wrap(label, SMALL).len() as i32;
-        lines * line_height(SMALL) + bars.len() as i32 * BAR + GAP
+/// Powers of ten. If there are few, also 2 and 5 times these; if those are fewer than three, round numbers.
+fn log_ticks(low: f64, high: f64) -> Vec<f64> {
+    let times: &[f64] = match high - low {
+        ..2.5 => &[1.0, 2.0, 5.0],
+        _ => &[1.0],
     };
-    rows.iter().map(row).sum::<i32>() + GAP
+    let decades = low.floor() as i32..=high.ceil() as i32;
+    let all = decades.flat_map(|power| times.iter().map(move |times| times * 10f64.powi(power)));
+    let ticks: Vec<f64> = all
+        .filter(|value| (low..high).contains(&value.log10()))
+        .collect();
+    match ticks.len() {
+        ..3 => linear_ticks(10f64.powf(low), 10f64.powf(high)),
+        _ => ticks,
+    }
+}
+
+/// A number as text, for an axis or a bar.
+fn short(value: f64) -> String {
+    let size = value.abs();
+    match size {
+        _ if size >= 100.0 || (value - value.round()).abs() < 1e-9 => figure(value, 0),
+        _ if size >= 10.0 => figure(value, 1),
+        _ if size >= 0.1 => figure(value, 2),
+        _ => figure(value, 3),
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::picture::on_page;
     use super::*;
 
-    fn plot(kind: PlotKind) -> Plot {
-        Plot {
-            name: "a".to_owned(),
-            title: "A < B".to_owned(),
-            caption: String::new(),
-            kind,
-        }
-    }
-
-    fn lines(points: Vec<(f64, f64)>) -> Plot {
+    fn lines(points: Vec<(f64, f64)>) -> String {
         let end = points.last().map_or(64.0, |point| point.0);
-        plot(PlotKind::Lines {
-            x: Axis::log("clients"),
-            y: Axis::log("a second"),
-            series: vec![
-                Series::measured("on", points.clone()),
-                Series::ideal(
-                    "ideal",
-                    vec![(points.first().map_or(1.0, |at| at.0), 1.0), (end, 0.01)],
-                ),
-            ],
-        })
-    }
-
-    fn bars(unit: &str, groups: &[&str], rows: Vec<(String, Vec<Option<Spread>>)>) -> Plot {
-        plot(PlotKind::Bars {
-            unit: unit.to_owned(),
-            groups: groups.iter().map(|&name| name.to_owned()).collect(),
-            even: None,
-            rows,
-        })
+        let begin = points.first().map_or(1.0, |at| at.0);
+        let series = vec![
+            Series::measured("on", points),
+            Series::ideal("ideal", vec![(begin, 1.0), (end, 0.01)]),
+        ];
+        let (x, y) = (Axis::log("clients"), Axis::log("a second"));
+        let plot = Plot::lines("a", "A < B", x, y, series).captioned("on: & off");
+        plot.draw(false).unwrap()
     }
 
     /// The texts of a picture, each with the x coordinate of its left end.
@@ -382,8 +552,7 @@ mod tests {
 
     #[test]
     fn a_plot_has_its_words_and_no_colour_of_its_own_on_a_page() {
-        let plot = lines(vec![(1.0, 1.0), (64.0, 0.05)]).captioned("on: & off");
-        let svg = plot.svg().unwrap();
+        let svg = lines(vec![(1.0, 1.0), (64.0, 0.05)]);
         for word in [
             "A &lt; B",
             "on: &amp; off",
@@ -395,10 +564,9 @@ mod tests {
         ] {
             assert!(svg.contains(word), "{word}: {svg}");
         }
-        assert!(svg.contains("viewBox"), "it scales");
-        let page = on_page(&svg);
-        assert!(page.contains("var(--c0)") && page.contains("var(--paper)"));
-        assert!(!page.contains("\"#"), "{page}");
+        assert!(svg.contains("viewBox") && svg.contains("#0969da"), "{svg}");
+        let bars = Plot::bars("a", "A", "u", &[], vec![]).draw(true).unwrap();
+        assert!(!bars.contains('#'), "{bars}");
     }
 
     #[test]
@@ -408,24 +576,14 @@ mod tests {
             long.to_owned(),
             vec![Spread::of(&[1.5]), Spread::of(&[2.5])],
         );
-        let plot = Plot {
-            title: long.to_owned(),
-            ..bars(long, &[&long[..40], &long[..60]], vec![row])
-        };
-        let plot = plot.captioned(long);
-        let svg = plot.svg().unwrap();
-        let found = texts(&svg);
+        let plot = Plot::bars("a", long, long, &[&long[..40], &long[..60]], vec![row]);
+        let found = texts(&plot.captioned(long).draw(false).unwrap());
         for (left, text) in &found {
             let right = left + text_width(text, SMALL);
             assert!((0..=WIDTH).contains(&right), "{text}: {left} to {right}");
         }
-        let words = |text: &str| {
-            text.split_whitespace()
-                .map(str::to_owned)
-                .collect::<Vec<_>>()
-        };
-        let all: Vec<_> = found.iter().flat_map(|(_, text)| words(text)).collect();
-        for word in words(long) {
+        let all: Vec<&str> = found.iter().flat_map(|(_, text)| text.split(' ')).collect();
+        for word in long.split(' ') {
             // In the title, the unit, the caption and the label.
             assert!(
                 all.iter().filter(|found| **found == word).count() >= 4,
@@ -436,47 +594,55 @@ mod tests {
 
     #[test]
     fn lines_of_single_points_become_bars() {
-        let svg = lines(vec![(8.0, 3.0)]).svg().unwrap();
+        let svg = lines(vec![(8.0, 3.0)]);
         let words: Vec<_> = texts(&svg).into_iter().map(|(_, text)| text).collect();
-        assert_eq!(
-            words,
-            ["A &lt; B", "a second; clients: 8", "on", "3", "ideal", "1"]
-        );
-        assert!(svg.contains("<rect") && !svg.contains("<circle"));
+        let expected = [
+            "A &lt; B",
+            "a second; clients: 8",
+            "on: &amp; off",
+            "on",
+            "3",
+            "ideal",
+            "1",
+        ];
+        assert_eq!(words, expected);
+        assert!(!svg.contains("<circle"));
         // The same line with a second place is a line.
-        let svg = lines(vec![(8.0, 3.0), (9.0, 3.0)]).svg().unwrap();
-        assert!(svg.contains("<circle"), "{svg}");
+        assert!(lines(vec![(8.0, 3.0), (9.0, 3.0)]).contains("<circle"));
     }
 
     #[test]
     fn bars_longer_than_even_are_good_and_shorter_ones_bad() {
         let rows = [0.8, 1.0, 3.0].map(|value| (value.to_string(), vec![Spread::of(&[value])]));
-        let mut plot = bars("times", &["ratio"], rows.to_vec());
+        let mut plot = Plot::bars("a", "A", "times", &["ratio"], rows.to_vec());
         if let PlotKind::Bars { even, .. } = &mut plot.kind {
             *even = Some(1.0);
         }
-        let page = on_page(&plot.svg().unwrap());
-        let of = |name: &str| page.matches(&format!("fill=\"{name}\"")).count();
-        assert_eq!(
-            (of("var(--c2)"), of("var(--c1)"), of("var(--c0)")),
-            (2, 1, 0)
-        );
+        let svg = plot.draw(true).unwrap();
+        let of = |class: &str| svg.matches(&format!("class=\"{class}\"")).count();
+        assert_eq!((of("c2"), of("c1"), of("c0")), (2, 1, 0));
     }
 
     #[test]
     fn values_without_a_place_and_empty_plots_are_drawn() {
         for points in [vec![], vec![(0.0, -1.0), (f64::NAN, 1.0)], vec![(3.0, 3.0)]] {
-            lines(points).svg().unwrap();
+            lines(points);
         }
-        let empty = plot(PlotKind::Lines {
-            x: Axis::log("x"),
-            y: Axis::linear("y"),
-            series: vec![Series::measured("none", vec![])],
-        });
-        assert!(empty.svg().unwrap().contains("nothing was measured"));
-        let spread = Spread::of(&[1.0, 3.0]);
-        let rows = vec![("mmio".to_owned(), vec![spread, None])];
-        let svg = bars("us", &["one", "two"], rows).svg().unwrap();
-        assert!(svg.contains("mmio") && svg.contains(">\n2\n<"), "{svg}");
+        let (x, y) = (Axis::log("x"), Axis::linear("y"));
+        let empty = Plot::lines("a", "A", x, y, vec![Series::measured("none", vec![])]);
+        assert!(empty.draw(false).unwrap().contains("nothing was measured"));
+    }
+
+    #[test]
+    fn ticks_are_round_numbers() {
+        let ticks = |log, values: [f64; 2]| Scale::new(log, values.into_iter(), (0, 1)).ticks;
+        assert_eq!(ticks(false, [3.0, 10.5]), [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]);
+        assert_eq!(ticks(true, [1.0, 11.0]), [1.0, 2.0, 5.0, 10.0]);
+        assert_eq!(
+            ticks(true, [300.0, 480.0]),
+            [300.0, 350.0, 400.0, 450.0, 500.0]
+        );
+        let log = Scale::new(true, [1.0, 11.0].into_iter(), (0, 1));
+        assert_eq!(log.at_values().ticks, [1.0, 11.0]);
     }
 }

@@ -45,12 +45,7 @@ pub struct Section {
 
 impl Section {
     /// A section without any rows yet.
-    pub fn new(
-        key: &str,
-        title: &str,
-        notes: &[&str],
-        columns: &[(&'static str, &'static str)],
-    ) -> Self {
+    pub fn new(key: &str, title: &str, notes: &[&str], columns: &[(&str, &str)]) -> Self {
         Self {
             key: key.to_owned(),
             title: title.to_owned(),
@@ -58,12 +53,34 @@ impl Section {
             table: Table {
                 columns: columns
                     .iter()
-                    .map(|&(key, title)| Column { key, title })
+                    .map(|&(key, title)| Column {
+                        key: key.to_owned(),
+                        title: title.to_owned(),
+                    })
                     .collect(),
                 rows: Vec::new(),
             },
             plots: Vec::new(),
         }
+    }
+
+    /// The section with these plots.
+    #[must_use]
+    pub fn with_plots(self, plots: Vec<Plot>) -> Self {
+        Self { plots, ..self }
+    }
+
+    /// The section without the rows that were not measured, and with a note on the number of rounds.
+    #[must_use]
+    pub fn measured(mut self, rounds: usize) -> Self {
+        let is_measured = |figure: &Cell| matches!(figure, Cell::Spread(..));
+        self.table.rows.retain(|row| row.iter().any(is_measured));
+        if rounds > 1 {
+            self.notes.push(format!(
+                "Median of {rounds} rounds (lowest to highest), all rows in turns."
+            ));
+        }
+        self
     }
 }
 
@@ -77,12 +94,12 @@ pub struct Table {
 }
 
 /// A column.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Column {
     /// Its key in JSON, with its unit.
-    pub key: &'static str,
+    pub key: String,
     /// Its title.
-    pub title: &'static str,
+    pub title: String,
 }
 
 /// The content of a table's cell.
@@ -111,6 +128,24 @@ pub enum Verdict {
     Good,
     /// Worse.
     Bad,
+}
+
+impl Verdict {
+    /// Its class on a page.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Good => "good",
+            Self::Bad => "bad",
+        }
+    }
+
+    /// Its sign before a figure.
+    pub fn sign(self) -> char {
+        match self {
+            Self::Good => '▲',
+            Self::Bad => '▼',
+        }
+    }
 }
 
 /// Which of two figures is the better one.
@@ -161,6 +196,14 @@ impl Cell {
     /// The spread of rounds; an empty cell if there are none.
     pub fn of(rounds: &[f64], decimals: usize) -> Self {
         Spread::of(rounds).map_or(Self::None, |spread| Self::Spread(spread, decimals))
+    }
+
+    /// The ratio of two figures, if both are there.
+    pub fn ratio_of(this: Option<f64>, other: Option<f64>, better: Preference) -> Self {
+        match (this, other) {
+            (Some(this), Some(other)) if other > 0.0 => Self::ratio(this / other, better),
+            _ => Self::None,
+        }
     }
 
     /// Whether the cell is a figure, which is aligned to the right of its column.
@@ -233,7 +276,7 @@ impl Serialize for Table {
             fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
                 let mut map = serializer.serialize_map(Some(self.0.len()))?;
                 for (column, cell) in self.0.iter().zip(self.1) {
-                    map.serialize_entry(column.key, cell)?;
+                    map.serialize_entry(&column.key, cell)?;
                 }
                 map.end()
             }
@@ -267,7 +310,7 @@ impl Display for Report {
 
 impl Display for Table {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut lines = vec![self.columns.iter().map(|c| c.title.to_owned()).collect()];
+        let mut lines = vec![self.columns.iter().map(|c| c.title.clone()).collect()];
         for row in &self.rows {
             lines.push(row.iter().map(Cell::to_string).collect::<Vec<_>>());
         }

@@ -1,4 +1,4 @@
-//! A client of a disk, and blocks that carry their writer and the number of the write.
+//! Clients of a disk.
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -7,39 +7,7 @@ use rustix::event::{PollFd, PollFlags};
 use walvisor::commands::CommandError;
 use walvisor_storage::{BackendQueue, Buffer, Completion, Disk, Operation, Port, SECTOR_SIZE};
 
-use super::figures::BLOCK;
-
-/// A block of `len` bytes, filled with stamps of its writer and the number of the write.
-pub fn stamped_block(len: usize, writer: u64, number: u64) -> Buffer {
-    let mut block = Buffer::zeroed(len);
-    stamp(&mut block, writer, number);
-    block
-}
-
-/// Stamps a block.
-pub fn stamp(block: &mut [u8], writer: u64, number: u64) {
-    let mut mark = [0; 16];
-    mark[..8].copy_from_slice(&writer.to_le_bytes());
-    mark[8..].copy_from_slice(&number.to_le_bytes());
-    block
-        .chunks_exact_mut(16)
-        .for_each(|chunk| chunk.copy_from_slice(&mark));
-}
-
-/// Whether a block has the content that [`stamp`] writes.
-pub fn is_stamped(block: &[u8], writer: u64, number: u64) -> bool {
-    let mut mark = [0; 16];
-    mark[..8].copy_from_slice(&writer.to_le_bytes());
-    mark[8..].copy_from_slice(&number.to_le_bytes());
-    block.chunks_exact(16).all(|chunk| chunk == mark)
-}
-
-/// The error for a block whose content is not what was written.
-pub fn damage_error(what: &str, block: u64) -> CommandError {
-    CommandError::Failed(format!(
-        "{what}: block {block} does not read back as written: the medium or the store is at fault"
-    ))
-}
+use crate::blocks::BLOCK;
 
 /// Sleeps until a port has completions.
 fn wait(event: BorrowedFd<'_>) {

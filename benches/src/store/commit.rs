@@ -1,6 +1,5 @@
 //! `walvisor-bench store commit`: the cost of a FLUSH when several clients flush at the same time.
 
-use std::fmt;
 use std::fs::File;
 use std::num::NonZeroU32;
 use std::os::unix::fs::FileExt;
@@ -8,19 +7,22 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use serde::{Deserialize, Serialize};
+use serde::Serialize;
+use serde_json::json;
 use walvisor::commands::CommandError;
 use walvisor_storage::{
     Buffer, CacheMode, CommitWait, GROUP_SIZE_CLASSES, Operation, Pace, SECTOR_SIZE, Store,
     StoreOptions,
 };
 
-use super::client::{StoreClient, damage_error, is_stamped, stamp, stamped_block};
-use super::figures::{BLOCK, tenths, thousandths};
-use super::output::StoreOutput;
-use super::raw;
-use super::site::{StoreSite, ring};
+use super::client::StoreClient;
+use super::output::{StoreOutput, StoreReport, tenths, thousandths};
+use super::site::{self, ring};
 use super::timing::{Timing, closed_loops, shares};
+use crate::blocks::{BLOCK, stamp, stamped_block};
+use crate::matrix::Turn;
+use crate::place::{self, directory, failed, make_raw};
+use crate::report::Cell;
 
 /// Blocks that each client overwrites in turn.
 const CLIENT_BLOCKS: u64 = 256;
@@ -96,7 +98,7 @@ impl From<WaitArguments> for CommitWait {
 }
 
 /// Off or on.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Switch {
     /// Off.
@@ -106,7 +108,7 @@ pub enum Switch {
 }
 
 /// What a commit is.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize, ValueEnum)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
 #[serde(rename_all = "lowercase")]
 pub enum Mode {
     /// A WRITE and a FLUSH.
@@ -151,55 +153,28 @@ pub struct CommitPlan {
     pub baseline: bool,
 }
 
-/// The results. Times are in microseconds; fields with `raw_` are for the baseline.
-#[derive(Debug, Deserialize, Serialize)]
-pub struct CommitReport {
-    /// Number of clients.
-    pub clients: u16,
-    /// Number of disks.
-    pub disks: u16,
-    /// The operations of a commit.
-    pub mode: Mode,
-    /// Whether group commit is on.
-    pub group: Switch,
-    /// Whether a group makes one write for each of its waiters, instead of one for all.
-    pub write_per_waiter: bool,
-    /// Longest wait of a group; `None` if adaptive.
-    pub commit_wait_us: Option<u64>,
-    /// Number of waiters that ends the wait; `None` if it is the number served last, or that came meanwhile.
-    pub commit_wait_count: Option<u32>,
-    /// Time added to each sync.
-    pub sync_latency_us: u64,
-    /// The most writes and syncs per second; `None` for no limit.
-    pub operations_per_second: Option<u32>,
-    /// Time added to each write and each sync.
-    pub operation_latency_us: u64,
-    /// Number of measured commits.
-    pub commits: u64,
-    /// Number of writes to the log.
-    pub writes: u64,
-    /// Writes to the log per commit.
-    pub writes_per_commit: f64,
-    /// Number of syncs of the log.
-    pub syncs: u64,
-    /// Syncs of the log per commit.
-    pub syncs_per_commit: f64,
-    /// Commits per second.
-    pub commits_per_s: f64,
-    /// Median time of a commit.
-    pub p50_us: f64,
-    /// 99th percentile of a commit's time.
-    pub p99_us: f64,
-    /// Number of groups that served 1, 2, 3-4, 5-8 ... waiters.
-    pub group_sizes: [u64; GROUP_SIZE_CLASSES],
-    /// Commits per second of the baseline, which syncs once per commit.
-    pub raw_commits_per_s: f64,
-    /// Median time of the baseline's commits.
-    pub raw_p50_us: f64,
-    /// 99th percentile of the baseline's commit times.
-    pub raw_p99_us: f64,
-    /// `commits_per_s` divided by `raw_commits_per_s`; 0 without a baseline.
-    pub ratio: f64,
+impl CommitPlan {
+    /// Estimated time to measure it.
+    pub fn expected(&self) -> Duration {
+        let (clients, commits, medium) =
+            (f64::from(self.clients), self.commits as f64, self.medium);
+        let served = match self.group {
+            Switch::Off => 1.0,
+            Switch::On => (clients / 2.0).max(1.0),
+        };
+        // The time of one group: its own sync, and the operations that it waits for.
+        let own = medium.sync_latency + 2 * medium.operation_latency + Duration::from_micros(300);
+        let writes = if self.write_per_waiter { served } else { 1.0 };
+        let limit = medium.operations_per_second;
+        let paced = limit.map_or(0.0, |most| 1.0 / f64::from(most.get()));
+        let log = own.as_secs_f64().max(paced * (writes + 1.0)) * commits / served;
+        let raw = if self.baseline {
+            paced * 2.0 * commits
+        } else {
+            0.0
+        };
+        Duration::from_secs_f64(0.4 + log + raw)
+    }
 }
 
 /// Runs `walvisor-bench store commit`.
@@ -239,8 +214,87 @@ pub fn run(arguments: &StoreCommitArguments) -> Result<(), CommandError> {
         logs: 1,
         baseline: !arguments.no_baseline,
     };
-    let report = measure(&plan, &arguments.output.dir)?;
-    arguments.output.print(&report)
+    let turn = measure(&plan, &arguments.output.dir)?;
+    arguments.output.print(report(&plan, turn))
+}
+
+/// The figures for people.
+fn report(plan: &CommitPlan, turn: Turn) -> StoreReport {
+    let medium = plan.medium;
+    let mode = match plan.mode {
+        Mode::Writeback => "write and FLUSH",
+        Mode::Writethrough => "write, durable when it completes",
+    };
+    let group = match (plan.group, plan.write_per_waiter) {
+        (Switch::Off, _) => "off",
+        (Switch::On, false) => "on",
+        (Switch::On, true) => "on, a write per waiter",
+    };
+    let mut head = format!(
+        "{} clients on {} disk{} of one log; a commit is a 4 KiB {mode}; group commit {group}; {} us added to each sync",
+        plan.clients,
+        plan.disks,
+        if plan.disks == 1 { "" } else { "s" },
+        medium.sync_latency.as_micros()
+    );
+    if !medium.operation_latency.is_zero() {
+        let latency = medium.operation_latency.as_micros();
+        head += &format!("; {latency} us to each write and sync");
+    }
+    if let Some(most) = medium.operations_per_second {
+        head += &format!("; at most {most} writes and syncs a second");
+    }
+    let number = |key: &str, decimals| {
+        let value = turn.get(key);
+        value.map_or(Cell::None, |value| Cell::Number(value, decimals))
+    };
+    let mut groups = "groups that served".to_owned();
+    for (class, count) in turn.list("group_sizes").into_iter().enumerate() {
+        let to = 1u64 << class;
+        let from = to / 2 + 1;
+        match (count, class + 1 == GROUP_SIZE_CLASSES) {
+            (0.0, _) => {}
+            (_, true) => groups += &format!("  {from} and more: {count}"),
+            _ if from == to => groups += &format!("  {to}: {count}"),
+            _ => groups += &format!("  {from}-{to}: {count}"),
+        }
+    }
+    let log = vec![
+        Cell::text("log"),
+        number("commits_per_s", 1),
+        number("p50_us", 1),
+        number("p99_us", 1),
+        number("syncs", 0),
+        number("syncs_per_commit", 3),
+        number("writes_per_commit", 3),
+    ];
+    let raw = vec![
+        Cell::text("raw file"),
+        number("raw_commits_per_s", 1),
+        number("raw_p50_us", 1),
+        number("raw_p99_us", 1),
+        number("commits", 0),
+        Cell::Number(1.0, 3),
+        Cell::Number(1.0, 3),
+    ];
+    let mut ratio = vec![Cell::text("ratio"), number("ratio", 3)];
+    ratio.resize(log.len(), Cell::None);
+    let columns = &[
+        "",
+        "commits/s",
+        "p50 us",
+        "p99 us",
+        "syncs",
+        "syncs/commit",
+        "writes/commit",
+    ];
+    StoreReport {
+        json: turn.0,
+        head,
+        columns,
+        rows: vec![log, raw, ratio],
+        notes: vec![groups],
+    }
 }
 
 /// A client of the store, with blocks of its own on one of the disks.
@@ -291,10 +345,10 @@ impl RawCommitter<'_> {
         let began = Instant::now();
         self.pace.charge(BLOCK, 0);
         let written = self.file.write_all_at(&self.block, at * BLOCK as u64);
-        written.map_err(raw::failed("write", self.path))?;
+        written.map_err(failed("write", self.path))?;
         self.pace.charge(0, 1);
         let synced = self.file.sync_data();
-        synced.map_err(raw::failed("sync", self.path))?;
+        synced.map_err(failed("sync", self.path))?;
         if !self.sync_latency.is_zero() {
             std::thread::sleep(self.sync_latency);
         }
@@ -307,7 +361,7 @@ impl RawCommitter<'_> {
 ///
 /// # Errors
 /// If the medium fails, or an acknowledged write does not read back.
-pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandError> {
+pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<Turn, CommandError> {
     let medium = plan.medium;
     let pace = Pace::new(medium.operations_per_second, medium.operation_latency);
     let (clients, disks, logs) = (
@@ -331,9 +385,14 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandErr
     };
     let (mut sites, mut stores) = (Vec::new(), Vec::new());
     for _ in 0..logs {
-        let site = StoreSite::new(dir)?;
-        site.create(disks / logs, disk_blocks * BLOCK as u64, &options)?;
-        stores.push(site.open(disks / logs, cache, &options)?);
+        let site = directory(dir)?;
+        site::create(
+            site.path(),
+            disks / logs,
+            disk_blocks * BLOCK as u64,
+            &options,
+        )?;
+        stores.push(site::open(site.path(), disks / logs, cache, &options)?);
         sites.push(site);
     }
     let raw_path = sites[0].path().join("raw");
@@ -342,7 +401,7 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandErr
     } else {
         0
     };
-    let raw_file = raw::create(&raw_path, raw_blocks * BLOCK as u64, BLOCK)?;
+    let raw_file = make_raw(&raw_path, raw_blocks * BLOCK as u64, BLOCK)?;
     let mut committers = (0..clients)
         .map(|writer| Committer {
             client: None,
@@ -386,41 +445,41 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<CommitReport, CommandErr
         store.close().map_err(CommandError::failed)?;
     }
     for committer in &committers {
-        verify(&sites[committer.log], committer)?;
+        verify(sites[committer.log].path(), committer)?;
     }
     let (writes, syncs) = (
         counters.writes - before.writes,
         counters.syncs - before.syncs,
     );
-    Ok(CommitReport {
-        clients: plan.clients,
-        disks: plan.disks,
-        mode: plan.mode,
-        group: plan.group,
-        write_per_waiter: plan.write_per_waiter,
-        commit_wait_us: plan.wait.longest.map(|wait| wait.as_micros() as u64),
-        commit_wait_count: plan.wait.count,
-        sync_latency_us: medium.sync_latency.as_micros() as u64,
-        operations_per_second: medium.operations_per_second.map(NonZeroU32::get),
-        operation_latency_us: medium.operation_latency.as_micros() as u64,
-        commits: plan.commits,
-        writes,
-        writes_per_commit: thousandths(writes as f64 / plan.commits as f64),
-        syncs,
-        syncs_per_commit: thousandths(syncs as f64 / plan.commits as f64),
-        commits_per_s: tenths(logged.rate()),
-        p50_us: tenths(logged.percentile_us(0.5)),
-        p99_us: tenths(logged.percentile_us(0.99)),
-        group_sizes: std::array::from_fn(|i| counters.group_sizes[i] - before.group_sizes[i]),
-        raw_commits_per_s: tenths(raw.rate()),
-        raw_p50_us: tenths(raw.percentile_us(0.5)),
-        raw_p99_us: tenths(raw.percentile_us(0.99)),
-        ratio: if plan.baseline {
-            thousandths(logged.rate() / raw.rate())
-        } else {
-            0.0
-        },
-    })
+    let each = |count: u64| count as f64 / plan.commits as f64;
+    let groups = (0..GROUP_SIZE_CLASSES).map(|i| counters.group_sizes[i] - before.group_sizes[i]);
+    // Times are in microseconds; the keys with `raw_` are of the baseline, which syncs once per commit.
+    Ok(Turn(json!({
+        "clients": plan.clients,
+        "disks": plan.disks,
+        "mode": plan.mode,
+        "group": plan.group,
+        "write_per_waiter": plan.write_per_waiter,
+        "commit_wait_us": plan.wait.longest.map(|wait| wait.as_micros() as u64),
+        "commit_wait_count": plan.wait.count,
+        "sync_latency_us": medium.sync_latency.as_micros() as u64,
+        "operations_per_second": medium.operations_per_second,
+        "operation_latency_us": medium.operation_latency.as_micros() as u64,
+        "commits": plan.commits,
+        "writes": writes,
+        "writes_per_commit": thousandths(each(writes)),
+        "syncs": syncs,
+        "syncs_per_commit": thousandths(each(syncs)),
+        "operations_per_commit": thousandths(each(writes + syncs)),
+        "commits_per_s": tenths(logged.rate()),
+        "p50_us": tenths(logged.percentile_us(0.5)),
+        "p99_us": tenths(logged.percentile_us(0.99)),
+        "group_sizes": groups.collect::<Vec<_>>(),
+        "raw_commits_per_s": tenths(raw.rate()),
+        "raw_p50_us": tenths(raw.percentile_us(0.5)),
+        "raw_p99_us": tenths(raw.percentile_us(0.99)),
+        "ratio": if plan.baseline { thousandths(logged.rate() / raw.rate()) } else { 0.0 },
+    })))
 }
 
 /// The sums of the logs' counters.
@@ -449,89 +508,9 @@ impl LogCounts {
 }
 
 /// Checks the last write of a client to each of its blocks in the images, which are plain files after the close.
-fn verify(site: &StoreSite, committer: &Committer) -> Result<(), CommandError> {
-    let mut block = Buffer::zeroed(BLOCK);
-    let path = site.image(committer.disk);
-    let file = File::open(&path).map_err(raw::failed("open", &path))?;
-    for number in committer.committed.saturating_sub(CLIENT_BLOCKS)..committer.committed {
-        let at = committer.first_block + number % CLIENT_BLOCKS;
-        file.read_exact_at(&mut block, at * BLOCK as u64)
-            .map_err(raw::failed("read", &path))?;
-        if !is_stamped(&block, committer.writer, number) {
-            return Err(damage_error(&path.display().to_string(), at));
-        }
-    }
-    Ok(())
-}
-
-impl fmt::Display for CommitReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mode = match self.mode {
-            Mode::Writeback => "write and FLUSH",
-            Mode::Writethrough => "writethrough write",
-        };
-        let group = match (self.group, self.commit_wait_us, self.commit_wait_count) {
-            (Switch::Off, ..) => "off".to_owned(),
-            (Switch::On, None, None) => "on, adaptive wait".to_owned(),
-            (Switch::On, Some(0), _) => "on, no wait".to_owned(),
-            (Switch::On, Some(wait), None) => format!("on, waits up to {wait} us"),
-            (Switch::On, Some(wait), Some(count)) => {
-                format!("on, waits up to {wait} us for {count}")
-            }
-            (Switch::On, None, Some(count)) => format!("on, waits for {count}"),
-        };
-        let latency = match self.operation_latency_us {
-            0 => String::new(),
-            latency => format!("; {latency} us to each write and sync"),
-        };
-        let pace = match self.operations_per_second {
-            None => latency,
-            Some(most) => format!("{latency}; at most {most} writes and syncs a second"),
-        };
-        writeln!(
-            f,
-            "{} clients on {} disk{} of one log; a commit is a 4 KiB {mode}; group commit {group}{}; {} us added to each sync{pace}\n",
-            self.clients,
-            self.disks,
-            if self.disks == 1 { "" } else { "s" },
-            if self.write_per_waiter {
-                ", a write per waiter"
-            } else {
-                ""
-            },
-            self.sync_latency_us
-        )?;
-        writeln!(
-            f,
-            "            commits/s    p50 us    p99 us     syncs  syncs/commit  writes/commit"
-        )?;
-        writeln!(
-            f,
-            "log      {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3} {:>14.3}",
-            self.commits_per_s,
-            self.p50_us,
-            self.p99_us,
-            self.syncs,
-            self.syncs_per_commit,
-            self.writes_per_commit
-        )?;
-        writeln!(
-            f,
-            "raw file {:>12.1} {:>9.1} {:>9.1} {:>9} {:>13.3} {:>14.3}",
-            self.raw_commits_per_s, self.raw_p50_us, self.raw_p99_us, self.commits, 1.0, 1.0
-        )?;
-        writeln!(f, "ratio    {:>12.3}", self.ratio)?;
-        write!(f, "\ngroups that served")?;
-        for (class, count) in self.group_sizes.iter().enumerate() {
-            let to = 1u64 << class;
-            let from = to / 2 + 1;
-            match (count, class + 1 == GROUP_SIZE_CLASSES) {
-                (0, _) => {}
-                (_, true) => write!(f, "  {from} and more: {count}")?,
-                _ if from == to => write!(f, "  {to}: {count}")?,
-                _ => write!(f, "  {from}-{to}: {count}")?,
-            }
-        }
-        writeln!(f)
-    }
+fn verify(site: &Path, committer: &Committer) -> Result<(), CommandError> {
+    let path = site::image(site, committer.disk);
+    let last = committer.committed.saturating_sub(CLIENT_BLOCKS)..committer.committed;
+    let blocks = last.map(|number| (committer.first_block + number % CLIENT_BLOCKS, number));
+    place::verify(&path, BLOCK, committer.writer, blocks)
 }

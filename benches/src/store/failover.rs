@@ -9,9 +9,9 @@ use clap::Args;
 use walvisor::commands::CommandError;
 use walvisor_storage::{CacheMode, Disk, Operation, SECTOR_SIZE, Store, create_disk};
 
-use super::client::{StoreClient, damage_error, is_stamped, stamped_block};
-use super::figures::BLOCK;
+use super::client::StoreClient;
 use super::site::{image, log, open, ring};
+use crate::blocks::{BLOCK, damage_error, is_stamped, stamped_block};
 
 /// Blocks that each client overwrites in turn.
 const CLIENT_BLOCKS: u64 = 16;

@@ -1,67 +1,12 @@
-//! The baselines: a plain file without a log, opened with O_DIRECT if the file system supports it.
+//! The baseline: a queue of a plain file without a log.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::fd::AsRawFd;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use io_uring::{IoUring, opcode, types};
 use walvisor::commands::CommandError;
 use walvisor_storage::Buffer;
-
-use super::client::stamp;
-
-/// Bytes of each write that fills a file.
-const FILL_BYTES: usize = 1 << 20;
-
-/// An error that names the file and the failed operation.
-pub fn failed(doing: &str, path: &Path) -> impl Fn(std::io::Error) -> CommandError {
-    let place = format!("{}: can't {doing}", path.display());
-    move |error| CommandError::Failed(format!("{place}: {error}"))
-}
-
-/// Opens a file with O_DIRECT, or through the page cache if the file system does not support O_DIRECT.
-///
-/// # Errors
-/// If the file can't be opened.
-pub fn open_direct(path: &Path) -> Result<File, CommandError> {
-    let mut options = OpenOptions::new();
-    options.read(true).write(true);
-    let direct = options
-        .clone()
-        .custom_flags(libc::O_DIRECT)
-        .open(path)
-        .ok()
-        .filter(|file| file.read_at(&mut Buffer::zeroed(4096), 0).is_ok());
-    match direct {
-        Some(file) => Ok(file),
-        None => options.open(path).map_err(failed("open", path)),
-    }
-}
-
-/// Creates a file of `bytes` bytes, with every block written and stamped with writer 0 and its number.
-///
-/// # Errors
-/// If the file can't be written.
-pub fn create(path: &Path, bytes: u64, block: usize) -> Result<File, CommandError> {
-    let fill = || {
-        let file = File::create_new(path)?;
-        let mut buffer = Buffer::zeroed(FILL_BYTES.max(block));
-        let mut at = 0;
-        while at < bytes {
-            let part = (bytes - at).min(buffer.len() as u64) as usize;
-            for (i, chunk) in buffer[..part].chunks_mut(block).enumerate() {
-                stamp(chunk, 0, at / block as u64 + i as u64);
-            }
-            file.write_all_at(&buffer[..part], at)?;
-            at += part as u64;
-        }
-        file.sync_all()
-    };
-    fill().map_err(failed("fill", path))?;
-    open_direct(path)
-}
 
 /// The direction in which a queue moves bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

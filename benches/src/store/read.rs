@@ -1,22 +1,23 @@
 //! `walvisor-bench store read`: the cost of a random read through the log and its index.
 
-use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
 use clap::Args;
-use serde::Serialize;
+use serde_json::{Value, json};
 use walvisor::commands::CommandError;
 use walvisor::size::parse_size;
 use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
-use super::client::{QueueClient, StoreClient, damage_error, is_stamped, stamped_block};
-use super::figures::{BLOCK, tenths, thousandths};
-use super::output::StoreOutput;
-use super::raw::{self, Direction, RawQueue};
-use super::site::{StoreSite, ring};
+use super::client::{QueueClient, StoreClient};
+use super::output::{StoreOutput, StoreReport, row, tenths, thousandths};
+use super::raw::{Direction, RawQueue};
+use super::site::{self, ring};
 use super::timing::{Timing, closed_loops, shares};
+use crate::blocks::{BLOCK, Random, damage_error, is_stamped, stamped_block};
+use crate::place::{directory, make_raw};
+use crate::report::Cell;
 
 /// Number of turns of store and baseline.
 const ROUNDS: u64 = 4;
@@ -55,9 +56,8 @@ pub struct ReadArguments {
 }
 
 /// The figures of one kind of read.
-#[derive(Debug, Serialize)]
 struct Figures {
-    reads_per_s: f64,
+    rate: f64,
     p50_us: f64,
     p99_us: f64,
 }
@@ -65,55 +65,55 @@ struct Figures {
 impl Figures {
     fn new(mut timing: Timing) -> Self {
         Self {
-            reads_per_s: tenths(timing.rate()),
-            p50_us: tenths(timing.percentile_us(0.5)),
-            p99_us: tenths(timing.percentile_us(0.99)),
+            rate: timing.rate(),
+            p50_us: timing.percentile_us(0.5),
+            p99_us: timing.percentile_us(0.99),
         }
+    }
+
+    fn json(&self) -> Value {
+        json!({
+            "reads_per_s": tenths(self.rate),
+            "p50_us": tenths(self.p50_us),
+            "p99_us": tenths(self.p99_us),
+        })
+    }
+
+    /// A row of the table, with a ratio of another row's figure.
+    fn row(&self, name: &str, ratio: f64) -> Vec<Cell> {
+        let mut row = row(name, 1, &[self.rate, self.p50_us, self.p99_us]);
+        row.push(Cell::Number(ratio, 3));
+        row
     }
 }
 
-/// The results.
-#[derive(Debug, Serialize)]
-struct ReadReport {
-    bytes: u64,
-    reads: u64,
-    clients: u16,
-    depth: u16,
-    checkpointed: Figures,
-    logged: Figures,
-    raw: Figures,
-    checkpointed_ratio: f64,
-    logged_ratio: f64,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    beside_syncs: Option<ReadsDuringSyncs>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    beside_writes: Option<ReadsDuringWrites>,
-}
-
 /// Reads while other work goes on, and the same reads alone, in turns.
-#[derive(Debug, Serialize)]
 struct LoadedReads {
     alone: Figures,
     beside: Figures,
+}
+
+impl LoadedReads {
     /// The ratio of the 99th percentiles.
-    p99_ratio: f64,
-}
+    fn ratio(&self) -> f64 {
+        self.beside.p99_us / self.alone.p99_us
+    }
 
-/// Reads of one disk while another disk is synced.
-#[derive(Debug, Serialize)]
-struct ReadsDuringSyncs {
-    sync_latency_us: u32,
-    syncs: u64,
-    #[serde(flatten)]
-    reads: LoadedReads,
-}
+    fn json(&self) -> Value {
+        json!({
+            "alone": self.alone.json(),
+            "beside": self.beside.json(),
+            "p99_ratio": thousandths(self.ratio()),
+        })
+    }
 
-/// Reads of one disk while another disk is written as fast as its log is copied.
-#[derive(Debug, Serialize)]
-struct ReadsDuringWrites {
-    checkpoints: u64,
-    store: LoadedReads,
-    raw: LoadedReads,
+    /// Two rows of the table, with the ratio of the 99th percentiles.
+    fn rows(&self, what: &str) -> [Vec<Cell>; 2] {
+        [
+            self.alone.row(&format!("{what}: alone"), 1.0),
+            self.beside.row(&format!("{what}: beside"), self.ratio()),
+        ]
+    }
 }
 
 /// Runs `walvisor-bench store read`.
@@ -135,23 +135,18 @@ pub fn run(arguments: &ReadArguments) -> Result<(), CommandError> {
             clients * depth
         )));
     }
-    let report = measure(arguments)?;
-    arguments.output.print(&report)
+    arguments.output.print(measure(arguments)?)
 }
 
-/// Chooses the next block, in a pseudo-random order.
+/// Chooses the next block.
 struct Scatter {
     blocks: u64,
-    state: u64,
+    random: Random,
 }
 
 impl Scatter {
     fn next(&mut self) -> u64 {
-        // Xorshift (Marsaglia 2003): a state other than zero never becomes zero.
-        self.state ^= self.state << 13;
-        self.state ^= self.state >> 7;
-        self.state ^= self.state << 17;
-        self.state % self.blocks
+        self.random.below(self.blocks)
     }
 }
 
@@ -207,18 +202,19 @@ impl RawReader<'_> {
     }
 }
 
-fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
+fn measure(arguments: &ReadArguments) -> Result<StoreReport, CommandError> {
     let (clients, depth) = (u64::from(arguments.clients), usize::from(arguments.depth));
     let blocks = arguments.bytes / BLOCK as u64;
     let bytes = blocks * BLOCK as u64;
-    let site = StoreSite::new(&arguments.output.dir)?;
+    let place = directory(&arguments.output.dir)?;
+    let site = place.path();
     let options = ring(3 * bytes);
     let disks = 1 + usize::from(arguments.beside_sync_us.is_some());
-    site.create(disks, bytes, &options)?;
-    let raw_file = raw::create(&site.path().join("raw"), bytes, BLOCK)?;
+    site::create(site, disks, bytes, &options)?;
+    let raw_file = make_raw(&site.join("raw"), bytes, BLOCK)?;
     let scatter = |client: u64| Scatter {
         blocks,
-        state: 0x9e37_79b9_7f4a_7c15 ^ (client + 1),
+        random: Random::new(client + 1),
     };
     let readers = |store: &Store, writer| {
         let reader = |client| {
@@ -234,7 +230,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             .collect::<Result<Vec<_>, CommandError>>()
     };
     // Writer 1's data is checkpointed, because the store is closed.
-    let store = site.open(1, CacheMode::Writeback, &options)?;
+    let store = site::open(site, 1, CacheMode::Writeback, &options)?;
     fill(&store, blocks, 1)?;
     store.close().map_err(CommandError::failed)?;
     let raw_reader = |client| {
@@ -250,7 +246,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
     let (mut raw, mut checkpointed, mut logged) =
         (Timing::default(), Timing::default(), Timing::default());
     let rounds: Vec<u64> = shares(arguments.reads, ROUNDS).collect();
-    let store = site.open(1, CacheMode::Writeback, &options)?;
+    let store = site::open(site, 1, CacheMode::Writeback, &options)?;
     let mut from_image = readers(&store, 1)?;
     for &share in &rounds {
         raw.add(closed_loops(
@@ -299,7 +295,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
                 sync_latency: Duration::from_micros(latency.into()),
                 ..options
             };
-            let store = site.open(2, CacheMode::Writeback, &options)?;
+            let store = site::open(site, 2, CacheMode::Writeback, &options)?;
             let syncs = store.log_counters().syncs;
             let mut client = StoreClient::open(&store.disks()[1])?;
             let flush = || {
@@ -316,11 +312,7 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             )?;
             let syncs = store.log_counters().syncs - syncs;
             store.close().map_err(CommandError::failed)?;
-            Ok::<_, CommandError>(ReadsDuringSyncs {
-                sync_latency_us: latency,
-                syncs,
-                reads,
-            })
+            Ok::<_, CommandError>((latency, syncs, reads))
         })
         .transpose()?;
     let beside_writes = arguments
@@ -330,12 +322,13 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
                 max_segments: 8,
                 ..options
             };
-            let full = StoreSite::new(&arguments.output.dir)?;
-            full.create(2, bytes, &little)?;
-            let store = full.open(1, CacheMode::Writeback, &little)?;
+            let full = directory(&arguments.output.dir)?;
+            let full = full.path();
+            site::create(full, 2, bytes, &little)?;
+            let store = site::open(full, 1, CacheMode::Writeback, &little)?;
             fill(&store, blocks, 1)?;
             store.close().map_err(CommandError::failed)?;
-            let store = full.open(2, CacheMode::Writeback, &little)?;
+            let store = site::open(full, 2, CacheMode::Writeback, &little)?;
             let checkpoints = store.log_counters().checkpoints;
             let mut queue = QueueClient::open(&store.disks()[1], WRITES)?;
             let mut places = scatter(clients);
@@ -368,30 +361,64 @@ fn measure(arguments: &ReadArguments) -> Result<ReadReport, CommandError> {
             let checkpoints = store.log_counters().checkpoints - checkpoints;
             drop(queue);
             store.close().map_err(CommandError::failed)?;
-            let written = raw::create(&site.path().join("written"), bytes, BLOCK)?;
+            let written = make_raw(&site.join("written"), bytes, BLOCK)?;
             let mut queue = RawQueue::new(&written, Direction::Write, BLOCK, WRITES)?;
             let write = || queue.step(|_| Some(places.next() * BLOCK as u64)).map(drop);
             let of_raw =
                 measure_under_load(&mut raw_readers, &rounds, RawReader::read, write, || ())?;
-            Ok::<_, CommandError>(ReadsDuringWrites {
-                checkpoints,
-                store: of_store,
-                raw: of_raw,
-            })
+            Ok::<_, CommandError>((checkpoints, of_store, of_raw))
         })
         .transpose()?;
-    Ok(ReadReport {
-        bytes,
-        reads: arguments.reads,
-        clients: arguments.clients,
-        depth: arguments.depth,
-        checkpointed: Figures::new(checkpointed),
-        logged: Figures::new(logged),
-        raw: Figures::new(raw),
-        checkpointed_ratio: thousandths(checkpointed_ratio),
-        logged_ratio: thousandths(logged_ratio),
-        beside_syncs,
-        beside_writes,
+    let [checkpointed, logged, raw] = [checkpointed, logged, raw].map(Figures::new);
+    let mut json = json!({
+        "bytes": bytes,
+        "reads": arguments.reads,
+        "clients": clients,
+        "depth": depth,
+        "checkpointed": checkpointed.json(),
+        "logged": logged.json(),
+        "raw": raw.json(),
+        "checkpointed_ratio": thousandths(checkpointed_ratio),
+        "logged_ratio": thousandths(logged_ratio),
+    });
+    let mut rows = vec![
+        checkpointed.row("checkpointed", checkpointed_ratio),
+        logged.row("in the log", logged_ratio),
+        raw.row("raw file", 1.0),
+    ];
+    let mut notes = vec!["each ratio against the raw reads that took turns with it".to_owned()];
+    if let Some((latency, syncs, reads)) = beside_syncs {
+        json["beside_syncs"] = reads.json();
+        json["beside_syncs"]["sync_latency_us"] = json!(latency);
+        json["beside_syncs"]["syncs"] = json!(syncs);
+        rows.extend(reads.rows("syncs"));
+        notes.push(format!(
+            "syncs: beside {syncs} syncs of another disk, each {latency} us longer than the medium needs; taking turns with \
+             none; the ratio is that of p99"
+        ));
+    }
+    if let Some((checkpoints, store, raw)) = beside_writes {
+        json["beside_writes"] = json!({
+            "checkpoints": checkpoints,
+            "store": store.json(),
+            "raw": raw.json(),
+        });
+        rows.extend(store.rows("writes"));
+        rows.extend(raw.rows("raw writes"));
+        notes.push(format!(
+            "writes: beside {WRITES} writes in flight to another disk, with {checkpoints} checkpoints; raw writes: raw files, \
+             beside as many; taking turns with none; the ratio is that of p99"
+        ));
+    }
+    Ok(StoreReport {
+        json,
+        head: format!(
+            "{} random 4 KiB reads of each kind over {bytes} bytes; {clients} clients, {depth} in flight each",
+            arguments.reads
+        ),
+        columns: &["", "reads/s", "p50 us", "p99 us", "ratio"],
+        rows,
+        notes,
     })
 }
 
@@ -427,12 +454,8 @@ fn measure_under_load<R: Send>(
             worked
         })?;
     }
-    let (alone, beside) = (Figures::new(alone), Figures::new(beside));
-    Ok(LoadedReads {
-        p99_ratio: thousandths(beside.p99_us / alone.p99_us),
-        alone,
-        beside,
-    })
+    let [alone, beside] = [alone, beside].map(Figures::new);
+    Ok(LoadedReads { alone, beside })
 }
 
 /// Writes every block as a record of its own, and makes them durable.
@@ -450,63 +473,4 @@ fn fill(store: &Store, blocks: u64, writer: u64) -> Result<(), CommandError> {
     while queue.step(&mut write)?.is_some() {}
     queue.flush()?;
     Ok(())
-}
-
-impl fmt::Display for ReadReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "{} random 4 KiB reads of each kind over {} bytes; {} clients, {} in flight each\n",
-            self.reads, self.bytes, self.clients, self.depth
-        )?;
-        writeln!(f, "                 reads/s    p50 us    p99 us   ratio")?;
-        let rows = [
-            ("checkpointed", &self.checkpointed, self.checkpointed_ratio),
-            ("in the log", &self.logged, self.logged_ratio),
-            ("raw file", &self.raw, 1.0),
-        ];
-        for (name, row, ratio) in rows {
-            writeln!(
-                f,
-                "{name:<12} {:>11.1} {:>9.1} {:>9.1} {ratio:>7.3}",
-                row.reads_per_s, row.p50_us, row.p99_us
-            )?;
-        }
-        writeln!(
-            f,
-            "\neach ratio against the raw reads that took turns with it"
-        )?;
-        if let Some(beside) = &self.beside_syncs {
-            writeln!(
-                f,
-                "\nbeside {} syncs of another disk, each {} us longer than the medium needs; taking turns with none",
-                beside.syncs, beside.sync_latency_us
-            )?;
-            write!(f, "{}", beside.reads)?;
-        }
-        if let Some(beside) = &self.beside_writes {
-            writeln!(
-                f,
-                "\nbeside {WRITES} writes in flight to another disk, with {} checkpoints; taking turns with none",
-                beside.checkpoints
-            )?;
-            write!(f, "{}", beside.store)?;
-            writeln!(f, "\nraw files, beside as many writes")?;
-            write!(f, "{}", beside.raw)?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Display for LoadedReads {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        for (name, row) in [("alone", &self.alone), ("beside", &self.beside)] {
-            writeln!(
-                f,
-                "{name:<12} {:>11.1} {:>9.1} {:>9.1}",
-                row.reads_per_s, row.p50_us, row.p99_us
-            )?;
-        }
-        writeln!(f, "p99 {:.2} times as long", self.p99_ratio)
-    }
 }

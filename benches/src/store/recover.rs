@@ -1,6 +1,5 @@
 //! `walvisor-bench store recover`: the time to open a log after a crash. The crash is a process that ends without closing.
 
-use std::fmt;
 use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
@@ -8,18 +7,17 @@ use std::process::{Command, exit};
 use std::time::Instant;
 
 use clap::Args;
-use serde::Serialize;
+use serde_json::json;
 use walvisor::commands::CommandError;
 use walvisor::commands::threads::Threads;
 use walvisor::size::parse_size;
 use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
-use super::client::{QueueClient, StoreClient, damage_error, is_stamped, stamped_block};
-use super::figures::{BLOCK, scattered, tenths, thousandths};
-use super::output::StoreOutput;
-use super::raw;
-use super::site::{self, StoreSite, ring};
-use super::timing::median;
+use super::client::{QueueClient, StoreClient};
+use super::output::{StoreOutput, StoreReport, check_bytes, median, row, tenths, thousandths};
+use super::site::{self, ring};
+use crate::blocks::{BLOCK, damage_error, is_stamped, scattered, stamped_block};
+use crate::place::{directory, failed, open_direct};
 
 /// Number of turns of store and baseline.
 const ROUNDS: usize = 3;
@@ -70,58 +68,53 @@ pub struct OpenArguments {
     threads: Threads,
 }
 
-/// The results. Each time is the median of the rounds.
-#[derive(Debug, Serialize)]
-struct RecoverReport {
-    records: u64,
-    log_bytes: u64,
-    rounds: usize,
-    recover_us: f64,
-    memory_bytes_per_record: f64,
-    /// `None` for a sparse log, which is not read from the medium.
-    raw_read_us: Option<f64>,
-    ratio: Option<f64>,
-}
-
-/// Runs `walvisor-bench store recover`.
+/// Runs `walvisor-bench store recover`. Each time is the median of the rounds.
 ///
 /// # Errors
 /// See [`super::run`].
 pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
     let bytes = arguments.bytes;
-    if !(1 << 20..=64 << 30).contains(&bytes) || !bytes.is_multiple_of(BLOCK as u64) {
-        return Err(CommandError::Usage(format!(
-            "--bytes {bytes}: give a multiple of 4K from 1M to 64G"
-        )));
-    }
-    let site = StoreSite::new(&arguments.output.dir)?;
-    site.create(1, bytes, &ring(2 * bytes))?;
+    check_bytes(bytes, BLOCK as u64, "4K")?;
+    let directory = directory(&arguments.output.dir)?;
+    let site = directory.path();
+    site::create(site, 1, bytes, &ring(2 * bytes))?;
     let sparse: &[&str] = if arguments.sparse { &["--sparse"] } else { &[] };
-    let log_bytes = child(&site, "fill", bytes, sparse)? as u64;
+    let log_bytes = child(site, "fill", bytes, sparse)? as u64;
     let (mut recovered, mut read) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
+        // A sparse log is not read from the medium.
         if !arguments.sparse {
-            read.push(read_raw(&site::log(site.path()), log_bytes)?);
+            read.push(read_raw(&site::log(site), log_bytes)?);
         }
-        recovered.push(child(&site, "open", bytes, &[])?);
+        recovered.push(child(site, "open", bytes, &[])?);
     }
     if !arguments.sparse {
-        child(&site, "open", bytes, &["--verify"])?;
+        child(site, "open", bytes, &["--verify"])?;
     }
-    let (records, memory) = (
-        bytes / BLOCK as u64,
-        child(&site, "open", bytes, &["--memory"])?,
-    );
+    let records = bytes / BLOCK as u64;
+    let memory = child(site, "open", bytes, &["--memory"])? / records as f64;
     let recover_us = median(recovered);
-    let raw_read_us = (!read.is_empty()).then(|| median(read));
-    arguments.output.print(&RecoverReport {
-        records,
-        log_bytes,
-        rounds: ROUNDS,
-        recover_us: recover_us.round(),
-        memory_bytes_per_record: tenths(memory / records as f64),
-        raw_read_us: raw_read_us.map(f64::round),
-        ratio: raw_read_us.map(|raw| thousandths(recover_us / raw)),
+    let raw_us = (!read.is_empty()).then(|| median(read));
+    let ratio = raw_us.map(|raw| recover_us / raw);
+    let mut rows = vec![row("open and recover", 1, &[recover_us / 1000.0])];
+    rows.extend(raw_us.map(|raw| row("raw read", 1, &[raw / 1000.0])));
+    rows.extend(ratio.map(|ratio| row("ratio", 3, &[ratio])));
+    arguments.output.print(StoreReport {
+        json: json!({
+            "records": records,
+            "log_bytes": log_bytes,
+            "rounds": ROUNDS,
+            "recover_us": recover_us.round(),
+            "memory_bytes_per_record": tenths(memory),
+            "raw_read_us": raw_us.map(f64::round),
+            "ratio": ratio.map(thousandths),
+        }),
+        head: format!(
+            "{records} records of 4 KiB, {log_bytes} bytes of log; median of {ROUNDS} rounds"
+        ),
+        columns: &["", "ms"],
+        rows,
+        notes: vec![format!("{memory:.1} bytes of memory for each record")],
     })
 }
 
@@ -129,16 +122,11 @@ pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
 ///
 /// # Errors
 /// If the process fails; the error contains its output.
-pub fn child(
-    site: &StoreSite,
-    action: &str,
-    bytes: u64,
-    more: &[&str],
-) -> Result<f64, CommandError> {
+pub fn child(site: &Path, action: &str, bytes: u64, more: &[&str]) -> Result<f64, CommandError> {
     let myself = std::env::current_exe().map_err(CommandError::failed)?;
     let output = Command::new(myself)
         .args(["store", action])
-        .arg(site.path())
+        .arg(site)
         .arg(bytes.to_string())
         .args(more)
         .output()
@@ -230,7 +218,7 @@ fn open_store(
 /// Bytes of memory that this process uses.
 fn resident_bytes() -> Result<u64, CommandError> {
     let path = Path::new("/proc/self/statm");
-    let text = std::fs::read_to_string(path).map_err(raw::failed("read", path))?;
+    let text = std::fs::read_to_string(path).map_err(failed("read", path))?;
     let pages = text.split_whitespace().nth(1).and_then(|n| n.parse().ok());
     let pages: u64 = pages.ok_or_else(|| CommandError::Failed(format!("{text}: not a size")))?;
     Ok(pages * rustix::param::page_size() as u64)
@@ -255,7 +243,7 @@ impl HolePuncher {
         for segment in next {
             let mut dig = Command::new("fallocate");
             let dug = dig.arg("--dig-holes").arg(segment).status();
-            let dug = dug.map_err(raw::failed("dig holes with fallocate in", segment))?;
+            let dug = dug.map_err(failed("dig holes with fallocate in", segment))?;
             if !dug.success() {
                 return Err(CommandError::Failed(format!(
                     "{}: fallocate --dig-holes failed: take a file system that has holes",
@@ -270,10 +258,10 @@ impl HolePuncher {
 
 /// The segment files of a log, in order.
 fn segments(log: &Path) -> Result<Vec<PathBuf>, CommandError> {
-    let entries = std::fs::read_dir(log).map_err(raw::failed("list", log))?;
+    let entries = std::fs::read_dir(log).map_err(failed("list", log))?;
     let mut segments = Vec::new();
     for entry in entries {
-        let path = entry.map_err(raw::failed("list", log))?.path();
+        let path = entry.map_err(failed("list", log))?.path();
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         if name.starts_with("segment-") && path.extension().is_none() {
             segments.push(path);
@@ -289,35 +277,17 @@ fn read_raw(log: &Path, bytes: u64) -> Result<f64, CommandError> {
     let mut buffer = Buffer::zeroed(RAW_BYTES);
     let (mut left, began) = (bytes, Instant::now());
     for path in segments {
-        let file = raw::open_direct(&path)?;
-        let len = file.metadata().map_err(raw::failed("read", &path))?.len();
+        let file = open_direct(&path)?;
+        let len = file.metadata().map_err(failed("read", &path))?.len();
         for at in (0..len).step_by(RAW_BYTES) {
             if left == 0 {
                 break;
             }
             let part = (len - at).min(RAW_BYTES as u64) as usize;
             file.read_exact_at(&mut buffer[..part], at)
-                .map_err(raw::failed("read", &path))?;
+                .map_err(failed("read", &path))?;
             left = left.saturating_sub(part as u64);
         }
     }
     Ok(began.elapsed().as_secs_f64() * 1e6)
-}
-
-impl fmt::Display for RecoverReport {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(
-            f,
-            "{} records of 4 KiB, {} bytes of log; median of {} rounds\n",
-            self.records, self.log_bytes, self.rounds
-        )?;
-        writeln!(f, "                    ms")?;
-        writeln!(f, "open and recover {:>9.1}", self.recover_us / 1000.0)?;
-        if let (Some(raw), Some(ratio)) = (self.raw_read_us, self.ratio) {
-            writeln!(f, "raw read         {:>9.1}", raw / 1000.0)?;
-            writeln!(f, "ratio            {ratio:>9.3}")?;
-        }
-        let bytes = self.memory_bytes_per_record;
-        writeln!(f, "\n{bytes} bytes of memory for each record")
-    }
 }

@@ -1,85 +1,14 @@
-//! The working directory of a benchmark, with a log and its disks. It is removed at the end.
+//! The log and the disks of a benchmark, in its temporary directory.
 
 use std::path::{Path, PathBuf};
 
-use tempfile::TempDir;
 use walvisor::commands::CommandError;
 use walvisor_storage::{
     CacheMode, DiskOptions, EngineKind, Operation, Store, StoreOptions, create_disk,
 };
 
-use super::client::{StoreClient, stamped_block};
-use super::figures::BLOCK;
-
-/// A temporary directory on the measured medium.
-pub struct StoreSite {
-    dir: TempDir,
-}
-
-impl StoreSite {
-    /// Makes the directory in `parent`.
-    ///
-    /// # Errors
-    /// If it can't be made there.
-    pub fn new(parent: &Path) -> Result<Self, CommandError> {
-        let made = tempfile::Builder::new()
-            .prefix("walvisor-bench-")
-            .tempdir_in(parent);
-        let dir = made.map_err(|error| {
-            CommandError::Failed(format!(
-                "{}: can't work there ({error}): name a directory that can be written with --dir",
-                parent.display()
-            ))
-        })?;
-        Ok(Self { dir })
-    }
-
-    /// The directory.
-    pub fn path(&self) -> &Path {
-        self.dir.path()
-    }
-
-    /// The image of disk number `disk`.
-    pub fn image(&self, disk: usize) -> PathBuf {
-        image(self.path(), disk)
-    }
-
-    /// Creates `disks` disks of `bytes` bytes on one log, and the log's first segments, which are then not measured.
-    ///
-    /// # Errors
-    /// If the store can't create them.
-    pub fn create(
-        &self,
-        disks: usize,
-        bytes: u64,
-        options: &StoreOptions,
-    ) -> Result<(), CommandError> {
-        for disk in 0..disks {
-            create_disk(&self.image(disk), bytes, &log(self.path()), options)
-                .map_err(CommandError::failed)?;
-        }
-        let store = open(self.path(), disks, CacheMode::Writeback, options)?;
-        let mut client = StoreClient::open(&store.disks()[0])?;
-        let data = stamped_block(BLOCK, 0, 0);
-        client.run(Operation::Write { sector: 0, data })?;
-        client.run(Operation::Flush)?;
-        drop(client);
-        store.close().map_err(CommandError::failed)
-    }
-
-    /// Opens the log with its disks.
-    ///
-    /// # Errors
-    /// If the store can't open them.
-    pub fn open(
-        &self,
-        disks: usize,
-        cache: CacheMode,
-        options: &StoreOptions,
-    ) -> Result<Store, CommandError> {
-        open(self.path(), disks, cache, options)
-    }
-}
+use super::client::StoreClient;
+use crate::blocks::{BLOCK, stamped_block};
 
 /// A ring with room for `bytes` of log before a checkpoint begins. Its segments are small unless the ring is large.
 pub fn ring(bytes: u64) -> StoreOptions {
@@ -104,7 +33,30 @@ pub fn image(site: &Path, disk: usize) -> PathBuf {
     site.join(format!("disk-{disk}.img"))
 }
 
-/// Opens the log in the directory `site` with its first `disks` disks.
+/// Creates `disks` disks of `bytes` bytes on one log, and the log's first segments, which are then not measured.
+///
+/// # Errors
+/// If the store can't create them.
+pub fn create(
+    site: &Path,
+    disks: usize,
+    bytes: u64,
+    options: &StoreOptions,
+) -> Result<(), CommandError> {
+    for disk in 0..disks {
+        create_disk(&image(site, disk), bytes, &log(site), options)
+            .map_err(CommandError::failed)?;
+    }
+    let store = open(site, disks, CacheMode::Writeback, options)?;
+    let mut client = StoreClient::open(&store.disks()[0])?;
+    let data = stamped_block(BLOCK, 0, 0);
+    client.run(Operation::Write { sector: 0, data })?;
+    client.run(Operation::Flush)?;
+    drop(client);
+    store.close().map_err(CommandError::failed)
+}
+
+/// Opens the log with its first `disks` disks.
 ///
 /// # Errors
 /// If the store can't open them.

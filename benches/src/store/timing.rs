@@ -105,12 +105,6 @@ pub fn shares(total: u64, rounds: u64) -> impl Iterator<Item = u64> {
     (0..rounds).map(move |round| total * (round + 1) / rounds - total * round / rounds)
 }
 
-/// The median of some rounds.
-pub fn median(mut rounds: Vec<f64>) -> f64 {
-    rounds.sort_by(f64::total_cmp);
-    rounds.get(rounds.len() / 2).copied().unwrap_or(0.0)
-}
-
 #[cfg(test)]
 mod tests {
     use walvisor::commands::CommandError;
@@ -144,7 +138,7 @@ mod tests {
     }
 
     #[test]
-    fn percentiles_shares_and_medians() {
+    fn percentiles_and_shares() {
         let mut timing = Timing {
             elapsed: Duration::from_secs(1),
             latencies: (0..=100).rev().map(Duration::from_micros).collect(),
@@ -155,6 +149,5 @@ mod tests {
         );
         assert_eq!(Timing::default().percentile_us(0.5), 0.0);
         assert_eq!(shares(10, 4).collect::<Vec<_>>(), [2, 3, 2, 3]);
-        assert_eq!(median(vec![3.0, 1.0, 2.0]), 2.0);
     }
 }

@@ -17,7 +17,7 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 use walvisor::commands::CommandError;
 use walvisor_guest_images::leash;
 
-use crate::output::failed;
+use crate::place::failed;
 use crate::programs::{self, find};
 
 /// Programs, each with its package.

@@ -1,8 +1,7 @@
-//! The jobs: what the clients do.
+//! The jobs, what the clients do in each, and the sides that do it.
 
 use clap::ValueEnum;
 
-use super::side::Side;
 use crate::load::loops::Work;
 
 /// A job of closed loops over NBD.
@@ -30,20 +29,54 @@ pub enum Job {
     Mix,
 }
 
-impl Job {
+/// What the clients of a job do.
+pub struct JobPlan {
     /// Its title in tables.
-    pub fn title(self) -> &'static str {
+    pub title: &'static str,
+    /// Number of disks, which share the size.
+    pub disks: usize,
+    /// Connections to each disk.
+    pub connections: usize,
+    /// Requests in flight on each connection.
+    pub depth: usize,
+    /// The requests.
+    pub work: Work,
+}
+
+impl Job {
+    /// What its clients do.
+    pub fn plan(self) -> JobPlan {
+        let plan = |title, disks, connections, depth| JobPlan {
+            title,
+            disks,
+            connections,
+            depth,
+            work: Work {
+                block: 4 << 10,
+                reads_per_cent: 0,
+                flush: depth == 1,
+                hot: false,
+            },
+        };
         match self {
-            Self::InFlight => "32 in flight",
-            Self::Fsync => "16 connections, fsync each",
-            Self::Connections => "64 connections, fsync each",
-            Self::Disks => "4 disks x 4 clients, fsync each",
-            Self::One => "1 connection, fsync each",
-            Self::Eight => "8 connections, fsync each",
-            Self::ThirtyTwo => "32 connections, fsync each",
-            Self::KeptInFlight => "32 in flight, history kept or not",
-            Self::KeptFsync => "16 connections, fsync each, history kept or not",
-            Self::Mix => "mix of a database, 32 in flight",
+            Self::InFlight => plan("32 in flight", 1, 1, 32),
+            Self::Fsync => plan("16 connections, fsync each", 1, 16, 1),
+            Self::Connections => plan("64 connections, fsync each", 1, 64, 1),
+            Self::Disks => plan("4 disks x 4 clients, fsync each", 4, 4, 1),
+            Self::One => plan("1 connection, fsync each", 1, 1, 1),
+            Self::Eight => plan("8 connections, fsync each", 1, 8, 1),
+            Self::ThirtyTwo => plan("32 connections, fsync each", 1, 32, 1),
+            Self::KeptInFlight => plan("32 in flight, history kept or not", 1, 1, 32),
+            Self::KeptFsync => plan("16 connections, fsync each, history kept or not", 1, 16, 1),
+            Self::Mix => JobPlan {
+                work: Work {
+                    block: 16 << 10,
+                    reads_per_cent: 70,
+                    flush: false,
+                    hot: true,
+                },
+                ..plan("mix of a database, 32 in flight", 1, 1, 32)
+            },
         }
     }
 
@@ -52,22 +85,17 @@ impl Job {
         matches!(self, Self::One | Self::Eight | Self::ThirtyTwo)
     }
 
-    /// Whether it shows what keeping history costs.
-    fn shows_history(self) -> bool {
-        matches!(self, Self::KeptInFlight | Self::KeptFsync)
-    }
-
     /// The sides that do it.
-    pub fn sides(self) -> Vec<Side> {
-        let sides = Side::ALL.into_iter();
-        let does = |side: &Side| match side {
-            Side::Wal => true,
-            Side::QemuNbd | Side::Raw => !self.shows_history(),
-            Side::QemuNbdWriteback => !self.shows_history() && !self.work().flush,
-            Side::Unsafe => self.shows_price(),
-            Side::Keeping => self.shows_history(),
+    pub fn sides(self) -> impl Iterator<Item = Server> {
+        let shows_history = matches!(self, Self::KeptInFlight | Self::KeptFsync);
+        let does = move |server: &Server| match server {
+            Server::Wal => true,
+            Server::QemuNbd | Server::Raw => !shows_history,
+            Server::QemuNbdWriteback => !shows_history && !self.plan().work.flush,
+            Server::Unsafe => self.shows_price(),
+            Server::Keeping => shows_history,
         };
-        sides.filter(does).collect()
+        Server::value_variants().iter().copied().filter(does)
     }
 
     /// Its name on the command line and in file names.
@@ -75,40 +103,52 @@ impl Job {
         let value = self.to_possible_value();
         value.map_or_else(String::new, |value| value.get_name().to_owned())
     }
+}
 
-    /// The number of disks, which share the size.
-    pub fn disks(self) -> usize {
-        if self == Self::Disks { 4 } else { 1 }
-    }
+/// What serves the disks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Server {
+    /// The disk with its log
+    #[value(name = "walvisor")]
+    Wal,
+    /// The peer
+    QemuNbd,
+    /// The peer, which writes through the host's page cache; only in jobs whose clients do not flush
+    #[value(name = "qemu-nbd-writeback")]
+    QemuNbdWriteback,
+    /// The same daemon on the image alone
+    Raw,
+    /// The disk with its log, which answers FLUSHes without a sync
+    Unsafe,
+    /// The disk with its log, which keeps its history
+    Keeping,
+}
 
-    /// Connections to each disk.
-    pub fn connections(self) -> usize {
+impl Server {
+    /// Its title in tables.
+    pub fn title(self) -> &'static str {
         match self {
-            Self::InFlight | Self::KeptInFlight | Self::One | Self::Mix => 1,
-            Self::Disks => 4,
-            Self::Eight => 8,
-            Self::Fsync | Self::KeptFsync => 16,
-            Self::ThirtyTwo => 32,
-            Self::Connections => 64,
+            Self::Wal => "walvisor",
+            Self::QemuNbd => "qemu-nbd",
+            Self::QemuNbdWriteback => "qemu-nbd, cache=writeback",
+            Self::Raw => "walvisor, backend=raw",
+            Self::Unsafe => "walvisor, cache=unsafe",
+            Self::Keeping => "walvisor, retain=1G",
         }
     }
 
-    /// Requests in flight on each connection.
-    pub fn depth(self) -> usize {
+    /// How it caches, as tables say it.
+    pub fn cache(self) -> &'static str {
         match self {
-            Self::InFlight | Self::KeptInFlight | Self::Mix => 32,
-            _ => 1,
+            Self::Wal | Self::Raw | Self::Keeping => "writeback",
+            Self::Unsafe => "unsafe",
+            Self::QemuNbd => "none, aio=io_uring",
+            Self::QemuNbdWriteback => "writeback, aio=io_uring",
         }
     }
 
-    /// The requests.
-    pub fn work(self) -> Work {
-        let mix = self == Self::Mix;
-        Work {
-            block: if mix { 16 << 10 } else { 4 << 10 },
-            reads_per_cent: if mix { 70 } else { 0 },
-            flush: self.depth() == 1,
-            hot: mix,
-        }
+    /// Whether it is qemu-nbd.
+    pub fn is_peer(self) -> bool {
+        matches!(self, Self::QemuNbd | Self::QemuNbdWriteback)
     }
 }

@@ -4,13 +4,12 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use clap::ValueEnum;
-use tempfile::TempDir;
 use walvisor::commands::CommandError;
 use walvisor_storage::{StoreOptions, import_disk};
 
 use super::capped::Volume;
-use crate::output::failed;
-use crate::store::raw;
+use crate::blocks::BLOCK;
+use crate::place::{Place, failed, make_raw};
 
 /// Where the disks are.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -43,10 +42,10 @@ impl Traffic {
 }
 
 /// A medium in use. Dropping it removes everything.
-pub struct Place {
+pub struct MountedMedium {
     // The order of the fields matters: the volume is unmounted before its directory is removed.
     volume: Option<Volume>,
-    directory: TempDir,
+    place: Place,
     /// The options of the logs.
     options: StoreOptions,
     /// Bytes of all disks of a side, and for how many disks there are images.
@@ -54,7 +53,7 @@ pub struct Place {
     disks: usize,
 }
 
-impl Place {
+impl MountedMedium {
     /// Creates a directory in `parent`, with a volume in it for [`Medium::Capped`], for sides of `bytes` bytes each and a log
     /// with these options.
     ///
@@ -66,36 +65,33 @@ impl Place {
         bytes: u64,
         options: StoreOptions,
     ) -> Result<Self, CommandError> {
-        let made = tempfile::Builder::new()
-            .prefix("walvisor-compare-")
-            .tempdir_in(parent);
-        let directory = made.map_err(|error| {
-            let place = parent.display();
-            CommandError::Failed(format!(
-                "{place}: can't work there ({error}): name a directory that can be written with --dir"
-            ))
-        })?;
+        let place = Place::new(parent)?;
         let log = u64::from(options.max_segments) * options.segment_size;
         // The peers' images, those of walvisor, its log, and what the file system takes.
         let needed = (2 * bytes + log) / 10 * 11 + (128 << 20);
         let volume = match medium {
             Medium::Directory => None,
-            Medium::Capped => Some(Volume::make(directory.path(), needed)?),
+            Medium::Capped => Some(Volume::make(place.images(), needed)?),
         };
         Ok(Self {
             volume,
-            directory,
+            place,
             options,
             bytes,
             disks: 0,
         })
     }
 
+    /// The directory of the sockets.
+    pub fn sockets(&self) -> &Path {
+        self.place.sockets()
+    }
+
     /// The directory of the images.
     pub fn images(&self) -> PathBuf {
         match &self.volume {
             Some(volume) => volume.disks(),
-            None => self.directory.path().to_owned(),
+            None => self.place.images().to_owned(),
         }
     }
 
@@ -127,7 +123,7 @@ impl Place {
         self.disks = disks;
         for disk in 0..disks {
             let [raw, wal] = ["raw", "wal"].map(|side| images.join(format!("{side}-{disk}.img")));
-            raw::create(&raw, self.disk_bytes(), 4096)?;
+            make_raw(&raw, self.disk_bytes(), BLOCK)?;
             import_disk(&wal, &raw, &log, &self.options, &mut |_, _| ())
                 .map_err(CommandError::failed)?;
         }

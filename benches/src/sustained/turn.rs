@@ -1,176 +1,196 @@
 //! One turn: a side starts its daemons, the clients do their job, and the daemons end.
 
-use std::net::Shutdown;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use serde_json::json;
 use walvisor::commands::CommandError;
 
-use super::job::Job;
-use super::medium::{Place, Traffic};
-use super::side::Side;
-use crate::load::loops::{Loops, Tally};
-use crate::load::nbd::NbdClient;
+use super::job::{Job, Server};
+use super::medium::{MountedMedium, Traffic};
+use crate::daemon::Daemon;
+use crate::load::loops::Tally;
+use crate::load::nbd::{NbdClient, drive_all};
+use crate::matrix::Turn;
 use crate::session::Session;
-
-/// The result of a turn.
-#[derive(Debug)]
-pub struct Turn {
-    /// What the clients saw.
-    pub tally: Tally,
-    /// The time from SIGTERM until the last daemon has ended.
-    pub close: Duration,
-    /// What reached the device, from the start of the daemons to their end.
-    pub traffic: Traffic,
-}
-
-/// The rounds of a job: the turns of each side, in the order of [`Side::ALL`].
-pub struct Row {
-    pub job: Job,
-    /// The sides that take turns.
-    pub sides: Vec<Side>,
-    pub turns: [Vec<Turn>; Side::ALL.len()],
-}
-
-impl Turn {
-    /// Requests of each second.
-    pub fn seconds(&self) -> Vec<f64> {
-        let seconds = self.tally.seconds.iter();
-        seconds.map(|second| second.requests as f64).collect()
-    }
-
-    /// The longest wait of each second, in milliseconds.
-    pub fn waits_ms(&self) -> Vec<f64> {
-        let seconds = self.tally.seconds.iter();
-        seconds
-            .map(|second| second.longest.as_secs_f64() * 1e3)
-            .collect()
-    }
-
-    /// The median of the requests per second.
-    pub fn median(&self) -> f64 {
-        median(&sort(self.seconds()))
-    }
-
-    /// The median over the slowest tenth of the seconds.
-    pub fn worst_tenth(&self) -> f64 {
-        let seconds = sort(self.seconds());
-        median(&seconds[..seconds.len().div_ceil(10)])
-    }
-
-    /// The slowest second as a fraction of the median one.
-    pub fn slowest_share(&self) -> f64 {
-        let slowest = self.seconds().into_iter().fold(f64::INFINITY, f64::min);
-        slowest / self.median().max(1.0)
-    }
-
-    /// Requests per second if the time to close counts too, in which the side finishes its work.
-    pub fn with_close(&self) -> f64 {
-        let time = self.tally.time + self.close;
-        self.tally.histogram.total() as f64 / time.as_secs_f64().max(1e-9)
-    }
-
-    /// The time that `per_mille` of 1000 requests stayed within, in microseconds.
-    pub fn within_us(&self, per_mille: u64) -> f64 {
-        self.tally.histogram.quantile(per_mille) as f64 / 1e3
-    }
-
-    /// A count of the device per byte that the clients wrote.
-    pub fn each_byte(&self, count: u64) -> f64 {
-        count as f64 / self.tally.written_bytes.max(1) as f64
-    }
-}
-
-fn sort(mut values: Vec<f64>) -> Vec<f64> {
-    values.sort_by(f64::total_cmp);
-    values
-}
-
-fn median(sorted: &[f64]) -> f64 {
-    sorted.get(sorted.len() / 2).copied().unwrap_or(0.0)
-}
 
 /// Runs one turn. The images must exist.
 ///
 /// # Errors
 /// If a daemon does not start, a request fails, or a daemon ends with an error.
 pub fn measure(
-    place: &Place,
-    sockets: &Path,
-    (side, job): (Side, Job),
+    medium: &MountedMedium,
+    (server, job): (Server, Job),
     time: Duration,
     session: &Session,
 ) -> Result<Turn, CommandError> {
-    let before = place.traffic()?;
-    let served = side.serve(job.disks(), &place.images(), sockets)?;
-    let tally = drive(sockets, job, place.disk_bytes(), time, session);
+    let before = medium.traffic()?;
+    let daemons = serve(server, job.plan().disks, &medium.images(), medium.sockets())?;
+    let tally = drive(medium, job, time, session);
     if session.interrupted() || tally.is_err() {
-        served.kill();
+        daemons.into_iter().for_each(Daemon::kill);
         return Err(tally
             .err()
             .unwrap_or_else(|| CommandError::Failed("interrupted".to_owned())));
     }
-    let (close, moved) = served.end(session)?;
-    let traffic = match (place.traffic()?, before) {
+    let (close, moved) = end(daemons, session)?;
+    let traffic = match (medium.traffic()?, before) {
         (Some(after), Some(before)) => after.since(before),
         _ => moved,
     };
-    Ok(Turn {
-        tally: tally?,
-        close,
-        traffic,
-    })
+    Ok(figures(&tally?, close, traffic))
 }
 
-/// Runs the clients, each in a thread of its own. An interrupt ends them at once, even those that wait for a reply.
-fn drive(
+fn socket(sockets: &Path, disk: usize) -> std::path::PathBuf {
+    sockets.join(format!("disk-{disk}"))
+}
+
+/// Starts the daemons of `disks` disks, each of which is the export `disk`.
+fn serve(
+    server: Server,
+    disks: usize,
+    images: &Path,
     sockets: &Path,
+) -> Result<Vec<Daemon>, CommandError> {
+    for disk in 0..disks {
+        // An earlier daemon may have left it.
+        let _ = std::fs::remove_file(socket(sockets, disk));
+    }
+    if server.is_peer() {
+        let cache = match server {
+            Server::QemuNbdWriteback => "writeback",
+            _ => "none",
+        };
+        let peer = |disk| {
+            let image = format!("raw-{disk}.img");
+            Daemon::qemu_nbd(images, &image, &socket(sockets, disk), cache)
+        };
+        return (0..disks).map(peer).collect();
+    }
+    let specs = (0..disks).map(|disk| {
+        let place = match server {
+            Server::Raw => format!("path=raw-{disk}.img,backend=raw"),
+            // The log remembers this setting.
+            Server::Keeping => format!("path=wal-{disk}.img,log=log,answer=written,retain=1G"),
+            _ => format!("path=wal-{disk}.img,log=log,answer=written,retain=off"),
+        };
+        let (cache, socket) = (server.cache(), socket(sockets, disk));
+        format!(
+            "{place},cache={cache},serial=disk,socket={}",
+            socket.display()
+        )
+    });
+    let specs: Vec<String> = specs.collect();
+    Ok(vec![Daemon::start("nbd", &specs, images, sockets)?])
+}
+
+/// Runs the clients, each in a thread of its own.
+fn drive(
+    medium: &MountedMedium,
     job: Job,
-    bytes: u64,
     time: Duration,
     session: &Session,
 ) -> Result<Tally, CommandError> {
-    let failed = |error: std::io::Error| CommandError::Failed(format!("{}: {error}", job.title()));
+    let plan = job.plan();
+    let failed = |error: std::io::Error| CommandError::Failed(format!("{}: {error}", plan.title));
     let mut clients = Vec::new();
-    for disk in 0..job.disks() {
-        let socket = sockets.join(format!("disk-{disk}"));
-        for _ in 0..job.connections() {
+    for disk in 0..plan.disks {
+        for _ in 0..plan.connections {
+            let socket = socket(medium.sockets(), disk);
             clients.push(NbdClient::connect(&socket, "disk").map_err(failed)?.0);
         }
     }
-    let streams: Result<Vec<_>, _> = clients.iter().map(NbdClient::socket).collect();
-    let streams = streams.map_err(failed)?;
-    let tallies: Vec<std::io::Result<Tally>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (1..)
-            .zip(clients)
-            .map(|(seed, client)| {
-                scope.spawn(move || {
-                    client.drive(Loops::new(job.work(), job.depth(), bytes, time, seed))
-                })
-            })
-            .collect();
-        while !threads
-            .iter()
-            .all(std::thread::ScopedJoinHandle::is_finished)
-        {
-            std::thread::sleep(Duration::from_millis(20));
-            if session.interrupted() {
-                for stream in &streams {
-                    // Fails if the server has closed it, which is just as good.
-                    let _ = stream.shutdown(Shutdown::Both);
-                }
-            }
-        }
-        let joined = threads.into_iter().map(|thread| thread.join());
-        joined
-            .map(|done| done.expect("a client's thread"))
-            .collect()
-    });
-    let mut all = Tally::default();
-    for tally in tallies {
-        all.add(&tally.map_err(failed)?);
+    let loops = (plan.work, plan.depth, medium.disk_bytes());
+    drive_all(clients, loops, time, session).map_err(failed)
+}
+
+/// Ends the daemons with SIGTERM. Returns the time until all have ended, and the bytes that they moved in all. If the
+/// session is interrupted, kills them.
+fn end(mut daemons: Vec<Daemon>, session: &Session) -> Result<(Duration, Traffic), CommandError> {
+    let began = Instant::now();
+    let mut processes: Vec<_> = daemons.iter_mut().map(Daemon::process).collect();
+    for process in &processes {
+        kill_process(Pid::from_child(process), Signal::TERM).map_err(CommandError::failed)?;
     }
-    Ok(all)
+    let mut traffic = Traffic::default();
+    for process in &mut processes {
+        let id = Pid::from_child(process);
+        // Leaves the process a zombie, because its counts are still to be read.
+        let options = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT | WaitIdOptions::NOHANG;
+        while waitid(WaitId::Pid(id), options)
+            .map_err(CommandError::failed)?
+            .is_none()
+        {
+            if session.interrupted() {
+                let _ = process.kill();
+            }
+            std::thread::sleep(Duration::from_millis(2));
+        }
+        let (read, written) = bytes_moved(process.id())?;
+        traffic.read_bytes += read;
+        traffic.written_bytes += written;
+    }
+    let took = began.elapsed();
+    for process in processes {
+        let status = process.wait().map_err(CommandError::failed)?;
+        if !status.success() {
+            return Err(CommandError::Failed(format!(
+                "a daemon ended with {status}"
+            )));
+        }
+    }
+    Ok((took, traffic))
+}
+
+/// Bytes that a process has read from and written to devices (proc(5), `io`).
+fn bytes_moved(process: u32) -> Result<(u64, u64), CommandError> {
+    let path = format!("/proc/{process}/io");
+    let text = std::fs::read_to_string(&path);
+    let text = text.map_err(|error| CommandError::Failed(format!("{path}: {error}")))?;
+    let field = |name: &str| {
+        let line = text.lines().find_map(|line| line.strip_prefix(name));
+        line.and_then(|value| value.trim().parse().ok())
+            .ok_or_else(|| CommandError::Failed(format!("{path}: no {name}")))
+    };
+    Ok((field("read_bytes:")?, field("write_bytes:")?))
+}
+
+/// The figures of a turn: what the clients saw, the time from SIGTERM until the last daemon has ended, and what reached the
+/// device from the start of the daemons to their end.
+fn figures(tally: &Tally, close: Duration, traffic: Traffic) -> Turn {
+    let seconds = tally.seconds.iter();
+    let each_second: Vec<f64> = seconds.map(|second| second.requests as f64).collect();
+    let mut sorted = each_second.clone();
+    sorted.sort_by(f64::total_cmp);
+    let middle = |sorted: &[f64]| sorted.get(sorted.len() / 2).copied().unwrap_or(0.0);
+    let median = middle(&sorted);
+    let slowest = sorted.first().copied().unwrap_or(0.0);
+    let within = |per_mille| tally.histogram.quantile(per_mille) as f64 / 1e3;
+    let milliseconds = |time: Duration| time.as_secs_f64() * 1e3;
+    let longest = tally.seconds.iter();
+    let longest: Vec<f64> = longest.map(|second| milliseconds(second.longest)).collect();
+    let requests = tally.histogram.total() as f64;
+    let each_byte = |count: u64| count as f64 / tally.written_bytes.max(1) as f64;
+    Turn(json!({
+        "median_per_s": median,
+        // The median of the slowest tenth of the seconds.
+        "worst_tenth_per_s": middle(&sorted[..sorted.len().div_ceil(10)]),
+        "slowest_second_share": slowest / median.max(1.0),
+        "p50_us": within(500),
+        "p99_us": within(990),
+        "p999_us": within(999),
+        "longest_ms": milliseconds(tally.longest),
+        "close_s": close.as_secs_f64(),
+        // The time to close counts too, in which the side finishes its work.
+        "with_close_per_s": requests / (tally.time + close).as_secs_f64().max(1e-9),
+        "device_bytes_per_byte": each_byte(traffic.written_bytes),
+        "device_read_bytes_per_byte": each_byte(traffic.read_bytes),
+        // A database page is several times 4 KiB.
+        "device_operations_per_4_kib": traffic.operations.map(|count| each_byte(count) * 4096.0),
+        "each_second_per_s": each_second,
+        "each_second_longest_ms": longest,
+    }))
 }
 
 #[cfg(test)]
@@ -193,13 +213,20 @@ mod tests {
             ..Tally::default()
         };
         (0..1830).for_each(|_| tally.histogram.record(1000));
-        let turn = Turn {
-            tally,
-            close: Duration::from_secs(10),
-            traffic: Traffic::default(),
+        let traffic = Traffic {
+            written_bytes: 6000,
+            ..Traffic::default()
         };
-        assert_eq!((turn.median(), turn.worst_tenth()), (100.0, 20.0));
-        assert_eq!((turn.slowest_share(), turn.with_close()), (0.1, 61.0));
-        assert_eq!(turn.each_byte(6000), 1.5);
+        let turn = figures(&tally, Duration::from_secs(10), traffic);
+        for (key, value) in [
+            ("median_per_s", 100.0),
+            ("worst_tenth_per_s", 20.0),
+            ("slowest_second_share", 0.1),
+            ("with_close_per_s", 61.0),
+            ("device_bytes_per_byte", 1.5),
+        ] {
+            assert_eq!(turn.get(key), Some(value), "{key}");
+        }
+        assert_eq!(turn.list("each_second_per_s").len(), 20);
     }
 }

@@ -1,0 +1,297 @@
+//! The doors of the paths: the embedded guest in a VM of this process, with one transport and one kind of notification, and
+//! daemons over vhost-user and NBD with clients in this process.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde_json::json;
+use walvisor::commands::CommandError;
+use walvisor::demo::{self, DemoError};
+use walvisor::disk_spec::{Notifications, TransportKind};
+use walvisor::processor_time::of_host;
+use walvisor_devices::backend::ram::RamDisk;
+use walvisor_devices::backend::{Backend, SECTOR_SIZE};
+use walvisor_devices::block::BlockConfig;
+use walvisor_devices::throttle::Limits;
+use walvisor_guest::contract::Load;
+use walvisor_storage::{DiskOptions, Store, StoreOptions, default_log_dir};
+use walvisor_tests::vhost_user_client::VhostUserClient;
+use walvisor_vmm::disk::OpenDisk;
+use walvisor_vmm::vm::DiskConfig;
+
+use super::{BackendKind, Path, Work};
+use crate::blocks::BLOCK;
+use crate::daemon::Daemon;
+use crate::load::loops::{Tally, figures};
+use crate::load::nbd::{NbdClient, SEND_FLUSH, drive_all};
+use crate::load::vhost_user::drive;
+use crate::matrix::Turn;
+use crate::place::Place;
+use crate::sample::add_exits;
+use crate::session::Session;
+
+/// Bytes of each disk.
+const DISK_BYTES: u64 = 64 << 20;
+/// Queues of each disk. A job may use fewer.
+const QUEUES: u16 = 4;
+
+/// The doors that are open. Each has disks of its own.
+pub struct Doors<'a> {
+    place: &'a Place,
+    turn: Duration,
+    guest: Option<GuestDoor>,
+    vhost_user: Option<Daemon>,
+    nbd: Option<Daemon>,
+}
+
+/// The figures of a turn, and whether the write cache was on.
+type Measured = (Turn, bool);
+
+impl<'a> Doors<'a> {
+    /// Opens those of `paths`, for turns of length `turn`.
+    ///
+    /// # Errors
+    /// If the disks cannot be made or served, or there is no usable KVM.
+    pub fn open(
+        place: &'a Place,
+        paths: &[Path],
+        backends: &[BackendKind],
+        turn: Duration,
+    ) -> Result<Self, CommandError> {
+        let wal = backends.contains(&BackendKind::Wal);
+        let disk = |name: &str| -> Result<String, CommandError> {
+            let image = format!("{name}.img");
+            if wal {
+                place.make_disk("raw", DISK_BYTES, (&image, &format!("{image}.wal")))?;
+            }
+            Ok(image)
+        };
+        let serve = |path: Path, door: &str, more: &str| {
+            if !paths.contains(&path) {
+                return Ok(None);
+            }
+            let image = disk(door)?;
+            let spec = |&backend: &BackendKind| {
+                let place_of = match backend {
+                    BackendKind::Ram => format!("backend=ram,size={DISK_BYTES}"),
+                    BackendKind::Wal => format!("path={image}"),
+                };
+                let name = backend.name();
+                let socket = place.sockets().join(socket_name(path, backend));
+                format!("{place_of},serial={name},socket={}{more}", socket.display())
+            };
+            let specs: Vec<String> = backends.iter().map(spec).collect();
+            Daemon::start(door, &specs, place.images(), place.sockets()).map(Some)
+        };
+        let guest = if paths.iter().any(|path| path.is_of_guest()) {
+            let store = wal
+                .then(|| open_store(place, &disk("guest")?))
+                .transpose()?;
+            Some(GuestDoor {
+                ram: Arc::new(RamDisk::new(DISK_BYTES / SECTOR_SIZE)),
+                store,
+                ticks: demo::ticks(turn).map_err(CommandError::failed)?,
+            })
+        } else {
+            None
+        };
+        Ok(Self {
+            place,
+            turn,
+            guest,
+            vhost_user: serve(Path::VhostUser, "vhost-user", &format!(",queues={QUEUES}"))?,
+            nbd: serve(Path::Nbd, "nbd", "")?,
+        })
+    }
+
+    /// Does `work` once.
+    ///
+    /// # Errors
+    /// If the VM or the daemon does not run, or a request fails.
+    pub fn measure(&mut self, work: &Work, session: &Session) -> Result<Measured, CommandError> {
+        let closed = || CommandError::Failed(format!("{} is not open", work.path.name()));
+        match work.path {
+            Path::VhostUser => self.vhost_user(self.vhost_user.as_ref().ok_or_else(closed)?, work),
+            Path::Nbd => self.nbd(self.nbd.as_ref().ok_or_else(closed)?, work, session),
+            _ => self.guest.as_mut().ok_or_else(closed)?.measure(work),
+        }
+    }
+
+    fn vhost_user(&self, daemon: &Daemon, work: &Work) -> Result<Measured, CommandError> {
+        let failed = |error: std::io::Error| CommandError::Failed(format!("vhost-user: {error}"));
+        let socket = self
+            .place
+            .sockets()
+            .join(socket_name(work.path, work.backend));
+        let mut client = VhostUserClient::connect(&socket, work.queues.into()).map_err(failed)?;
+        let write_cache = client.write_cache().map_err(failed)?;
+        client.start_counting().map_err(failed)?;
+        let loops = (work.job, work.queues.into(), work.iodepth.into());
+        let mut turn = measure_daemon(daemon, work, || {
+            let clients = std::slice::from_mut(&mut client);
+            drive(clients, loops, DISK_BYTES, self.turn).map_err(failed)
+        })?;
+        let counts = client.notices();
+        let requests = turn.get("requests").unwrap_or(0.0).max(1.0);
+        turn.0["doorbells_per_request"] = json!(counts.doorbells as f64 / requests);
+        turn.0["interrupts_per_request"] = json!(counts.interrupts as f64 / requests);
+        Ok((turn, write_cache))
+    }
+
+    fn nbd(
+        &self,
+        daemon: &Daemon,
+        work: &Work,
+        session: &Session,
+    ) -> Result<Measured, CommandError> {
+        let failed = |error: std::io::Error| CommandError::Failed(format!("nbd: {error}"));
+        let socket = self
+            .place
+            .sockets()
+            .join(socket_name(work.path, work.backend));
+        let mut clients = Vec::new();
+        let mut sends_flush = true;
+        for _ in 0..work.queues {
+            let (client, flags) =
+                NbdClient::connect(&socket, work.backend.name()).map_err(failed)?;
+            sends_flush &= flags & SEND_FLUSH != 0;
+            clients.push(client);
+        }
+        let loops = (work.job.into(), work.iodepth.into(), DISK_BYTES);
+        let turn = measure_daemon(daemon, work, || {
+            drive_all(clients, loops, self.turn, session).map_err(failed)
+        })?;
+        // The protocol says whether there is a cache to flush. Only the daemon says whether it is on.
+        let writeback = daemon.counters(work.backend.name())?["cache"] == "writeback";
+        Ok((turn, sends_flush && writeback))
+    }
+}
+
+fn socket_name(path: Path, backend: BackendKind) -> String {
+    match path {
+        Path::VhostUser => format!("vhost-user-{}.sock", backend.name()),
+        _ => "nbd.sock".to_owned(),
+    }
+}
+
+/// The figures of a client's job, with the processor time and the syncs that it cost.
+fn measure_daemon(
+    daemon: &Daemon,
+    work: &Work,
+    job: impl FnOnce() -> Result<Tally, CommandError>,
+) -> Result<Turn, CommandError> {
+    if work.counts_syncs() {
+        daemon.checkpoint()?;
+    }
+    let syncs = || -> Result<u64, CommandError> {
+        let disk = daemon.counters(work.backend.name())?;
+        Ok(disk["log"]["syncs"].as_u64().unwrap_or(0))
+    };
+    let (syncs_before, cpu, host) = (syncs()?, daemon.cpu(), of_host());
+    let tally = job()?;
+    let (cpu_after, host_after) = (daemon.cpu(), of_host());
+    let took = |after: Option<Duration>, before: Option<Duration>| {
+        after.zip(before).map(|(after, before)| after - before)
+    };
+    Ok(Turn(with_costs(
+        tally.figures(),
+        took(cpu_after, cpu),
+        took(host_after, host),
+        syncs()? - syncs_before,
+    )))
+}
+
+/// Adds what a request cost: processor time of the disk's own threads and of the whole machine, and syncs of the log.
+fn with_costs(
+    mut figures: serde_json::Value,
+    cpu: Option<Duration>,
+    host_cpu: Option<Duration>,
+    syncs: u64,
+) -> serde_json::Value {
+    let requests = figures["requests"].as_f64().unwrap_or(0.0).max(1.0);
+    let each = |time: Duration| time.as_secs_f64() * 1e6 / requests;
+    figures["vmm_cpu_us_per_request"] = json!(cpu.map(each));
+    figures["host_cpu_us_per_request"] = json!(host_cpu.map(each));
+    figures["syncs_per_request"] = json!(syncs as f64 / requests);
+    figures
+}
+
+/// Opens a disk that has a log of its own.
+fn open_store(place: &Place, image: &str) -> Result<Store, CommandError> {
+    let path = place.images().join(image);
+    let (log, options) = (default_log_dir(&path), StoreOptions::default());
+    Store::open(&log, &[DiskOptions::new(&path)], &options).map_err(CommandError::failed)
+}
+
+/// The disks of the guests. All four paths use the same two, in turns.
+struct GuestDoor {
+    ram: Arc<RamDisk>,
+    /// The disk with a log, if that backend is measured.
+    store: Option<Store>,
+    ticks: u64,
+}
+
+impl GuestDoor {
+    fn measure(&mut self, work: &Work) -> Result<Measured, CommandError> {
+        let (transport, notifications) = match work.path {
+            Path::Mmio => (TransportKind::Mmio, Notifications::Eventfds),
+            Path::MmioExits => (TransportKind::Mmio, Notifications::Exits),
+            Path::Pci => (TransportKind::Pci, Notifications::Eventfds),
+            _ => (TransportKind::Pci, Notifications::Exits),
+        };
+        if work.counts_syncs()
+            && let Some(store) = &self.store
+        {
+            let done = store.disks()[0].checkpoint();
+            done.map_err(CommandError::failed)?;
+        }
+        let backend: Arc<dyn Backend> = match (&self.store, work.backend) {
+            (Some(store), BackendKind::Wal) => Arc::new(store.disks()[0].clone()),
+            _ => Arc::clone(&self.ram) as _,
+        };
+        let disk = DiskConfig {
+            disk: OpenDisk {
+                name: work.backend.name().to_owned(),
+                backend,
+                device: BlockConfig {
+                    queues: QUEUES,
+                    ..BlockConfig::default()
+                },
+                limits: Limits::default(),
+            },
+            transport,
+            notifications,
+        };
+        let load = Load {
+            pci: transport == TransportKind::Pci,
+            kind: work.job.kind(),
+            iodepth: work.iodepth,
+            queues: work.queues,
+            ticks: self.ticks,
+            requests: u64::MAX,
+        };
+        // The VM blocks termination signals in its thread for good. The session needs them in this thread, so the VM gets a
+        // thread of its own.
+        let report = std::thread::scope(|scope| {
+            let vm = scope.spawn(move || demo::run_load(disk, load));
+            vm.join()
+                .unwrap_or_else(|_| Err(DemoError::Ended("panicked".to_owned())))
+        });
+        let report = report.map_err(CommandError::failed)?;
+        let requests = report.counts.bytes / BLOCK as u64;
+        let each = |count: u64| count as f64 / requests.max(1) as f64;
+        let within = [report.p50, report.p99, report.p999];
+        let mut figures = with_costs(
+            figures(requests, report.time, within),
+            Some(report.cpu),
+            report.host_cpu,
+            report.syncs,
+        );
+        figures["doorbells_per_request"] = json!(each(report.counts.doorbells));
+        figures["interrupts_per_request"] = json!(each(report.counts.interrupts));
+        let exits = report.exits.iter();
+        let exits = exits.map(|(&kind, &count)| (kind.to_owned(), each(count)));
+        add_exits(&mut figures, &exits.collect());
+        Ok((Turn(figures), report.write_cache))
+    }
+}
