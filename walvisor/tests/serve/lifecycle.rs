@@ -180,7 +180,7 @@ fn bad_input_is_one_line() {
         ("", &["--disk"][..]),
         (
             "--disk path=disk.img",
-            &["disk.img", "socket=PATH or port=N"],
+            &["disk.img", "socket=PATH, or port=N"],
         ),
         (
             "--disk path=disk.img,socket=s,queue-size=256",
