@@ -422,7 +422,7 @@ fn impossible_additions_and_removals_are_one_line_errors() {
         ),
         (
             "add-disk path=in/b,socket=s,at=cid:1,scratch=on",
-            "scratch=on is for disks of the daemon's command line",
+            "scratch=on works only for disks of the daemon's command line",
         ),
         ("add-disk path=in/b,queues=2,socket=s", "queues= is for"),
         ("add-disk in/b", "has no '='"),
