@@ -35,7 +35,7 @@
 //! ```
 
 use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::time::Duration;
 
 use event_manager::{
@@ -148,6 +148,19 @@ impl<K: Copy, M: Send + 'static> EventLoop<K, M> {
         self.ops().remove(Events::empty_raw(fd)).map_err(io_error)?;
         self.ready_list().keys[fd as usize] = None;
         Ok(())
+    }
+
+    /// Stops watching all descriptors whose keys match.
+    pub(crate) fn unwatch_all(&mut self, matches: impl Fn(&K) -> bool) {
+        let keys = &mut self.ready_list().keys;
+        let matching = keys.iter_mut().enumerate().filter_map(|(fd, key)| {
+            let found = key.take_if(|key| matches(key));
+            found.map(|_| fd as RawFd)
+        });
+        for fd in matching.collect::<Vec<_>>() {
+            // Fails if the descriptor was closed; then the system has forgotten it too.
+            let _ = self.ops().remove(Events::empty_raw(fd));
+        }
     }
 
     /// Waits until a descriptor is ready or a message arrives, at most for `timeout`, rounded up to milliseconds.

@@ -43,6 +43,7 @@ mod memory;
 mod metrics;
 #[cfg(feature = "nbd")]
 pub mod nbd;
+mod reactor;
 #[cfg(feature = "scsi")]
 pub mod scsi;
 mod status;

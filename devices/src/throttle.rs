@@ -29,7 +29,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use rustix::time::{
@@ -41,7 +41,7 @@ use crate::backend::{BackendQueue, Operation, SECTOR_SIZE};
 
 const SECOND: u64 = 1_000_000_000;
 
-/// Limits of a disk. 0 is no limit.
+/// Limits of a disk, and its weight beside others. 0 is no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     /// Operations per second; each request is one.
@@ -53,7 +53,14 @@ pub struct Limits {
     /// Bytes that may start at once after a pause; 0: as many as in a second. A longer request waits until the bucket is
     /// full, and the requests after it pay for the excess.
     pub bytes_burst: u64,
+    /// The disk's part of a thread that it shares with other disks, relative to theirs: 1 to 1000. 0: 100.
+    pub weight: u16,
 }
+
+/// The weight of a disk without one of its own.
+pub const DEFAULT_WEIGHT: u16 = 100;
+/// The greatest weight.
+pub const MAX_WEIGHT: u16 = 1000;
 
 /// The token bucket of one limit. Times are in nanoseconds.
 #[derive(Default)]
@@ -125,6 +132,7 @@ fn time_of(amount: u64, rate: u64) -> u64 {
 pub struct Throttle {
     /// Whether there is any limit.
     active: AtomicBool,
+    weight: AtomicU16,
     ops: Bucket,
     bytes: Bucket,
     /// Counts changes of the limits.
@@ -153,6 +161,7 @@ impl Throttle {
     pub fn set(&self, limits: Limits) {
         let mut state = self.lock();
         state.limits = limits;
+        self.weight.store(limits.weight, Ordering::Relaxed);
         self.ops.set(limits.ops_per_second, limits.ops_burst);
         self.bytes.set(limits.bytes_per_second, limits.bytes_burst);
         let any = limits.ops_per_second > 0 || limits.bytes_per_second > 0;
@@ -161,6 +170,14 @@ impl Throttle {
         state.timers.retain(|timer| timer.strong_count() > 0);
         for timer in state.timers.iter().filter_map(Weak::upgrade) {
             timer.arm(0);
+        }
+    }
+
+    /// The disk's weight, 1 to [`MAX_WEIGHT`].
+    pub fn weight(&self) -> u16 {
+        match self.weight.load(Ordering::Relaxed) {
+            0 => DEFAULT_WEIGHT,
+            weight => weight.min(MAX_WEIGHT),
         }
     }
 
@@ -180,7 +197,7 @@ impl Throttle {
 }
 
 /// The bytes that an operation moves. Discards and zeroes move none.
-fn bytes_of(operation: &Operation) -> u64 {
+pub(crate) fn bytes_of(operation: &Operation) -> u64 {
     match operation {
         Operation::Read { sectors, .. } => u64::from(*sectors) * SECTOR_SIZE,
         Operation::Write { data, .. } => data.len() as u64,
@@ -377,6 +394,7 @@ mod tests {
             ops_burst: 1,
             bytes_per_second: 4096 * 10,
             bytes_burst: 4096,
+            ..Limits::default()
         };
         assert!(count_admitted(&throttle(both), 4096, 20).abs_diff(201) <= 2);
         assert!(count_admitted(&throttle(both), 0, 20).abs_diff(2001) <= 2);
@@ -389,6 +407,7 @@ mod tests {
             ops_burst: u64::MAX,
             bytes_per_second: 1,
             bytes_burst: u64::MAX,
+            ..Limits::default()
         };
         let throttle = throttle(ends);
         assert!(throttle.admit_at(u64::MAX, 1).is_ok());

@@ -43,7 +43,7 @@ const DEVICES: &[&[&str]] = &[
     &["event_loop", "memory"],
     &["listen"],
     &["control", "latency", "throttle"],
-    &["metrics"],
+    &["metrics", "reactor"],
     &["interrupt"],
     &["status"],
     &["block", "scsi"],

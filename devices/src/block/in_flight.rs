@@ -44,6 +44,11 @@ impl RequestTable {
         self.requests.len()
     }
 
+    /// Payload bytes of all requests.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
     pub(super) fn has_room(&self) -> bool {
         self.len() < self.max_requests && self.bytes < MAX_BYTES_IN_FLIGHT
     }

@@ -36,7 +36,6 @@ mod config;
 mod features;
 mod in_flight;
 mod pool;
-mod queue_slot;
 mod request;
 mod tracker;
 mod virtqueue;
@@ -64,14 +63,14 @@ use crate::throttle::Throttle;
 
 pub use crate::latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
 pub use crate::metrics::{BlockCounts, BlockMetrics};
-pub(crate) use pool::{QueueHandle, max_threads};
+pub(crate) use pool::QueueHandle;
 pub use pool::{Starter, WorkerPool};
 
 pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};
 pub(crate) use features::Features;
-pub(crate) use queue_slot::QueueStart;
 pub(crate) use tracker::Tracker;
 pub(crate) use virtqueue::QueueSetup;
+pub(crate) use worker::QueueStart;
 
 /// Device type of a block device (virtio 1.2, 5).
 pub(crate) const DEVICE_ID_BLOCK: u16 = 2;
@@ -371,7 +370,7 @@ impl VirtioBlock {
         memory: M,
         status: Arc<DeviceStatus>,
     ) -> io::Result<QueueHandle> {
-        let config = queue_slot::WorkerConfig {
+        let config = worker::WorkerConfig {
             flush_after_write: self.flush_after_write(features),
             // A driver that outlives this process expects its completed writes to survive, flushed or not.
             answer_when_written: queue.tracker.is_some() && self.config.answer == Answer::Written,

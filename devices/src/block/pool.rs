@@ -1,17 +1,12 @@
-//! Starts threads, assigns queues to them, and holds the owner's handle of a queue.
+//! The threads that serve the queues of devices, and the owner's handle of a queue.
 
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::thread;
+use std::sync::{Arc, mpsc};
 
-use rustix::thread::{CpuSet, sched_setaffinity};
-use walvisor_block::request_short_slices;
-
-use super::queue_slot::{PooledQueue, QueueControl, QueueSlot, ThreadInbox, WorkerConfig};
 use super::virtqueue::Virtqueue;
-use super::worker::{PoolThread, QueueWorker, give_up};
-use crate::event_loop::EventLoop;
+use super::worker::{QueueOutcome, QueueWorker, WorkerConfig, give_up};
 use crate::memory::DeviceMemory;
+use crate::reactor::{DedicatedThread, ReactorPool, SourceHandle};
 
 /// Runs jobs in a thread of its own. What threads inherit, such as a system call filter, queue workers then inherit from
 /// that thread and not from a vCPU.
@@ -26,22 +21,14 @@ pub trait Starter: Send + Sync {
 /// has a thread of its own.
 pub struct WorkerPool {
     starter: Option<Arc<dyn Starter>>,
-    /// The most shared threads.
-    max_shared: usize,
-    shared: Mutex<Vec<Arc<ThreadInbox>>>,
-}
-
-/// The most threads that serve requests: one per two processors. The other processors are left to the clients.
-pub(crate) fn max_threads() -> usize {
-    thread::available_parallelism().map_or(1, |cpus| cpus.get().div_ceil(2))
+    threads: ReactorPool,
 }
 
 impl Default for WorkerPool {
     fn default() -> Self {
         Self {
             starter: None,
-            max_shared: max_threads(),
-            shared: Mutex::default(),
+            threads: ReactorPool::new("virtio-blk"),
         }
     }
 }
@@ -54,16 +41,6 @@ impl WorkerPool {
             starter: Some(starter),
             ..Self::default()
         }
-    }
-
-    /// Opens a queue and serves it, in a thread of its own if `dedicated` is given, until the handle stops it.
-    pub(super) fn serve(
-        self: &Arc<Self>,
-        dedicated: Option<DedicatedThread>,
-        open: impl FnOnce() -> io::Result<Box<dyn PooledQueue>> + Send + 'static,
-    ) -> io::Result<QueueHandle> {
-        let pool = Arc::clone(self);
-        self.run_in_starter(move || open().and_then(|queue| pool.assign(dedicated, queue)))
     }
 
     /// Runs `work`, which opens queues, and waits for its result. It runs in the starter's thread if there is one.
@@ -79,76 +56,13 @@ impl WorkerPool {
         let gone = || io::Error::other("the thread that starts queue workers is gone");
         waiting.recv().unwrap_or_else(|_| Err(gone()))
     }
-
-    /// Assigns a queue to a thread.
-    fn assign(
-        &self,
-        dedicated: Option<DedicatedThread>,
-        queue: Box<dyn PooledQueue>,
-    ) -> io::Result<QueueHandle> {
-        let mut slot = QueueSlot::new(queue);
-        let control = Arc::clone(&slot.control);
-        let handle = |inbox| QueueHandle {
-            queue: Some((control, inbox)),
-        };
-        if let Some(thread) = dedicated {
-            return start(slot, &thread.name, thread.cpu).map(handle);
-        }
-        // A panic leaves no partial change in the list.
-        let mut shared = self.shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.retain(|inbox| !inbox.is_closed());
-        let least = shared.iter().min_by_key(|inbox| inbox.load());
-        if let Some(inbox) = least.filter(|_| shared.len() >= self.max_shared) {
-            slot = match inbox.add_queue(slot) {
-                None => return Ok(handle(Arc::clone(inbox))),
-                // The thread has just ended.
-                Some(slot) => slot,
-            };
-        }
-        let inbox = start(slot, "virtio-blk", None)?;
-        shared.push(Arc::clone(&inbox));
-        Ok(handle(inbox))
-    }
-}
-
-/// Starts a thread with its first queue.
-fn start(slot: QueueSlot, name: &str, cpu: Option<u16>) -> io::Result<Arc<ThreadInbox>> {
-    let events = EventLoop::new()?;
-    let inbox = Arc::new(ThreadInbox::new(events.sender()));
-    // Add the queue before the thread starts, because a thread without a queue ends.
-    drop(inbox.add_queue(slot));
-    let own = Arc::clone(&inbox);
-    thread::Builder::new().name(name.into()).spawn(move || {
-        request_short_slices();
-        if let Some(cpu) = cpu {
-            pin(cpu);
-        }
-        PoolThread::new(events, own).serve();
-    })?;
-    Ok(inbox)
-}
-
-/// Pins the calling thread to a processor. If the system refuses, the worker runs unpinned.
-fn pin(cpu: u16) {
-    let mut set = CpuSet::new();
-    set.set(cpu.into());
-    if let Err(error) = sched_setaffinity(None, &set) {
-        tracing::warn!(%error, "a virtio-blk worker cannot run on CPU {cpu} alone");
-    }
-}
-
-/// A thread that serves one queue only.
-pub(super) struct DedicatedThread {
-    pub(super) name: String,
-    /// The processor to run on.
-    pub(super) cpu: Option<u16>,
 }
 
 /// The owner's handle of a running queue. Dropping it drains the queue: requests in flight complete and are answered
 /// without an interrupt, and chains in the ring stay there.
 pub(crate) struct QueueHandle {
-    /// The queue, and the inbox of its thread. `None`: the driver's rings are broken, and the queue never ran.
-    queue: Option<(Arc<QueueControl>, Arc<ThreadInbox>)>,
+    /// `None`: the driver's rings are broken, and the queue never ran.
+    queue: Option<(SourceHandle, Arc<QueueOutcome>)>,
 }
 
 impl QueueHandle {
@@ -179,21 +93,28 @@ impl QueueHandle {
             name: format!("virtio-blk-q{}", config.queue.index),
             cpu: config.cpu,
         });
-        pool.serve(dedicated, move || {
-            Ok(Box::new(QueueWorker::open(config, queue, memory)?))
+        let threads = Arc::clone(pool);
+        pool.run_in_starter(move || {
+            let worker = QueueWorker::open(config, queue, memory)?;
+            let outcome = worker.outcome();
+            let source = threads.threads.reserve(dedicated)?.serve(Box::new(worker));
+            let queue = Some((source, outcome));
+            Ok(Self { queue })
         })
     }
 
     /// Starts draining the queue without waiting, so that several queues can drain at once.
     pub(crate) fn request_stop(&self) {
-        if let Some((queue, inbox)) = &self.queue {
-            inbox.stop(queue);
+        if let Some((source, _)) = &self.queue {
+            source.request_stop();
         }
     }
 
     /// Whether the queue is drained. Then dropping the handle does not wait.
     pub(crate) fn is_drained(&self) -> bool {
-        self.queue.as_ref().is_none_or(|(queue, _)| queue.is_gone())
+        self.queue
+            .as_ref()
+            .is_none_or(|(source, _)| source.is_gone())
     }
 
     /// Drains the queue. Chains already taken are completed, unless the queue breaks.
@@ -201,14 +122,15 @@ impl QueueHandle {
         let next_avail = self.drain();
         // Checked only now, because draining may have met an error. Taking the queue keeps `drop` from draining it again.
         let queue = self.queue.take();
-        let broken = queue.is_none_or(|(queue, _)| queue.is_broken());
+        let broken = queue.is_none_or(|(_, outcome)| outcome.is_broken());
         DrainResult { next_avail, broken }
     }
 
     fn drain(&self) -> Option<u16> {
         self.request_stop();
-        let (queue, _) = self.queue.as_ref()?;
-        Some(queue.wait_until_gone())
+        let (source, outcome) = self.queue.as_ref()?;
+        source.wait_until_gone();
+        Some(outcome.chains_taken())
     }
 }
 
@@ -225,6 +147,3 @@ impl Drop for QueueHandle {
         self.drain();
     }
 }
-
-#[cfg(test)]
-mod tests;

@@ -137,22 +137,22 @@ impl Connection {
         !full && !self.export().gate.is_closed()
     }
 
-    /// Reads from the socket once.
+    /// Reads from the socket once. Returns the number of bytes.
     ///
     /// # Errors
     /// If the socket fails.
-    pub(super) fn receive(&mut self) -> Result<(), ConnectionEnd> {
+    pub(super) fn receive(&mut self) -> Result<usize, ConnectionEnd> {
         if !self.wants_requests() {
-            return Ok(());
+            return Ok(0);
         }
         match self.reader.receive(&mut self.wire) {
             Ok(0) => self.closing = true,
-            Ok(_) => {}
+            Ok(read) => return Ok(read),
             Err(error)
                 if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => {}
             Err(error) => return Err(error.into()),
         }
-        Ok(())
+        Ok(0)
     }
 
     /// The next request for the disk that has arrived in full, if the connection has room for it. Invalid requests
@@ -214,12 +214,13 @@ impl Connection {
         }
     }
 
-    /// Sends as many bytes of replies as the socket takes.
+    /// Sends as many bytes of replies as the socket takes, about `most` at most. Returns the number of bytes, and whether
+    /// the socket may take more.
     ///
     /// # Errors
     /// If the client is gone.
-    pub(super) fn send(&mut self) -> Result<(), ConnectionEnd> {
-        Ok(self.replies.send(&mut self.wire)?)
+    pub(super) fn send(&mut self, most: usize) -> Result<(usize, bool), ConnectionEnd> {
+        Ok(self.replies.send(&mut self.wire, most)?)
     }
 
     /// Sends the TLS closure alert, if there is TLS and the socket takes it at once.

@@ -1,96 +1,646 @@
-//! A worker's use of one disk, shared by its connections to that disk.
+//! A disk's clients in one thread: a source of the reactor.
+//!
+//! A thread per connection would cost two context switches per request, most of a request's cost when many clients
+//! flush. One thread serves a dozen clients better: it submits all their requests to the disk as one batch, and a commit
+//! group wakes it once for all clients whose requests the group completed.
+//!
+//! Within the disk's turn its clients take turns too: one receives once, one request gets its next step, and so on, until
+//! the turn is over. A long request has many steps, so the others come between them.
 
-use std::sync::Arc;
+use std::collections::VecDeque;
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use slab::Slab;
 
+use super::connection::{Connection, max_step_bytes};
+use super::connection_end::{ConnectionEnd, report};
 use super::export::{Export, ExportGuard};
-use super::inbox::{ExtentAnswer, WorkerInbox, WorkerMessage};
+use super::extent_mapper::ExtentStatus;
 use super::protocol::command;
 use super::request::PendingRequest;
-use crate::backend::{Answer, BackendQueue};
+use crate::backend::{Answer, Buffer, Completion, Failure};
+use crate::control::GateWatcher;
+use crate::event_loop::EventSet;
 use crate::latency::OperationKind;
-use crate::throttle::QueueLimits;
+use crate::reactor::{
+    DedicatedThread, DiskPort, FIRST_OWN_EVENT, Next, ReactorPool, ReactorThread, Reservation,
+    Source, SourceHandle, Turn,
+};
+use crate::throttle::{Throttle, bytes_of};
 
-/// A queue of one disk, shared by the worker's connections to that disk.
-pub(super) struct DiskSession {
-    pub(super) queue: Box<dyn BackendQueue>,
-    pub(super) limits: QueueLimits,
-    /// Declared after the queue: the queue must be closed before the export may be removed.
-    pub(super) export: ExportGuard,
+/// The sessions of a server, and their threads.
+pub(super) struct Pool {
+    threads: ReactorPool,
+    sessions: Mutex<Vec<SessionEntry>>,
+}
+
+/// A session, as the threads that find clients for it see it.
+struct SessionEntry {
+    export: Weak<Export>,
+    source: SourceHandle,
+    inbox: Arc<SessionInbox>,
+}
+
+impl Default for Pool {
+    fn default() -> Self {
+        Self {
+            threads: ReactorPool::new("nbd-worker"),
+            sessions: Mutex::default(),
+        }
+    }
+}
+
+impl Pool {
+    fn lock(&self) -> MutexGuard<'_, Vec<SessionEntry>> {
+        self.sessions.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Hands a connection to a thread, which serves it until it ends.
+    ///
+    /// # Errors
+    /// If its export is being removed, or the system refuses a thread or a descriptor.
+    pub(super) fn serve(&self, connection: Connection) -> Result<(), ConnectionEnd> {
+        // The export stays in use until this returns.
+        let export = ExportGuard::enter(connection.export()).ok_or(ConnectionEnd::Gone)?;
+        let mut sessions = self.lock();
+        sessions.retain(|session| !session.source.is_gone());
+        // A read that blocks must not hold up other clients.
+        let dedicated = export.backend.blocks().then(|| DedicatedThread {
+            name: "nbd-worker".into(),
+            cpu: None,
+        });
+        let reservation = self.threads.reserve(dedicated)?;
+        let shared = sessions.iter().find(|session| {
+            session.source.thread().has(&reservation)
+                && session.export.as_ptr() == Arc::as_ptr(&export)
+        });
+        let message = SessionMessage::Connection(Box::new(connection), Some(reservation));
+        // A session that has just ended takes no more.
+        let sent = match shared {
+            Some(session) => session.inbox.send(message),
+            None => Err(message),
+        };
+        let Err(SessionMessage::Connection(connection, Some(reservation))) = sent else {
+            return Ok(());
+        };
+        let (session, inbox) = DiskSession::open(&export, reservation.thread())?;
+        // The session has the connection's reservation, and the session is there as long as its clients.
+        let sent = inbox.send(SessionMessage::Connection(connection, None));
+        debug_assert!(sent.is_ok(), "the session is new");
+        sessions.push(SessionEntry {
+            export: Arc::downgrade(&export),
+            source: reservation.serve(Box::new(session)),
+            inbox,
+        });
+        Ok(())
+    }
+}
+
+impl Drop for Pool {
+    /// Ends every connection, and waits until no thread uses a disk.
+    fn drop(&mut self) {
+        let sessions = std::mem::take(&mut *self.lock());
+        sessions.iter().for_each(|s| s.source.request_stop());
+        sessions.iter().for_each(|s| s.source.wait_until_gone());
+    }
+}
+
+/// A message to a session.
+enum SessionMessage {
+    /// A client to serve, and its reservation in the thread.
+    Connection(Box<Connection>, Option<Reservation>),
+    /// What the export's `ExtentMapper` has found for the request with this token.
+    Extents(usize, io::Result<Vec<Vec<ExtentStatus>>>),
+    /// The export's gate has opened or closed, or the export is being removed.
+    Gate,
+}
+
+/// Messages from other threads.
+struct SessionInbox {
+    /// `None`: the session takes no more.
+    messages: Mutex<Option<Vec<SessionMessage>>>,
+    thread: ReactorThread,
+}
+
+impl SessionInbox {
+    fn lock(&self) -> MutexGuard<'_, Option<Vec<SessionMessage>>> {
+        self.messages.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Sends a message; returns it if the session takes no more.
+    fn send(&self, message: SessionMessage) -> Result<(), SessionMessage> {
+        match &mut *self.lock() {
+            Some(messages) => messages.push(message),
+            None => return Err(message),
+        }
+        self.thread.wake();
+        Ok(())
+    }
+
+    fn take(&self) -> Vec<SessionMessage> {
+        self.lock().as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    /// Takes no more messages, unless some are waiting.
+    fn close(&self) -> bool {
+        let mut messages = self.lock();
+        let empty = messages.as_ref().is_none_or(Vec::is_empty);
+        if empty {
+            *messages = None;
+        }
+        empty
+    }
+}
+
+impl GateWatcher for SessionInbox {
+    fn wake(&self) {
+        // A session that has ended does not care.
+        let _ = self.send(SessionMessage::Gate);
+    }
+}
+
+/// A client that the session serves, or whose last requests are still in flight.
+struct Client {
+    /// `None`: the client is gone, but some of its requests are still in flight.
+    connection: Option<Connection>,
+    /// Requests still in flight, once the client is gone.
+    abandoned: usize,
+    /// The events that its socket is watched for; empty: it is not watched.
+    watched: EventSet,
+    /// Whether the client is in [`DiskSession::readable`].
+    readable: bool,
+    /// Whether the client is in [`DiskSession::dirty`].
+    dirty: bool,
+    _reservation: Option<Reservation>,
+}
+
+/// A request in flight.
+struct SessionRequest {
+    /// Key of its client.
+    client: usize,
+    pending: PendingRequest,
+    /// When it was taken.
+    since: Instant,
+    /// Bytes that its step in flight moves.
+    moving: usize,
+}
+
+/// The clients of one disk in one thread, and their queue of the disk.
+struct DiskSession {
+    port: DiskPort,
+    /// Declared after the port: the queue must be closed before the export may be removed.
+    export: ExportGuard,
     /// The most bytes of one step.
-    pub(super) max_step: usize,
-    /// Requests in flight by token, each with its client's key and the time when the worker took it.
-    pub(super) in_flight: Slab<(usize, PendingRequest, Instant)>,
-    pub(super) clients: usize,
-    /// Whether anything was submitted since the last kick.
-    pub(super) submitted: bool,
-    /// Whether the queue's event has fired: there may be completions.
-    pub(super) signalled: bool,
+    max_step: usize,
+    inbox: Arc<SessionInbox>,
+    clients: Slab<Client>,
+    /// Requests in flight, by token.
+    in_flight: Slab<SessionRequest>,
+    /// Bytes that all steps in flight move.
+    moving: usize,
+    /// Clients that may have sent something, in the order of their turns.
+    readable: VecDeque<usize>,
+    /// Requests whose next step may be submitted, in the order of their turns.
+    runnable: VecDeque<usize>,
+    /// Clients that may have replies to send, or whose socket may have to be watched for other events.
+    dirty: VecDeque<usize>,
+    /// Completions being handled. Empty between turns, and kept for its allocation.
+    completions: Vec<Completion>,
+    /// Whether the server is stopping.
+    stopping: bool,
+    /// Whether the session serves no more.
+    given_up: bool,
 }
 
 impl DiskSession {
-    /// Adds `more` to the number of clients.
-    pub(super) fn add_clients(&mut self, more: isize) {
-        self.clients = self.clients.saturating_add_signed(more);
-        self.queue.set_clients(self.clients);
-    }
-
-    /// Starts a request of [`in_flight`](Self::in_flight). `key` is this session's key in the worker that reads `inbox`.
-    pub(super) fn begin(&mut self, key: usize, token: usize, inbox: &Arc<WorkerInbox>) {
-        let pending = self.in_flight.get(token);
-        match pending.and_then(|(_, pending, _)| pending.query()) {
-            Some(query) => {
-                let inbox = Arc::clone(inbox);
-                let callback = Box::new(move |extents| {
-                    inbox.send(WorkerMessage::Extents(ExtentAnswer {
-                        session: key,
-                        token,
-                        extents,
-                    }));
-                });
-                let Export {
-                    mapper, backend, ..
-                } = &**self.export;
-                mapper.ask(backend, query, callback);
-            }
-            // A request without a query always has a first step.
-            None => drop(self.submit_step(token)),
-        }
-    }
-
-    /// Submits the next step of a request; `false`: all its steps have been submitted.
-    pub(super) fn submit_step(&mut self, token: usize) -> bool {
-        let pending = self.in_flight.get_mut(token);
-        let Some(operation) = pending.and_then(|(_, pending, _)| pending.next_step(self.max_step))
-        else {
-            return false;
+    /// Opens a queue of the export's disk, for a session in `thread`.
+    ///
+    /// # Errors
+    /// If the export is being removed, or the system refuses a descriptor.
+    fn open(
+        export: &Arc<Export>,
+        thread: ReactorThread,
+    ) -> Result<(Self, Arc<SessionInbox>), ConnectionEnd> {
+        let guard = ExportGuard::enter(export).ok_or(ConnectionEnd::Gone)?;
+        let inbox = Arc::new(SessionInbox {
+            messages: Mutex::new(Some(Vec::new())),
+            thread,
+        });
+        let session = Self {
+            port: DiskPort::open(&*export.backend, &export.throttle)?,
+            max_step: max_step_bytes(export),
+            export: guard,
+            inbox: Arc::clone(&inbox),
+            clients: Slab::new(),
+            in_flight: Slab::new(),
+            moving: 0,
+            readable: VecDeque::new(),
+            runnable: VecDeque::new(),
+            dirty: VecDeque::new(),
+            completions: Vec::new(),
+            stopping: false,
+            given_up: false,
         };
-        if self.limits.in_force() {
-            let queue = &mut *self.queue;
-            self.limits.submit(queue, token as u64, operation);
-        } else {
-            self.queue.submit(token as u64, operation);
-        }
-        self.submitted = true;
-        true
+        let watcher: Arc<dyn GateWatcher> = Arc::clone(&inbox) as _;
+        export.gate.watch(Arc::downgrade(&watcher));
+        export.users.watch(Arc::downgrade(&watcher));
+        Ok((session, inbox))
     }
 
-    /// Whether the answer to a request whose steps are done has to wait until its changes are written.
-    pub(super) fn waits_for_write(&mut self, token: usize) -> bool {
-        let pending = self.in_flight.get_mut(token);
-        let await_written = pending.is_some_and(|(_, pending, _)| pending.take_await_written())
-            && self.export.answer == Answer::Written;
-        let waits = await_written && !self.queue.notify_written(token as u64);
-        self.submitted |= waits;
-        waits
+    /// Handles a message from another thread.
+    fn handle(&mut self, message: SessionMessage, turn: &mut Turn<'_>) {
+        match message {
+            SessionMessage::Connection(connection, reservation) => {
+                let key = self.clients.insert(Client {
+                    connection: Some(*connection),
+                    abandoned: 0,
+                    watched: EventSet::empty(),
+                    readable: false,
+                    dirty: false,
+                    _reservation: reservation,
+                });
+                self.port.set_clients(self.clients.len());
+                // The client's first requests may have been decrypted together with the end of the handshake.
+                self.mark_readable(key);
+            }
+            SessionMessage::Extents(token, extents) => self.end_query(token, extents, turn),
+            // If the gate is open, requests already received are taken; if it is closed, sockets are no longer watched
+            // for input. Connections to a removed export end.
+            SessionMessage::Gate => self
+                .client_keys()
+                .into_iter()
+                .for_each(|key| self.take_requests(key, turn)),
+        }
+    }
+
+    fn client_keys(&self) -> Vec<usize> {
+        self.clients.iter().map(|(key, _)| key).collect()
+    }
+
+    /// Begins to end all connections: clients get the replies to requests already taken, and no more requests are read.
+    fn close_connections(&mut self) {
+        for key in self.client_keys() {
+            if let Some(connection) = &mut self.clients[key].connection {
+                connection.close();
+            }
+            self.mark_dirty(key);
+        }
+    }
+
+    fn mark_readable(&mut self, key: usize) {
+        if let Some(client) = self.clients.get_mut(key)
+            && !std::mem::replace(&mut client.readable, true)
+        {
+            self.readable.push_back(key);
+        }
+    }
+
+    fn mark_dirty(&mut self, key: usize) {
+        if let Some(client) = self.clients.get_mut(key)
+            && !std::mem::replace(&mut client.dirty, true)
+        {
+            self.dirty.push_back(key);
+        }
+    }
+
+    /// Reads from a client's socket once, and takes the requests that have arrived.
+    fn receive(&mut self, key: usize, turn: &mut Turn<'_>) {
+        let Some(client) = self.clients.get_mut(key) else {
+            return;
+        };
+        client.readable = false;
+        let Some(connection) = &mut client.connection else {
+            return;
+        };
+        match connection.receive() {
+            Ok(read) => {
+                turn.charge(read);
+                self.take_requests(key, turn);
+            }
+            Err(ended) => self.disconnect(key, Err(ended), turn),
+        }
+    }
+
+    /// Takes the requests that a client has sent, as far as its connection has room.
+    fn take_requests(&mut self, key: usize, turn: &mut Turn<'_>) {
+        // One clock reading for all of them.
+        let mut since = None;
+        loop {
+            let Some(connection) = &mut self.clients[key].connection else {
+                return;
+            };
+            let pending = match connection.next() {
+                Ok(Some(pending)) => pending,
+                Ok(None) => break,
+                Err(ended) => return self.disconnect(key, Err(ended), turn),
+            };
+            turn.charge_request(0);
+            let query = pending.query();
+            let token = self.in_flight.insert(SessionRequest {
+                client: key,
+                pending,
+                since: *since.get_or_insert_with(Instant::now),
+                moving: 0,
+            });
+            let Some(query) = query else {
+                self.runnable.push_back(token);
+                continue;
+            };
+            let inbox = Arc::clone(&self.inbox);
+            // The session is there as long as the request is in flight.
+            let callback =
+                Box::new(move |extents| drop(inbox.send(SessionMessage::Extents(token, extents))));
+            let Export {
+                mapper, backend, ..
+            } = &**self.export;
+            mapper.ask(backend, query, callback);
+        }
+        self.mark_dirty(key);
+    }
+
+    /// Submits the next step of a request.
+    fn submit_step(&mut self, token: usize, turn: &mut Turn<'_>) {
+        let Some(request) = self.in_flight.get_mut(token) else {
+            return;
+        };
+        let Some(operation) = request.pending.next_step(self.max_step) else {
+            debug_assert!(false, "request {token} has no more steps");
+            return;
+        };
+        request.moving = bytes_of(&operation) as usize;
+        self.moving += request.moving;
+        turn.charge(request.moving);
+        self.port.submit(token as u64, operation);
+    }
+
+    /// Handles the end of a step: lets the request's next step run, or answers the request.
+    fn end_step(
+        &mut self,
+        token: usize,
+        result: Result<Option<Buffer>, Failure>,
+        turn: &mut Turn<'_>,
+    ) {
+        let Some(request) = self.in_flight.get_mut(token) else {
+            debug_assert!(false, "completion of unknown token {token}");
+            return;
+        };
+        self.moving -= std::mem::take(&mut request.moving);
+        let gone = self.clients[request.client].connection.is_none();
+        let pending = &mut request.pending;
+        let result = match result {
+            Ok(data) => {
+                pending.store_data(data);
+                if self.stopping {
+                    pending.cut_short();
+                }
+                if !gone && pending.has_steps() {
+                    return self.runnable.push_back(token);
+                }
+                let waits = pending.take_await_written() && self.export.answer == Answer::Written;
+                if !gone && waits && !self.port.notify_written(token as u64) {
+                    return;
+                }
+                Ok(())
+            }
+            Err(failure) => Err(failure),
+        };
+        self.end_request(token, result, turn);
+    }
+
+    /// Answers a BLOCK_STATUS request whose query has its result.
+    fn end_query(
+        &mut self,
+        token: usize,
+        extents: io::Result<Vec<Vec<ExtentStatus>>>,
+        turn: &mut Turn<'_>,
+    ) {
+        let result = match (extents, self.in_flight.get_mut(token)) {
+            (Ok(extents), Some(request)) => {
+                request.pending.set_extents(extents);
+                Ok(())
+            }
+            (_, None) => return,
+            // For instance a snapshot that was deleted after the client chose its context.
+            (Err(error), _) if error.kind() == io::ErrorKind::NotFound => Err(Failure::OutOfRange),
+            (Err(error), _) => {
+                tracing::error!(
+                    "cannot tell which parts of a disk hold data or have changed: {error}"
+                );
+                Err(Failure::Io)
+            }
+        };
+        self.end_request(token, result, turn);
+    }
+
+    /// Answers a request.
+    fn end_request(&mut self, token: usize, result: Result<(), Failure>, turn: &mut Turn<'_>) {
+        let SessionRequest {
+            client: key,
+            pending,
+            since,
+            ..
+        } = self.in_flight.remove(token);
+        if let Some(kind) = kind(pending.command()) {
+            let latencies = &self.export.metrics.latencies;
+            latencies.count(0, kind, since.elapsed());
+        }
+        self.export.gate.leave();
+        let client = &mut self.clients[key];
+        match &mut client.connection {
+            Some(connection) => {
+                connection.answer(pending, result);
+                // There may be room now for requests that have already arrived.
+                self.take_requests(key, turn);
+            }
+            None => {
+                client.abandoned -= 1;
+                self.remove_if_idle(key);
+            }
+        }
+    }
+
+    /// Sends replies of a client, updates which events its socket is watched for, and drops it if it is done.
+    fn update_client(&mut self, key: usize, turn: &mut Turn<'_>) {
+        let Some(client) = self.clients.get_mut(key) else {
+            return;
+        };
+        client.dirty = false;
+        let Some(connection) = &mut client.connection else {
+            return;
+        };
+        let more = match connection.send(turn.left()) {
+            Ok((sent, more)) => {
+                turn.charge(sent);
+                more
+            }
+            Err(ended) => return self.disconnect(key, Err(ended), turn),
+        };
+        if connection.is_over() {
+            return self.disconnect(key, Ok(()), turn);
+        }
+        let has_decrypted = connection.has_decrypted();
+        let wanted = connection.interest();
+        let event = FIRST_OWN_EVENT + key;
+        let watched = match (client.watched.is_empty(), wanted.is_empty()) {
+            _ if client.watched == wanted => Ok(()),
+            (true, _) => turn.watch(&*connection, event, wanted),
+            // A watched socket reports a hang-up again and again, even if nothing is read from it or written to it.
+            (_, true) => {
+                turn.unwatch(&*connection);
+                Ok(())
+            }
+            _ => turn.rewatch(&*connection, wanted),
+        };
+        match watched {
+            Ok(()) => client.watched = wanted,
+            Err(error) => return self.disconnect(key, Err(error.into()), turn),
+        }
+        if has_decrypted {
+            self.mark_readable(key);
+        }
+        if more {
+            self.mark_dirty(key);
+        }
+    }
+
+    /// When the first of the clients that don't read their last replies is disconnected; disconnects those that are late.
+    fn end_late(&mut self, turn: &mut Turn<'_>) -> Option<Instant> {
+        if !self.stopping && !self.export.users.is_closed() {
+            return None;
+        }
+        let now = Instant::now();
+        let deadline = |client: &Client| client.connection.as_ref().and_then(Connection::deadline);
+        for key in self.client_keys() {
+            if deadline(&self.clients[key]).is_some_and(|at| at <= now) {
+                self.disconnect(key, Err(ConnectionEnd::Gone), turn);
+            }
+        }
+        self.clients
+            .iter()
+            .filter_map(|(_, client)| deadline(client))
+            .min()
+    }
+
+    /// Ends a connection. Its requests in flight are still carried out.
+    fn disconnect(&mut self, key: usize, outcome: Result<(), ConnectionEnd>, turn: &mut Turn<'_>) {
+        let client = &mut self.clients[key];
+        if let Some(mut connection) = client.connection.take() {
+            if !client.watched.is_empty() {
+                turn.unwatch(&connection);
+            }
+            connection.close_tls();
+            client.abandoned = connection.requests();
+            report(outcome);
+        }
+        self.remove_if_idle(key);
+    }
+
+    /// Removes a client that is gone and has no requests in flight.
+    fn remove_if_idle(&mut self, key: usize) {
+        let client = &self.clients[key];
+        if client.connection.is_some() || client.abandoned > 0 {
+            return;
+        }
+        self.readable.retain(|&other| other != key);
+        self.dirty.retain(|&other| other != key);
+        self.clients.remove(key);
+        self.port.set_clients(self.clients.len());
+    }
+}
+
+impl Source for DiskSession {
+    fn throttle(&self) -> &Arc<Throttle> {
+        self.port.throttle()
+    }
+
+    fn begin(&mut self, turn: &mut Turn<'_>) -> io::Result<()> {
+        self.port.watch(turn)
+    }
+
+    fn ready(&mut self, event: usize, what: EventSet, _: bool) {
+        match event.checked_sub(FIRST_OWN_EVENT) {
+            None => self.port.ready(event),
+            Some(key) if what == EventSet::OUT => self.mark_dirty(key),
+            // The read will tell data, an error and the end of the stream apart.
+            Some(key) => self.mark_readable(key),
+        }
+    }
+
+    fn take(&mut self, turn: &mut Turn<'_>) {
+        for message in self.inbox.take() {
+            self.handle(message, turn);
+        }
+        if turn.is_stopping() && !std::mem::replace(&mut self.stopping, true) {
+            self.close_connections();
+        }
+        let mut more = true;
+        while more && !turn.is_over() {
+            more = false;
+            if let Some(key) = self.readable.pop_front() {
+                self.receive(key, turn);
+                more = true;
+            }
+            if let Some(token) = self.runnable.pop_front() {
+                self.submit_step(token, turn);
+                more = true;
+            }
+        }
+    }
+
+    fn kick(&mut self, alone: bool) {
+        self.port.kick(alone && self.in_flight.len() == 1);
+    }
+
+    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+        let mut completions = std::mem::take(&mut self.completions);
+        self.port.completions(&mut completions);
+        for Completion { token, result } in completions.drain(..) {
+            self.end_step(token as usize, result, turn);
+        }
+        self.completions = completions;
+        // Each client once: one whose replies did not fit the turn is at the end of the list again.
+        for _ in 0..self.dirty.len() {
+            if turn.is_over() {
+                break;
+            }
+            if let Some(key) = self.dirty.pop_front() {
+                self.update_client(key, turn);
+            }
+        }
+        let deadline = self.end_late(turn);
+        if self.given_up || (self.clients.is_empty() && self.inbox.close()) {
+            Next::End
+        } else if self.port.has_submitted() || !self.dirty.is_empty() {
+            Next::Work
+        } else if !self.readable.is_empty() || !self.runnable.is_empty() {
+            Next::Take
+        } else {
+            deadline.map_or(Next::Wait, Next::WaitUntil)
+        }
+    }
+
+    fn has_in_flight(&self) -> bool {
+        !self.in_flight.is_empty()
+    }
+
+    fn bytes_in_flight(&self) -> usize {
+        self.moving
+    }
+
+    fn give_up(&mut self, reason: &str) {
+        let name = self.export.name();
+        let clients = self.clients.len();
+        tracing::error!("NBD export '{name}': {clients} clients were disconnected: {reason}");
+        self.given_up = true;
     }
 }
 
 impl Drop for DiskSession {
     /// Requests still in flight were abandoned after an error. They leave the gate without a reply.
     fn drop(&mut self) {
+        *self.inbox.lock() = None;
         for _ in self.in_flight.drain() {
             self.export.gate.leave();
         }
@@ -98,7 +648,7 @@ impl Drop for DiskSession {
 }
 
 /// The kind of operation that a command's latency counts as.
-pub(super) fn kind(command: u16) -> Option<OperationKind> {
+fn kind(command: u16) -> Option<OperationKind> {
     match command {
         command::READ => Some(OperationKind::Read),
         command::WRITE => Some(OperationKind::Write),

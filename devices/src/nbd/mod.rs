@@ -4,7 +4,7 @@
 //!   Server     a thread per listener: accept                                  server.rs
 //!     ├─────   a thread per client in the handshake: TLS, export, framing     handshake.rs, tls.rs
 //!     └ Pool   a thread per two processors, and one per connection to a
-//!              disk that blocks: an event loop over sockets and disks         worker.rs, inbox.rs, disk_session.rs
+//!              disk that blocks: a reactor over sessions, one for each disk   disk_session.rs
 //!         Connection                                                          connection.rs
 //!           RequestReader ─▶ requests ─▶ BackendQueue ─▶ ReplyQueue           request_reader.rs, request.rs, reply_queue.rs
 //!           Wire   the socket, bare or under TLS                              wire.rs, tls_session.rs
@@ -52,7 +52,6 @@ mod disk_session;
 mod export;
 mod extent_mapper;
 mod handshake;
-mod inbox;
 mod protocol;
 mod reply_queue;
 mod request;
@@ -62,7 +61,6 @@ mod server;
 mod tls;
 mod tls_session;
 mod wire;
-mod worker;
 
 pub use export::Export;
 pub use protocol::DEFAULT_PORT;

@@ -61,26 +61,38 @@ impl ReplyQueue {
         self.pieces.push_back(Piece::Data(data));
     }
 
-    /// Sends as much as the socket takes.
+    /// Sends as much as the socket takes, at most `most` bytes. Returns the number of bytes, and whether the socket may
+    /// take more of what is left.
     ///
     /// # Errors
     /// If the client is gone.
-    pub(super) fn send(&mut self, wire: &mut Wire) -> io::Result<()> {
+    pub(super) fn send(&mut self, wire: &mut Wire, most: usize) -> io::Result<(usize, bool)> {
+        let mut left = most;
         while self.bytes > 0 {
-            let first = self.pieces.iter().take(1);
-            let first = first.map(|piece| IoSlice::new(&piece.bytes()[self.sent..]));
-            let rest = self.pieces.iter().skip(1).take(PIECES_AT_ONCE - 1);
-            let slices: Vec<_> = first
-                .chain(rest.map(|piece| IoSlice::new(piece.bytes())))
-                .collect();
-            match wire.write(&slices) {
-                Ok(written) => self.advance(written),
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
+            if left == 0 {
+                return Ok((most, true));
+            }
+            let (mut skipped, mut room) = (self.sent, left);
+            let slices = self.pieces.iter().take(PIECES_AT_ONCE).map_while(|piece| {
+                let bytes = &piece.bytes()[std::mem::take(&mut skipped)..];
+                let bytes = &bytes[..bytes.len().min(room)];
+                room -= bytes.len();
+                (!bytes.is_empty()).then(|| IoSlice::new(bytes))
+            });
+            match wire.write(&slices.collect::<Vec<_>>()) {
+                Ok(written) => {
+                    self.advance(written);
+                    left -= written;
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    return Ok((most - left, false));
+                }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(error),
             }
         }
-        wire.flush()
+        wire.flush()?;
+        Ok((most - left, false))
     }
 
     fn advance(&mut self, written: usize) {

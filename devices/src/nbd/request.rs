@@ -14,6 +14,8 @@ use crate::backend::{Backend, Buffer, Capabilities, Failure, Operation, SECTOR_S
 
 /// Most sectors zeroed or discarded in one step: a multiple of every block size, 1 TiB.
 const ZERO_STEP: u64 = 1 << 31;
+/// Most bytes of one step of a read: other requests come between the steps.
+const READ_STEP: usize = 1 << 20;
 /// Most extents in one reply, for all contexts together.
 const MAX_EXTENTS: usize = 4096;
 
@@ -194,12 +196,22 @@ impl PendingRequest {
         }
     }
 
+    /// Whether there is a next step.
+    pub(super) fn has_steps(&self) -> bool {
+        self.flush_after
+            || match &self.work {
+                Work::Read { left, .. } | Work::Zero { left, .. } => *left > 0,
+                Work::Write { rest } => !rest.is_empty(),
+                Work::Flush | Work::Map { .. } => false,
+            }
+    }
+
     /// The next step, of at most `max_bytes` of data; `None`: there are no more.
     pub(super) fn next_step(&mut self, max_bytes: usize) -> Option<Operation> {
         let sector = self.sector;
         let (operation, sectors) = match &mut self.work {
             Work::Read { left, .. } if *left > 0 => {
-                let sectors = (*left).min(max_bytes as u64 / SECTOR_SIZE);
+                let sectors = (*left).min(max_bytes.min(READ_STEP) as u64 / SECTOR_SIZE);
                 *left -= sectors;
                 let read = Operation::Read {
                     sector,

@@ -66,7 +66,8 @@ impl RequestReader {
             && let Some(partial) = &mut self.partial
             && let Some(space) = partial.space(self.max_buffer)
         {
-            let read = wire.read(space)?;
+            let most = space.len().min(2 * BUFFER_LEN);
+            let read = wire.read(&mut space[..most])?;
             partial.filled += read;
             partial.left -= read as u64;
             return Ok(read);

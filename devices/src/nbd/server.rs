@@ -11,10 +11,10 @@ use std::thread;
 
 use super::connection::{Connection, ConnectionPermit};
 use super::connection_end::{ConnectionEnd, report};
+use super::disk_session::Pool;
 use super::export::{Export, Exports};
 use super::handshake::negotiate;
 use super::wire::{Tls, Wire};
-use super::worker::Pool;
 use crate::listen::{Stop, Threads, accept_each};
 
 /// Most connections of one listener at a time. The listener closes any further one at once.
@@ -189,7 +189,7 @@ fn run_handshake(
 ) -> Result<(), ConnectionEnd> {
     let mut wire = Wire::new(socket);
     match negotiate(&mut wire, stop, exports, tls) {
-        Ok(handshake) => Ok(pool.serve(Connection::new(handshake, wire, permit))?),
+        Ok(handshake) => pool.serve(Connection::new(handshake, wire, permit)),
         Err(ended) => {
             wire.close();
             Err(ended)

@@ -1,10 +1,8 @@
-//! One thread per device. It takes all commands in the ring, submits them as a batch, and reports all completed commands to
-//! the kernel with one write.
+//! Serves a device: a source of the reactor, in a thread of its own. It takes all commands in the ring, submits them as a
+//! batch, and reports all completed commands to the kernel with one write.
 //!
 //! ```text
-//!   UIO device ─┐                ┌─ take all commands ─▶ submit … kick ─┐
-//!   backend ────┼─▶ event loop ──┤                                      ├─▶ tail once, ≤ 1 write to the UIO device
-//!   stop ───────┘                └─ completions ────────────────────────┘
+//!   all commands, a batch ─▶ kick ─▶ completions ─▶ tail once, ≤ 1 write to the UIO device
 //! ```
 //! Memory is bounded: above [`MAX_BYTES_IN_FLIGHT`] or [`MAX_COMMANDS_IN_FLIGHT`] commands stay in the ring.
 
@@ -15,31 +13,32 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::thread::{self, JoinHandle};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::io::Errno;
 use slab::Slab;
-use walvisor_block::request_short_slices;
 
 use super::device::WriteCacheHook;
 use super::{Command, CommandData, CommandRing, Device, Entry, Response, RingError, Ticket};
-use crate::backend::{BackendQueue, Completion, Operation};
+use crate::backend::{Completion, Operation};
 use crate::control::GateWatcher;
-use crate::event_loop::{Event, EventLoop, EventSet, MessageSender};
+use crate::event_loop::EventSet;
 use crate::latency::{OperationKind, add};
-use crate::listen::join;
 use crate::metrics::BlockMetrics;
+use crate::reactor::{
+    DedicatedThread, DiskPort, FIRST_OWN_EVENT, Next, ReactorPool, ReactorThread, Source,
+    SourceHandle, Turn,
+};
 use crate::scsi::{DataBuffer, LogicalUnit, Task, TaskStep};
-use crate::throttle::QueueLimits;
+use crate::throttle::{Throttle, bytes_of};
 
 /// Cap on the bytes in flight; above it, commands stay in the ring. One command may exceed it.
 const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
 /// The most commands in flight.
 const MAX_COMMANDS_IN_FLIGHT: usize = 1024;
 
-/// Rounds of taking and answering commands before the worker looks for messages again.
-const ROUNDS: usize = 64;
+/// The kernel has put commands into the ring.
+const COMMANDS: usize = FIRST_OWN_EVENT;
 
 /// The token of the flush after which the disk counts as having no volatile cache.
 const SETTLE: u64 = u64::MAX;
@@ -51,39 +50,23 @@ enum ServeError {
     Ring(#[from] RingError),
     #[error("the UIO device fails, or was removed: {0}")]
     Device(Errno),
-    #[error("the event loop fails: {0}")]
-    Events(io::Error),
+    #[error("{0}")]
+    GivenUp(String),
 }
 
-/// What made the worker's event loop wake up: a descriptor that it watches.
-#[derive(Clone, Copy, Debug)]
-enum DeviceEvent {
-    Kernel,
-    Backend,
-    /// The timer of the disk's limits.
-    Timer,
-}
-
-/// A message to the worker.
-#[derive(Debug)]
-enum DeviceMessage {
-    /// The gate has opened or closed.
-    Gate,
-    Stop,
-}
-
-impl GateWatcher for MessageSender<DeviceEvent, DeviceMessage> {
+impl GateWatcher for ReactorThread {
+    /// The worker checks the gate before it takes a command.
     fn wake(&self) {
-        self.send(DeviceMessage::Gate);
+        Self::wake(self);
     }
 }
 
 /// The owner's handle of a device that is served. Dropping it drains the device: commands in flight complete and are
 /// answered, others stay in the ring.
 pub struct Worker {
+    source: SourceHandle,
     /// The gate has only a weak reference to it, so it is kept alive here.
-    sender: Arc<MessageSender<DeviceEvent, DeviceMessage>>,
-    thread: Option<JoinHandle<()>>,
+    _watcher: Arc<dyn GateWatcher>,
 }
 
 impl Worker {
@@ -95,15 +78,6 @@ impl Worker {
     /// If the system refuses a descriptor or a thread.
     pub fn start(device: &Device, ring: CommandRing, uio: OwnedFd) -> io::Result<Self> {
         rustix::io::ioctl_fionbio(&uio, true)?;
-        let queue = device.unit.backend().open_queue()?;
-        let limits = QueueLimits::new(&device.throttle)?;
-        let mut events = EventLoop::new()?;
-        events.watch(&uio, DeviceEvent::Kernel, EventSet::IN)?;
-        events.watch(queue.event(), DeviceEvent::Backend, EventSet::IN)?;
-        events.watch(limits.timer(), DeviceEvent::Timer, EventSet::IN)?;
-        let sender = Arc::new(events.sender());
-        let watcher: Arc<dyn GateWatcher> = Arc::clone(&sender) as _;
-        device.gate.watch(Arc::downgrade(&watcher));
         let server = DeviceServer {
             name: device.name.clone(),
             unit: Arc::clone(&device.unit),
@@ -111,35 +85,36 @@ impl Worker {
             metrics: Arc::clone(&device.metrics),
             ring,
             uio,
-            queue,
-            limits,
-            events,
-            events_ready: Vec::new(),
-            stopping: false,
+            port: DiskPort::open(&**device.unit.backend(), &device.throttle)?,
+            failed: false,
             in_flight: Slab::new(),
             bytes: 0,
             blocked: VecDeque::new(),
             retry_blocked: false,
-            submitted: false,
+            more: false,
             completions: Vec::new(),
             write_cache: device.unit.backend().write_cache(),
             on_write_cache: Arc::clone(&device.write_cache),
             settling: false,
             unsettled: false,
         };
+        let own = DedicatedThread {
+            name: "tcmu".into(),
+            cpu: None,
+        };
+        let reservation = ReactorPool::new("tcmu").reserve(Some(own))?;
+        let watcher: Arc<dyn GateWatcher> = Arc::new(reservation.thread());
+        device.gate.watch(Arc::downgrade(&watcher));
         (server.on_write_cache)(server.write_cache);
-        let thread = thread::Builder::new()
-            .name("tcmu".into())
-            .spawn(move || server.run())?;
         Ok(Self {
-            sender,
-            thread: Some(thread),
+            source: reservation.serve(Box::new(server)),
+            _watcher: watcher,
         })
     }
 
     /// Whether the device is no longer served.
     pub fn finished(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+        self.source.is_gone()
     }
 
     /// Drains the device.
@@ -150,10 +125,8 @@ impl Worker {
 
 impl Drop for Worker {
     fn drop(&mut self) {
-        self.sender.send(DeviceMessage::Stop);
-        if let Some(thread) = self.thread.take() {
-            join(thread, "TCMU");
-        }
+        self.source.request_stop();
+        self.source.wait_until_gone();
     }
 }
 
@@ -169,7 +142,7 @@ struct InFlightCommand {
     volatile: bool,
 }
 
-/// The thread that serves a device.
+/// Serves a device.
 struct DeviceServer {
     name: String,
     unit: Arc<LogicalUnit>,
@@ -177,21 +150,18 @@ struct DeviceServer {
     metrics: Arc<BlockMetrics>,
     ring: CommandRing,
     uio: OwnedFd,
-    queue: Box<dyn BackendQueue>,
-    limits: QueueLimits,
-    events: EventLoop<DeviceEvent, DeviceMessage>,
-    /// The events of this wait. Empty between waits, and kept for its allocation.
-    events_ready: Vec<Event<DeviceEvent, DeviceMessage>>,
-    stopping: bool,
+    port: DiskPort,
+    /// Whether the device is no longer served: commands in flight complete, and no more are taken.
+    failed: bool,
     in_flight: Slab<InFlightCommand>,
     bytes: usize,
     /// Commands that wait for other commands of the unit, the oldest first.
     blocked: VecDeque<usize>,
     /// Whether a command has ended since the blocked ones were last tried.
     retry_blocked: bool,
-    /// Whether anything was submitted since the last kick.
-    submitted: bool,
-    /// Completions being handled. Empty between rounds, and kept for its allocation.
+    /// Whether the turn was over before all commands were taken.
+    more: bool,
+    /// Completions not handled yet.
     completions: Vec<Completion>,
     /// The value that `on_write_cache` was last called with.
     write_cache: bool,
@@ -203,101 +173,36 @@ struct DeviceServer {
 }
 
 impl DeviceServer {
-    fn run(mut self) {
-        request_short_slices();
-        let outcome = self.serve_until_stopped();
-        if let Err(failure) = &outcome {
+    fn fail(&mut self, failure: &ServeError) {
+        if !std::mem::replace(&mut self.failed, true) {
             let name = &self.name;
             tracing::error!(
                 "disk '{name}': {failure}: it is no longer served, and its commands will time out"
             );
         }
-        // The backend completes the operations that it has. If the UIO device has failed, the kernel gets no responses.
-        while !self.in_flight.is_empty() {
-            if self.wait(None).is_err() {
-                break;
-            }
-            self.complete();
-            let _ = self.publish_responses();
-        }
-        for _ in self.in_flight.drain() {
-            self.gate.leave();
-        }
     }
 
-    fn serve_until_stopped(&mut self) -> Result<(), ServeError> {
-        // The ring may hold commands from before this worker started.
-        loop {
-            let more = self.serve()?;
-            if self.stopping {
-                return Ok(());
-            }
-            self.wait(more.then_some(Duration::ZERO))?;
-        }
-    }
-
-    /// Waits for events.
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), ServeError> {
-        let mut events_ready = std::mem::take(&mut self.events_ready);
-        let waited = self.events.wait(timeout, &mut events_ready);
-        waited.map_err(ServeError::Events)?;
-        for event in events_ready.drain(..) {
-            match event {
-                // The 4 bytes are a count of events, which the worker does not need.
-                Event::Ready(DeviceEvent::Kernel, _) => {
-                    match rustix::io::read(&self.uio, &mut [0; 4]) {
-                        Ok(4) => add(&self.metrics.doorbells, 1),
-                        Err(Errno::AGAIN | Errno::INTR) => {}
-                        outcome => {
-                            // A failed device would stay readable forever.
-                            let _ = self.events.unwatch(&self.uio);
-                            return Err(ServeError::Device(outcome.err().unwrap_or(Errno::IO)));
-                        }
-                    }
-                }
-                // Taking the completions clears the event.
-                Event::Ready(DeviceEvent::Backend, _) => {}
-                Event::Ready(DeviceEvent::Timer, _) => {
-                    self.limits.release(&mut *self.queue);
-                    self.submitted = true;
-                }
-                // The worker checks the gate before it takes a command.
-                Event::Message(DeviceMessage::Gate) => {}
-                Event::Message(DeviceMessage::Stop) => self.stopping = true,
-            }
-        }
-        self.events_ready = events_ready;
-        Ok(())
-    }
-
-    /// Works until there is nothing to do but wait. `true`: there may be more to do, but look for messages first.
-    fn serve(&mut self) -> Result<bool, ServeError> {
-        for _ in 0..ROUNDS {
-            let taken = if self.stopping { Ok(0) } else { self.take() };
-            // Commands taken before an error are still carried out.
-            self.complete();
-            let answered = self.publish_responses()?;
-            if taken? == 0 && answered == 0 {
-                return Ok(false);
-            }
-        }
-        Ok(true)
-    }
-
-    /// Takes commands until none is left or there is no more room. Returns how many.
-    fn take(&mut self) -> Result<usize, RingError> {
+    /// Takes commands until none is left, there is no more room, or the turn is over.
+    fn take_commands(&mut self, turn: &mut Turn<'_>) -> Result<(), RingError> {
         // One clock reading for all commands taken now.
         let mut since = None;
-        let mut taken = 0;
+        self.more = false;
         while self.in_flight.len() < MAX_COMMANDS_IN_FLIGHT
             && self.bytes < MAX_BYTES_IN_FLIGHT
-            && !self.limits.is_holding()
-            && self.gate.enter()
+            && !self.port.is_holding()
         {
+            if turn.is_over() {
+                self.more = true;
+                break;
+            }
+            if !self.gate.enter() {
+                break;
+            }
             let entry = self.ring.take();
             if !matches!(entry, Ok(Some(Entry::Command(_)))) {
                 self.gate.leave();
             }
+            turn.charge_request(0);
             let command = match entry? {
                 Some(Entry::Command(command)) => command,
                 Some(Entry::TaskManagement { kind, ids }) => {
@@ -316,13 +221,12 @@ impl DeviceServer {
                 }
                 None => break,
             };
-            taken += 1;
-            self.begin(command, *since.get_or_insert_with(Instant::now));
+            self.begin_command(command, *since.get_or_insert_with(Instant::now), turn);
         }
-        Ok(taken)
+        Ok(())
     }
 
-    fn begin(&mut self, command: Command, since: Instant) {
+    fn begin_command(&mut self, command: Command, since: Instant, turn: &mut Turn<'_>) {
         add(&self.metrics.requests, 1);
         let Command {
             ticket, cdb, data, ..
@@ -339,11 +243,11 @@ impl DeviceServer {
             since,
             volatile: false,
         });
-        self.advance(key);
+        self.advance(key, turn);
     }
 
     /// Submits the next operations of a command, or answers it.
-    fn advance(&mut self, key: usize) {
+    fn advance(&mut self, key: usize, turn: &mut Turn<'_>) {
         while let Some(InFlightCommand {
             task,
             data,
@@ -356,13 +260,8 @@ impl DeviceServer {
                     // Only this thread turns the cache on, so if it is off here it stays off for this operation.
                     *volatile |= self.unit.backend().write_cache();
                     count(&self.metrics, &operation);
-                    if self.limits.in_force() {
-                        let queue = &mut *self.queue;
-                        self.limits.submit(queue, key as u64, operation);
-                    } else {
-                        self.queue.submit(key as u64, operation);
-                    }
-                    self.submitted = true;
+                    turn.charge(bytes_of(&operation) as usize);
+                    self.port.submit(key as u64, operation);
                 }
                 TaskStep::InFlight => return,
                 TaskStep::Blocked => return self.blocked.push_back(key),
@@ -419,46 +318,47 @@ impl DeviceServer {
         self.retry_blocked = true;
     }
 
-    /// Kicks the queue and advances commands whose operations have completed, until there are no more completions.
-    fn complete(&mut self) {
-        let mut completions = std::mem::take(&mut self.completions);
-        loop {
-            // Retries the commands that waited for one that has ended.
-            while std::mem::take(&mut self.retry_blocked) && !self.blocked.is_empty() {
-                for key in std::mem::take(&mut self.blocked) {
-                    self.advance(key);
-                }
-            }
-            self.settle();
-            if std::mem::take(&mut self.submitted) {
-                match self.in_flight.len() {
-                    1 => self.queue.kick_alone(),
-                    _ => self.queue.kick(),
-                }
-            }
-            self.queue.completions(&mut completions);
-            if completions.is_empty() {
-                break;
-            }
-            for Completion { token, result } in completions.drain(..) {
-                if token == SETTLE {
-                    self.end_settling(result.is_ok());
-                    continue;
-                }
-                let key = token as usize;
-                let Some(InFlightCommand { task, data, .. }) = self.in_flight.get_mut(key) else {
-                    debug_assert!(false, "completion of unknown token {token}");
-                    continue;
-                };
-                task.complete(&self.unit, data, result);
-                self.advance(key);
+    /// Retries the commands that waited for one that has ended.
+    fn retry_blocked(&mut self, turn: &mut Turn<'_>) {
+        while std::mem::take(&mut self.retry_blocked) && !self.blocked.is_empty() {
+            for key in std::mem::take(&mut self.blocked) {
+                self.advance(key, turn);
             }
         }
+    }
+
+    /// Advances commands whose operations have completed, until the turn is over.
+    fn complete(&mut self, turn: &mut Turn<'_>) {
+        let mut completions = std::mem::take(&mut self.completions);
+        self.port.completions(&mut completions);
+        let mut handled = 0;
+        for Completion { token, result } in &mut completions {
+            if turn.is_over() {
+                break;
+            }
+            handled += 1;
+            let result = std::mem::replace(result, Ok(None));
+            if *token == SETTLE {
+                self.end_settling(result.is_ok());
+                continue;
+            }
+            let key = *token as usize;
+            let Some(InFlightCommand { task, data, .. }) = self.in_flight.get_mut(key) else {
+                debug_assert!(false, "completion of unknown token {token}");
+                continue;
+            };
+            if let Ok(Some(data)) = &result {
+                turn.charge(data.len());
+            }
+            task.complete(&self.unit, data, result);
+            self.advance(key, turn);
+        }
+        completions.drain(..handled);
         self.completions = completions;
     }
 
-    /// Publishes the responses and wakes the kernel. Returns how many commands were answered.
-    fn publish_responses(&mut self) -> Result<usize, ServeError> {
+    /// Publishes the responses and wakes the kernel.
+    fn publish_responses(&mut self) -> Result<(), ServeError> {
         if !self.write_cache && self.unit.backend().write_cache() {
             (self.on_write_cache)(true);
             self.write_cache = true;
@@ -468,7 +368,90 @@ impl DeviceServer {
             add(&self.metrics.interrupts, 1);
             rustix::io::write(&self.uio, &1_u32.to_ne_bytes()).map_err(ServeError::Device)?;
         }
-        Ok(answered)
+        Ok(())
+    }
+}
+
+impl Source for DeviceServer {
+    fn throttle(&self) -> &Arc<Throttle> {
+        self.port.throttle()
+    }
+
+    fn begin(&mut self, turn: &mut Turn<'_>) -> io::Result<()> {
+        turn.watch(&self.uio, COMMANDS, EventSet::IN)?;
+        self.port.watch(turn)
+    }
+
+    fn ready(&mut self, event: usize, _: EventSet, _: bool) {
+        if event != COMMANDS {
+            return self.port.ready(event);
+        }
+        // The 4 bytes are a count of events, which the worker does not need.
+        match rustix::io::read(&self.uio, &mut [0; 4]) {
+            Ok(4) => add(&self.metrics.doorbells, 1),
+            Err(Errno::AGAIN | Errno::INTR) => {}
+            outcome => self.fail(&ServeError::Device(outcome.err().unwrap_or(Errno::IO))),
+        }
+    }
+
+    fn take(&mut self, turn: &mut Turn<'_>) {
+        if self.failed {
+            self.more = false;
+            // A failed device would stay readable forever.
+            return turn.unwatch(&self.uio);
+        }
+        if !turn.is_stopping()
+            && let Err(error) = self.take_commands(turn)
+        {
+            // Commands taken before the error are still carried out.
+            self.fail(&error.into());
+        }
+        self.settle();
+    }
+
+    fn kick(&mut self, alone: bool) {
+        self.port.kick(alone && self.in_flight.len() == 1);
+    }
+
+    fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
+        self.complete(turn);
+        self.retry_blocked(turn);
+        self.settle();
+        // If the UIO device has failed, the kernel gets no responses.
+        let answered = self.publish_responses();
+        if let Err(error) = &answered {
+            self.fail(error);
+        }
+        if (self.failed || turn.is_stopping()) && self.in_flight.is_empty() {
+            Next::End
+        } else if self.port.has_submitted() || !self.completions.is_empty() {
+            Next::Work
+        } else if self.more {
+            Next::Take
+        } else {
+            Next::Wait
+        }
+    }
+
+    fn has_in_flight(&self) -> bool {
+        !self.in_flight.is_empty()
+    }
+
+    fn bytes_in_flight(&self) -> usize {
+        self.bytes
+    }
+
+    fn give_up(&mut self, reason: &str) {
+        self.fail(&ServeError::GivenUp(reason.to_owned()));
+    }
+}
+
+impl Drop for DeviceServer {
+    /// Commands still in flight were abandoned after an error. They leave the gate without a response.
+    fn drop(&mut self) {
+        for _ in self.in_flight.drain() {
+            self.gate.leave();
+        }
     }
 }
 
@@ -478,8 +461,7 @@ impl DeviceServer {
         let off = self.write_cache && !self.unit.backend().write_cache();
         if off && !self.settling && !self.is_volatile() {
             (self.settling, self.unsettled) = (true, false);
-            self.queue.submit(SETTLE, Operation::Flush);
-            self.submitted = true;
+            self.port.submit_unlimited(SETTLE, Operation::Flush);
         }
     }
 

@@ -5,6 +5,7 @@ use std::time::SystemTime;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use walvisor_devices::throttle::MAX_WEIGHT;
 
 use crate::metrics::unix_us;
 
@@ -84,6 +85,10 @@ pub struct LimitChange {
     #[arg(long, value_name = "SIZE", value_parser = parse_rate)]
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub bytes_burst: Option<u64>,
+    /// Part of a thread beside other disks that have work, 1 to 1000
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_WEIGHT)))]
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub weight: Option<u16>,
 }
 
 /// A size that may be zero.

@@ -221,6 +221,15 @@ impl ControlledProcess {
         let disk = self.disk(name)?;
         let _change = self.change();
         let mut limits = disk.throttle.limits();
+        if let Some(weight) = wanted.weight {
+            if !(1..=throttle::MAX_WEIGHT).contains(&weight) {
+                return Err(ControlError::new(format_args!(
+                    "weight {weight}: give a number from 1 to {}",
+                    throttle::MAX_WEIGHT
+                )));
+            }
+            limits.weight = weight;
+        }
         // A burst belongs to its rate, so a new rate resets the burst.
         for (rate, burst, new_rate, new_burst) in [
             (
@@ -568,6 +577,30 @@ mod tests {
         assert_eq!(state(&controlled), "paused");
         controlled.execute(&ControlCommand::Resume).unwrap();
         assert_eq!(state(&controlled), "running");
+    }
+
+    #[test]
+    fn a_weight_is_changed_alone_and_only_to_a_valid_one() {
+        let (controlled, _comes, _go) = daemon();
+        let weigh = |weight| {
+            controlled.execute(&ControlCommand::SetLimit {
+                disk: None,
+                limits: LimitChange {
+                    weight: Some(weight),
+                    ..LimitChange::default()
+                },
+            })
+        };
+        let answer = weigh(200).unwrap();
+        assert_eq!(
+            (&answer["weight"], &answer["ops_per_second"]),
+            (&json!(200), &json!(0))
+        );
+        for wrong in [0, 1001] {
+            let refused = weigh(wrong).unwrap_err().to_string();
+            assert!(refused.contains("from 1 to 1000"), "{refused}");
+        }
+        assert_eq!(controlled.disks()[0].throttle.weight(), 200);
     }
 
     #[test]

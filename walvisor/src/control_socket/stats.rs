@@ -139,6 +139,7 @@ pub(super) fn limits(throttle: &Throttle) -> Value {
         "ops_burst": limits.ops_burst,
         "bytes_per_second": limits.bytes_per_second,
         "bytes_burst": limits.bytes_burst,
+        "weight": throttle.weight(),
     })
 }
 

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
-use walvisor_devices::throttle::Limits;
+use walvisor_devices::throttle::{DEFAULT_WEIGHT, Limits};
 use walvisor_storage::{CommitWait, FullLogPolicy, ImageFormat, Point, Retention};
 use walvisor_vmm::disk::{Notifications, TransportKind};
 
@@ -208,7 +208,10 @@ impl Default for DiskSpec {
             scratch: false,
             serial: None,
             size: None,
-            limits: Limits::default(),
+            limits: Limits {
+                weight: DEFAULT_WEIGHT,
+                ..Limits::default()
+            },
             commit_wait: CommitWait::default(),
             close_time: None,
             retain: None,

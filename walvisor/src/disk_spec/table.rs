@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
+use walvisor_devices::throttle::MAX_WEIGHT;
 use walvisor_storage::{FullLogPolicy, ImageFormat};
 use walvisor_vmm::disk::{Notifications, TransportKind};
 
@@ -306,6 +307,18 @@ pub const KEYS: &[Key] = &[
         commands: EVERYWHERE,
         backends: ANY,
         help: "Bytes that may pass at once after an idle time",
+    },
+    Key {
+        name: "weight",
+        value: Value::Number {
+            least: 1,
+            most: MAX_WEIGHT as u64,
+            set: |spec, number| spec.limits.weight = number as u16,
+        },
+        default: "100",
+        commands: EVERYWHERE,
+        backends: ANY,
+        help: "The disk's part of a thread beside other disks that have work: one with 200 moves twice as many bytes as one with 100",
     },
     Key {
         name: "commit-wait-usec",

@@ -238,6 +238,6 @@ fn a_device_that_is_removed_is_served_no_longer() {
     drop(std::mem::replace(&mut host.uio, other));
     // The worker reads nothing, or gets an error: it must not retry forever.
     while !host.worker.as_ref().unwrap().finished() {
-        thread::yield_now();
+        std::thread::yield_now();
     }
 }

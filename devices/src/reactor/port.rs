@@ -1,0 +1,105 @@
+//! A source's queue of its disk, behind the disk's limits.
+
+use std::io;
+use std::sync::Arc;
+
+use super::{COMPLETIONS, RELEASE, Turn};
+use crate::backend::{Backend, BackendQueue, Completion, Operation};
+use crate::event_loop::EventSet;
+use crate::throttle::{QueueLimits, Throttle};
+
+/// A source's queue of its disk.
+pub(crate) struct DiskPort {
+    queue: Box<dyn BackendQueue>,
+    limits: QueueLimits,
+    throttle: Arc<Throttle>,
+    /// Whether anything was submitted since the last kick.
+    submitted: bool,
+}
+
+impl DiskPort {
+    /// Opens a queue.
+    ///
+    /// # Errors
+    /// If the disk or the system refuses.
+    pub(crate) fn open(backend: &dyn Backend, throttle: &Arc<Throttle>) -> io::Result<Self> {
+        Ok(Self {
+            queue: backend.open_queue()?,
+            limits: QueueLimits::new(throttle)?,
+            throttle: Arc::clone(throttle),
+            submitted: false,
+        })
+    }
+
+    pub(crate) fn throttle(&self) -> &Arc<Throttle> {
+        &self.throttle
+    }
+
+    /// Watches the queue's descriptors, for the events [`COMPLETIONS`] and [`RELEASE`].
+    pub(crate) fn watch(&self, turn: &mut Turn<'_>) -> io::Result<()> {
+        turn.watch(self.queue.event(), COMPLETIONS, EventSet::IN)?;
+        turn.watch(self.limits.timer(), RELEASE, EventSet::IN)
+    }
+
+    /// Handles those events. Taking the completions clears theirs.
+    pub(crate) fn ready(&mut self, event: usize) {
+        if event == RELEASE {
+            self.limits.release(&mut *self.queue);
+            self.submitted = true;
+        }
+    }
+
+    /// Whether the disk's limits hold requests. Then further ones would be held too.
+    pub(crate) fn is_holding(&self) -> bool {
+        self.limits.is_holding()
+    }
+
+    /// Submits a request, now or when the disk's limits allow it.
+    pub(crate) fn submit(&mut self, token: u64, operation: Operation) {
+        if self.limits.in_force() {
+            self.limits.submit(&mut *self.queue, token, operation);
+        } else {
+            self.queue.submit(token, operation);
+        }
+        self.submitted = true;
+    }
+
+    /// Submits a request that follows one which the limits have let pass.
+    pub(crate) fn submit_unlimited(&mut self, token: u64, operation: Operation) {
+        self.queue.submit(token, operation);
+        self.submitted = true;
+    }
+
+    /// See [`BackendQueue::notify_written`].
+    pub(crate) fn notify_written(&mut self, token: u64) -> bool {
+        let written = self.queue.notify_written(token);
+        self.submitted |= !written;
+        written
+    }
+
+    /// See [`BackendQueue::set_clients`].
+    pub(crate) fn set_clients(&mut self, clients: usize) {
+        self.queue.set_clients(clients);
+    }
+
+    /// Whether anything was submitted since the last kick.
+    pub(crate) fn has_submitted(&self) -> bool {
+        self.submitted
+    }
+
+    /// Starts what was submitted. `alone`: the thread has nothing to do until the queue's only request ends.
+    pub(crate) fn kick(&mut self, alone: bool) {
+        if std::mem::take(&mut self.submitted) {
+            if alone {
+                self.queue.kick_alone();
+            } else {
+                self.queue.kick();
+            }
+        }
+    }
+
+    /// See [`BackendQueue::completions`].
+    pub(crate) fn completions(&mut self, done: &mut Vec<Completion>) {
+        self.queue.completions(done);
+    }
+}
