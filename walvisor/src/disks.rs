@@ -135,9 +135,10 @@ impl OpenLogs {
     ) -> Result<Vec<OpenDisk>, walvisor_storage::Error> {
         let mut backends: HashMap<usize, Arc<dyn Backend>> = HashMap::new();
         for (log, members) in group_by_log(specs) {
-            let options: Vec<DiskOptions> = members
-                .iter()
-                .map(|member| disk_options(&specs[*member]))
+            let members_options = members.iter().map(|member| disk_options(&specs[*member]));
+            let detached = members.iter().flat_map(|member| &specs[*member].detached);
+            let options: Vec<_> = members_options
+                .chain(detached.map(DiskOptions::detached))
                 .collect();
             // `check` has already refused disks that disagree.
             let store_options = log_options(specs, &members).unwrap_or_default();
