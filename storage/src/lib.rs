@@ -101,6 +101,7 @@ pub use {
     history::scratch::scratch_file,
     log::commit::Commit,
     medium::engine::EngineKind,
+    medium::io_ring::prepare_rings,
     medium::pace::Pace,
     offline::changes::{ChangedRange, Changes, disk_changes},
     offline::create::create_disk,

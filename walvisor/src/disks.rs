@@ -221,6 +221,18 @@ fn raise_descriptor_limit() {
     }
 }
 
+/// Rings for what comes and goes: clients, looks, exports and disks that are added.
+const SPARE_RINGS: usize = 64;
+/// Most rings of a process; each takes about 30 KiB of the kernel's memory.
+const MOST_RINGS: usize = 512;
+
+/// Makes the rings with which these disks are read and written, before the process gives up the right to make more.
+pub fn prepare_rings(disks: &[OpenDisk]) {
+    let queues = disks.iter().map(|disk| usize::from(disk.device.queues));
+    let rings = queues.sum::<usize>() + SPARE_RINGS;
+    walvisor_storage::prepare_rings(rings.min(MOST_RINGS));
+}
+
 fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {
     OpenDisk {
         name: disk_name(spec),
