@@ -18,7 +18,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::block::{BlockConfig, VirtioBlock};
-use walvisor_devices::vhost_user::{Server, Service};
+use walvisor_devices::vhost_user::{Server, Service, survive_truncated_memory};
 
 use numbers::Random;
 
@@ -168,6 +168,7 @@ fn attack(path: &Path, random: &mut Random) {
 
 #[test]
 fn no_message_harms_the_server() {
+    survive_truncated_memory().unwrap();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let config = BlockConfig {

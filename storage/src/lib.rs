@@ -83,7 +83,7 @@ pub use walvisor_block::{
     Operation, PastPoint, Resizable, SECTOR_SIZE, Tracked, Transfer, Trouble,
 };
 pub use {
-    catalog::control::{has_log, log_images},
+    catalog::control::has_log,
     catalog::mark_text::MarkText,
     catalog::options::{
         CacheMode, CommitWait, DiskOptions, FullLogPolicy, ImageFormat, Resize, StoreOptions,
@@ -101,6 +101,7 @@ pub use {
     history::scratch::scratch_file,
     log::commit::Commit,
     medium::engine::EngineKind,
+    medium::io_ring::prepare_rings,
     medium::pace::Pace,
     offline::changes::{ChangedRange, Changes, disk_changes},
     offline::create::create_disk,

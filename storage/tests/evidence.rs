@@ -305,26 +305,44 @@ const COMMANDS: &[(&str, Expectation, Command)] = &[
         resize_log(&bench.log(), 64 * SEGMENT).map(drop)
     }),
     ("grow", Expectation::Done, |bench| {
-        resize_disk(&bench.a(), 2 * SIZE, &bench.log(), false).map(drop)
+        resize_disk(&bench.a(), 2 * SIZE, &bench.log(), false, &[bench.b()]).map(drop)
     }),
     ("shrink", Expectation::Refused, |bench| {
-        resize_disk(&bench.a(), 4096, &bench.log(), true).map(drop)
+        resize_disk(&bench.a(), 4096, &bench.log(), true, &[bench.b()]).map(drop)
     }),
     ("leave", Expectation::Refused, |bench| {
-        leave_log(&bench.a(), &bench.log()).map(drop)
+        leave_log(&bench.a(), &bench.log(), &[bench.b()]).map(drop)
     }),
     ("leave, the other disk", Expectation::Refused, |bench| {
-        leave_log(&bench.b(), &bench.log()).map(drop)
+        leave_log(&bench.b(), &bench.log(), &[bench.a()]).map(drop)
     }),
     ("move-log", Expectation::Refused, |bench| {
-        move_to_log(&bench.a(), &bench.log(), &bench.at("new"), &options())
+        move_to_log(
+            &bench.a(),
+            &bench.log(),
+            &bench.at("new"),
+            &options(),
+            &[bench.b()],
+        )
     }),
     ("move-log, the other disk", Expectation::Refused, |bench| {
-        move_to_log(&bench.b(), &bench.log(), &bench.at("new"), &options())
+        move_to_log(
+            &bench.b(),
+            &bench.log(),
+            &bench.at("new"),
+            &options(),
+            &[bench.a()],
+        )
     }),
     ("move-log to it", Expectation::Done, |bench| {
         create_disk(&bench.at("c"), SIZE, &bench.at("c.wal"), &options())?;
-        move_to_log(&bench.at("c"), &bench.at("c.wal"), &bench.log(), &options())
+        move_to_log(
+            &bench.at("c"),
+            &bench.at("c.wal"),
+            &bench.log(),
+            &options(),
+            &[],
+        )
     }),
     ("create", Expectation::Done, |bench| {
         create_disk(&bench.at("c"), SIZE, &bench.log(), &options())

@@ -617,7 +617,7 @@ fn a_snapshot_stays_when_its_disk_grows() {
         assert_eq!(faults(&site), []);
     };
     shown(2 * SIZE);
-    resize_disk(&site.disk(), 3 * SIZE, &site.log(), false).unwrap();
+    resize_disk(&site.disk(), 3 * SIZE, &site.log(), false, &[]).unwrap();
     shown(3 * SIZE);
     site.open().close().unwrap();
     shown(3 * SIZE);

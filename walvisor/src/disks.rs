@@ -135,9 +135,10 @@ impl OpenLogs {
     ) -> Result<Vec<OpenDisk>, walvisor_storage::Error> {
         let mut backends: HashMap<usize, Arc<dyn Backend>> = HashMap::new();
         for (log, members) in group_by_log(specs) {
-            let options: Vec<DiskOptions> = members
-                .iter()
-                .map(|member| disk_options(&specs[*member]))
+            let members_options = members.iter().map(|member| disk_options(&specs[*member]));
+            let detached = members.iter().flat_map(|member| &specs[*member].detached);
+            let options: Vec<_> = members_options
+                .chain(detached.map(DiskOptions::detached))
                 .collect();
             // `check` has already refused disks that disagree.
             let store_options = log_options(specs, &members).unwrap_or_default();
@@ -218,6 +219,18 @@ fn raise_descriptor_limit() {
             limit.current
         );
     }
+}
+
+/// Rings for what comes and goes: clients, looks, exports and disks that are added.
+const SPARE_RINGS: usize = 64;
+/// Most rings of a process; each takes about 30 KiB of the kernel's memory.
+const MOST_RINGS: usize = 512;
+
+/// Makes the rings with which these disks are read and written, before the process gives up the right to make more.
+pub fn prepare_rings(disks: &[OpenDisk]) {
+    let queues = disks.iter().map(|disk| usize::from(disk.device.queues));
+    let rings = queues.sum::<usize>() + SPARE_RINGS;
+    walvisor_storage::prepare_rings(rings.min(MOST_RINGS));
 }
 
 fn open_disk(spec: &DiskSpec, backend: Arc<dyn Backend>, cpus: u8) -> OpenDisk {

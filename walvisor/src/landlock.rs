@@ -7,7 +7,7 @@
 //! process starts any. It also comes before the recovery of logs, where the process first reads
 //! bytes that a crash or a stranger has left. Afterwards the process may use:
 //!
-//! * the images and logs of its disks, and other images that share such a log,
+//! * the images and logs that its disks' specs name, whatever else a log names,
 //! * the files that the command reads,
 //! * the directories that `--disk-dir` names.
 //!
@@ -26,7 +26,6 @@ use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd,
     Ruleset, RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
 };
-use walvisor_storage::log_images;
 
 use crate::disk_spec::{BackendKind, DiskSpec};
 
@@ -65,10 +64,7 @@ impl AllowedPaths {
             let Some(log) = spec.log_directory() else {
                 continue;
             };
-            // Recovery also opens other images that the log has records of.
-            log_images(&log)
-                .iter()
-                .for_each(|image| places.image(image));
+            spec.detached.iter().for_each(|image| places.image(image));
             places.log(&log);
         }
         // Memory use and limits of the process; and its own file, from which backtraces take line

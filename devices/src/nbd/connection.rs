@@ -4,7 +4,6 @@
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use super::connection_end::ConnectionEnd;
@@ -14,6 +13,7 @@ use super::protocol::command;
 use super::reply_queue::ReplyQueue;
 use super::request::{NbdAction, NbdRules, PendingRequest, check_request, refuse};
 use super::request_reader::RequestReader;
+use super::seats::ConnectionSeat;
 use super::wire::Wire;
 use crate::backend::{Failure, SECTOR_SIZE};
 use crate::control::GateGuard;
@@ -28,22 +28,6 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most requests in flight on one connection.
 const MAX_REQUESTS: usize = 256;
 
-/// Permission for one more client of a listener. It counts against the listener's limit until it is dropped.
-pub(super) struct ConnectionPermit(Arc<AtomicUsize>);
-
-impl ConnectionPermit {
-    pub(super) fn take(clients: &Arc<AtomicUsize>) -> Self {
-        clients.fetch_add(1, Ordering::Relaxed);
-        Self(Arc::clone(clients))
-    }
-}
-
-impl Drop for ConnectionPermit {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 /// A connection that has chosen its export.
 pub(super) struct Connection {
     wire: Wire,
@@ -56,7 +40,7 @@ pub(super) struct Connection {
     closing: bool,
     /// Set once the server ends the connection: a client that has not read its replies by then is disconnected.
     deadline: Option<Instant>,
-    _permit: ConnectionPermit,
+    _seat: ConnectionSeat,
     _client: ClientGuard,
     /// The last field, so that the export stays in use until everything else of the connection is dropped.
     handshake: HandshakeResult,
@@ -69,7 +53,7 @@ impl AsFd for Connection {
 }
 
 impl Connection {
-    pub(super) fn new(handshake: HandshakeResult, wire: Wire, permit: ConnectionPermit) -> Self {
+    pub(super) fn new(handshake: HandshakeResult, wire: Wire, seat: ConnectionSeat) -> Self {
         let max_step = max_step_bytes(&handshake.export);
         Self {
             reader: RequestReader::new(handshake.framing, max_step),
@@ -78,7 +62,7 @@ impl Connection {
             bytes: 0,
             closing: false,
             deadline: None,
-            _permit: permit,
+            _seat: seat,
             _client: ClientGuard::new(&handshake.export),
             handshake,
             wire,
@@ -258,6 +242,7 @@ mod tests {
     use crate::backend::ram::RamDisk;
     use crate::nbd::export::ExportGuard;
     use crate::nbd::protocol::Framing;
+    use crate::nbd::seats::Seats;
 
     /// A connection may end before a worker takes it on; then it is the export's only user.
     #[test]
@@ -281,8 +266,8 @@ mod tests {
             contexts: Arc::new([]),
         };
         let (socket, _client) = UnixStream::pair().unwrap();
-        let permit = ConnectionPermit::take(&Arc::default());
-        let connection = Connection::new(handshake, Wire::new(socket.into()), permit);
+        let seat = Seats::default().handshake(None).unwrap().connection();
+        let connection = Connection::new(handshake, Wire::new(socket.into()), seat.unwrap());
         let removing = thread::spawn(move || {
             export.users.close();
             removed();

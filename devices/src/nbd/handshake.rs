@@ -17,8 +17,8 @@ use crate::backend::SECTOR_SIZE;
 use crate::event_loop::EventSet;
 use crate::listen::{Stop, Waiter, WakeReason};
 
-/// How long a client may take to choose its export.
-const TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a client may take to choose its export, TLS included.
+const TIMEOUT: Duration = Duration::from_secs(10);
 const TOO_LONG: &str = "it took too long to choose an export";
 /// Longest data of an option, in bytes. A string has at most 4096 bytes, and an option needs only a few strings.
 const MAX_OPTION: usize = 32 << 10;

@@ -56,6 +56,7 @@ mod protocol;
 mod reply_queue;
 mod request;
 mod request_reader;
+mod seats;
 mod server;
 #[cfg_attr(not(feature = "tls"), path = "no_tls.rs")]
 mod tls;
@@ -64,7 +65,8 @@ mod wire;
 
 pub use export::Export;
 pub use protocol::DEFAULT_PORT;
-pub use server::{Listener, MAX_CONNECTIONS, Server, Service};
+pub use seats::MAX_CONNECTIONS;
+pub use server::{Listener, Server, Service};
 pub use tls::TlsConfig;
 #[cfg(feature = "tls")]
 pub use tls::TlsError;

@@ -2,23 +2,30 @@
 //! After the handshake a worker takes the connection.
 
 use std::io;
-use std::net::TcpListener;
+use std::net::{IpAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
+use std::time::Duration;
 
-use super::connection::{Connection, ConnectionPermit};
+use rustix::net::sockopt;
+
+use super::connection::Connection;
 use super::connection_end::{ConnectionEnd, report};
 use super::disk_session::Pool;
 use super::export::{Export, Exports};
 use super::handshake::negotiate;
+use super::seats::{HandshakeSeat, Seats};
 use super::wire::{Tls, Wire};
 use crate::listen::{Stop, Threads, accept_each};
 
-/// Most connections of one listener at a time. The listener closes any further one at once.
-pub const MAX_CONNECTIONS: usize = 128;
+/// Why a client that has chosen an export is not served.
+const FULL: &str = "as many clients as one listener serves, 128, are connected";
+/// A client on a TCP connection that says nothing is asked whether it is still there.
+const KEEPALIVE: Duration = Duration::from_secs(60);
+/// A client is gone if it acknowledges no byte for so long.
+const UNACKNOWLEDGED: Duration = Duration::from_secs(60);
 
 /// The socket where clients connect.
 pub enum Listener {
@@ -36,20 +43,24 @@ impl Listener {
         }
     }
 
-    /// The next client's socket, non-blocking.
-    fn accept(&self) -> io::Result<OwnedFd> {
+    /// The next client's socket, non-blocking, and its address in the network.
+    fn accept(&self) -> io::Result<(OwnedFd, Option<IpAddr>)> {
         match self {
             Self::Unix(listener) => {
                 let (stream, _) = listener.accept()?;
                 stream.set_nonblocking(true)?;
-                Ok(stream.into())
+                Ok((stream.into(), None))
             }
             Self::Tcp(listener) => {
-                let (stream, _) = listener.accept()?;
+                let (stream, address) = listener.accept()?;
                 stream.set_nonblocking(true)?;
                 // A reply is a whole message: Nagle's algorithm must not delay it.
                 stream.set_nodelay(true)?;
-                Ok(stream.into())
+                // A client whose machine is gone sends nothing more: without these it would keep its seat.
+                sockopt::set_socket_keepalive(&stream, true)?;
+                sockopt::set_tcp_keepidle(&stream, KEEPALIVE)?;
+                sockopt::set_tcp_user_timeout(&stream, UNACKNOWLEDGED.as_millis() as u32)?;
+                Ok((stream.into(), Some(address.ip().to_canonical())))
             }
         }
     }
@@ -153,29 +164,29 @@ fn accept_clients(
     stop: &Stop,
     pool: &Arc<Pool>,
 ) {
-    let clients = Arc::new(AtomicUsize::new(0));
+    let seats = Seats::default();
     let mut handshakes = Threads::new("NBD");
-    accept_each(listener, stop, "NBD", Listener::accept, |socket| {
-        if clients.load(Ordering::Relaxed) >= MAX_CONNECTIONS {
-            tracing::warn!(
-                "NBD: {MAX_CONNECTIONS} clients are connected: one more was turned away"
-            );
-            return;
-        }
-        let (exports, tls, permit) = (
-            Arc::clone(exports),
-            tls.clone(),
-            ConnectionPermit::take(&clients),
-        );
-        let (stop, pool) = (stop.clone(), Arc::clone(pool));
-        let thread = thread::Builder::new().name("nbd-handshake".into());
-        let started = handshakes.start(thread, move || {
-            report(run_handshake(socket, &exports, &tls, &stop, permit, &pool));
-        });
-        if let Err(error) = started {
-            tracing::warn!("NBD: a client could not be served: {error}");
-        }
-    });
+    accept_each(
+        listener,
+        stop,
+        "NBD",
+        Listener::accept,
+        |(socket, address)| {
+            let seat = match seats.handshake(address) {
+                Ok(seat) => seat,
+                Err(why) => return tracing::warn!("NBD: {why}: one more was turned away"),
+            };
+            let (exports, tls) = (Arc::clone(exports), tls.clone());
+            let (stop, pool) = (stop.clone(), Arc::clone(pool));
+            let thread = thread::Builder::new().name("nbd-handshake".into());
+            let started = handshakes.start(thread, move || {
+                report(run_handshake(socket, &exports, &tls, &stop, seat, &pool));
+            });
+            if let Err(error) = started {
+                tracing::warn!("NBD: a client could not be served: {error}");
+            }
+        },
+    );
 }
 
 /// Runs the handshake, in which the client chooses its export, then gives the connection to a worker.
@@ -184,12 +195,17 @@ fn run_handshake(
     exports: &Exports,
     tls: &Tls,
     stop: &Stop,
-    permit: ConnectionPermit,
+    seat: HandshakeSeat,
     pool: &Pool,
 ) -> Result<(), ConnectionEnd> {
     let mut wire = Wire::new(socket);
-    match negotiate(&mut wire, stop, exports, tls) {
-        Ok(handshake) => pool.serve(Connection::new(handshake, wire, permit)),
+    let chosen = negotiate(&mut wire, stop, exports, tls);
+    let seated = chosen.and_then(|handshake| {
+        let seat = seat.connection().ok_or(ConnectionEnd::Broken(FULL))?;
+        Ok((handshake, seat))
+    });
+    match seated {
+        Ok((handshake, seat)) => pool.serve(Connection::new(handshake, wire, seat)),
         Err(ended) => {
             wire.close();
             Err(ended)

@@ -16,7 +16,7 @@ use vm_memory::{FileOffset, MmapRegion};
 use super::memory::check_mappable;
 use super::message::Message;
 use super::outcome::{Outcome, refuse};
-use super::sigbus::GuardedMapping;
+use super::sigbus::{GuardedMapping, SessionGuard};
 use crate::block::{MAX_QUEUE_SIZE, Tracker, VirtioBlock};
 
 /// An area that the front-end has passed in.
@@ -59,7 +59,11 @@ impl InflightArea {
     }
 
     /// SET_INFLIGHT_FD: maps the area that the front-end has passed in.
-    pub(super) fn open(message: &Message, file: File) -> Outcome<Self> {
+    pub(super) fn open(
+        message: &Message,
+        file: File,
+        session: &Arc<SessionGuard>,
+    ) -> Outcome<Self> {
         let (size, offset) = (message.u64(0)?, message.u64(8)?);
         let (queues, queue_size) = dimensions(message)?;
         let needed = usize::from(queues) * Tracker::bytes(queue_size);
@@ -73,10 +77,15 @@ impl InflightArea {
         let area = MmapRegion::from_file(FileOffset::new(file, offset), needed)
             .map_err(|error| refuse(format!("the inflight area: {error}")))?;
         Ok(Self {
-            area: GuardedMapping::new(Arc::new(area))?,
+            area: GuardedMapping::new(Arc::new(area), session)?,
             queues,
             queue_size,
         })
+    }
+
+    /// Whether the area's file was truncated, and an access has met that.
+    pub(super) fn is_lost(&self) -> bool {
+        self.area.is_lost()
     }
 
     /// The record of ring `index`, which has `size` descriptors.

@@ -13,7 +13,7 @@ use vm_memory::{
 
 use super::message::Message;
 use super::outcome::{Outcome, refuse};
-use super::sigbus::GuardedMapping;
+use super::sigbus::{GuardedMapping, SessionGuard};
 
 /// The most regions that a front-end may share.
 pub(super) const MAX_REGIONS: usize = 64;
@@ -70,11 +70,13 @@ pub(super) struct SharedMemory {
     regions: Vec<MemoryRegion>,
     /// The mapped regions, including removed ones that a worker still uses.
     guarded: Vec<GuardedMapping<GuestRegionMmap>>,
+    session: Arc<SessionGuard>,
 }
 
 impl SharedMemory {
-    pub(super) fn new() -> Self {
+    pub(super) fn new(session: &Arc<SessionGuard>) -> Self {
         Self {
+            session: Arc::clone(session),
             map: GuestMemoryAtomic::new(GuestMemoryMmap::new()),
             regions: Vec::new(),
             guarded: Vec::new(),
@@ -140,6 +142,11 @@ impl SharedMemory {
         })
     }
 
+    /// Whether a region's file was truncated, and an access has met that.
+    pub(super) fn is_lost(&self) -> bool {
+        self.guarded.iter().any(GuardedMapping::is_lost)
+    }
+
     fn current(&self) -> Arc<GuestMemoryMmap> {
         use vm_memory::GuestAddressSpace;
         self.map.memory().into_inner()
@@ -156,7 +163,8 @@ impl SharedMemory {
 
     fn map(&mut self, region: &MemoryRegion, file: File) -> Outcome<Arc<GuestRegionMmap>> {
         let mapped = Arc::new(map_region(region, file)?);
-        self.guarded.push(GuardedMapping::new(Arc::clone(&mapped))?);
+        let guarded = GuardedMapping::new(Arc::clone(&mapped), &self.session)?;
+        self.guarded.push(guarded);
         Ok(mapped)
     }
 }
@@ -212,7 +220,9 @@ fn map_region(region: &MemoryRegion, file: File) -> Outcome<GuestRegionMmap> {
 mod tests {
     use super::*;
     use crate::vhost_user::outcome::SessionEnd;
-    use std::os::fd::OwnedFd;
+    use std::io::Read;
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::os::unix::net::UnixStream;
     use vm_memory::{Bytes, GuestAddressSpace};
 
     fn file(bytes: u64) -> File {
@@ -221,6 +231,13 @@ mod tests {
         let file = File::from(fd);
         file.set_len(bytes).unwrap();
         file
+    }
+
+    /// The memory of a session, and its front-end's end of the socket.
+    fn shared() -> (SharedMemory, UnixStream) {
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        let session = SessionGuard::new(ours.as_fd()).unwrap();
+        (SharedMemory::new(&session), theirs)
     }
 
     fn region(guest: u64, size: u64, user: u64, offset: u64) -> MemoryRegion {
@@ -234,7 +251,7 @@ mod tests {
 
     #[test]
     fn regions_are_added_removed_and_found_by_the_front_ends_addresses() {
-        let mut memory = SharedMemory::new();
+        let (mut memory, _front_end) = shared();
         let low = region(0, 0x2000, 0x7000_0000, 0);
         let high = region(0x10_0000, 0x1000, 0x6000_0000, 0x1000);
         memory
@@ -261,27 +278,43 @@ mod tests {
         );
     }
 
+    /// The bytes of this process in anonymous memory.
+    fn own_memory() -> usize {
+        let text = std::fs::read_to_string("/proc/self/status").unwrap();
+        let line = text.lines().find(|line| line.starts_with("RssAnon:"));
+        let number = line.unwrap().split_whitespace().nth(1).unwrap();
+        number.parse::<usize>().unwrap() << 10
+    }
+
     #[test]
-    fn a_truncated_file_reads_as_zeroes() {
-        let mut memory = SharedMemory::new();
-        let (cut, whole) = (file(0x2000), file(0x1000));
+    fn a_truncated_file_ends_the_session_and_takes_little_memory() {
+        super::super::survive_truncated_memory().unwrap();
+        const LEN: u64 = 256 << 20;
+        let (mut memory, mut front_end) = shared();
+        let (cut, whole) = (file(LEN), file(0x1000));
         for (region, file) in [
-            (region(0, 0x2000, 0, 0), &cut),
-            (region(0x2000, 0x1000, 0x2000, 0), &whole),
+            (region(0x1000, LEN, 0x1000, 0), &cut),
+            (region(0, 0x1000, 0, 0), &whole),
         ] {
             memory.add(&region, file.try_clone().unwrap()).unwrap();
         }
         let guest = memory.guest().memory().into_inner();
-        for address in [0, 0x1ff8, 0x2000] {
-            guest.write_obj(7_u64, GuestAddress(address)).unwrap();
+        guest.write_obj(7_u64, GuestAddress(0)).unwrap();
+        cut.set_len(0x1000).unwrap();
+        assert!(!memory.is_lost());
+        let before = own_memory();
+        for page in 1..LEN / 0x1000 {
+            let at = GuestAddress(0x1000 + page * 0x1000);
+            guest.write_obj(8_u64, at).unwrap();
+            assert_eq!(guest.read_obj::<u64>(at).unwrap(), 8);
         }
-        cut.set_len(0).unwrap();
-        let read = |address| guest.read_obj::<u64>(GuestAddress(address)).unwrap();
-        assert_eq!((read(0x1ff8), read(0), read(0x2000)), (0, 0, 7));
-        guest.write_obj(8_u64, GuestAddress(0x1000)).unwrap();
-        assert_eq!(read(0x1000), 8);
+        let grown = own_memory().saturating_sub(before);
+        assert!(grown < LEN as usize / 4, "{grown} bytes");
+        assert_eq!(guest.read_obj::<u64>(GuestAddress(0)).unwrap(), 7);
+        assert!(memory.is_lost());
+        assert_eq!(front_end.read(&mut [0]).unwrap(), 0);
         drop(guest);
-        memory.remove(&region(0, 0x2000, 0, 0)).unwrap();
+        memory.remove(&region(0x1000, LEN, 0x1000, 0)).unwrap();
         assert_eq!(memory.guarded.len(), 1);
     }
 
@@ -295,7 +328,7 @@ mod tests {
         let page = fstatfs(&fd).unwrap().f_bsize as u64;
         let file = File::from(fd);
         file.set_len(2 * page).unwrap();
-        let mut memory = SharedMemory::new();
+        let (mut memory, _front_end) = shared();
         for (size, offset) in [(page - 4096, 0), (page, 4096), (4096, page)] {
             let part = region(0, size, 0, offset);
             let Err(SessionEnd::Refused(error)) = memory.add(&part, file.try_clone().unwrap())
@@ -312,7 +345,7 @@ mod tests {
 
     #[test]
     fn a_region_beyond_its_file_is_refused() {
-        let mut memory = SharedMemory::new();
+        let (mut memory, _front_end) = shared();
         for (size, offset) in [(0x2000, 0), (0x1000, 0x1000), (0x1000, u64::MAX - 0xfff)] {
             let beyond = region(0, size, 0, offset);
             let Err(SessionEnd::Refused(error)) = memory.add(&beyond, file(0x1000)) else {

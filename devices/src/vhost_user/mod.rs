@@ -42,3 +42,4 @@ mod signal;
 mod vring;
 
 pub use server::{Server, Service};
+pub use sigbus::survive_truncated_memory;

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 
 use super::message::{Channel, next_request};
-use super::outcome::{Outcome, SessionEnd};
+use super::outcome::{Outcome, SessionEnd, refuse};
 use super::owner::{OwnerRequest, ServiceControl};
 use super::session::FrontEndSession;
 use super::signal::EventNotifier;
@@ -184,24 +184,40 @@ impl Service {
     /// Serves one front-end until it leaves. Its rings are drained when this returns.
     fn serve(&mut self, socket: BorrowedFd<'_>, paused: &mut bool) -> Outcome<()> {
         let mut channel = Channel::new(socket, &mut self.waiter)?;
-        let mut session = FrontEndSession::new(&self.device, &self.notifier);
+        let mut session = FrontEndSession::new(&self.device, &self.notifier, socket)?;
         // Applies what the owner requested before this front-end connected.
         self.device.refresh_capacity();
         session.set_paused(*paused)?;
-        loop {
-            match channel.wait_for_request()? {
-                None => session.handle(channel.receive()?, &mut channel)?,
-                Some(OwnerRequest::CapacityChanged) => session.capacity_changed(),
-                Some(OwnerRequest::Pause(done)) => {
-                    *paused = true;
-                    session.set_paused(true)?;
-                    let _ = done.send(());
-                }
-                Some(OwnerRequest::Resume) => {
-                    *paused = false;
-                    session.set_paused(false)?;
-                }
+        let ended = loop {
+            if let Err(ended) = Self::turn(&mut session, &mut channel, paused) {
+                break ended;
+            }
+        };
+        match session.has_lost_memory() {
+            true => Err(refuse("it has truncated the memory that it shares")),
+            false => Err(ended),
+        }
+    }
+
+    /// Carries out the next request of the front-end or the disk's owner.
+    fn turn(
+        session: &mut FrontEndSession<'_>,
+        channel: &mut Channel<'_>,
+        paused: &mut bool,
+    ) -> Outcome<()> {
+        match channel.wait_for_request()? {
+            None => session.handle(channel.receive()?, channel)?,
+            Some(OwnerRequest::CapacityChanged) => session.capacity_changed(),
+            Some(OwnerRequest::Pause(done)) => {
+                *paused = true;
+                session.set_paused(true)?;
+                let _ = done.send(());
+            }
+            Some(OwnerRequest::Resume) => {
+                *paused = false;
+                session.set_paused(false)?;
             }
         }
+        Ok(())
     }
 }

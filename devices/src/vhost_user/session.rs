@@ -1,12 +1,15 @@
 //! A front-end's connection: handles its messages, and starts and stops its rings.
 
 use std::fs::File;
+use std::io;
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use super::inflight::InflightArea;
 use super::memory::{MAX_REGIONS, MemoryRegion, REGION_BYTES, SharedMemory};
 use super::message::{Channel, Message, send_to_front_end};
 use super::outcome::{Outcome, refuse};
+use super::sigbus::SessionGuard;
 use super::signal::EventNotifier;
 use super::vring::{Vring, doorbell};
 use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
@@ -88,6 +91,7 @@ impl Reply {
 pub(super) struct FrontEndSession<'a> {
     device: &'a VirtioBlock,
     notifier: &'a Arc<EventNotifier>,
+    guard: Arc<SessionGuard>,
     memory: SharedMemory,
     features: Option<Features>,
     protocol: u64,
@@ -101,19 +105,33 @@ pub(super) struct FrontEndSession<'a> {
 }
 
 impl<'a> FrontEndSession<'a> {
-    pub(super) fn new(device: &'a VirtioBlock, notifier: &'a Arc<EventNotifier>) -> Self {
+    /// # Errors
+    /// If the system refuses a descriptor.
+    pub(super) fn new(
+        device: &'a VirtioBlock,
+        notifier: &'a Arc<EventNotifier>,
+        socket: BorrowedFd<'_>,
+    ) -> io::Result<Self> {
         let rings = rings(device, notifier);
-        Self {
+        let guard = SessionGuard::new(socket)?;
+        Ok(Self {
             device,
             notifier,
-            memory: SharedMemory::new(),
+            memory: SharedMemory::new(&guard),
+            guard,
             features: None,
             protocol: 0,
             rings,
             inflight: None,
             backend_requests: None,
             paused: false,
-        }
+        })
+    }
+
+    /// Whether the front-end has truncated memory that it shares, and an access has met that.
+    pub(super) fn has_lost_memory(&self) -> bool {
+        let inflight = self.inflight.as_ref();
+        self.memory.is_lost() || inflight.is_some_and(InflightArea::is_lost)
     }
 
     fn ring(&mut self, index: u32) -> Outcome<&mut Vring> {
@@ -319,7 +337,7 @@ impl FrontEndSession<'_> {
                 if self.rings.iter().any(|ring| ring.worker.is_some()) {
                     return Err(refuse("the inflight area is changed while a ring runs"));
                 }
-                self.inflight = Some(InflightArea::open(message, file)?);
+                self.inflight = Some(InflightArea::open(message, file, &self.guard)?);
             }
             request::RESET_DEVICE => self.reset(),
             request::GET_MAX_MEM_SLOTS => return Ok(Reply::number(MAX_REGIONS as u64)),

@@ -2,24 +2,40 @@
 //!
 //! The length of a file is checked when it is mapped, but any process that shares the file can truncate it later. The next
 //! access then raises SIGBUS, which would end the process, and with it every other disk. So mappings are registered here,
-//! and the handler replaces a mapping that has lost its file with zeroes. Rings in it are then broken, and reported as
-//! such. A SIGBUS anywhere else ends the process as usual.
+//! with the socket of the front-end that shares the file:
+//!
+//! ```text
+//!   access beyond the file's end ─▶ SIGBUS ─▶ the mapping is noted as lost, and its front-end's socket is shut down
+//!                                        └──▶ the session's scrap file is mapped where the access was, which goes on
+//! ```
+//! The session's thread finds its socket closed, and ends the session. Until then all windows of a truncated mapping show the same
+//! scrap file, so a session takes [`WINDOW`] bytes of this process's memory at most, however much it has its disk read. A SIGBUS anywhere
+//! else goes to the handler that was there before.
 
 use std::io;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use vm_memory::{GuestMemoryRegion, GuestRegionMmap, MmapRegion};
-use vmm_sys_util::signal::register_signal_handler;
 
 /// The most registered mappings in this process.
 const MAX_MAPPINGS: usize = 4096;
+/// How much of a truncated mapping is replaced at once, in bytes, and the size of a session's scrap file.
+const WINDOW: usize = 2 << 20;
 
 /// An entry of the table of mappings. It is free while its length is 0.
 struct TableEntry {
     start: AtomicUsize,
     /// The mapping's length in bytes, or [`BEING_FILLED`].
     len: AtomicUsize,
+    /// Whether an access has met the end of the mapping's file.
+    lost: AtomicBool,
+    /// Descriptors of the session's socket and scrap file.
+    socket: AtomicI32,
+    scrap: AtomicI32,
 }
 
 /// The length of an entry that is being filled, which the handler skips.
@@ -29,8 +45,33 @@ static TABLE: [TableEntry; MAX_MAPPINGS] = [const {
     TableEntry {
         start: AtomicUsize::new(0),
         len: AtomicUsize::new(0),
+        lost: AtomicBool::new(false),
+        socket: AtomicI32::new(-1),
+        scrap: AtomicI32::new(-1),
     }
 }; MAX_MAPPINGS];
+
+/// What the handler needs of a session.
+pub(super) struct SessionGuard {
+    socket: OwnedFd,
+    /// A file in memory, [`WINDOW`] bytes long.
+    scrap: OwnedFd,
+}
+
+impl SessionGuard {
+    /// The guard of the session on `socket`.
+    ///
+    /// # Errors
+    /// If the system refuses a descriptor.
+    pub(super) fn new(socket: BorrowedFd<'_>) -> io::Result<Arc<Self>> {
+        let scrap = memfd_create("scrap", MemfdFlags::CLOEXEC)?;
+        ftruncate(&scrap, WINDOW as u64)?;
+        Ok(Arc::new(Self {
+            socket: socket.try_clone_to_owned()?,
+            scrap,
+        }))
+    }
+}
 
 /// A memory mapping.
 pub(super) trait MappedRange {
@@ -56,20 +97,16 @@ impl MappedRange for GuestRegionMmap {
 pub(super) struct GuardedMapping<T: MappedRange> {
     mapping: Arc<T>,
     entry: &'static TableEntry,
+    /// Keeps the descriptors in the entry open.
+    _session: Arc<SessionGuard>,
 }
 
 impl<T: MappedRange> GuardedMapping<T> {
-    /// Registers a mapping until this value is dropped.
+    /// Registers a mapping of a session until this value is dropped.
     ///
     /// # Errors
-    /// If the table is full, or the handler cannot be installed.
-    pub(super) fn new(mapping: Arc<T>) -> io::Result<Self> {
-        static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
-        INSTALLED
-            .get_or_init(|| {
-                register_signal_handler(libc::SIGBUS, on_bus_error).map_err(|error| error.errno())
-            })
-            .map_err(io::Error::from_raw_os_error)?;
+    /// If the table is full.
+    pub(super) fn new(mapping: Arc<T>, session: &Arc<SessionGuard>) -> io::Result<Self> {
         let (start, len) = mapping.range();
         let free = |entry: &&TableEntry| {
             entry
@@ -80,8 +117,16 @@ impl<T: MappedRange> GuardedMapping<T> {
         let entry = TABLE.iter().find(free);
         let entry = entry.ok_or_else(|| io::Error::other("too many mappings"))?;
         entry.start.store(start, Ordering::Relaxed);
+        entry.lost.store(false, Ordering::Relaxed);
+        let (socket, scrap) = (session.socket.as_raw_fd(), session.scrap.as_raw_fd());
+        entry.socket.store(socket, Ordering::Relaxed);
+        entry.scrap.store(scrap, Ordering::Relaxed);
         entry.len.store(len, Ordering::Release);
-        Ok(Self { mapping, entry })
+        Ok(Self {
+            mapping,
+            entry,
+            _session: Arc::clone(session),
+        })
     }
 
     pub(super) fn mapping(&self) -> &Arc<T> {
@@ -92,6 +137,11 @@ impl<T: MappedRange> GuardedMapping<T> {
     pub(super) fn in_use(&self) -> bool {
         Arc::strong_count(&self.mapping) > 1
     }
+
+    /// Whether the mapping's file was truncated, and an access has met that.
+    pub(super) fn is_lost(&self) -> bool {
+        self.entry.lost.load(Ordering::Acquire)
+    }
 }
 
 impl<T: MappedRange> Drop for GuardedMapping<T> {
@@ -101,8 +151,54 @@ impl<T: MappedRange> Drop for GuardedMapping<T> {
     }
 }
 
+/// What SIGBUS did before the handler was installed.
+static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
+
+/// Has this process survive front-ends that truncate the memory that they share: installs a handler for SIGBUS, which loses only the session
+/// of such a front-end. Any other SIGBUS goes to the handler that was installed before. Without this call, a truncated memory ends the process.
+///
+/// # Errors
+/// If the handler can't be installed.
+pub fn survive_truncated_memory() -> io::Result<()> {
+    static INSTALLED: OnceLock<Result<(), i32>> = OnceLock::new();
+    let install = || {
+        let mut old = MaybeUninit::<libc::sigaction>::zeroed();
+        // SAFETY: all fields are integers or optional pointers.
+        let mut new: libc::sigaction = unsafe { std::mem::zeroed() };
+        new.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
+        // SAFETY: asks for the present handler, for which there is room.
+        if unsafe { libc::sigaction(libc::SIGBUS, std::ptr::null(), old.as_mut_ptr()) } < 0 {
+            return Err(io::Error::last_os_error().raw_os_error().unwrap_or(0));
+        }
+        // SAFETY: the call above has filled it.
+        BEFORE.get_or_init(|| unsafe { old.assume_init() });
+        new.sa_sigaction = on_bus_error as *const () as usize;
+        // SAFETY: the handler has the signature that SA_SIGINFO asks for.
+        match unsafe { libc::sigaction(libc::SIGBUS, &new, std::ptr::null_mut()) } {
+            0 => Ok(()),
+            _ => Err(io::Error::last_os_error().raw_os_error().unwrap_or(0)),
+        }
+    };
+    let installed = INSTALLED.get_or_init(install);
+    installed.map_err(io::Error::from_raw_os_error)
+}
+
+/// Maps `len` bytes at `start` anew.
+///
+/// # Safety
+/// The range is in a mapping of the table, and nothing depends on its bytes.
+unsafe fn map_over(start: usize, len: usize, flags: i32, fd: i32) -> bool {
+    let (start, prot) = (
+        start as *mut libc::c_void,
+        libc::PROT_READ | libc::PROT_WRITE,
+    );
+    // SAFETY: the caller's promise.
+    let mapped = unsafe { libc::mmap(start, len, prot, flags | libc::MAP_FIXED, fd, 0) };
+    mapped != libc::MAP_FAILED
+}
+
 /// The SIGBUS handler. It uses only what is safe in a signal handler: atomics and system calls.
-extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+extern "C" fn on_bus_error(signal: i32, info: *mut libc::siginfo_t, context: *mut libc::c_void) {
     // SAFETY: the kernel gives a valid siginfo_t with the address of the fault.
     let address = unsafe { (*info).si_addr() } as usize;
     for entry in &TABLE {
@@ -111,23 +207,38 @@ extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_v
         if len == 0 || len == BEING_FILLED || address.wrapping_sub(start) >= len {
             continue;
         }
+        entry.lost.store(true, Ordering::Release);
+        // SAFETY: the descriptor is open as long as the entry is in use.
+        unsafe { libc::shutdown(entry.socket.load(Ordering::Relaxed), libc::SHUT_RDWR) };
+        let first = start.max(address & !(WINDOW - 1));
+        let window = (start + len - first).min(WINDOW - first % WINDOW);
+        let scrap = entry.scrap.load(Ordering::Relaxed);
+        let anonymous = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+        // A part of a huge page can't be replaced alone, nor can a mapping be split for ever.
         // SAFETY: as long as it is in the table, the range is a mapping of this process, and only the access that has
         // faulted depends on what it maps. All access to it is volatile and accepts any bytes.
-        let zeroes = unsafe {
-            libc::mmap(
-                start as *mut libc::c_void,
-                len,
-                libc::PROT_READ | libc::PROT_WRITE,
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED,
-                -1,
-                0,
-            )
+        let replaced = unsafe {
+            map_over(first, window, libc::MAP_SHARED, scrap) || map_over(start, len, anonymous, -1)
         };
-        if zeroes != libc::MAP_FAILED {
+        if replaced {
             return;
         }
     }
-    // The address is in no registered mapping: the access is repeated on return, and ends the process.
-    // SAFETY: signal(2) is safe in a handler.
-    unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
+    // The address is in no registered mapping.
+    let before = BEFORE.get();
+    let handler = before.map_or(libc::SIG_DFL, |before| before.sa_sigaction);
+    if handler == libc::SIG_DFL || handler == libc::SIG_IGN {
+        // The access is repeated on return, and ends the process.
+        // SAFETY: signal(2) is safe in a handler.
+        unsafe { libc::signal(libc::SIGBUS, libc::SIG_DFL) };
+    } else if before.is_some_and(|before| before.sa_flags & libc::SA_SIGINFO != 0) {
+        // SAFETY: whoever installed this handler said with SA_SIGINFO that it has this signature.
+        let chained: extern "C" fn(i32, *mut libc::siginfo_t, *mut libc::c_void) =
+            unsafe { std::mem::transmute(handler) };
+        chained(signal, info, context);
+    } else {
+        // SAFETY: without SA_SIGINFO a handler takes the signal's number alone.
+        let chained: extern "C" fn(i32) = unsafe { std::mem::transmute(handler) };
+        chained(signal);
+    }
 }

@@ -6,28 +6,23 @@
 //!
 //! ```text
 //!   event descriptor: io_submit of a read that ends at once; the kernel then signals the descriptor (IOCB_FLAG_RESFD)
-//!   pipe or socket:   a thread of its own, which may block forever, and which no other thread waits for
+//!   Unix socket:      a send that does not wait (MSG_DONTWAIT), whatever O_NONBLOCK says
 //! ```
-//! The kernel adds 1 to an event descriptor under a spin lock, and leaves a full counter alone. For a pipe it holds a
-//! mutex while it copies to the reader's memory, and the reader can make that take long. User-mode Linux passes one end
-//! of a socket pair; all other front-ends pass event descriptors.
+//! The kernel adds 1 to an event descriptor under a spin lock, and leaves a full counter alone. So does a Unix socket queue bytes. For a
+//! pipe, and for sockets of other families, the kernel holds a mutex while it copies to the reader's memory, and the reader can
+//! make that take long: those are refused. User-mode Linux passes one end of a Unix socket pair; all other front-ends pass event descriptors.
 
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::mpsc::{SyncSender, TrySendError, sync_channel};
-use std::thread;
 
 use rustix::fs::{MemfdFlags, memfd_create};
+use rustix::net::{AddressFamily, SendFlags, send, sockopt};
 
 use super::outcome::{Outcome, refuse};
 
 /// The most completions of signals that the kernel keeps for [`EventNotifier::reap`].
 const MAX_COMPLETIONS: usize = 64;
-/// The most threads that write to pipes of one disk's front-ends, including threads blocked on pipes of earlier ones.
-const MAX_PIPES: usize = 512;
 
 /// The kernel's name for an open file. Unlike a stat, it needs no answer from a file system, which the front-end may
 /// control.
@@ -48,8 +43,6 @@ pub(super) struct EventNotifier {
     context: libc::c_ulong,
     /// An empty file to read from.
     empty_file: OwnedFd,
-    /// The number of threads that write to pipes.
-    pipes: Arc<AtomicUsize>,
 }
 
 impl EventNotifier {
@@ -72,7 +65,6 @@ impl EventNotifier {
         Ok(Self {
             context,
             empty_file,
-            pipes: Arc::default(),
         })
     }
 
@@ -138,66 +130,35 @@ impl Drop for EventNotifier {
 pub(super) enum Signal {
     /// An event descriptor.
     Event(File),
-    /// A pipe or a socket: the channel to the thread that writes to it.
-    Pipe(SyncSender<()>),
+    /// A Unix socket.
+    Socket(File),
 }
 
 impl Signal {
     /// Prepares a descriptor for signalling.
-    pub(super) fn new(file: File, notifier: &EventNotifier) -> Outcome<Self> {
+    pub(super) fn new(file: File) -> Outcome<Self> {
         let kind = file_kind(&file)?;
-        match kind.as_str() {
-            "anon_inode:[eventfd]" => Ok(Self::Event(file)),
-            kind if kind.starts_with("pipe:[") || kind.starts_with("socket:[") => {
-                start_pipe_thread(file, &notifier.pipes)
-            }
-            kind => Err(refuse(format!(
-                "a call descriptor is neither an event descriptor, a pipe nor a socket: {kind}"
-            ))),
+        if kind == "anon_inode:[eventfd]" {
+            return Ok(Self::Event(file));
         }
+        let family = sockopt::socket_domain(file.as_fd());
+        if kind.starts_with("socket:[") && family == Ok(AddressFamily::UNIX) {
+            return Ok(Self::Socket(file));
+        }
+        Err(refuse(format!(
+            "a call descriptor is neither an event descriptor nor a Unix socket: {kind}"
+        )))
     }
 
-    /// Signals the front-end; returns whether that succeeded. If the pipe's thread still has a signal to write, that one
-    /// counts for both.
+    /// Signals the front-end; returns whether that succeeded. A socket that is full has signals that are not read yet.
     pub(super) fn ring(&self, notifier: &EventNotifier) -> bool {
         match self {
             Self::Event(event) => notifier.ring(event),
-            Self::Pipe(writer) => {
-                !matches!(writer.try_send(()), Err(TrySendError::Disconnected(())))
+            Self::Socket(socket) => {
+                let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+                let sent = send(socket, &1_u64.to_ne_bytes(), flags);
+                sent.is_ok() || sent == Err(rustix::io::Errno::AGAIN)
             }
         }
-    }
-}
-
-/// Starts the thread that writes to a pipe or a socket until its [`Signal`] is dropped.
-fn start_pipe_thread(file: File, pipes: &Arc<AtomicUsize>) -> Outcome<Signal> {
-    let permit = PipePermit::take(pipes)
-        .ok_or_else(|| refuse(format!("more than {MAX_PIPES} pipes that nobody reads")))?;
-    let (sender, signals) = sync_channel(1);
-    thread::Builder::new()
-        .name("vhost-user-pipe".into())
-        .spawn(move || {
-            let _permit = permit;
-            for () in signals {
-                // If the write fails, the pipe's reader misses the signal.
-                let _ = rustix::io::write(file.as_fd(), &1_u64.to_ne_bytes());
-            }
-        })?;
-    Ok(Signal::Pipe(sender))
-}
-
-/// Permission for one more pipe thread. It counts against [`MAX_PIPES`] until it is dropped.
-struct PipePermit(Arc<AtomicUsize>);
-
-impl PipePermit {
-    fn take(taken: &Arc<AtomicUsize>) -> Option<Self> {
-        let permit = Self(Arc::clone(taken));
-        (taken.fetch_add(1, Ordering::Relaxed) < MAX_PIPES).then_some(permit)
-    }
-}
-
-impl Drop for PipePermit {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
     }
 }

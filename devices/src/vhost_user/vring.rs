@@ -93,9 +93,7 @@ impl VringSignals {
     }
 
     fn set(&self, signal: &Mutex<Option<Signal>>, file: Option<File>) -> Outcome<()> {
-        let new = file
-            .map(|file| Signal::new(file, &self.notifier))
-            .transpose()?;
+        let new = file.map(Signal::new).transpose()?;
         // Drops the old signal only after the lock is released.
         let _old = std::mem::replace(&mut *lock(signal), new);
         Ok(())

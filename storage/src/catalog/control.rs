@@ -289,12 +289,6 @@ pub(crate) fn open_or_create_log(
     }
 }
 
-/// The paths of the base images of all disks on a log, as of their last open, without opening the log: the files that
-/// opening the log may open. Empty if the log can't be read; opening it reports the error.
-pub fn log_images(log_dir: &Path) -> Vec<PathBuf> {
-    read_unlocked(log_dir).map_or_else(Vec::new, |control| control.image_paths())
-}
-
 /// The control file of a log that another process may be writing, without a lock. `None` if it can't be read.
 pub(crate) fn read_unlocked(log_dir: &Path) -> Option<ControlFile> {
     let path = log_dir.join(CONTROL);

@@ -155,7 +155,7 @@ mod tests {
             let refused = [
                 open(&disk, &wrong).unwrap_err(),
                 inspect(&disk, &wrong).unwrap_err(),
-                leave_log(&disk, &wrong).unwrap_err(),
+                leave_log(&disk, &wrong, &[]).unwrap_err(),
                 crate::discard_log(&disk, &wrong).unwrap_err(),
             ];
             for error in refused {
@@ -166,12 +166,12 @@ mod tests {
             assert!(!wrong.exists(), "opened: {opened}");
             open(&disk, &log).unwrap();
         }
-        leave_log(&disk, &log).unwrap();
+        leave_log(&disk, &log, &[]).unwrap();
         open(&disk, &wrong).unwrap();
         // The other way around.
         let error = inspect(&disk, &log).unwrap_err().to_string();
         assert!(error.contains("disk.wal"), "{error}");
-        move_to_log(&disk, &wrong, &log, &options()).unwrap();
+        move_to_log(&disk, &wrong, &log, &options(), &[]).unwrap();
         assert_eq!(open(&disk, &wrong).unwrap_err().kind(), ErrorKind::WrongLog);
         open(&disk, &log).unwrap();
     }

@@ -130,6 +130,9 @@ pub struct DiskOptions {
     pub cache: CacheMode,
     /// Whether the image is known to be raw.
     pub format: ImageFormat,
+    /// Nobody uses the disk: its image is opened only if the log holds records of it, which a checkpoint then copies there.
+    /// A log opens no image but those that it is given, whatever its table says.
+    pub detached: bool,
 }
 
 impl DiskOptions {
@@ -140,6 +143,16 @@ impl DiskOptions {
             read_only: false,
             cache: CacheMode::Writeback,
             format: ImageFormat::Unknown,
+            detached: false,
+        }
+    }
+
+    /// A disk that nobody uses: see [`detached`](Self::detached).
+    pub fn detached(path: impl Into<PathBuf>) -> Self {
+        Self {
+            read_only: true,
+            detached: true,
+            ..Self::new(path)
         }
     }
 }

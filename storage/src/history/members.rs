@@ -2,7 +2,7 @@
 //!
 //! A disk that leaves gets a checkpoint of its own, after which its entry in the control file says that its records are
 //! void. Other disks are not copied. If the log keeps history, nothing is copied: the disk is detached and its records
-//! stay in the log, as with a disk that was not asked for when the log was opened.
+//! stay in the log, as with a disk that was opened as a detached one.
 
 use zerocopy::little_endian::U64;
 

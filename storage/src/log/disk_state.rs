@@ -29,7 +29,7 @@ pub(crate) struct DiskState {
     pub read_only: bool,
     pub no_flush: bool,
     pub write_cache: AtomicBool,
-    /// The disk was not asked for when the log was opened, or is leaving it: it takes no more records. Changed under
+    /// The disk was opened as a detached one, or is leaving the log: it takes no more records. Changed under
     /// the log's lock.
     pub detached: AtomicBool,
     /// Records up to this LSN were discarded, or copied before the disk came back to the log.

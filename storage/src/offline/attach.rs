@@ -28,7 +28,7 @@ use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
 use crate::offline::image::{disk_len, open_base};
 use crate::offline::other_format::refuse_other_format;
-use crate::recovery::replay::{UnappliedByDisk, UnappliedRecords};
+use crate::recovery::replay::UnappliedByDisk;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 
@@ -85,6 +85,24 @@ impl OpenBase {
         for options in disks {
             refuse_twice(&options.path, &opened)?;
             opened.push(Self::open(options, access, log_dir, in_log)?);
+        }
+        Ok(opened)
+    }
+
+    /// Opens the detached images among `disks`, except those that are in use: of a file that is named twice, the use counts.
+    pub(crate) fn open_detached(
+        disks: &[DiskOptions],
+        in_use: &[Self],
+        log_dir: &Path,
+    ) -> Result<Vec<Self>> {
+        let mut opened = Vec::new();
+        for options in disks.iter().filter(|disk| disk.detached) {
+            let named_before = [in_use, &opened]
+                .into_iter()
+                .any(|others| refuse_twice(&options.path, others).is_err());
+            if !named_before {
+                opened.push(Self::open(options, Access::Write, log_dir, true)?);
+            }
         }
         Ok(opened)
     }
@@ -422,24 +440,33 @@ fn refuse_twice(path: &Path, opened: &[OpenBase]) -> Result<()> {
 }
 
 /// Finds the disks' entries in the log and updates them in memory. Cuts off what an interrupted resize left beyond the
-/// end of a disk. Disks that were not asked for but have records in the log are opened too, so that the log can be
-/// checkpointed and recycled; they come last. `newest`: the disks' present state.
+/// end of a disk. Of the `detached` disks, those that have records in the log come last; the others are closed again.
+/// `newest`: the disks' present state.
+///
+/// # Errors
+/// Also if the log holds records of a disk that is neither in `bases` nor in `detached`.
 pub(crate) fn attach(
     mut bases: Vec<OpenBase>,
+    detached: Vec<OpenBase>,
     control: &mut ControlFile,
     log_dir: &Path,
     unapplied: &UnappliedByDisk,
     newest: Commit,
 ) -> Result<Vec<Arc<DiskState>>> {
     let mut found = find(&bases, control, log_dir, unapplied)?;
-    for (place, entry) in control.control.disks.iter().enumerate() {
-        if let Some(records) = unapplied.get(&entry.id.get())
-            && !found.contains(&place)
-        {
-            bases.push(open_absent(entry, &control.home, log_dir, records, &bases)?);
+    let places = look_up(&detached, control)?;
+    for (base, place) in detached.into_iter().zip(places) {
+        let Some(place) = place.filter(|place| !found.contains(place)) else {
+            continue;
+        };
+        let entry = &control.control.disks[place];
+        if unapplied.contains_key(&entry.id.get()) {
+            accept(&base, entry, &control.home, log_dir, unapplied)?;
+            bases.push(base);
             found.push(place);
         }
     }
+    refuse_unnamed(&found, control, log_dir, unapplied)?;
     for (base, place) in bases.iter().zip(&found) {
         end_past(base, *place, control, newest)?;
     }
@@ -448,6 +475,36 @@ pub(crate) fn attach(
     states
         .map(|(base, place)| enter(base, place, control))
         .collect()
+}
+
+/// Refuses a log with records of a disk whose image was not named: they could never be copied, so the log would fill up.
+/// That the log's table names an image is no reason to open it: whoever wrote the table may be a stranger.
+fn refuse_unnamed(
+    found: &[usize],
+    control: &ControlFile,
+    log_dir: &Path,
+    unapplied: &UnappliedByDisk,
+) -> Result<()> {
+    let mut entries = control.control.disks.iter().enumerate();
+    let unnamed = entries.find_map(|(place, entry)| {
+        let records = unapplied.get(&entry.id.get());
+        records
+            .filter(|_| !found.contains(&place))
+            .map(|records| (entry, records))
+    });
+    let Some((entry, records)) = unnamed else {
+        return Ok(());
+    };
+    let image = entry.path(&control.home);
+    let path = image.display();
+    Err(wrong_log_error(format!(
+        "{}: the log holds {} of another disk, last at {path}, which is not opened because only the log names it; open both \
+         disks together, add its image with detached={path} (walvisor disk: --detached {path}), or discard those records \
+         with: {}",
+        log_dir.display(),
+        count(records.records),
+        discard_command(&image, log_dir),
+    )))
 }
 
 /// Ends a disk's past if the image is not the one it depends on, and warns about what is lost. `newest`: the disk's
@@ -634,42 +691,6 @@ fn enter_alone(
     take_over(&bases, &[place], control);
     let [base] = bases;
     enter(base, place, control)
-}
-
-/// Opens a disk that was not asked for but has records in the log.
-fn open_absent(
-    entry: &DiskEntry,
-    home: &Path,
-    log_dir: &Path,
-    records: &UnappliedRecords,
-    opened: &[OpenBase],
-) -> Result<OpenBase> {
-    let path = entry.path(home);
-    let refused = |kind, why: &dyn std::fmt::Display| {
-        let message = format!(
-            "{}: the log holds {} of another disk, last at {}, which can't be opened ({why}); put its image back, open \
-             both disks together, or discard those records with: {}",
-            log_dir.display(),
-            count(records.records),
-            path.display(),
-            discard_command(&path, log_dir),
-        );
-        Error::new(kind, message)
-    };
-    let options = DiskOptions {
-        read_only: true,
-        ..DiskOptions::new(&path)
-    };
-    let open = || {
-        refuse_twice(&path, opened)?;
-        OpenBase::open(&options, Access::Write, log_dir, true)
-    };
-    let base = open().map_err(|error| refused(error.kind(), &error))?;
-    match base.why_not(entry, home)? {
-        Some(why) => Err(refused(ErrorKind::WrongLog, &why)),
-        None if !base.size_fits(entry) => Err(refused(ErrorKind::WrongLog, &"it has another size")),
-        None => Ok(base),
-    }
 }
 
 fn wrong_log_error(message: String) -> Error {

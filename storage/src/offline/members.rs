@@ -109,20 +109,24 @@ enum LeaveStep {
     Joined,
 }
 
+/// The directory of the log that a disk leaves, and the detached images of others on it.
+type OldLog<'a> = (&'a Path, &'a [PathBuf]);
+
 /// Called at each step.
 type StepHook<'a> = &'a mut dyn FnMut(LeaveStep);
 
 /// Removes the disk at `path` from the log in `log_dir`: its image is then a plain raw image, without a mark. The
-/// contents of the log's other disks do not change. Returns their images.
+/// contents of the log's other disks do not change. Returns their images. `detached`: those to which the log may have to be
+/// copied first.
 ///
 /// # Errors
 /// As [`inspect`](crate::inspect); or if the copy fails. The disk is then still on the log.
-pub fn leave_log(path: &Path, log_dir: &Path) -> Result<Vec<PathBuf>> {
-    leave(path, log_dir, &mut |_| {})
+pub fn leave_log(path: &Path, log_dir: &Path, detached: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    leave(path, (log_dir, detached), &mut |_| {})
 }
 
-fn leave(path: &Path, log_dir: &Path, reached: StepHook<'_>) -> Result<Vec<PathBuf>> {
-    let (base, mut control, place) = open_emptied(path, log_dir)?;
+fn leave(path: &Path, log: OldLog<'_>, reached: StepHook<'_>) -> Result<Vec<PathBuf>> {
+    let (base, mut control, place) = open_emptied(path, log)?;
     reached(LeaveStep::Copied);
     LogLocation::remove(base.file.as_ref());
     let unmarked = base.file.write_mark(None);
@@ -137,16 +141,23 @@ fn leave(path: &Path, log_dir: &Path, reached: StepHook<'_>) -> Result<Vec<PathB
 
 /// Moves the disk at `path` from the log in `from` to the one in `to`, which is created with `options` if necessary,
 /// and with the retention of the log in `from` if `options` has none. The disk's past stays behind, and is lost. A disk that is only on the log in `to` has been moved already; a raw image on no log joins.
+/// `detached`: images of other disks of the log in `from`, to which it may have to be copied first.
 ///
 /// # Errors
 /// As [`leave_log`] and [`import_disk`](crate::import_disk). The disk can then be opened with at least one of the logs.
-pub fn move_to_log(path: &Path, from: &Path, to: &Path, options: &StoreOptions) -> Result<()> {
-    move_log(path, from, to, options, &mut |_| {})
+pub fn move_to_log(
+    path: &Path,
+    from: &Path,
+    to: &Path,
+    options: &StoreOptions,
+    detached: &[PathBuf],
+) -> Result<()> {
+    move_log(path, (from, detached), to, options, &mut |_| {})
 }
 
 fn move_log(
     path: &Path,
-    from: &Path,
+    (from, detached): OldLog<'_>,
     to: &Path,
     options: &StoreOptions,
     reached: StepHook<'_>,
@@ -159,7 +170,7 @@ fn move_log(
         )));
     }
     let (base, old) = if knows(from, path)? {
-        let (base, old, place) = open_emptied(path, from)?;
+        let (base, old, place) = open_emptied(path, (from, detached))?;
         (base, Some((old, place)))
     } else if knows(to, path)? {
         // What a killed process wrote may be in the page cache only.
@@ -212,7 +223,10 @@ fn knows(log_dir: &Path, path: &Path) -> Result<bool> {
 
 /// Opens a disk and its log, once the image has all of the disk's bytes and the log can do without the disk's entry.
 /// Returns the image, the log, and the place of the entry.
-fn open_emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, usize)> {
+fn open_emptied(
+    path: &Path,
+    (log_dir, detached): OldLog<'_>,
+) -> Result<(OpenBase, ControlFile, usize)> {
     for copied in [false, true] {
         let View {
             base,
@@ -251,7 +265,7 @@ fn open_emptied(path: &Path, log_dir: &Path) -> Result<(OpenBase, ControlFile, u
         }
         // The extents keep the segments open, and so locked.
         drop((base, control, extents));
-        copy_closed(path, log_dir)?;
+        copy_closed(path, log_dir, detached)?;
     }
     Err(Error::new(
         ErrorKind::Locked,
@@ -298,9 +312,11 @@ mod tests {
         Store::open(log, &disks, &options)
     }
 
-    /// The first page of a disk, opened with this log.
+    /// The first page of one of the disks `a` and `b`, opened with this log. The other one is detached.
     fn first(log: &Path, disk: &Path) -> Result<u8> {
-        let store = open(log, &[disk])?;
+        let others = ["a", "b"].map(|name| DiskOptions::detached(disk.with_file_name(name)));
+        let [a, b] = others;
+        let store = Store::open(log, &[a, b, DiskOptions::new(disk)], &options())?;
         let byte = byte(&mut store.disks()[0].open_port()?);
         store.close()?;
         Ok(byte)
@@ -329,7 +345,7 @@ mod tests {
             let dir = tempfile::tempdir().unwrap();
             let [a, b, log] = logged_disks(dir.path());
             let again = dir.path().join("again");
-            let others = leave(&a, &log, &mut |step| {
+            let others = leave(&a, (&log, std::slice::from_ref(&b)), &mut |step| {
                 if Some(step) == cut {
                     copy_all(a.parent().unwrap(), &again);
                 }
@@ -341,13 +357,18 @@ mod tests {
                     let [a, b, log] = [a, b, log].map(|path| again.join(path.file_name().unwrap()));
                     // What the cut left is still a disk of the log.
                     assert_eq!(first(&log, &a).unwrap(), 7, "{cut:?}");
-                    leave_log(&a, &log).unwrap();
+                    leave_log(&a, &log, std::slice::from_ref(&b)).unwrap();
                     [a, b, log]
                 }
             };
             assert_eq!(std::fs::read(&a).unwrap()[..4096], [7; 4096]);
             assert!(!inspect(&a, &a.with_extension("none")).unwrap().marked);
-            assert_eq!(leave_log(&a, &log).unwrap_err().kind(), ErrorKind::WrongLog);
+            assert_eq!(
+                leave_log(&a, &log, std::slice::from_ref(&b))
+                    .unwrap_err()
+                    .kind(),
+                ErrorKind::WrongLog
+            );
             assert_eq!(first(&log, &b).unwrap(), 8);
         }
     }
@@ -364,14 +385,20 @@ mod tests {
                     create_disk(&a.with_file_name("c"), MIB, &new, &options()).unwrap();
                 }
                 let again = dir.path().join("again");
-                move_log(&a, &log, &new, &options(), &mut |step| {
-                    if step == cut {
-                        copy_all(a.parent().unwrap(), &again);
-                    }
-                })
+                move_log(
+                    &a,
+                    (&log, std::slice::from_ref(&b)),
+                    &new,
+                    &options(),
+                    &mut |step| {
+                        if step == cut {
+                            copy_all(a.parent().unwrap(), &again);
+                        }
+                    },
+                )
                 .unwrap();
                 assert_eq!(first(&new, &a).unwrap(), 7);
-                move_to_log(&a, &log, &new, &options()).unwrap();
+                move_to_log(&a, &log, &new, &options(), std::slice::from_ref(&b)).unwrap();
 
                 let at = |path: &Path| again.join(path.file_name().unwrap());
                 let [a, b, log, new] = [at(&a), at(&b), at(&log), at(&new)];
@@ -379,7 +406,7 @@ mod tests {
                 if cut == LeaveStep::Joined {
                     assert_eq!(first(&new, &a).unwrap(), 7);
                 }
-                move_to_log(&a, &log, &new, &options()).unwrap();
+                move_to_log(&a, &log, &new, &options(), std::slice::from_ref(&b)).unwrap();
                 assert_eq!(first(&new, &a).unwrap(), 7, "{cut:?}");
                 assert_eq!(first(&log, &b).unwrap(), 8, "{cut:?}");
                 let left = open_control(&log, Access::LogRead).unwrap().image_paths();
@@ -398,7 +425,7 @@ mod tests {
         std::fs::write(at("raw"), vec![3; MIB as usize]).unwrap();
         let none = &mut |_, _| {};
         import_disk(&at("b"), &at("raw"), &at("log"), &options(), none).unwrap();
-        move_to_log(&at("raw"), &at("raw.wal"), &at("log"), &options()).unwrap();
+        move_to_log(&at("raw"), &at("raw.wal"), &at("log"), &options(), &[]).unwrap();
         let names = ["a", "b", "raw"].map(at);
         let disks: Vec<_> = names.iter().map(PathBuf::as_path).collect();
         let store = open(&at("log"), &disks).unwrap();
@@ -406,8 +433,45 @@ mod tests {
             assert_eq!(byte(&mut disk.open_port().unwrap()), expected);
         }
         store.close().unwrap();
-        let same = move_to_log(&at("a"), &at("log"), &at("./log"), &options());
+        let same = move_to_log(&at("a"), &at("log"), &at("./log"), &options(), &[]);
         assert!(same.unwrap_err().to_string().contains("already"));
+    }
+
+    /// A stranger's log names a file of the host as the image of one of its disks.
+    #[test]
+    fn an_image_that_only_the_log_names_is_not_opened() {
+        let dir = tempfile::tempdir().unwrap();
+        let [a, b, log] = logged_disks(dir.path());
+        let precious = dir.path().join("precious");
+        std::fs::write(&precious, vec![1; MIB as usize]).unwrap();
+        let base = OpenBase::open(&DiskOptions::new(&precious), Access::Read, &log, false).unwrap();
+        let mut control = open_control(&log, Access::Log).unwrap();
+        let home = control.home.clone();
+        let forge = |control: &mut crate::format::Control| {
+            let entry = &mut control.disks[1];
+            entry.set_path(&base.path, &home).unwrap();
+            entry.set_inode(&base.identity.inode);
+            entry.marked = 0;
+            entry.samples = zerocopy::FromZeros::new_zeroed();
+        };
+        control.change_both(forge).unwrap();
+        drop((base, control));
+
+        let told = open(&log, &[&a]).err().expect("refused").to_string();
+        let part = format!("1 record of another disk, last at {}", precious.display());
+        assert!(
+            told.contains(&part) && told.contains("only the log names it"),
+            "{told}"
+        );
+        assert_eq!(std::fs::read(&precious).unwrap(), vec![1; MIB as usize]);
+        // Named, it is the image, as in a log that is no stranger's.
+        let disks = [DiskOptions::new(&a), DiskOptions::detached(&precious)];
+        Store::open(&log, &disks, &options())
+            .unwrap()
+            .close()
+            .unwrap();
+        assert_eq!(std::fs::read(&precious).unwrap()[..4096], [8; 4096]);
+        assert_eq!(std::fs::read(&b).unwrap()[..4096], [0; 4096]);
     }
 
     /// Nothing was written, so nothing is copied: the image does not change, and is unlocked.

@@ -1,6 +1,6 @@
 //! Creating, opening, checking and closing: a log directory and the disks on it.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use crate::catalog::control::{
     ControlFile, find_control, has_log, open_control, open_or_create_log, register,
@@ -48,6 +48,12 @@ pub struct Store {
     pub(crate) control: Option<ControlFile>,
 }
 
+/// The disks that are not [detached](DiskOptions::detached).
+fn used(disks: &[DiskOptions]) -> Vec<DiskOptions> {
+    let used = disks.iter().filter(|disk| !disk.detached);
+    used.cloned().collect()
+}
+
 /// Creates the log in `log_dir` for base images that belong to no log, or opens it if another process has just created
 /// it.
 fn first_control(
@@ -81,7 +87,7 @@ impl Store {
         if has_log(log_dir) {
             return filesystem::settle_name(log_dir);
         }
-        let bases = OpenBase::open_all(disks, Access::Write, log_dir, false)?;
+        let bases = OpenBase::open_all(&used(disks), Access::Write, log_dir, false)?;
         first_control(&bases, log_dir, options).map(drop)
     }
 
@@ -136,7 +142,7 @@ impl Store {
             ..directory_to_read(log_dir, options.threads)
         };
         let mut control = open_control(log_dir, Access::LogRead)?;
-        let bases = OpenBase::open_all(disks, Access::Read, log_dir, true)?;
+        let bases = OpenBase::open_all(&used(disks), Access::Read, log_dir, true)?;
         let read = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
         let (scan, mut unapplied) = read;
         let found = find(&bases, &control, log_dir, &unapplied)?;
@@ -270,13 +276,15 @@ impl Drop for Store {
     }
 }
 
-/// Opens a log with this disk, and closes it once the base images have everything.
+/// Opens a log with this disk, and others as detached disks, and closes it once the base images have everything.
 ///
 /// # Errors
 /// If the log keeps history, which this would end.
-pub(crate) fn copy_closed(path: &Path, log_dir: &Path) -> Result<()> {
+pub(crate) fn copy_closed(path: &Path, log_dir: &Path, detached: &[PathBuf]) -> Result<()> {
     let medium = Box::new(directory(log_dir, EngineKind::Blocking));
-    let (disks, options) = ([DiskOptions::new(path)], StoreOptions::default());
+    let mut disks = vec![DiskOptions::new(path)];
+    disks.extend(detached.iter().map(DiskOptions::detached));
+    let options = StoreOptions::default();
     let (log, disks, mut keeper) = open_log(medium, log_dir, &disks, &options, &mut |_, _| {})?;
     if log.lock().keeps_history() {
         return Err(invalid(format!(
@@ -300,16 +308,18 @@ pub(crate) fn open_log(
     progress: Progress<'_>,
 ) -> Result<(Arc<Log>, Vec<Disk>, Keeper)> {
     let control = find_control(log_dir, Access::Log)?;
-    let bases = OpenBase::open_all(disks, Access::Write, log_dir, control.is_some())?;
+    let bases = OpenBase::open_all(&used(disks), Access::Write, log_dir, control.is_some())?;
+    let detached = OpenBase::open_detached(disks, &bases, log_dir)?;
+    let used = bases.len();
     let mut control = match control {
         Some(control) => control,
         None => first_control(&bases, log_dir, options)?,
     };
     let read = read_for_recovery(medium.as_ref(), log_dir, &mut control, progress)?;
     let newest = read.0.newest(&control.control);
-    let states = attach(bases, &mut control, log_dir, &read.1, newest)?;
+    let states = attach(bases, detached, &mut control, log_dir, &read.1, newest)?;
     let (log, keeper) = assemble(medium, log_dir, control, &states, read, options)?;
-    let disks = states[..disks.len()]
+    let disks = states[..used]
         .iter()
         .map(|state| Disk {
             log: log.clone(),

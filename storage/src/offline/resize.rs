@@ -9,7 +9,7 @@
 //! smaller of the two, and the next open cuts the base image to it: growing never happened, shrinking did. Each step is
 //! durable before the next begins, and no step needs space.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use zerocopy::little_endian::U64;
 
@@ -31,19 +31,25 @@ enum ResizeStep {
 }
 
 /// Resizes the disk at `path`. New space reads as zeroes. Shrinks the disk only if everything cut off is zero, or if
-/// `lose_data` is set.
+/// `lose_data` is set. `detached`: images of other disks of the log, to which it may have to be copied.
 ///
 /// # Errors
 /// As [`inspect`](crate::inspect); [`ErrorKind::InvalidInput`] if the size is not a positive multiple of 512, or data
 /// would be lost. The disk is then unchanged.
-pub fn resize_disk(path: &Path, size: u64, log_dir: &Path, lose_data: bool) -> Result<Resize> {
-    resize(path, size, log_dir, lose_data, &mut |_| Ok(()))
+pub fn resize_disk(
+    path: &Path,
+    size: u64,
+    log_dir: &Path,
+    lose_data: bool,
+    detached: &[PathBuf],
+) -> Result<Resize> {
+    resize(path, size, (log_dir, detached), lose_data, &mut |_| Ok(()))
 }
 
 fn resize(
     path: &Path,
     size: u64,
-    log_dir: &Path,
+    (log_dir, detached): (&Path, &[PathBuf]),
     lose_data: bool,
     reached: &mut dyn FnMut(ResizeStep) -> Result<()>,
 ) -> Result<Resize> {
@@ -58,7 +64,7 @@ fn resize(
 
         refuse_loss(&view, size, lose_data)?;
         drop(view);
-        copy_closed(path, log_dir)?;
+        copy_closed(path, log_dir, detached)?;
         View::open(path, log_dir, Access::Write, None)?
     } else {
         view
@@ -220,7 +226,7 @@ pub(crate) mod tests {
                 let dir = tempfile::tempdir().unwrap();
                 let disk = crashed(dir.path(), 2);
                 let log = default_log_dir(&disk);
-                let ended = resize(&disk, size, &log, true, &mut |step| {
+                let ended = resize(&disk, size, (&log, &[]), true, &mut |step| {
                     if step == cut {
                         Err(invalid("cut".to_owned()))
                     } else {
@@ -247,7 +253,7 @@ pub(crate) mod tests {
                 for name in ["control", "segment-00000"] {
                     std::fs::rename(again.join(name), logs.join(name)).unwrap();
                 }
-                resize_disk(&grown, 16 * MIB, &logs, false).unwrap();
+                resize_disk(&grown, 16 * MIB, &logs, false, &[]).unwrap();
                 for (disk, size) in [(disk, left), (grown, 16 * MIB)] {
                     let store = open(&disk);
                     assert_eq!(store.disks()[0].sectors() * SECTOR_SIZE, size);
@@ -283,21 +289,21 @@ pub(crate) mod tests {
                 .map(|file| std::fs::read(file).unwrap())
         };
         let before = files();
-        let error = resize_disk(&disk, 4 * MIB - 512, &log, false).unwrap_err();
+        let error = resize_disk(&disk, 4 * MIB - 512, &log, false, &[]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::InvalidInput);
         assert!(error.to_string().contains("--shrink"), "{error}");
         assert!(before == files(), "a refusal changes nothing");
-        let done = resize_disk(&disk, 4 * MIB - 512, &log, true).unwrap();
+        let done = resize_disk(&disk, 4 * MIB - 512, &log, true, &[]).unwrap();
         assert_eq!((done.old_size, done.size), (4 * MIB, 4 * MIB - 512));
         // The data is now in the base image, and still data.
-        assert!(resize_disk(&disk, 3 * MIB, &log, false).is_err());
+        assert!(resize_disk(&disk, 3 * MIB, &log, false, &[]).is_err());
         assert_eq!(inspect(&disk, &log).unwrap().size, 4 * MIB - 512);
 
         let zeroes = tempfile::tempdir().unwrap();
         let disk = crashed(zeroes.path(), 0);
         let log = default_log_dir(&disk);
-        resize_disk(&disk, 4096, &log, false).unwrap();
-        assert!(resize_disk(&disk, 3584, &log, false).is_err());
+        resize_disk(&disk, 4096, &log, false, &[]).unwrap();
+        assert!(resize_disk(&disk, 3584, &log, false, &[]).is_err());
         assert_eq!(disk.metadata().unwrap().len(), 4096);
         assert_eq!(page(&mut open(&disk).disks()[0].open_port().unwrap(), 0), 1);
     }
@@ -313,23 +319,23 @@ pub(crate) mod tests {
         for name in ["a", "b"] {
             create_disk(&at(name), MIB, &at("log"), &options).unwrap();
         }
-        resize_disk(&at("b"), 2 * MIB, &at("log"), false).unwrap();
+        resize_disk(&at("b"), 2 * MIB, &at("log"), false, &[]).unwrap();
         let disks = ["a", "b"].map(|name| DiskOptions::new(at(name)));
         let store = Store::open(&at("log"), &disks, &options).unwrap();
         let sectors: Vec<_> = store.disks().iter().map(|disk| disk.sectors()).collect();
         assert_eq!(sectors, [2048, 4096]);
-        let error = resize_disk(&at("b"), 4 * MIB, &at("log"), false).unwrap_err();
+        let error = resize_disk(&at("b"), 4 * MIB, &at("log"), false, &[]).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Locked);
         store.close().unwrap();
 
         std::fs::write(at("plain"), [[0; 512], [1; 512], [0; 512]].concat()).unwrap();
         let none = at("none");
-        assert!(resize_disk(&at("plain"), 512, &none, false).is_err());
-        resize_disk(&at("plain"), 1024, &none, false).unwrap();
-        resize_disk(&at("plain"), 4096, &none, false).unwrap();
+        assert!(resize_disk(&at("plain"), 512, &none, false, &[]).is_err());
+        resize_disk(&at("plain"), 1024, &none, false, &[]).unwrap();
+        resize_disk(&at("plain"), 4096, &none, false, &[]).unwrap();
         assert_eq!(at("plain").metadata().unwrap().len(), 4096);
         for size in [0, 1000, u64::MAX - 511] {
-            let error = resize_disk(&at("plain"), size, &none, true).unwrap_err();
+            let error = resize_disk(&at("plain"), size, &none, true, &[]).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::InvalidInput);
         }
         assert!(!none.exists());

@@ -67,7 +67,7 @@ impl RawDisk {
     ///
     /// # Errors
     /// With [`EngineKind::IoUring`], if the kernel has no io_uring, or its io_uring lacks a needed operation (Linux
-    /// 5.6).
+    /// 5.10).
     pub fn with_engine(image: Image, cache: RawCache, engine: EngineKind) -> io::Result<Self> {
         Ok(Self::build(image, cache, probe(engine)?))
     }
@@ -131,11 +131,11 @@ impl Backend for RawDisk {
             ended: Mutex::default(),
             event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
         });
-        let runner: Box<dyn TaskRunner> = match self.engine {
-            EngineKind::Blocking => Box::new(BlockingRunner::new(&mailbox, &self.shared)?),
-            EngineKind::Auto | EngineKind::IoUring => {
-                Box::new(UringRunner::new(&mailbox.event, &self.shared)?)
-            }
+        let ring = (self.engine != EngineKind::Blocking)
+            .then(|| UringRunner::new(&mailbox.event, &self.shared).ok());
+        let runner: Box<dyn TaskRunner> = match ring.flatten() {
+            Some(runner) => Box::new(runner),
+            None => Box::new(BlockingRunner::new(&mailbox, &self.shared)?),
         };
         Ok(Box::new(RawQueue {
             syncer: self.syncer()?,

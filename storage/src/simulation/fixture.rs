@@ -206,7 +206,10 @@ impl Fixture {
         let places: Vec<_> = (0..self.shape.disks)
             .filter(|disk| !self.left[*disk])
             .collect();
-        let disks: Vec<_> = places.iter().map(disk).collect();
+        let mut disks: Vec<_> = places.iter().map(disk).collect();
+        // The log may still have records of a disk that has left it in use.
+        let left = (0..self.shape.disks).filter(|disk| self.left[*disk]);
+        disks.extend(left.map(|disk| DiskOptions::detached(self.image(disk))));
         let medium = Box::new(self.medium.clone());
         let _files = self.medium.enter();
         let opened = open_log(medium, Path::new(LOG), &disks, &options, &mut |_, _| {});
@@ -232,6 +235,12 @@ impl Fixture {
         let mut paths = image_paths(disk).into_iter();
         let path = paths.find(|path| world.names.get(path).is_some());
         path.expect("an image")
+    }
+
+    /// The images of all other disks.
+    pub(super) fn other_images(&self, disk: usize) -> Vec<PathBuf> {
+        let others = (0..self.shape.disks).filter(|other| *other != disk);
+        others.map(|other| self.image(other)).collect()
     }
 
     /// The entry of a disk in the log's table, if it has one.

@@ -256,7 +256,8 @@ impl Life {
         let disk = &self.disks[which];
         let old = disk.may_hold[0].clone();
         let size = sectors as u64 * 512;
-        let done = resize_disk(&disk.path, size, Path::new(LOG), lose_data);
+        let others = self.other_images(which);
+        let done = resize_disk(&disk.path, size, Path::new(LOG), lose_data, &others);
         let loses = old.iter().skip(sectors).any(|&value| value != 0);
         let refused = |error: &Error| error.kind() == ErrorKind::InvalidInput;
         if done.as_ref().is_err_and(refused) && loses && !lose_data {
@@ -287,11 +288,12 @@ impl Life {
 
     /// A disk moves to another log and back. The images have all bytes then.
     fn move_there_and_back(&mut self) -> Result<(), Violation> {
-        let path = self.some_disk().1;
-        let other = Path::new("/other-log");
-        let there = || move_to_log(&path, Path::new(LOG), other, &options());
+        let (which, path) = self.some_disk();
+        let others = self.other_images(which);
+        let (log, other) = (Path::new(LOG), Path::new("/other-log"));
+        let there = || move_to_log(&path, log, other, &options(), &others);
         self.run_to_end("moving to another log", there)?;
-        let back = || move_to_log(&path, other, Path::new(LOG), &options());
+        let back = || move_to_log(&path, other, log, &options(), &[]);
         self.run_to_end("moving back", back)?;
         self.totals.moved += 1;
         Ok(())
@@ -299,9 +301,9 @@ impl Life {
 
     /// A disk leaves its log, and comes back as a raw image.
     fn leave_and_join(&mut self) -> Result<(), Violation> {
-        let path = self.some_disk().1;
+        let (which, path) = self.some_disk();
         // Cut after the log has forgotten the disk, it has left.
-        let left = leave_log(&path, Path::new(LOG));
+        let left = leave_log(&path, Path::new(LOG), &self.other_images(which));
         if self.excuse("leaving the log", left)?.is_none() {
             self.end_process();
         } else {
@@ -309,8 +311,15 @@ impl Life {
         }
         let (nowhere, log) = (Path::new("/nowhere"), Path::new(LOG));
         self.run_to_end("joining the log", || {
-            move_to_log(&path, nowhere, log, &options())
+            move_to_log(&path, nowhere, log, &options(), &[])
         })
+    }
+
+    /// The images of all other disks.
+    fn other_images(&self, which: usize) -> Vec<PathBuf> {
+        let mut others: Vec<_> = self.disks.iter().map(|disk| disk.path.clone()).collect();
+        others.remove(which);
+        others
     }
 
     fn some_disk(&mut self) -> (usize, PathBuf) {

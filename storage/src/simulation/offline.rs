@@ -243,12 +243,12 @@ impl History {
         if self.fixture.left[disk] || !self.knows_paths(&control) {
             return Ok(());
         }
-        let image = self.fixture.image(disk);
+        let (image, others) = (self.fixture.image(disk), self.fixture.other_images(disk));
         let mut cuts = 0;
         loop {
             // A cut may have brought a snapshot back that a killed process had deleted.
             let control = self.control()?;
-            let run = || leave_log(&image, Path::new(LOG)).map(drop);
+            let run = || leave_log(&image, Path::new(LOG), &others).map(drop);
             let refused =
                 |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control);
             // The second attempt is not cut.
@@ -298,7 +298,7 @@ impl History {
         }
         let image = self.fixture.image(disk);
         self.run_to_end(kept, "joining the log", || {
-            move_to_log(&image, Path::new(NOWHERE), Path::new(LOG), &options())
+            move_to_log(&image, Path::new(NOWHERE), Path::new(LOG), &options(), &[])
         })?;
         self.totals.joined += 1;
         self.fixture.left[disk] = false;
@@ -330,8 +330,9 @@ impl History {
         if self.fixture.left[disk] || !self.knows_paths(&control) {
             return Ok(());
         }
-        let image = self.fixture.image(disk);
-        let there = || move_to_log(&image, Path::new(LOG), Path::new(OTHER), &options());
+        let (image, others) = (self.fixture.image(disk), self.fixture.other_images(disk));
+        let (log, other) = (Path::new(LOG), Path::new(OTHER));
+        let there = || move_to_log(&image, log, other, &options(), &others);
         let refused = |control: Control| {
             move |error: &Error| error.kind() == ErrorKind::InvalidInput && keeps(&control)
         };
@@ -361,7 +362,7 @@ impl History {
         if self.acts.one_in(2) {
             self.use_on_the_other_log(disk)?;
         }
-        let back = || move_to_log(&image, Path::new(OTHER), Path::new(LOG), &options());
+        let back = || move_to_log(&image, other, log, &options(), &[]);
         self.run_to_end(kept, "moving back", back)?;
         self.joined[disk] = u64::MAX;
         self.totals.moved += 1;
@@ -598,7 +599,7 @@ mod tests {
             discard_log(&image, Path::new(LOG)).unwrap();
             let control = control_of(&fixture.medium).unwrap().control;
             torn += u32::from(control.disks[0].void_lsn.get() > 0);
-            let others = leave_log(&image, Path::new(LOG));
+            let others = leave_log(&image, Path::new(LOG), &fixture.other_images(0));
             let others = others.unwrap_or_else(|error| panic!("seed {seed}: {error}"));
             assert_eq!(others, [fixture.image(1)], "seed {seed}");
         }
@@ -613,8 +614,9 @@ mod tests {
             let fixture = Fixture::new(World::new(seed), SHAPE);
             let image = fixture.image(0);
             let _files = fixture.medium.enter();
-            let join = || move_to_log(&image, Path::new(NOWHERE), Path::new(LOG), &options());
-            leave_log(&image, Path::new(LOG)).unwrap();
+            let (nowhere, log) = (Path::new(NOWHERE), Path::new(LOG));
+            let join = || move_to_log(&image, nowhere, log, &options(), &[]);
+            leave_log(&image, log, &fixture.other_images(0)).unwrap();
             fixture.medium.lock().ticks = Some(ticks);
             drop(join());
             fixture.medium.lock().restart();

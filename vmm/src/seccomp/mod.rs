@@ -24,11 +24,10 @@
 //! or connect a socket (but for `--disk-dir`), trace, mount, signal another process, or change its
 //! credentials.
 //!
-//! **io_uring.** Seccomp does not see the requests in a ring, so a thread that may make a ring can
-//! open files and sockets through it. IORING_REGISTER_RESTRICTIONS would not help: it restricts one
-//! ring, and the thread can make another. Landlock does limit the files that a ring can open. Where
-//! Landlock is missing, a ring gets around the filter to every file that the process's user may
-//! open.
+//! **io_uring.** Seccomp does not see the requests in a ring, so no thread may make one
+//! (`io_uring_setup` fails with ENOSYS). The rings of the store are made before, and each is
+//! restricted by IORING_REGISTER_RESTRICTIONS to the operations that read and write open files
+//! (`walvisor_storage::prepare_rings`). A port for which no ring is left uses system calls.
 //!
 //! A call that is not allowed kills the process at once (SIGSYS, "Bad system call"), and the next
 //! start recovers the disks, as after any kill. With `--seccomp log` the kernel carries the call
@@ -129,10 +128,11 @@ pub fn restrict(mode: Seccomp, profile: SyscallProfile, opens: bool) -> Result<(
     let _ = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let allowed = of_process(profile, opens).map_err(seccompiler::Error::from)?;
     // A filter cannot see the arguments of clone3, which are in memory. On ENOSYS the C library
-    // uses clone instead. Of two filters the stricter one decides.
-    let no_clone3 = BTreeMap::from([(libc::SYS_clone3, vec![])]);
+    // uses clone instead, and the store does without a ring. Of two filters the stricter one decides.
+    let missing = [libc::SYS_clone3, libc::SYS_io_uring_setup];
+    let missing = missing.map(|call| (call, vec![])).into();
     let enosys = SeccompAction::Errno(libc::ENOSYS as u32);
-    seccompiler::apply_filter_all_threads(&program(no_clone3, SeccompAction::Allow, enosys)?)?;
+    seccompiler::apply_filter_all_threads(&program(missing, SeccompAction::Allow, enosys)?)?;
     seccompiler::apply_filter_all_threads(&program(allowed, forbidden, SeccompAction::Allow)?)?;
     Ok(())
 }
@@ -221,6 +221,7 @@ fn of_thread(kind: ThreadKind) -> Result<Rules, seccompiler::BackendError> {
             let mut rules = allowed(&[RUNTIME], VCPU, KVM_IOCTL, &[])?;
             // A vCPU starts no thread: the starter thread starts the queue workers.
             rules.remove(&libc::SYS_clone);
+            rules.remove(&libc::SYS_io_uring_register);
             rules.remove(&libc::SYS_setsockopt);
             Ok(rules)
         }
@@ -287,6 +288,14 @@ fn allowed(
         &fcntl.map(|command| command as u64),
     )?;
     when(libc::SYS_setsockopt, 1, Is::Eq, &[libc::IPPROTO_TCP as u64])?;
+    let keepalive = vec![
+        SeccompCondition::new(1, Len::Dword, Is::Eq, libc::SOL_SOCKET as u64)?,
+        SeccompCondition::new(2, Len::Dword, Is::Eq, libc::SO_KEEPALIVE as u64)?,
+    ];
+    // IORING_REGISTER_EVENTFD and IORING_UNREGISTER_EVENTFD (linux/io_uring.h).
+    when(libc::SYS_io_uring_register, 1, Is::Eq, &[4, 5])?;
+    let setsockopt = rules.entry(libc::SYS_setsockopt).or_default();
+    setsockopt.push(SeccompRule::new(keepalive)?);
     Ok(rules)
 }
 
@@ -301,7 +310,7 @@ mod tests {
     use std::thread;
 
     use rustix::event::{PollFd, PollFlags, poll};
-    use walvisor_devices::backend::{Backend, Buffer, Operation};
+    use walvisor_devices::backend::{Backend, BackendQueue, Buffer, Operation};
     use walvisor_storage::{EngineKind, Image, RawCache, RawDisk};
 
     use super::*;
@@ -333,7 +342,25 @@ mod tests {
                     assert_eq!(unsafe { libc::ioctl(-1, *call, 0) }, -1);
                 }
             }
-            "ring" => drop(io_uring::IoUring::new(2)),
+            "ring" => {
+                let made = io_uring::IoUring::new(2).map(drop);
+                let error = made.expect_err("no ring").raw_os_error();
+                assert_eq!(error, Some(libc::ENOSYS));
+            }
+            "ring-change" => {
+                const ENABLE_RINGS: libc::c_int = 12;
+                // SAFETY: there is no such descriptor, so the kernel returns an error and does nothing.
+                unsafe { libc::syscall(libc::SYS_io_uring_register, -1, ENABLE_RINGS, 0, 0) };
+            }
+            "connect" => {
+                // SAFETY: there is no such descriptor, so the kernel returns an error and does nothing.
+                unsafe { libc::connect(-1, std::ptr::null(), 0) };
+            }
+            "splice" => {
+                let none = std::ptr::null_mut();
+                // SAFETY: there is no such descriptor, so the kernel returns an error and does nothing.
+                unsafe { libc::splice(-1, none, -1, none, 0, 0) };
+            }
             "raw-disk" => raw_disks(),
             // A second filter could not lift the first, but these threads must not install one.
             "lift" => drop(restrict_thread(Seccomp::Log, ThreadKind::DiskWorker)),
@@ -374,10 +401,16 @@ mod tests {
         engines.into_iter().map(open).collect()
     }
 
-    /// The requests of a disk's worker to raw images.
+    /// The requests of a disk's worker to raw images, whether or not there is a ring for it.
     fn raw_disks() {
         for disk in RAW_DISKS.get().unwrap() {
-            let mut queue = disk.open_queue().unwrap();
+            let queues = [disk.open_queue().unwrap(), disk.open_queue().unwrap()];
+            queues.into_iter().for_each(requests);
+        }
+    }
+
+    fn requests(mut queue: Box<dyn BackendQueue>) {
+        {
             let (sector, sectors) = (0, 8);
             let data = Buffer::zeroed(4096);
             queue.submit(0, Operation::Write { sector, data });
@@ -435,6 +468,8 @@ mod tests {
         };
         if let Some(kind) = kind {
             RAW_DISKS.set(open_raw_disks()).unwrap();
+            // One queue gets a ring, and another one does without.
+            walvisor_storage::prepare_rings(1);
             restrict(mode, SyscallProfile::Vm, false).unwrap();
             let thread = thread::spawn(move || {
                 restrict_thread(mode, kind).unwrap();
@@ -466,6 +501,7 @@ mod tests {
             "worker:memory",
             "worker:thread",
             "worker:raw-disk",
+            "worker:ring",
             "worker:interrupts",
             "vcpu:interrupts",
             "vcpu:no-open",
@@ -481,12 +517,30 @@ mod tests {
             );
             assert_eq!(act_restricted(name, "log").code(), Some(0), "{name}");
         }
+        for name in ["ring-change", "socket", "connect", "splice"] {
+            for kind in ["vcpu", "worker"] {
+                let name = format!("{kind}:{name}");
+                let ended = act_restricted(&name, "on").signal();
+                assert_eq!(ended, Some(libc::SIGSYS), "{name}");
+            }
+        }
     }
 
     #[test]
     fn a_forbidden_call_kills_the_process_unless_it_is_only_logged() {
         assert_eq!(act_restricted("allowed", "on").code(), Some(0));
-        for name in ["socket", "program", "executable", "process", "signal"] {
+        assert_eq!(act_restricted("ring", "on").code(), Some(0));
+        let forbidden = [
+            "socket",
+            "connect",
+            "splice",
+            "ring-change",
+            "program",
+            "executable",
+            "process",
+            "signal",
+        ];
+        for name in forbidden {
             assert_eq!(
                 act_restricted(name, "on").signal(),
                 Some(libc::SIGSYS),

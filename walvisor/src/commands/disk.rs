@@ -9,13 +9,11 @@ mod transfer;
 use std::path::Path;
 
 use clap::{Args, Subcommand};
-use path::DiskPath;
 pub(super) use path::print;
+use path::{Detached, DiskPath};
 use serde_json::json;
 pub(super) use transfer::report as report_transfer;
-use walvisor_storage::{
-    self as storage, DiskOptions, DiskReport, LogReport, Retention, Store, StoreOptions,
-};
+use walvisor_storage::{self as storage, DiskReport, LogReport, Retention, Store, StoreOptions};
 
 use super::CommandError;
 use super::in_use::cannot_look;
@@ -90,6 +88,8 @@ enum DiskAction {
         /// Do it although the log keeps history, which is lost then, of all its disks.
         #[arg(long)]
         give_up_history: bool,
+        #[command(flatten)]
+        detached: Detached,
     },
     /// Create a disk from a raw image.
     Import(transfer::ImportArguments),
@@ -155,7 +155,8 @@ pub fn run(arguments: &DiskArguments) -> Result<(), CommandError> {
         DiskAction::Checkpoint {
             disk,
             give_up_history,
-        } => checkpoint(disk, *give_up_history),
+            detached,
+        } => checkpoint(disk, *give_up_history, detached),
         DiskAction::Import(arguments) => transfer::import(arguments),
         DiskAction::Export(arguments) => transfer::export(arguments),
         DiskAction::Restore(arguments) => transfer::restore(arguments),
@@ -374,7 +375,11 @@ fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
     Ok(())
 }
 
-fn checkpoint(disk: &DiskPath, give_up_history: bool) -> Result<(), CommandError> {
+fn checkpoint(
+    disk: &DiskPath,
+    give_up_history: bool,
+    detached: &Detached,
+) -> Result<(), CommandError> {
     let log = disk.log();
     let report = storage::inspect(&disk.path, &log).map_err(CommandError::failed)?;
     // A disk without a log is already what a checkpoint leaves, a plain raw image, so no log is
@@ -387,11 +392,7 @@ fn checkpoint(disk: &DiskPath, give_up_history: bool) -> Result<(), CommandError
         refuse_checkpoint(&report.history, names.collect())
             .map_err(|error| CommandError::Failed(format!("{}: {error}", disk.path.display())))?;
     }
-    let store = Store::open(
-        &log,
-        &[DiskOptions::new(&disk.path)],
-        &StoreOptions::default(),
-    );
+    let store = Store::open(&log, &detached.with(&disk.path), &StoreOptions::default());
     let store = store.map_err(CommandError::failed)?;
     // A log that keeps history copies everything only if asked.
     store.disks()[0]

@@ -121,6 +121,7 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     block_termination_signals().map_err(CommandError::failed)?;
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus, scratch).map_err(CommandError::failed)?;
+    disks::prepare_rings(&disks);
     let ran = run_on(arguments, started, &image, disks, console, metrics, control);
     drop(names);
     // The logs are closed however the run ended, and the first error is returned.

@@ -166,6 +166,8 @@ pub struct DiskSpec {
     /// What writes and FLUSHes do while the log is full and cannot be emptied; `None`: as another
     /// disk of the log says, or they fail.
     pub on_full: Option<FullLogPolicy>,
+    /// Images of disks on the log that nobody uses in this process, and to which the log may copy its records of them.
+    pub detached: Vec<PathBuf>,
     /// The Unix socket at which a server offers the disk.
     pub socket: Option<PathBuf>,
     /// The TCP port at which a server offers the disk; 0 means any free port.
@@ -217,6 +219,7 @@ impl Default for DiskSpec {
             retain: None,
             index_memory: None,
             on_full: None,
+            detached: Vec::new(),
             socket: None,
             port: None,
             address: IpAddr::V4(Ipv4Addr::LOCALHOST),

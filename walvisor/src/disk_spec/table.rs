@@ -399,6 +399,20 @@ pub const KEYS: &[Key] = &[
             fail, or wait until there is space",
     },
     Key {
+        name: "detached",
+        value: Value::Text {
+            expected: "paths separated by ':'",
+            set: |spec, text| {
+                let paths: Option<Vec<_>> = text.split(':').map(path).collect();
+                paths.map(|paths| spec.detached = paths)
+            },
+        },
+        default: "no other image",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "Images of disks on the log that are not used here, separated by ':'; the log may copy its records of them there",
+    },
+    Key {
         name: "door",
         value: Value::Choice(&[
             ("vhost-user", |spec| spec.door = DiskCommand::VhostUser),

@@ -21,6 +21,7 @@ mod members;
 mod qemu_locks;
 mod raw_client;
 mod recovery;
+mod sandbox;
 mod slow_holes;
 mod tls;
 mod tracepoints;

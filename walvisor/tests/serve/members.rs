@@ -574,3 +574,49 @@ fn a_removed_disk_is_not_added_without_its_log() {
     assert_eq!(done["disks"], json!(["in/v1"]));
     assert_eq!(daemon.stop(), "");
 }
+
+/// A daemon opens the images that it is told of, whatever its log says.
+#[test]
+fn an_image_that_only_the_log_names_is_not_opened_until_somebody_else_names_it() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    for disk in ["a", "b"] {
+        assert!(
+            walvisor(dir, &format!("disk create {disk} --size 1M --log log"))
+                .status
+                .success()
+        );
+    }
+    let [a, b] = ["a", "b"].map(|disk| format!("--disk path={disk},log=log,socket={disk}.sock"));
+    let daemon = Daemon::start(dir, &format!("{a} {b}"));
+    let mut client = RawClient::extended_to(&dir.join("b.sock"), "b");
+    client.write(1, 0, &[7; 4096]);
+    client.flush(2);
+    daemon.kill();
+
+    let first = || fs::read(dir.join("b")).unwrap()[..4096].to_vec();
+    let told = |arguments: &str| {
+        let output = walvisor(dir, arguments);
+        assert_eq!(output.status.code(), Some(1), "{arguments}");
+        text(&output.stderr)
+    };
+    for arguments in [
+        format!("serve nbd {a}"),
+        "disk checkpoint a --log log".to_owned(),
+    ] {
+        let told = told(&arguments);
+        assert!(
+            told.contains("the log holds 1 record of another disk, last at "),
+            "{told}"
+        );
+        assert!(
+            told.contains("/b, which is not opened because only the log names it"),
+            "{told}"
+        );
+    }
+    assert_eq!(first(), [0; 4096]);
+
+    let daemon = Daemon::start(dir, &format!("{a},detached=a:b"));
+    assert_eq!(daemon.stop(), "");
+    assert_eq!(first(), [7; 4096]);
+}

@@ -47,12 +47,15 @@ pub(crate) fn probe(kind: EngineKind) -> io::Result<EngineKind> {
     }
 }
 
-/// Makes an engine of a probed kind that signals `event`.
+/// Makes an engine of a probed kind that signals `event`. If there is no ring for it, it uses blocking calls.
 pub(crate) fn create(kind: EngineKind, event: &Event) -> io::Result<Box<dyn Engine>> {
-    Ok(match kind {
-        EngineKind::Blocking => Box::new(blocking::BlockingEngine::new(event.try_clone()?)),
-        EngineKind::Auto | EngineKind::IoUring => Box::new(uring::UringEngine::new(event)?),
-    })
+    if kind != EngineKind::Blocking
+        && let Ok(engine) = uring::UringEngine::new(event)
+    {
+        return Ok(Box::new(engine));
+    }
+    let engine = blocking::BlockingEngine::new(event.try_clone()?);
+    Ok(Box::new(engine))
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use clap::Args;
 use serde_json::json;
 use walvisor_storage::{self as storage, Retention, StoreOptions};
 
-use super::path::{DiskPath, print};
+use super::path::{Detached, DiskPath, print};
 use crate::commands::CommandError;
 use crate::point::{retain_text, show_retain};
 
@@ -15,6 +15,8 @@ use crate::point::{retain_text, show_retain};
 pub(super) struct LeaveArguments {
     #[command(flatten)]
     disk: DiskPath,
+    #[command(flatten)]
+    detached: Detached,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -27,6 +29,8 @@ pub(super) struct MoveArguments {
     disk: DiskPath,
     /// The directory of the other log.
     new: PathBuf,
+    #[command(flatten)]
+    detached: Detached,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -34,9 +38,13 @@ pub(super) struct MoveArguments {
 
 /// Carries out `walvisor disk leave`.
 pub(super) fn leave(arguments: &LeaveArguments) -> Result<(), CommandError> {
-    let LeaveArguments { disk, json } = arguments;
+    let LeaveArguments {
+        disk,
+        detached,
+        json,
+    } = arguments;
     let (path, log) = (&disk.path, disk.log());
-    let left = storage::leave_log(path, &log).map_err(CommandError::failed)?;
+    let left = storage::leave_log(path, &log, &detached.images).map_err(CommandError::failed)?;
     if *json {
         print(format_args!(
             "{}\n",
@@ -58,10 +66,16 @@ pub(super) fn leave(arguments: &LeaveArguments) -> Result<(), CommandError> {
 
 /// Carries out `walvisor disk move-log`.
 pub(super) fn move_log(arguments: &MoveArguments) -> Result<(), CommandError> {
-    let MoveArguments { disk, new, json } = arguments;
+    let MoveArguments {
+        disk,
+        new,
+        detached,
+        json,
+    } = arguments;
     let path = &disk.path;
     let had_past = retention(path, &disk.log()).is_some_and(|kept| kept != Retention::Nothing);
-    storage::move_to_log(path, &disk.log(), new, &StoreOptions::default())
+    let (log, options) = (disk.log(), StoreOptions::default());
+    storage::move_to_log(path, &log, new, &options, &detached.images)
         .map_err(CommandError::failed)?;
     let kept = retention(path, new).unwrap_or(Retention::Nothing);
     if *json {

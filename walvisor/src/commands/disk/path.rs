@@ -1,10 +1,10 @@
 //! The disk and the log that a command works on.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use clap::Args;
-use walvisor_storage::default_log_dir;
+use walvisor_storage::{DiskOptions, default_log_dir};
 
 /// Which disk.
 #[derive(Debug, Args)]
@@ -21,6 +21,23 @@ impl DiskPath {
         self.log
             .clone()
             .unwrap_or_else(|| default_log_dir(&self.path))
+    }
+}
+
+/// Other disks of the log, whose images a command may open.
+#[derive(Debug, Default, Args)]
+pub(super) struct Detached {
+    /// The image of another disk on the log, to which the log may copy its records of that disk; may be given several times.
+    #[arg(long = "detached", value_name = "IMAGE")]
+    pub(super) images: Vec<PathBuf>,
+}
+
+impl Detached {
+    /// The disk at `path`, and the others.
+    pub(super) fn with(&self, path: &Path) -> Vec<DiskOptions> {
+        let mut disks = vec![DiskOptions::new(path)];
+        disks.extend(self.images.iter().map(DiskOptions::detached));
+        disks
     }
 }
 

@@ -5,11 +5,9 @@ use std::time::Duration;
 
 use clap::Args;
 use serde_json::{Value, json};
-use walvisor_storage::{
-    self as storage, DiskOptions, MarkText, Retention, SnapshotName, Store, StoreOptions,
-};
+use walvisor_storage::{self as storage, MarkText, Retention, SnapshotName, Store, StoreOptions};
 
-use super::path::{DiskPath, print};
+use super::path::{Detached, DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::in_use::cannot_look;
 use crate::point::{mark_json, snapshot_json, time_text};
@@ -29,6 +27,8 @@ pub(super) struct MakeArguments {
 pub(super) struct SnapshotArguments {
     #[command(flatten)]
     disk: DiskPath,
+    #[command(flatten)]
+    detached: Detached,
     /// Its name: 1 to 64 of the characters A-Z, a-z, 0-9, '.', '_' and '-'.
     name: SnapshotName,
     /// Print JSON.
@@ -51,6 +51,8 @@ pub(super) struct SnapshotsArguments {
 pub(super) struct MarkArguments {
     #[command(flatten)]
     disk: DiskPath,
+    #[command(flatten)]
+    detached: Detached,
     /// Its text: one line of 1 to 256 bytes, without control characters.
     text: MarkText,
     /// Print JSON.
@@ -61,6 +63,7 @@ pub(super) struct MarkArguments {
 /// Opens the disk for one change of its log's history.
 fn change<T>(
     disk: &DiskPath,
+    detached: &Detached,
     change: impl FnOnce(&storage::Disk) -> storage::Result<T>,
 ) -> Result<T, CommandError> {
     let options = StoreOptions {
@@ -68,7 +71,7 @@ fn change<T>(
         close_time: Some(Duration::ZERO),
         ..StoreOptions::default()
     };
-    let store = Store::open(&disk.log(), &[DiskOptions::new(&disk.path)], &options);
+    let store = Store::open(&disk.log(), &detached.with(&disk.path), &options);
     let store = store.map_err(cannot_look)?;
     let changed = change(&store.disks()[0]).map_err(CommandError::failed)?;
     store.close().map_err(CommandError::failed)?;
@@ -78,8 +81,13 @@ fn change<T>(
 /// Makes a snapshot.
 pub(super) fn make(arguments: &MakeArguments) -> Result<(), CommandError> {
     let MakeArguments { snapshot, alone } = arguments;
-    let SnapshotArguments { disk, name, json } = snapshot;
-    let made = change(disk, |disk| {
+    let SnapshotArguments {
+        disk,
+        detached,
+        name,
+        json,
+    } = snapshot;
+    let made = change(disk, detached, |disk| {
         if *alone {
             disk.snapshot_alone(*name)
         } else {
@@ -101,10 +109,15 @@ pub(super) fn make(arguments: &MakeArguments) -> Result<(), CommandError> {
 
 /// Writes a mark. A log that keeps no history would lose it with the next checkpoint.
 pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
-    let MarkArguments { disk, text, json } = arguments;
+    let MarkArguments {
+        disk,
+        detached,
+        text,
+        json,
+    } = arguments;
     let keeps =
         |disk: &storage::Disk| disk.retain() != Retention::Nothing || !disk.snapshots().is_empty();
-    let made = change(disk, |disk| {
+    let made = change(disk, detached, |disk| {
         let mark = || disk.mark(text);
         keeps(disk).then(mark).transpose()
     })?;
@@ -130,8 +143,13 @@ pub(super) fn mark(arguments: &MarkArguments) -> Result<(), CommandError> {
 
 /// Deletes a snapshot.
 pub(super) fn delete(arguments: &SnapshotArguments) -> Result<(), CommandError> {
-    let SnapshotArguments { disk, name, json } = arguments;
-    change(disk, |disk| disk.delete_snapshot(*name))?;
+    let SnapshotArguments {
+        disk,
+        detached,
+        name,
+        json,
+    } = arguments;
+    change(disk, detached, |disk| disk.delete_snapshot(*name))?;
     if *json {
         print(format_args!("{}\n", json!({ "deleted": name.as_str() })));
     }

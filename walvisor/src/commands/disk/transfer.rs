@@ -6,7 +6,7 @@ use clap::Args;
 use serde_json::json;
 use walvisor_storage::{self as storage, ImageFormat, Point, StoreOptions};
 
-use super::path::{DiskPath, print};
+use super::path::{Detached, DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::in_use::ask_owner;
 use crate::commands::threads::Threads;
@@ -104,6 +104,8 @@ pub(super) struct ResizeArguments {
     /// Shrink the disk even if data is lost.
     #[arg(long)]
     shrink: bool,
+    #[command(flatten)]
+    detached: Detached,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -305,9 +307,14 @@ pub(super) fn clone(arguments: &CloneArguments) -> Result<(), CommandError> {
 pub(super) fn resize(arguments: &ResizeArguments) -> Result<(), CommandError> {
     let path = &arguments.disk.path;
     let log = arguments.disk.log();
-    let storage::Resize { old_size, size } =
-        storage::resize_disk(path, arguments.size, &log, arguments.shrink)
-            .map_err(CommandError::failed)?;
+    let storage::Resize { old_size, size } = storage::resize_disk(
+        path,
+        arguments.size,
+        &log,
+        arguments.shrink,
+        &arguments.detached.images,
+    )
+    .map_err(CommandError::failed)?;
     if arguments.json {
         print(format_args!(
             "{}\n",

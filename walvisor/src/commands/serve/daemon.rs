@@ -126,6 +126,7 @@ impl DaemonArguments {
             pool.iter().for_each(|pool| pool.allow(paths));
         })?;
         let (open, logs) = disks::open(&specs, 1, scratch).map_err(CommandError::failed)?;
+        disks::prepare_rings(&open);
         let logs = SharedLogs::new(logs);
         let profile = doors.profile();
         let hotplug = Hotplug::new(ServedDisks { doors, specs }, &self.disk_dirs, &logs);

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use walvisor_devices::block::{VirtioBlock, WorkerPool};
-use walvisor_devices::vhost_user::{Server, Service};
+use walvisor_devices::vhost_user::{Server, Service, survive_truncated_memory};
 use walvisor_vmm::disk::{DiskInUse, OpenDisk};
 
 use super::door::Door;
@@ -118,6 +118,7 @@ impl Door for VhostUserDoor {
 
     fn start(&mut self) -> Result<(), CommandError> {
         assert!(self.server.is_none(), "a door is opened once");
+        survive_truncated_memory().map_err(CommandError::failed)?;
         let server = Server::start(std::mem::take(&mut self.services));
         self.server = Some(server.map_err(CommandError::failed)?);
         Ok(())
