@@ -588,7 +588,7 @@ mod tests {
         ] {
             let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}{unit}"));
             let error = check(&specs(&[&two[0], &two[1]])).unwrap_err();
-            let begin = format!("the disks on the log l disagree about {key}: ");
+            let begin = format!("the disks on the log l disagree about {key}, ");
             assert!(error.starts_with(&begin), "{error}");
         }
     }

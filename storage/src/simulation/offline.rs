@@ -468,7 +468,7 @@ impl History {
             bytes: world.contents(&path),
             mark,
         };
-        let generation = mark.map(|mark| mark.generation);
+        let known_as = mark.map(|mark| (mark.disk, mark.generation));
         let older = self.backups.iter().rfind(|backup| backup.disk == disk);
         let next = match (self.acts.below(3), older) {
             (0, Some(older)) => older.clone(),
@@ -494,7 +494,7 @@ impl History {
         self.replaced[disk] = u64::MAX;
         given_up.insert(disk);
         // An older or unrelated image is the disk's only at its path.
-        self.fixture.stays |= next.mark.map(|mark| mark.generation) != generation;
+        self.fixture.stays |= next.mark.map(|mark| (mark.disk, mark.generation)) != known_as;
         Ok(())
     }
 

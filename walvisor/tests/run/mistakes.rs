@@ -66,7 +66,7 @@ const MISTAKES: [Mistake; 23] = [
         "disk import raw.img new.img",
         1,
         "raw.img: exists already, and new.img does not: the new disk comes first, then the image \
-         to copy; are they swapped? KernelAction say 'walvisor disk import new.img raw.img'",
+         to copy; are they swapped? Then say 'walvisor disk import new.img raw.img'",
     ),
     (
         "an export over a file",
@@ -92,15 +92,16 @@ const MISTAKES: [Mistake; 23] = [
         "the log of another disk",
         "disk info disk.img --log other.img.wal",
         1,
-        "disk.img: the log in other.img.wal belongs to {DIR}/other.img, not to this disk; name the \
-         right one with log=DIR",
+        "disk.img: the disk is on the log in {DIR}/disk.img.wal, not in other.img.wal; name that log \
+         ('log={DIR}/disk.img.wal' in a --disk, '--log {DIR}/disk.img.wal' for a command), or take \
+         the disk out of it with: walvisor disk leave disk.img --log {DIR}/disk.img.wal",
     ),
     (
         "a log that was left elsewhere",
         "disk info killed.img",
         1,
-        "killed.img: disk {...} was not closed, and its log is not at killed.img.wal; name the log \
-         with log=DIR, or discard what it holds with: walvisor disk discard killed.img",
+        "killed.img: disk {...} was not closed, and its log is not at killed.img.wal (it was at \
+         {DIR}/killed.img.wal); name the log with log=DIR, or discard what it holds with: walvisor disk discard killed.img",
     ),
     (
         "a log that is an image",
