@@ -312,11 +312,12 @@ mod tests {
         Store::open(log, &disks, &options)
     }
 
-    /// The first page of one of the disks `a` and `b`, opened with this log. The other one is detached.
+    /// The first page of a disk, opened with this log, whose other disks are detached.
     fn first(log: &Path, disk: &Path) -> Result<u8> {
-        let others = ["a", "b"].map(|name| DiskOptions::detached(disk.with_file_name(name)));
-        let [a, b] = others;
-        let store = Store::open(log, &[a, b, DiskOptions::new(disk)], &options())?;
+        let on_log = open_control(log, Access::LogRead)?.image_paths();
+        let mut disks: Vec<_> = on_log.iter().map(DiskOptions::detached).collect();
+        disks.push(DiskOptions::new(disk));
+        let store = Store::open(log, &disks, &options())?;
         let byte = byte(&mut store.disks()[0].open_port()?);
         store.close()?;
         Ok(byte)
