@@ -153,6 +153,23 @@ pub(crate) fn now() -> Instant {
     Instant::now()
 }
 
+/// Waits on `condvar` for at most `timeout` while `condition` holds. `guard` is a lock of `_mutex`.
+#[cfg(not(all(test, feature = "shuttle")))]
+pub(crate) fn wait_timeout_while<'a, T>(
+    condvar: &Condvar,
+    _mutex: &'a Mutex<T>,
+    guard: MutexGuard<'a, T>,
+    timeout: Duration,
+    condition: impl Fn(&T) -> bool,
+) -> MutexGuard<'a, T> {
+    #[cfg(test)]
+    if stepped::advance(timeout).is_some() {
+        return guard;
+    }
+    let waited = condvar.wait_timeout_while(guard, timeout, |guarded| condition(guarded));
+    waited.expect("lock").0
+}
+
 /// A clock that only the thread's own reads and sleeps advance, so that one seed gives one run on any machine.
 #[cfg(test)]
 pub(crate) mod stepped {
@@ -200,23 +217,6 @@ pub(crate) mod stepped {
         NOW.set(Some(now));
         Some(now)
     }
-}
-
-/// Waits on `condvar` for at most `timeout` while `condition` holds. `guard` is a lock of `_mutex`.
-#[cfg(not(all(test, feature = "shuttle")))]
-pub(crate) fn wait_timeout_while<'a, T>(
-    condvar: &Condvar,
-    _mutex: &'a Mutex<T>,
-    guard: MutexGuard<'a, T>,
-    timeout: Duration,
-    condition: impl Fn(&T) -> bool,
-) -> MutexGuard<'a, T> {
-    #[cfg(test)]
-    if stepped::advance(timeout).is_some() {
-        return guard;
-    }
-    let waited = condvar.wait_timeout_while(guard, timeout, |guarded| condition(guarded));
-    waited.expect("lock").0
 }
 
 #[cfg(all(test, feature = "shuttle"))]

@@ -80,10 +80,10 @@ impl LogLocation {
             return None;
         }
         let path = real_path(image).ok()?;
-        let disk = identity.mark?.disk;
         let own = |entry: &&DiskEntry| {
             let at_path = entry.path(&control.home) == path;
-            entry.disk == disk && (at_path || entry.is_file(&identity.inode, false))
+            // Not a copy elsewhere, nor the image of a disk that has moved to another log.
+            entry.is_image(identity, at_path) && (at_path || entry.is_file(&identity.inode, false))
         };
         control.control.disks.iter().find(own).copied()
     }

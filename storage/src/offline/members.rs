@@ -182,7 +182,7 @@ fn move_log(
     };
     reached(LeaveStep::Copied);
     // A new log keeps as much history as the one before.
-    let mut options = options.clone();
+    let mut options = *options;
     if let Some((old, _)) = &old {
         options.retain = options.retain.or(Some(Retention::of(&old.control.history)));
     }
