@@ -188,7 +188,7 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
         .lines()
         .filter(|line| line.starts_with("| ") && line.contains("src/"));
     let rows: Vec<String> = rows.flat_map(named).collect();
-    assert!(!rows.is_empty() && rows.len() <= 10, "{rows:?}");
+    assert!(!rows.is_empty(), "{rows:?}");
     let idle = rows.iter().filter(|path| !often(path));
     assert_eq!(idle.collect::<Vec<_>>(), [""; 0], "named, and not passed");
 }
