@@ -166,9 +166,10 @@ impl Keeper {
         }
         self.control.change(|control| {
             settle(control, &self.new_generations);
-            // What a rewind has undone must not come back.
-            let void_lsn = control.rewound(disk.id).map_or(lsn, |at| at.max(lsn));
+            // What a rewind has undone must not come back, nor what the disk left behind when it left the log before.
+            let rewound = control.rewound(disk.id).unwrap_or(0);
             if let Some(entry) = control.disk_mut(disk.id) {
+                let void_lsn = entry.void_lsn.get().max(rewound).max(lsn);
                 entry.void_lsn = U64::new(void_lsn);
             }
         })

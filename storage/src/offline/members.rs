@@ -282,7 +282,7 @@ mod tests {
 
     use super::*;
     use crate::offline::resize::tests::{MIB, copy_all, end, fill};
-    use crate::{Operation, Port, create_disk, import_disk, inspect};
+    use crate::{Operation, Point, Port, create_disk, import_disk, inspect};
 
     fn options() -> StoreOptions {
         StoreOptions {
@@ -404,8 +404,10 @@ mod tests {
                 let at = |path: &Path| again.join(path.file_name().unwrap());
                 let [a, b, log, new] = [at(&a), at(&b), at(&log), at(&new)];
                 assert_eq!(first(&log, &a).unwrap(), 7, "{cut:?}");
+                // Both logs have the disk then, and the image names the one that it was last used with.
                 if cut == LeaveStep::Joined {
-                    assert_eq!(first(&new, &a).unwrap(), 7);
+                    let refused = first(&new, &a).unwrap_err();
+                    assert_eq!(refused.kind(), ErrorKind::WrongLog, "{refused}");
                 }
                 move_to_log(&a, &log, &new, &options(), std::slice::from_ref(&b)).unwrap();
                 assert_eq!(first(&new, &a).unwrap(), 7, "{cut:?}");
@@ -512,5 +514,43 @@ mod tests {
         create_disk(&a, MIB, &log, &options()).unwrap();
         assert_eq!(first(&log, &a).unwrap(), 0);
         assert_eq!(first(&log, &b).unwrap(), 7);
+    }
+
+    /// What a disk left behind in the log when it was removed stays void, even if it is added and removed again
+    /// without a write, and was restored in place before its last writes.
+    #[test]
+    fn a_disk_removed_twice_leaves_nothing_in_the_log_that_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let top = dir.path().join("top");
+        std::fs::create_dir(&top).unwrap();
+        let at = |name: &str| top.join(name);
+        for name in ["a", "b"] {
+            create_disk(&at(name), MIB, &at("log"), &options()).unwrap();
+        }
+        let (a, b, log) = (at("a"), at("b"), at("log"));
+        let mut store = open(&log, &[&a, &b]).unwrap();
+        let mut port = store.disks()[1].open_port().unwrap();
+        fill(&mut port, 0, 1);
+        let then = store.disks()[1].mark(&"then".parse().unwrap()).unwrap();
+        fill(&mut port, 0, 2);
+        end(&mut port, Operation::Flush);
+        drop(port);
+        store.disks()[1].rewind(Point::Lsn(then.lsn)).unwrap();
+        let mut port = store.disks()[1].open_port().unwrap();
+        fill(&mut port, 8, 3);
+        end(&mut port, Operation::Flush);
+        drop(port);
+        store.remove_disk(&b).unwrap();
+        store.add_disk(&DiskOptions::new(&b)).unwrap();
+        store.remove_disk(&b).unwrap();
+        let killed = dir.path().join("killed");
+        copy_all(&top, &killed);
+        let disks = ["a", "b"].map(|name| DiskOptions::new(killed.join(name)));
+        Store::open(&killed.join("log"), &disks, &options())
+            .unwrap()
+            .close()
+            .unwrap();
+        let image = std::fs::read(killed.join("b")).unwrap();
+        assert_eq!((image[0], image[4096]), (1, 3));
     }
 }
