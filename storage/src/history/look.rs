@@ -53,7 +53,7 @@ const WRITES: u64 = 1 << 63;
 /// FLUSH succeeds at once, because nothing here outlives the look.
 ///
 /// If the disk is not in use, it and its log are locked as for [`export_disk`](crate::export_disk): other looks may be
-/// open at the same time, and nobody can write to the disk. The owner of a disk in use opens looks with [`Disk::look`].
+/// open at the same time, and nobody can write to the disk. The owner of a disk in use opens looks with [`Disk::look`](crate::Disk::look).
 pub struct Look {
     pub(crate) past: Arc<PastDisk>,
 }

@@ -26,7 +26,7 @@ use crate::medium::mark::ImageMark;
 use crate::offline::attach::discard_command;
 use crate::offline::log_size::advise_log_size;
 use crate::offline::part_file::{PartFile, exists};
-use crate::recovery::replay::read_log_until;
+use crate::recovery::replay::{read_for_recovery, read_log_until};
 
 /// Points where a crash can cut the creation of a disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -192,16 +192,16 @@ pub(crate) fn register_disk(
     Ok(marked)
 }
 
-/// The LSN of the present state of a log that nobody has open; 0 for one being created.
-fn newest(control: &ControlFile) -> Result<u64> {
-    let known = &control.control;
-    if known.header.generation.get() == 0 {
+/// The LSN of the present state of a log that nobody has open; 0 for one being created. A power cut does not take that
+/// state back: a disk whose past begins there would lose the snapshots that are made until the log has it again.
+fn newest(control: &mut ControlFile) -> Result<u64> {
+    if control.control.header.generation.get() == 0 {
         return Ok(0);
     }
-    let log_dir = parent(&control.path);
-    let medium = directory(log_dir, EngineKind::Blocking);
-    let (scan, _) = read_log_until(&medium, log_dir, known, u64::MAX)?;
-    Ok(known.with_rewinds(scan.last.lsn))
+    let log_dir = parent(&control.path).to_owned();
+    let medium = directory(&log_dir, EngineKind::Blocking);
+    let (scan, _) = read_for_recovery(&medium, &log_dir, control, &mut |_, _| {})?;
+    Ok(control.control.with_rewinds(scan.last.lsn))
 }
 
 /// Creates the first segment of a new log.

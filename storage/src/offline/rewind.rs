@@ -23,9 +23,9 @@ use crate::recovery::scan::FoundRecord;
 /// it passes it as a whole; earlier points of all disks of the log are then gone.
 ///
 /// # Errors
-/// [`ErrorKind::NotFound`] if there is no log, if it does not reach back to this point (the error names the nearest
-/// ones), or if it has no record of the disk at all; [`ErrorKind::Locked`] if the disk or its log is in use;
-/// [`ErrorKind::InvalidInput`] if there is no room for another restore in place. Nothing is changed then.
+/// [`ErrorKind::NotFound`](crate::ErrorKind::NotFound) if there is no log, if it does not reach back to this point (the error names the nearest
+/// ones), or if it has no record of the disk at all; [`ErrorKind::Locked`](crate::ErrorKind::Locked) if the disk or its log is in use;
+/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if there is no room for another restore in place. Nothing is changed then.
 pub fn rewind_disk(path: &Path, log_dir: &Path, at: Point) -> Result<RewindReport> {
     let mut control = existing_log(log_dir, Access::Log)?;
     let base = OpenBase::open(&DiskOptions::new(path), Access::Write, log_dir, true)?;
