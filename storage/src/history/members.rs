@@ -41,6 +41,8 @@ impl Keeper {
             self.remove(&disk)?;
         }
         let appended = self.log.lock().pipeline.appended();
+        // The disk's past may begin here, so a power cut must not take this state back.
+        self.drain(appended)?;
         let newest = self.control.control.with_rewinds(appended);
         let disk = adopt(&mut self.control, &self.disks, newest)?;
         disk.index_mut().count_in(&self.log.counters.index);

@@ -445,6 +445,12 @@ impl History {
         disk: usize,
         given_up: &mut BTreeSet<usize>,
     ) -> std::result::Result<(), Violation> {
+        // A path that is in the page cache only may be lost, and an unrelated image is identified by nothing else.
+        let confirmed = {
+            let _files = self.fixture.medium.enter();
+            open_control(Path::new(LOG), Access::Log).and_then(|mut control| control.confirm())
+        };
+        confirmed.map_err(|error| format!("before an image is replaced: {error}"))?;
         let control = self.control()?;
         let Some(entry) = self.fixture.entry(&control, disk) else {
             return Ok(());
