@@ -167,14 +167,14 @@ fn refused(log: &Path, images: &[&Path], parts: &[&str]) {
     assert!(before == state(), "a refusal changes nothing: {text}");
 }
 
-const BOTH_WAYS: [&str; 3] = ["1 record", "back", "disk check --discard-log"];
+const BOTH_WAYS: [&str; 3] = ["1 record", "back", "disk discard"];
 
 /// Parts of the error for a log with records of a disk that was not asked for.
 const UNNAMED: [&str; 4] = [
     "1 record of another disk",
     "only the log names it",
     "open both disks together, add its image with detached=",
-    "disk check --discard-log",
+    "disk discard",
 ];
 
 const CHILD: &str = "WALVISOR_TEST_CHILD";

@@ -190,7 +190,12 @@ fn a_restore_in_use_is_refused_or_told() {
         read_only: true,
         ..DiskOptions::new(bench.disk(0))
     };
-    let store = Store::open(&bench.log(), &[read_only], &bench.options).unwrap();
+    let store = Store::open(
+        &bench.log(),
+        &[read_only, DiskOptions::detached(bench.disk(1))],
+        &bench.options,
+    )
+    .unwrap();
     let error = store.disks()[0].rewind(Point::Lsn(12)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::InvalidInput, "{error}");
     store.close().unwrap();

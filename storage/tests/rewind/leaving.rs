@@ -15,19 +15,21 @@ fn a_restored_disk_is_not_shrunk_and_does_not_leave() {
     bench.work(30);
     // To the base image: no record counts.
     let done = bench.back(0, 0);
-    let shrink = || resize_disk(&bench.disk(0), SECTORS * 256, &bench.log(), true, &[]).map(drop);
-    let leave = || leave_log(&bench.disk(0), &bench.log(), &[]).map(drop);
+    let others = [bench.disk(1)];
+    let shrink =
+        || resize_disk(&bench.disk(0), SECTORS * 256, &bench.log(), true, &others).map(drop);
+    let leave = || leave_log(&bench.disk(0), &bench.log(), &others).map(drop);
     let other = bench.dir.path().join("other");
     let to_other = || {
         let options = StoreOptions::default();
-        move_to_log(&bench.disk(0), &bench.log(), &other, &options, &[]).map(drop)
+        move_to_log(&bench.disk(0), &bench.log(), &other, &options, &others).map(drop)
     };
     for refused in [shrink(), leave(), to_other()] {
         let error = refused.unwrap_err().to_string();
         assert!(error.contains("walvisor disk checkpoint"), "{error}");
     }
     bench.check();
-    resize_disk(&bench.disk(0), SECTORS * 1024, &bench.log(), false, &[]).unwrap();
+    resize_disk(&bench.disk(0), SECTORS * 1024, &bench.log(), false, &others).unwrap();
     let bytes = bench.restored(0, Point::Lsn(done.from_lsn)).unwrap();
     assert!(bytes[..SECTORS as usize * 512] == bench.states[&done.from_lsn][0]);
     let store = bench.open();
