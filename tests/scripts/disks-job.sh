@@ -84,7 +84,9 @@ echo "job: check of mode: status $?"
 # A disk is a plain image once the log is copied to it, so this machine's own tools can read the files that the last
 # guest kept.
 for name in root ext4; do
-    walvisor disk checkpoint $name.img --log log >/dev/null || echo "job: no checkpoint of $name"
+    # The log may hold records of its other disks too.
+    others=$(for other in root ext4 xfs bulk step ro; do [ $other = $name ] || echo "--detached $other.img"; done)
+    walvisor disk checkpoint $name.img --log log $others >/dev/null || echo "job: no checkpoint of $name"
     case $name in root) file=/before-silent ;; ext4) file=/mnt/ext4/before-silent ;; esac
     e2fsck -fp $name.img >e2fsck.log 2>&1
     # Status 1: e2fsck replayed the journal, and thus changed the file system.

@@ -2,6 +2,7 @@
 //! results are compared with every promise.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::io;
 use std::path::Path;
 use std::process::Command;
@@ -77,7 +78,7 @@ impl Judge<'_> {
             let exported = check(name)
                 .and_then(|()| {
                     if commands {
-                        self.command("check", name, None)
+                        self.command("check", name, [""; 0])
                     } else {
                         Ok(())
                     }
@@ -184,10 +185,15 @@ impl Judge<'_> {
         }
     }
 
-    /// Runs `walvisor disk ACTION`; `to` is the file that it exports to.
-    fn command(&self, action: &str, name: &str, to: Option<&Path>) -> Result<(), String> {
+    /// Runs `walvisor disk ACTION` with these arguments.
+    fn command<A: AsRef<OsStr>>(
+        &self,
+        action: &str,
+        name: &str,
+        arguments: impl IntoIterator<Item = A>,
+    ) -> Result<(), String> {
         let mut command = Command::new(self.walvisor);
-        command.args(["disk", action, name]).args(to);
+        command.args(["disk", action, name]).args(arguments);
         command.arg("--log").arg(log_of(name)).current_dir(MOUNT);
         let output = command.output().map_err(|error| error.to_string())?;
         if output.status.success() {
@@ -199,7 +205,7 @@ impl Judge<'_> {
 
     fn export(&self, name: &str, to: &Path, command: bool) -> Result<(), String> {
         if command {
-            return self.command("export", name, Some(to));
+            return self.command("export", name, [to]);
         }
         let exported = export_disk(&image(name), &log_of(name), to, true, None, &mut |_, _| {});
         exported.map(drop).map_err(|error| error.to_string())
@@ -208,8 +214,13 @@ impl Judge<'_> {
     /// Copies the content of these disks' logs to their images.
     fn checkpoint(&self, names: &[&str], commands: bool) -> Result<(), String> {
         if commands {
-            let checkpoint = |name: &&str| self.command("checkpoint", name, None);
-            return names.iter().try_for_each(checkpoint);
+            // The log may hold records of its other disks too.
+            return names.iter().try_for_each(|name| {
+                let shares = |other: &&&str| *other != name && log_of(other) == log_of(name);
+                let others = names.iter().filter(shares);
+                let detached = others.flat_map(|other| ["--detached", *other]);
+                self.command("checkpoint", name, detached)
+            });
         }
         let mut logs = BTreeMap::new();
         for name in names {
