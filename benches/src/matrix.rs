@@ -262,13 +262,7 @@ impl<P> Matrix<P> {
         notes: &[&str],
         columns: &[Column<'_, P>],
     ) -> Section {
-        let mut section = section(key, title, notes, columns);
-        for row in &self.rows {
-            if let Some(first) = row.sides.first() {
-                section.table.rows.push(cells(columns, row, first));
-            }
-        }
-        section
+        self.with_sides(1, section(key, title, notes, columns), columns)
     }
 
     /// A section whose table has a row for each side of each row.
@@ -279,11 +273,15 @@ impl<P> Matrix<P> {
         notes: &[&str],
         columns: &[Column<'_, P>],
     ) -> Section {
-        let mut section = section(key, title, notes, columns);
+        self.with_sides(usize::MAX, section(key, title, notes, columns), columns)
+    }
+
+    /// Adds the first `most` sides of each row to the section's table.
+    fn with_sides(&self, most: usize, mut section: Section, columns: &[Column<'_, P>]) -> Section {
         for row in &self.rows {
-            for side in &row.sides {
-                section.table.rows.push(cells(columns, row, side));
-            }
+            let sides = row.sides.iter().take(most);
+            let cells = sides.map(|side| cells(columns, row, side));
+            section.table.rows.extend(cells);
         }
         section
     }

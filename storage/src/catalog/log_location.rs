@@ -73,19 +73,22 @@ impl LogLocation {
         Some(Self { uuid, dir })
     }
 
-    /// The log's entry for this image, if the log is there and the image is its own.
-    fn entry(&self, identity: &Identity, image: &Path) -> Option<DiskEntry> {
-        let control = read_unlocked(&self.dir)?;
-        if control.control.header.log != self.uuid {
-            return None;
-        }
-        let path = real_path(image).ok()?;
-        let own = |entry: &&DiskEntry| {
+    /// Whether the log in this directory is the one that the image names.
+    fn is_at(&self, log_dir: &Path) -> bool {
+        read_unlocked(log_dir).is_some_and(|control| control.control.header.log == self.uuid)
+    }
+
+    /// Whether the log is still where the image says, and has the image as its own.
+    fn has(&self, identity: &Identity, image: &Path) -> bool {
+        let (Some(control), Ok(path)) = (read_unlocked(&self.dir), real_path(image)) else {
+            return false;
+        };
+        let own = |entry: &DiskEntry| {
             let at_path = entry.path(&control.home) == path;
             // Not a copy elsewhere, nor the image of a disk that has moved to another log.
             entry.is_image(identity, at_path) && (at_path || entry.is_file(&identity.inode, false))
         };
-        control.control.disks.iter().find(own).copied()
+        control.control.header.log == self.uuid && control.control.disks.iter().any(own)
     }
 }
 
@@ -102,14 +105,10 @@ pub(crate) fn refuse_other_log(path: &Path, log_dir: &Path) -> Result<()> {
     let Some(named) = LogLocation::read(file.as_ref(), path) else {
         return Ok(());
     };
-    let same = |uuid: Uuid| uuid == named.uuid;
-    if read_unlocked(log_dir).is_some_and(|control| same(control.control.header.log)) {
+    if named.is_at(log_dir) {
         return Ok(());
     }
-    let Ok(identity) = Identity::of(file.as_ref(), path) else {
-        return Ok(());
-    };
-    if named.entry(&identity, path).is_none() {
+    if !Identity::of(file.as_ref(), path).is_ok_and(|identity| named.has(&identity, path)) {
         return Ok(());
     }
     Err(Error::new(

@@ -140,6 +140,18 @@ pub(crate) fn read(
     Ok(end)
 }
 
+/// As [`read`], of files that are only read, to the end.
+fn read_all(
+    files: &dyn FileSystem,
+    dir: &Path,
+    saved: &SavedFiles,
+    of: (u64, u32),
+    visit: &mut dyn FnMut(&Arc<Segment>, &Descriptor, u64),
+) -> Result<()> {
+    let mode = OpenMode::Read;
+    read(files, dir, saved.log(), of, mode, visit, &mut || false).map(drop)
+}
+
 /// Reads all saved files, every byte that a look may read. Returns what is wrong, each with the LSN of the snapshots it
 /// affects.
 pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> Vec<(u64, String)> {
@@ -156,17 +168,7 @@ pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> V
                 ));
             }
         };
-        let of = (lsn, count);
-        let read = read(
-            files,
-            dir,
-            saved.log(),
-            of,
-            OpenMode::Read,
-            visit,
-            &mut || false,
-        );
-        if let Err(error) = read {
+        if let Err(error) = read_all(files, dir, saved, (lsn, count), visit) {
             wrong.push((lsn, error.to_string()));
         }
     }
@@ -284,16 +286,7 @@ pub(crate) fn read_saved(
                 extents.add(sector, sectors, place(descriptor, lsn, segment, at));
             }
         };
-        let of = (lsn, count);
-        read(
-            files,
-            dir,
-            saved.log(),
-            of,
-            OpenMode::Read,
-            visit,
-            &mut || false,
-        )?;
+        read_all(files, dir, saved, (lsn, count), visit)?;
     }
     if known {
         Ok(Some(extents.finish()))

@@ -140,7 +140,8 @@ fn leave(path: &Path, log: OldLog<'_>, reached: StepHook<'_>) -> Result<Vec<Path
 }
 
 /// Moves the disk at `path` from the log in `from` to the one in `to`, which is created with `options` if necessary,
-/// and with the retention of the log in `from` if `options` has none. The disk's past stays behind, and is lost. A disk that is only on the log in `to` has been moved already; a raw image on no log joins.
+/// and with the retention of the log in `from` if `options` has none. The disk's past is lost. A disk that is only on
+/// the log in `to` has been moved already; a raw image on no log joins.
 /// `detached`: images of other disks of the log in `from`, to which it may have to be copied first.
 ///
 /// # Errors

@@ -351,16 +351,8 @@ impl ControlledProcess {
             Some(name) => vec![self.disk(Some(name))?],
             None => self.disks(),
         };
-        for disk in disks.iter().filter(|_| !give_up_history) {
-            let Some(logged) = logged(&*disk.backend) else {
-                continue;
-            };
-            let mut on_log = self.disks();
-            on_log.retain(|other| log_name(&*other.backend) == log_name(&*disk.backend));
-            let names = on_log.iter().map(|other| other.name.clone());
-            refuse_checkpoint(&logged.history(), names.collect()).map_err(|error| {
-                ControlError::new(format_args!("disk '{}': {error}", disk.name))
-            })?;
+        if !give_up_history {
+            disks.iter().try_for_each(|disk| self.refuse_loss(disk))?;
         }
         let mut done = Vec::new();
         for disk in disks {
@@ -375,7 +367,19 @@ impl ControlledProcess {
         Ok(json!({ "disks": done }))
     }
 
-    /// Runs `work` on the log of a disk.
+    /// Refuses a checkpoint of a disk whose log keeps history: the checkpoint would end it for all disks of the log.
+    fn refuse_loss(&self, disk: &DiskLease) -> Result<(), ControlError> {
+        let Some(logged) = logged(&*disk.backend) else {
+            return Ok(());
+        };
+        let mut on_log = self.disks();
+        on_log.retain(|other| log_name(&*other.backend) == log_name(&*disk.backend));
+        let names = on_log.iter().map(|other| other.name.clone());
+        refuse_checkpoint(&logged.history(), names.collect())
+            .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
+    }
+
+    /// Runs `action` on the log of a disk.
     fn in_log<T>(
         &self,
         name: Option<&str>,

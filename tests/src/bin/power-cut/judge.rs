@@ -78,7 +78,7 @@ impl Judge<'_> {
             let exported = check(name)
                 .and_then(|()| {
                     if commands {
-                        self.command("check", name, [""; 0])
+                        self.command("check", name, None::<&str>)
                     } else {
                         Ok(())
                     }
