@@ -1,9 +1,6 @@
 //! The NBD server under random messages: valid sessions with some of their bytes changed, cut off anywhere. Whatever it
 //! gets, the server never panics, and the next client finds the disk unchanged or with the requested changes.
 
-#[path = "support/numbers.rs"]
-mod numbers;
-
 use std::io::{Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
@@ -12,8 +9,7 @@ use std::time::Duration;
 
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls};
-
-use numbers::Random;
+use walvisor_testkit::Random;
 
 const SESSIONS: u64 = 600;
 const SECTORS: u64 = 256;

@@ -418,14 +418,14 @@ fn only_a_discard_gives_damage_up() {
         let bench = Bench::damaged(proof);
         let other = bench.export(&bench.b()).unwrap();
         discard_log(&bench.a(), &bench.log()).unwrap();
-        assert_eq!(bench.named(), []);
+        assert_eq!(bench.named(), [0; 0]);
         assert!(bench.export(&bench.b()).unwrap() == other);
         let store = bench.open().unwrap();
         let mut port = store.disks()[0].open_port().unwrap();
         assert!(read(&mut port, 0, 8).iter().all(|&byte| byte == 0));
         drop(port);
         store.close().unwrap();
-        assert_eq!(bench.named(), []);
+        assert_eq!(bench.named(), [0; 0]);
     }
 }
 
@@ -433,7 +433,7 @@ fn only_a_discard_gives_damage_up() {
 #[test]
 fn a_smaller_log_still_knows_that_its_last_batch_was_durable() {
     let bench = Bench::cut(Proof::Void);
-    assert_eq!(bench.named(), []);
+    assert_eq!(bench.named(), [0; 0]);
     resize_log(&bench.log(), 4 * SEGMENT).unwrap();
     assert!(!bench.log().join("segment-00012").exists());
     bench.rot();
@@ -446,7 +446,7 @@ fn a_smaller_log_still_knows_that_its_last_batch_was_durable() {
 #[test]
 fn a_file_that_may_have_been_part_of_the_log_is_not_removed() {
     let bench = Bench::cut(Proof::Suspect);
-    assert_eq!(bench.named(), []);
+    assert_eq!(bench.named(), [0; 0]);
     let file = bench.log().join("segment-00012");
     let error = resize_log(&bench.log(), 4 * SEGMENT).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Damaged);
@@ -457,5 +457,5 @@ fn a_file_that_may_have_been_part_of_the_log_is_not_removed() {
     );
     std::fs::rename(&file, bench.at("moved")).unwrap();
     resize_log(&bench.log(), 4 * SEGMENT).unwrap();
-    assert_eq!(bench.named(), []);
+    assert_eq!(bench.named(), [0; 0]);
 }

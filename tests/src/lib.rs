@@ -5,7 +5,6 @@ mod loop_fs;
 mod memory_fs;
 pub mod postgresql;
 mod qemu_nbd;
-pub mod vhost_user_client;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};

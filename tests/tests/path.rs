@@ -6,7 +6,7 @@ use std::fs;
 use std::process::Command;
 use std::time::Duration;
 
-use walvisor_tests::vhost_user_client::VhostUserClient;
+use walvisor_testkit::vhost_user_client::VhostUserClient;
 use walvisor_tests::{Daemon, binary, have, succeed};
 
 /// Requests of each kind. A file with fewer instructions is not passed by every request.

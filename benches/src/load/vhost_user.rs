@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use walvisor_tests::vhost_user_client::VhostUserClient;
+use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 use super::loops::{LoadJob, Loops, NextRequest, Tally};
 use crate::blocks::BLOCK;

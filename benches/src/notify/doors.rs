@@ -15,7 +15,7 @@ use walvisor_devices::block::BlockConfig;
 use walvisor_devices::throttle::Limits;
 use walvisor_guest::contract::Load;
 use walvisor_storage::{DiskOptions, Store, StoreOptions, default_log_dir};
-use walvisor_tests::vhost_user_client::VhostUserClient;
+use walvisor_testkit::vhost_user_client::VhostUserClient;
 use walvisor_vmm::disk::OpenDisk;
 use walvisor_vmm::vm::DiskConfig;
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use walvisor::commands::CommandError;
-use walvisor_tests::vhost_user_client::VhostUserClient;
+use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 use super::{PeerJob, RATE, Schedule, job};
 use crate::daemon::{Daemon, HaltGuard};

@@ -3,9 +3,7 @@
 use std::cell::RefCell;
 use std::fs::File;
 use std::sync::Arc;
-use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags};
 use tempfile::TempDir;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, BackendQueue, Completion, Operation};
@@ -13,6 +11,8 @@ use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Status, Task, TaskOutcome,
 use walvisor_storage::{
     DiskOptions, Image, RawCache, RawDisk, Store, StoreOptions, create_disk, default_log_dir,
 };
+pub use walvisor_testkit::pattern;
+use walvisor_testkit::queue;
 
 /// A data buffer.
 #[derive(Default)]
@@ -159,24 +159,14 @@ impl Bench {
         &mut self,
         operation: Operation,
     ) -> Result<Option<walvisor_devices::backend::Buffer>, walvisor_devices::backend::Failure> {
-        self.queue.submit(0, operation);
-        self.queue.kick();
-        self.next_completion().result
+        queue::run(&mut *self.queue, operation)
     }
 
     fn next_completion(&mut self) -> Completion {
-        loop {
-            if self.done.is_empty() {
-                self.queue.completions(&mut self.done);
-            }
-            if !self.done.is_empty() {
-                return self.done.remove(0);
-            }
-            let limit = Duration::from_secs(120).try_into().unwrap();
-            let mut fds = [PollFd::from_borrowed_fd(self.queue.event(), PollFlags::IN)];
-            let ready = rustix::event::poll(&mut fds, Some(&limit)).unwrap();
-            assert!(ready > 0, "an operation that never ends");
+        if self.done.is_empty() {
+            self.done = queue::wait_all(&mut [&mut *self.queue], 1);
         }
+        self.done.remove(0)
     }
 
     /// Runs a command with `data`.
@@ -300,16 +290,4 @@ pub fn unmap_list(ranges: &[(u64, u32)]) -> Vec<u8> {
         list.extend([0; 4]);
     }
     list
-}
-
-/// Bytes that differ from block to block and within a block.
-pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut next = || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state >> 32) as u8
-    };
-    (0..len).map(|_| next()).collect()
 }

@@ -1,17 +1,18 @@
 //! Shared by the store's tests: a disk in a directory of its own, and a port served to the end.
 
 // Each test file is a crate of its own and uses a part of this module.
-#![allow(dead_code)]
+#![allow(dead_code, unused_imports)]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use rustix::event::{PollFd, PollFlags};
 use walvisor_storage::{
-    Allocation, Backend, BackendQueue, Buffer, CacheMode, Completion, DiskOptions, EngineKind,
-    Error, Failure, LogReport, Operation, Point, Store, StoreOptions, create_disk, default_log_dir,
-    inspect, restore_disk,
+    Allocation, Backend, CacheMode, DiskOptions, EngineKind, Error, LogReport, Operation, Point,
+    Store, StoreOptions, create_disk, default_log_dir, inspect, restore_disk,
 };
+
+pub use walvisor_testkit::queue::{fill, flush, read, run, wait, wait_all, write};
+pub use walvisor_testkit::{Random, wait_until};
 
 pub const SIZE: u64 = 8 << 20;
 
@@ -127,84 +128,6 @@ pub fn restored(disk: &Path, log: &Path, at: Point, new: &Path) -> Result<Vec<u8
     let bytes = std::fs::read(new).unwrap();
     std::fs::remove_file(new).unwrap();
     Ok(bytes)
-}
-
-pub fn wait(port: &mut (impl BackendQueue + ?Sized), count: usize) -> Vec<Completion> {
-    port.kick();
-    wait_all(&mut [port], count)
-}
-
-/// Serves the ports, as their threads would, until `count` requests have completed.
-pub fn wait_all(ports: &mut [&mut (impl BackendQueue + ?Sized)], count: usize) -> Vec<Completion> {
-    let mut done = Vec::new();
-    loop {
-        ports
-            .iter_mut()
-            .for_each(|port| port.completions(&mut done));
-        if done.len() >= count {
-            return done;
-        }
-        let events: Vec<_> = ports.iter().map(|port| port.event()).collect();
-        let mut fds: Vec<_> = events
-            .iter()
-            .map(|event| PollFd::new(event, PollFlags::IN))
-            .collect();
-        let limit = rustix::time::Timespec {
-            tv_sec: 120,
-            tv_nsec: 0,
-        };
-        let ready = rustix::event::poll(&mut fds, Some(&limit)).unwrap();
-        assert!(
-            ready > 0,
-            "no completion in 120 s; {} of {count} came",
-            done.len()
-        );
-    }
-}
-
-pub fn run(
-    port: &mut (impl BackendQueue + ?Sized),
-    operation: Operation,
-) -> Result<Option<Buffer>, Failure> {
-    port.submit(1, operation);
-    wait(port, 1).pop().unwrap().result
-}
-
-pub fn fill(byte: u8, sectors: usize) -> Buffer {
-    Buffer::from(&vec![byte; sectors * 512][..])
-}
-
-pub fn write(port: &mut (impl BackendQueue + ?Sized), sector: u64, byte: u8, sectors: usize) {
-    run(
-        port,
-        Operation::Write {
-            sector,
-            data: fill(byte, sectors),
-        },
-    )
-    .unwrap();
-}
-
-pub fn read(port: &mut (impl BackendQueue + ?Sized), sector: u64, sectors: u32) -> Buffer {
-    run(port, Operation::Read { sector, sectors })
-        .unwrap()
-        .unwrap()
-}
-
-pub fn flush(port: &mut (impl BackendQueue + ?Sized)) {
-    run(port, Operation::Flush).unwrap();
-}
-
-/// Xorshift (Marsaglia 2003).
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
 }
 
 /// A random modification, which is also made to the bytes of the disk.

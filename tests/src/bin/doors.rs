@@ -16,7 +16,7 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
-use walvisor_tests::vhost_user_client::VhostUserClient;
+use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 const BLOCK: usize = 4096;
 /// Blocks that are written on each disk.

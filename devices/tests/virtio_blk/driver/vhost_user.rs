@@ -1,21 +1,19 @@
 //! Registers as a vhost-user front-end has them. This driver keeps the state that the protocol does not carry.
 
-use std::io::{IoSlice, Read};
-use std::mem::MaybeUninit;
+use std::io::Read;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::Arc;
 
-use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use vm_memory::{GuestMemoryBackend, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::block::VirtioBlock;
 use walvisor_devices::control::DeviceControl;
 use walvisor_devices::vhost_user::{Server, Service};
+use walvisor_testkit::vhost_user::*;
 
 use super::{DRIVER_OK, FEATURES_OK, Memory, NEEDS_RESET, PATIENCE, Registers};
 
-const NEED_REPLY: u32 = 8;
 const PROTOCOL_FEATURES: u64 = 1 << 30;
 /// MQ, REPLY_ACK, BACKEND_REQ, CONFIG, RESET_DEVICE.
 const PROTOCOL: u64 = 1 | 1 << 3 | 1 << 5 | 1 << 9 | 1 << 13;
@@ -29,7 +27,7 @@ struct Queue {
 
 /// A vhost-user front-end, with the server that it talks to.
 pub struct VhostUserDriver {
-    socket: UnixStream,
+    front_end: FrontEnd,
     features: u64,
     status: u8,
     queues: Vec<Queue>,
@@ -50,14 +48,12 @@ impl VhostUserDriver {
         let service = Service::new(listener, device, "test").expect("a service");
         let control = service.control();
         let server = Server::start(vec![service]).expect("a server");
-        let socket = UnixStream::connect(&path).expect("the server listens");
-        socket.set_read_timeout(Some(PATIENCE)).expect("a timeout");
         let (from_back_end, to_front_end) = UnixStream::pair().expect("a channel");
         from_back_end
             .set_read_timeout(Some(PATIENCE))
             .expect("a timeout");
         let mut driver = Self {
-            socket,
+            front_end: FrontEnd::connect(&path),
             features: 0,
             status: 0,
             queues: Vec::new(),
@@ -67,9 +63,11 @@ impl VhostUserDriver {
             from_back_end,
             _server: server,
         };
-        driver.send(16, 0, &fields(&[PROTOCOL]), &[]);
-        driver.tell(21, &[], &[to_front_end.as_fd()]);
-        let count = driver.ask(17, &[]);
+        driver.front_end.fields(SET_PROTOCOL_FEATURES, &[PROTOCOL]);
+        driver
+            .front_end
+            .tell(SET_BACKEND_REQ_FD, &[], &[to_front_end.as_fd()]);
+        let count = driver.front_end.ask(GET_QUEUE_NUM, &[]);
         driver.queues = (0..u64::from_ne_bytes(count[..].try_into().expect("8 bytes")))
             .map(|_| Queue {
                 kick: event(),
@@ -84,41 +82,14 @@ impl VhostUserDriver {
             table.extend([start, region.len(), start, file.start()]);
             files.push(file.arc().as_fd());
         }
-        driver.tell(5, &table, &files);
+        driver
+            .front_end
+            .tell(SET_MEM_TABLE, &payload(&table), &files);
         driver
     }
 
-    fn send(&mut self, request: u32, flags: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
-        let mut bytes = Vec::new();
-        for field in [request, 1 | flags, payload.len() as u32] {
-            bytes.extend_from_slice(&field.to_ne_bytes());
-        }
-        bytes.extend_from_slice(payload);
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(8))];
-        let mut control = SendAncillaryBuffer::new(&mut space);
-        assert!(files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files)));
-        let slices = [IoSlice::new(&bytes)];
-        sendmsg(&self.socket, &slices, &mut control, SendFlags::NOSIGNAL).expect("a message");
-    }
-
-    fn reply(&mut self) -> Vec<u8> {
-        let mut header = [0; 12];
-        self.socket.read_exact(&mut header).expect("a reply");
-        let len = u32::from_ne_bytes(header[8..].try_into().expect("4 bytes"));
-        let mut payload = vec![0; len as usize];
-        self.socket.read_exact(&mut payload).expect("a reply");
-        payload
-    }
-
-    fn ask(&mut self, request: u32, payload: &[u8]) -> Vec<u8> {
-        self.send(request, 0, payload, &[]);
-        self.reply()
-    }
-
-    /// Sends a request that gets only an acknowledgement.
-    fn tell(&mut self, request: u32, values: &[u64], files: &[BorrowedFd<'_>]) {
-        self.send(request, NEED_REPLY, &fields(values), files);
-        assert_eq!(self.reply(), [0; 8], "request {request}");
+    fn tell(&mut self, request: u32, values: &[u64]) {
+        self.front_end.tell(request, &payload(values), &[]);
     }
 
     fn look_at_errors(&mut self) {
@@ -136,24 +107,9 @@ fn event() -> EventFd {
     EventFd::new(EFD_NONBLOCK).expect("an eventfd")
 }
 
-fn fields(values: &[u64]) -> Vec<u8> {
-    values
-        .iter()
-        .flat_map(|value| value.to_ne_bytes())
-        .collect()
-}
-
-fn config_header(offset: u64, size: usize) -> Vec<u8> {
-    let fields = [offset as u32, size as u32, 0];
-    fields
-        .iter()
-        .flat_map(|field| field.to_ne_bytes())
-        .collect()
-}
-
 impl Registers for VhostUserDriver {
     fn device_features(&mut self) -> u64 {
-        let features = self.ask(1, &[]);
+        let features = self.front_end.ask(GET_FEATURES, &[]);
         u64::from_ne_bytes(features[..].try_into().expect("8 bytes")) & !PROTOCOL_FEATURES
     }
 
@@ -168,7 +124,7 @@ impl Registers for VhostUserDriver {
 
     fn set_status(&mut self, status: u8) {
         if status == 0 {
-            self.tell(34, &[], &[]);
+            self.front_end.tell(RESET_DEVICE, &[], &[]);
             self.look_at_errors();
             (self.status, self.broken, self.errors) = (0, false, 0);
             return;
@@ -176,11 +132,11 @@ impl Registers for VhostUserDriver {
         let new = status & !self.status;
         self.status |= status;
         if new & FEATURES_OK != 0 {
-            self.tell(2, &[self.features | PROTOCOL_FEATURES], &[]);
+            self.tell(SET_FEATURES, &[self.features | PROTOCOL_FEATURES]);
         }
         if new & DRIVER_OK != 0 {
             for queue in 0..self.queues.len() {
-                self.tell(18, &[queue as u64 | 1 << 32], &[]);
+                self.tell(SET_VRING_ENABLE, &[pair(queue as u32, 1)]);
                 // A ring signals when it starts, because chains may have been used before.
                 let _ = self.queues[queue].call.read();
             }
@@ -192,17 +148,14 @@ impl Registers for VhostUserDriver {
     }
 
     fn read_config(&mut self, offset: u64, data: &mut [u8]) {
-        let mut payload = config_header(offset, data.len());
-        payload.resize(12 + data.len(), 0);
-        let reply = self.ask(24, &payload);
-        data.copy_from_slice(&reply[12..]);
+        let config = self.front_end.config(offset as u32, data.len() as u32);
+        data.copy_from_slice(&config);
     }
 
     fn write_config(&mut self, offset: u64, data: &[u8]) {
-        let mut payload = config_header(offset, data.len());
-        payload.extend_from_slice(data);
-        self.send(25, NEED_REPLY, &payload, &[]);
-        assert_eq!(self.reply(), [0; 8]);
+        let header = config_header(offset as u32, data.len() as u32);
+        let payload = [&header, data].concat();
+        self.front_end.tell(SET_CONFIG, &payload, &[]);
     }
 
     fn queue_max(&mut self, queue: u16) -> u16 {
@@ -219,15 +172,16 @@ impl Registers for VhostUserDriver {
     fn set_queue(&mut self, queue: u16, size: u16, addresses: [u64; 3]) {
         let index = u64::from(queue);
         let [descriptors, available, used] = addresses;
-        self.tell(8, &[index | u64::from(size) << 32], &[]);
-        self.tell(10, &[index], &[]);
-        self.tell(9, &[index, descriptors, used, available, 0], &[]);
+        self.tell(SET_VRING_NUM, &[index | u64::from(size) << 32]);
+        self.tell(SET_VRING_BASE, &[index]);
+        self.tell(SET_VRING_ADDR, &[index, descriptors, used, available, 0]);
         let Queue { kick, call, error } = &self.queues[usize::from(queue)];
         let fds = [call, error, kick].map(EventFd::as_raw_fd);
-        for (request, fd) in [13, 14, 12].into_iter().zip(fds) {
+        let requests = [SET_VRING_CALL, SET_VRING_ERR, SET_VRING_KICK];
+        for (request, fd) in requests.into_iter().zip(fds) {
             // SAFETY: the queue's descriptors are open as long as the driver.
             let fd = unsafe { BorrowedFd::borrow_raw(fd) };
-            self.tell(request, &[index], &[fd]);
+            self.front_end.tell(request, &payload(&[index]), &[fd]);
         }
     }
 
@@ -247,11 +201,11 @@ impl Registers for VhostUserDriver {
     }
 
     fn enable_queue(&mut self, queue: u16) {
-        self.tell(18, &[u64::from(queue) | 1 << 32], &[]);
+        self.tell(SET_VRING_ENABLE, &[pair(queue.into(), 1)]);
     }
 
     fn disable_queue(&mut self, queue: u16) {
-        self.tell(18, &[queue.into()], &[]);
+        self.tell(SET_VRING_ENABLE, &[queue.into()]);
     }
 
     fn queue_enabled(&mut self, _queue: u16) -> bool {

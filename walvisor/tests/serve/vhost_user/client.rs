@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::Duration;
 
-pub use walvisor_tests::vhost_user_client::BUFFER;
-use walvisor_tests::vhost_user_client::VhostUserClient;
+pub use walvisor_testkit::vhost_user_client::BUFFER;
+use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 /// Nothing takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(120);

@@ -20,8 +20,8 @@ use vm_memory::{
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use super::daemon;
-use super::front_end::memory;
 use crate::{MIB, create, metric, noise};
+use walvisor_testkit::vhost_user::memory;
 
 const PATIENCE: Timespec = Timespec {
     tv_sec: 120,

@@ -15,8 +15,8 @@ use rustix::io::ReadWriteFlags;
 
 use super::client::Client;
 use super::daemon;
-use super::front_end::*;
 use crate::{Daemon, create, noise};
+use walvisor_testkit::vhost_user::*;
 
 const PATIENCE: Timespec = Timespec {
     tv_sec: 120,

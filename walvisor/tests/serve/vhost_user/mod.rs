@@ -3,7 +3,6 @@
 mod activation;
 mod client;
 mod cloud_hypervisor;
-mod front_end;
 mod hostile;
 mod largest;
 mod libblkio;
@@ -11,7 +10,7 @@ mod members;
 mod requests;
 
 pub use client::{BUFFER, Client};
-pub use front_end::FrontEnd;
+pub use walvisor_testkit::vhost_user::FrontEnd;
 
 use std::path::Path;
 

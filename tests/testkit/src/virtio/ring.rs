@@ -13,12 +13,17 @@ const INDIRECT: u16 = 4;
 /// One descriptor's buffer.
 #[derive(Clone, Copy, Debug)]
 pub struct Piece {
+    /// Where it is.
     pub address: GuestAddress,
+    /// Its length in bytes.
     pub len: u32,
+    /// Whether the device writes it, or reads it.
     pub writable: bool,
 }
 
 impl Piece {
+    /// A buffer that the device reads.
+    #[must_use]
     pub fn readable(address: GuestAddress, len: u32) -> Self {
         Self {
             address,
@@ -27,6 +32,8 @@ impl Piece {
         }
     }
 
+    /// A buffer that the device writes.
+    #[must_use]
     pub fn writable(address: GuestAddress, len: u32) -> Self {
         Self {
             address,
@@ -39,6 +46,7 @@ impl Piece {
 /// Descriptor table, available ring and used ring, in that order.
 pub struct Ring {
     memory: Memory,
+    /// Number of descriptors.
     pub size: u16,
     descriptors: u64,
     available: u64,
@@ -59,6 +67,8 @@ impl Ring {
         size * 16 + (size * 2 + 6).next_multiple_of(4) + size * 8 + 6
     }
 
+    /// An empty ring at `at`.
+    #[must_use]
     pub fn new(memory: Memory, size: u16, at: GuestAddress, event_idx: bool) -> Self {
         let n = u64::from(size);
         let available = at.0 + n * 16;
@@ -82,6 +92,7 @@ impl Ring {
         [self.descriptors, self.available, self.used]
     }
 
+    /// Number of descriptors that no chain uses.
     pub fn free_descriptors(&self) -> usize {
         self.free.len()
     }
@@ -91,6 +102,7 @@ impl Ring {
         self.write_descriptor(self.descriptors, index, address, len, flags, next);
     }
 
+    /// Writes a descriptor, valid or not, of any table.
     pub fn write_descriptor(
         &self,
         table: u64,
@@ -222,10 +234,12 @@ impl Ring {
             .expect("flags");
     }
 
+    /// The used index, which the device writes.
     pub fn used_index(&self) -> u16 {
         self.load(self.used + 2)
     }
 
+    /// The used index up to which chains have been taken.
     pub fn last_used(&self) -> u16 {
         self.last_used
     }

@@ -1,0 +1,28 @@
+//! What the tests of all crates share: drivers, clients, and fixtures.
+//!
+//! ```text
+//!   virtio: Driver ── Ring, guest memory        nbd: handshake, requests, replies, two clients
+//!             └─ Registers: mmio, pci, vhost-user (each beside the tests that make such a device)
+//!   vhost_user: FrontEnd (any bytes)            queue: requests to a backend without a front-end
+//!   vhost_user_client: a third party's driver   process: programs that end with the test
+//!   random, wait, files, memory_fs
+//! ```
+//! It depends on `walvisor-block` only, so that unit tests of the other crates can use it too: with their own types, and not with
+//! those of a second copy of the crate.
+//!
+//! These stay apart, on purpose:
+//!
+//! * the embedded guest's driver (`guest-images/guest`), because it has no standard library, and drives real registers;
+//! * the fuzz targets' driver (`devices/fuzz`): every byte that it writes comes from the input, and its memory has guard pages;
+//! * [`vhost_user_client`] over the crate `virtio-driver` and `walvisor/tests/serve/vhost_user/cloud_hypervisor.rs` over the crate
+//!   `vhost`: their authors read the specification on their own.
+
+pub mod queue;
+mod random;
+pub mod vhost_user;
+pub mod vhost_user_client;
+pub mod virtio;
+mod wait;
+
+pub use random::{Random, noise, pattern};
+pub use wait::{PATIENCE, wait_until};
