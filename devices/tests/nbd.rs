@@ -10,16 +10,10 @@ use std::time::Duration;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::nbd::{Export, Listener, Server, Service, Tls};
 use walvisor_testkit::Random;
+use walvisor_testkit::nbd::*;
 
 const SESSIONS: u64 = 600;
 const SECTORS: u64 = 256;
-
-fn option(bytes: &mut Vec<u8>, option: u32, data: &[u8]) {
-    bytes.extend(b"IHAVEOPT");
-    bytes.extend(option.to_be_bytes());
-    bytes.extend((data.len() as u32).to_be_bytes());
-    bytes.extend(data);
-}
 
 /// A whole session in order, with requests of every kind.
 fn session(random: &mut Random) -> Vec<u8> {
@@ -31,40 +25,36 @@ fn session(random: &mut Random) -> Vec<u8> {
     };
     match extended {
         None => {}
-        Some(false) => option(&mut bytes, 8, &[]),
-        Some(true) => option(&mut bytes, 11, &[]),
+        Some(false) => bytes.extend(option(8, &[])),
+        Some(true) => bytes.extend(option(11, &[])),
     }
-    option(&mut bytes, 3, &[]);
+    bytes.extend(option(3, &[]));
     let mut query = vec![0; 4];
     query.extend(1_u32.to_be_bytes());
     query.extend(15_u32.to_be_bytes());
     query.extend(b"base:allocation");
-    option(&mut bytes, 10, &query);
-    option(
-        &mut bytes,
-        6,
-        &[0, 0, 0, 4, b'd', b'i', b's', b'k', 0, 1, 0, 3],
-    );
-    option(&mut bytes, 7, &[0; 6]);
+    bytes.extend(option(10, &query));
+    bytes.extend(option(6, &[&name("disk")[..], &[0, 1, 0, 3]].concat()));
+    bytes.extend(option(7, &[0; 6]));
     for cookie in 0..1 + random.below(20) {
-        let command = [0, 1, 3, 4, 6, 7][random.below(6) as usize];
+        let command =
+            [READ, WRITE, FLUSH, TRIM, WRITE_ZEROES, BLOCK_STATUS][random.below(6) as usize];
         let length = 512 * random.below(9);
         let offset = 512 * random.below(SECTORS);
-        let payload = u16::from(extended == Some(true) && command == 1) << 5;
-        let magic: u32 = match extended {
-            Some(true) => 0x21e4_1c71,
-            _ => 0x2560_9513,
-        };
-        bytes.extend(magic.to_be_bytes());
-        bytes.extend((payload | random.below(2) as u16).to_be_bytes());
-        bytes.extend((command as u16).to_be_bytes());
-        bytes.extend(cookie.to_be_bytes());
-        bytes.extend(offset.to_be_bytes());
-        match extended {
-            Some(true) => bytes.extend(length.to_be_bytes()),
-            _ => bytes.extend((length as u32).to_be_bytes()),
+        let flags = random.below(2) as u16;
+        if extended == Some(true) {
+            let payload = if command == WRITE { PAYLOAD_LEN } else { 0 };
+            bytes.extend(extended_request(
+                flags | payload,
+                command,
+                cookie,
+                offset,
+                length,
+            ));
+        } else {
+            bytes.extend(request(flags, command, cookie, offset, length as u32));
         }
-        if command == 1 {
+        if command == WRITE {
             bytes.resize(bytes.len() + length as usize, 0x5a);
         }
     }
@@ -128,35 +118,20 @@ fn no_message_harms_the_server() {
     assert!(counts.errors > 10 && counts.bytes_written > 0, "{counts:?}");
 }
 
-/// A client without structured replies that has chosen an export; `None`: the server has no such export.
-fn choose(path: &std::path::Path, export: &str) -> Option<UnixStream> {
-    let mut socket = UnixStream::connect(path).unwrap();
-    socket
-        .set_read_timeout(Some(Duration::from_secs(60)))
-        .unwrap();
-    socket.read_exact(&mut [0; 18]).unwrap();
-    let mut bytes = Vec::from(3_u32.to_be_bytes());
-    option(&mut bytes, 1, export.as_bytes());
-    socket.write_all(&bytes).unwrap();
-    socket.read_exact(&mut [0; 10]).ok().map(|()| socket)
-}
-
 /// Sends a write of the first sector.
-fn send_write(socket: &mut UnixStream, cookie: u64) -> std::io::Result<()> {
-    let mut bytes = header(1, cookie, 0, 512);
-    bytes.resize(bytes.len() + 512, 7);
-    socket.write_all(&bytes)
+fn send_write(client: &mut SimpleClient, cookie: u64) {
+    let header = request(0, WRITE, cookie, 0, 512);
+    let sent = client.stream.write_all(&[&header[..], &[7; 512]].concat());
+    sent.unwrap();
 }
 
 /// Reads the reply to a write, which succeeded; `false`: the connection has ended before it.
-fn read_reply(socket: &mut UnixStream, cookie: u64) -> bool {
-    let mut reply = [0; 16];
-    let whole = socket.read_exact(&mut reply).is_ok();
-    if whole {
-        assert_eq!(reply[..8], [0x67, 0x44, 0x66, 0x98, 0, 0, 0, 0]);
-        assert_eq!(reply[8..], cookie.to_be_bytes());
-    }
-    whole
+fn read_reply(client: &mut SimpleClient, cookie: u64) -> bool {
+    let reply = simple_reply(&mut client.stream);
+    reply.is_ok_and(|reply| {
+        assert_eq!(reply, (0, cookie));
+        true
+    })
 }
 
 #[test]
@@ -170,43 +145,33 @@ fn exports_come_and_go_and_their_clients_end_in_order() {
         tls: Tls::Off,
     }])
     .unwrap();
-    let mut staying = choose(&path, "stays").unwrap();
+    let choose = |export| SimpleClient::connect(&path, export);
+    let mut staying = choose("stays").unwrap();
     for round in 0..20 {
-        assert!(choose(&path, "comes").is_none());
+        assert!(choose("comes").is_err());
         let disk = Arc::new(RamDisk::new(SECTORS));
         assert!(server.add(0, export("comes", Arc::clone(&disk) as _)));
         assert!(!server.add(0, export("comes", Arc::clone(&disk) as _)));
         assert!(!server.add(1, export("comes", Arc::clone(&disk) as _)));
         // One client waits for its replies, and one does not read any.
-        let mut idle = choose(&path, "comes").unwrap();
-        let mut busy = choose(&path, "comes").unwrap();
-        send_write(&mut idle, round).unwrap();
+        let mut idle = choose("comes").unwrap();
+        let mut busy = choose("comes").unwrap();
+        send_write(&mut idle, round);
         assert!(read_reply(&mut idle, round));
         for cookie in 0..64 {
-            send_write(&mut busy, cookie).unwrap();
+            send_write(&mut busy, cookie);
         }
         assert!(server.remove(0, "comes"));
         assert!(!server.remove(0, "comes"));
         assert_eq!(Arc::strong_count(&disk), 1, "nobody uses the disk");
-        assert_eq!(idle.read(&mut [0; 16]).unwrap(), 0, "a clean end");
+        assert_eq!(idle.stream.read(&mut [0; 16]).unwrap(), 0, "a clean end");
         // What was taken is answered.
         let answered = (0..64).take_while(|cookie| read_reply(&mut busy, *cookie));
         assert!(answered.count() <= 64);
-        send_write(&mut staying, round).unwrap();
+        send_write(&mut staying, round);
         assert!(read_reply(&mut staying, round));
     }
     server.stop();
-}
-
-/// A request's header.
-fn header(command: u16, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
-    let mut bytes = Vec::from(0x2560_9513_u32.to_be_bytes());
-    bytes.extend([0, 0]);
-    bytes.extend(command.to_be_bytes());
-    bytes.extend(cookie.to_be_bytes());
-    bytes.extend(offset.to_be_bytes());
-    bytes.extend(len.to_be_bytes());
-    bytes
 }
 
 /// A client that has not asked for block sizes may send requests of up to 32 MiB. `integrityhuge` of nbd's own tests sends
@@ -224,27 +189,17 @@ fn a_request_of_more_than_32_mib_is_refused_and_changes_nothing() {
         tls: Tls::Off,
     }])
     .unwrap();
-    let mut client = choose(&path, "disk").unwrap();
-    let mut answer = |command, len: usize, payload: &[u8]| {
-        let mut request = header(command, 7, 481_280, len as u32);
-        request.extend(payload);
-        client.write_all(&request).unwrap();
-        let mut reply = [0; 16];
-        client.read_exact(&mut reply).unwrap();
-        assert_eq!(
-            (&reply[..4], &reply[8..]),
-            (&[0x67, 0x44, 0x66, 0x98][..], &7_u64.to_be_bytes()[..])
-        );
-        let error = u32::from_be_bytes(reply[4..8].try_into().unwrap());
-        let mut data = vec![0; if command == 0 && error == 0 { len } else { 0 }];
-        client.read_exact(&mut data).unwrap();
-        (error, data)
+    let mut client = SimpleClient::connect(&path, "disk").unwrap();
+    let mut answer = |command, data: &mut [u8]| {
+        let ended = client.end(command, 481_280, data.len(), data, false);
+        ended.map_err(|error| error.raw_os_error())
     };
-    const EINVAL: u32 = 22;
-    assert_eq!(answer(1, LONGEST, &vec![1; LONGEST]).0, 0);
-    assert_eq!(answer(1, LONGER, &vec![2; LONGER]).0, EINVAL);
-    assert_eq!(answer(0, LONGER, &[]).0, EINVAL);
-    let (error, data) = answer(0, LONGEST, &[]);
-    assert!(error == 0 && data.iter().all(|&byte| byte == 1));
+    const EINVAL: Option<i32> = Some(22);
+    assert_eq!(answer(WRITE, &mut vec![1; LONGEST]), Ok(()));
+    assert_eq!(answer(WRITE, &mut vec![2; LONGER]), Err(EINVAL));
+    assert_eq!(answer(READ, &mut vec![0; LONGER]), Err(EINVAL));
+    let mut data = vec![0; LONGEST];
+    assert_eq!(answer(READ, &mut data), Ok(()));
+    assert!(data.iter().all(|&byte| byte == 1));
     server.stop();
 }

@@ -4,10 +4,10 @@
 mod heap;
 mod support;
 
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags};
-use support::Place;
+use support::{Place, wait_until};
 use walvisor_storage::{
     BackendQueue, Buffer, CacheMode, Completion, DiskOptions, EngineKind, Operation, Port, Store,
     StoreOptions, create_disk,
@@ -115,11 +115,8 @@ fn writes_flushes_and_reads_reuse_memory() {
             // ready.
             client.allocations(64, 64, Client::write);
             client.allocations(16, 64, Client::read);
-            let began = Instant::now();
-            while !place.log().join("segment-00002").exists() {
-                assert!(began.elapsed() < Duration::from_secs(120));
-                std::thread::sleep(Duration::from_millis(10));
-            }
+            let segment = place.log().join("segment-00002");
+            wait_until("a spare segment", || segment.exists());
             std::thread::sleep(Duration::from_millis(100));
 
             let many = client.allocations(100, 64, Client::write);

@@ -2,7 +2,7 @@
 
 mod support;
 
-use support::{Place, fill, flush, run};
+use support::{Place, Random, fill, flush, run};
 use walvisor_storage::{
     Disk, DiskOptions, Look, Operation, Point, Retention, SnapshotName, Store, StoreOptions,
     Tracked, create_disk,
@@ -48,31 +48,24 @@ struct ChangesSince {
 }
 
 struct Model {
-    random: u64,
+    random: Random,
     since: Vec<ChangesSince>,
 }
 
 impl Model {
-    fn random(&mut self, below: u64) -> u64 {
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random % below
-    }
-
     /// Changes the disk in many ways.
     fn change(&mut self, disk: &Disk) {
         let mut port = disk.open_port().unwrap();
-        let mut next = self.random(SECTORS as u64);
+        let mut next = self.random.below(SECTORS as u64);
         for _ in 0..40 {
             // Often behind the range before, so that both are one in the index.
-            let sector = match self.random(2) {
+            let sector = match self.random.below(2) {
                 0 => next % SECTORS as u64,
-                _ => self.random(SECTORS as u64),
+                _ => self.random.below(SECTORS as u64),
             };
-            let sectors = (1 + self.random(60)).min(SECTORS as u64 - sector);
-            let byte = self.random(256) as u8;
-            let operation = match self.random(8) {
+            let sectors = (1 + self.random.below(60)).min(SECTORS as u64 - sector);
+            let byte = self.random.below(256) as u8;
+            let operation = match self.random.below(8) {
                 0 => Operation::Discard {
                     sector,
                     sectors: sectors as u32,
@@ -88,7 +81,7 @@ impl Model {
                 },
             };
             run(&mut port, operation).unwrap();
-            if self.random(5) == 0 {
+            if self.random.below(5) == 0 {
                 flush(&mut port);
             }
             for since in &mut self.since {
@@ -131,7 +124,7 @@ fn each_sector_that_has_changed_since_a_snapshot_is_told_and_no_other() {
     create_disk(&place.disk, SIZE, &place.log(), &options()).unwrap();
     let mut store = open(&place);
     let mut model = Model {
-        random: 0x9e37_79b9_7f4a_7c15,
+        random: Random(7),
         since: Vec::new(),
     };
     let mut passed = 0;
@@ -198,7 +191,7 @@ fn each_sector_that_has_changed_since_a_snapshot_is_told_and_no_other() {
     }
     Model {
         since: model_at,
-        random: 0,
+        random: Random(0),
     }
     .check(&look);
 }

@@ -4,7 +4,7 @@ mod support;
 
 use std::time::Duration;
 
-use support::{Place, flush, read, small, write};
+use support::{Place, flush, read, small, wait_until, write};
 use walvisor_storage::{DiskOptions, EngineKind, ErrorKind, Image, Store, StoreOptions};
 
 /// Writes of a test, each to a block of 4 KiB that is adjacent to no other. They fill less than half of the ring.
@@ -45,9 +45,7 @@ fn a_close_without_time_leaves_everything_in_the_log() {
     }
     // Nobody writes, so the ring never fills: the log is copied because it was left.
     let store = open(&place, Duration::ZERO);
-    while store.log_counters().checkpoints == 0 {
-        std::thread::sleep(Duration::from_millis(5));
-    }
+    wait_until("a checkpoint", || store.log_counters().checkpoints > 0);
     // With nothing left to copy, a close without time is whole.
     store.close().unwrap();
     assert_eq!(place.report().records, 0);

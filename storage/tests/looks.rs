@@ -4,9 +4,8 @@ mod support;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
 
-use support::{Place, Random, check_look, fill, flush, modify, read, run};
+use support::{Place, Random, check_look, fill, flush, modify, read, run, wait_until};
 use walvisor_storage::{
     Backend, DiskOptions, ErrorKind, Look, Operation, Point, Port, Retention, Store, StoreOptions,
     create_disk, scratch_file,
@@ -75,16 +74,12 @@ impl Oracle {
 
 /// Waits until a write and its FLUSH succeed.
 fn until_writable(port: &mut Port) {
-    let limit = Instant::now() + Duration::from_secs(60);
     let one = |port: &mut Port| {
         let data = fill(7, 8);
         run(port, Operation::Write { sector: 8, data })?;
         run(port, Operation::Flush)
     };
-    while one(port).is_err() {
-        assert!(Instant::now() < limit, "writes go on failing");
-        std::thread::sleep(Duration::from_millis(20));
-    }
+    wait_until("a write that succeeds", || one(port).is_ok());
 }
 
 /// Writes until the log is full. Returns how many writes succeeded.
@@ -226,11 +221,7 @@ fn writes_fail_while_a_look_needs_the_whole_log() {
             (11, disk.look(Point::Lsn(11), None).unwrap()),
         ];
         assert!(fill_up(&mut port) > 100);
-        let limit = Instant::now() + Duration::from_secs(60);
-        while disk.condition().name() != "no_space" {
-            assert!(Instant::now() < limit, "it does not say why");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_until("no_space", || disk.condition().name() == "no_space");
         oracle.check(&looks, "on a full log");
         drop(looks);
         until_writable(&mut port);

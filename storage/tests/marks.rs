@@ -4,9 +4,8 @@ mod support;
 
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
-use support::{Place, SIZE, flush, read, run, small, write};
+use support::{Place, SIZE, flush, read, run, small, wait_until, write};
 use walvisor_storage::{
     Backend, Commit, DiskOptions, EngineKind, ErrorKind, FullLogPolicy, LogMark, MarkText,
     Operation, Point, RecordKind, Retention, Store, StoreOptions, create_disk, disk_changes,
@@ -198,11 +197,7 @@ fn a_log_that_takes_no_writes_takes_no_marks() {
                     || run(&mut port, Operation::Flush).is_err()
             });
             assert!(full);
-            let limit = Instant::now() + Duration::from_secs(60);
-            while disk.condition().name() != "no_space" {
-                assert!(Instant::now() < limit, "it does not say why");
-                std::thread::sleep(Duration::from_millis(20));
-            }
+            wait_until("no_space", || disk.condition().name() == "no_space");
             let error = disk.mark(&text("full")).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::Io);
             let told = error.to_string();
@@ -214,11 +209,7 @@ fn a_log_that_takes_no_writes_takes_no_marks() {
         }
         drop(look);
         // There is room again, after a while if it was full.
-        let limit = Instant::now() + Duration::from_secs(60);
-        while let Err(error) = disk.mark(&text("room")) {
-            assert!(Instant::now() < limit, "{error}");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_until("room", || disk.mark(&text("room")).is_ok());
         let live = disk.clone();
         store.close().unwrap();
         let error = live.mark(&text("closed")).unwrap_err().to_string();

@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use support::{Place, SmallFileSystem, flush, run, write};
+use support::{Place, Random, SmallFileSystem, flush, run, write};
 use walvisor_storage::{
     DiskOptions, DiskReport, EngineKind, ErrorKind, Operation, Result, Store, StoreOptions,
     export_disk, import_disk, inspect_with_progress,
@@ -41,23 +41,15 @@ fn check(place: &Place, threads: usize) -> (Result<DiskReport>, Vec<(u64, u64)>)
     with_calls(|progress| inspect_with_progress(&place.disk, &place.log(), threads, progress))
 }
 
-/// The next pseudo-random number, for contents that differ everywhere.
-fn next(number: &mut u64) -> u64 {
-    *number = number
-        .wrapping_mul(6_364_136_223_846_793_005)
-        .wrapping_add(1_442_695_040_888_963_407);
-    *number >> 33
-}
-
 /// Creates a raw image with long and short stretches of data, and holes between them.
 fn raw_image(path: &Path) {
     let raw = File::create(path).unwrap();
     raw.set_len(DISK).unwrap();
-    let mut number = 1;
+    let mut random = Random(1);
     let long = vec![0x5a; 21 << 20];
     raw.write_all_at(&long, 2 * MIB).unwrap();
     for at in (24 * MIB..DISK - 8192).step_by(64 << 10) {
-        let bytes = (next(&mut number) as u32).to_le_bytes().repeat(1024);
+        let bytes = (random.next() as u32).to_le_bytes().repeat(1024);
         raw.write_all_at(&bytes, at).unwrap();
     }
     raw.write_all_at(&[7; 512], DISK - 512).unwrap();
@@ -73,17 +65,17 @@ fn unclosed() -> Place {
     let disks = [DiskOptions::new(&place.disk)];
     let store = Store::open(&place.log(), &disks, &options(2)).unwrap();
     let mut port = store.disks()[0].open_port().unwrap();
-    let mut number = 2;
+    let mut random = Random(2);
     for _ in 0..120 {
-        let sectors = 1 + next(&mut number) % 200;
-        let sector = next(&mut number) % (DISK / 512 - sectors);
-        match next(&mut number) % 8 {
+        let sectors = 1 + random.below(200);
+        let sector = random.below(DISK / 512 - sectors);
+        match random.below(8) {
             0 => {
                 let sectors = sectors as u32;
                 run(&mut port, Operation::Discard { sector, sectors }).unwrap();
             }
             1 => flush(&mut port),
-            _ => write(&mut port, sector, number as u8, sectors as usize),
+            _ => write(&mut port, sector, random.next() as u8, sectors as usize),
         }
     }
     flush(&mut port);

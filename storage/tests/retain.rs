@@ -5,7 +5,7 @@ mod support;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use support::{Place, fill, flush, read, run, write};
+use support::{Place, fill, flush, read, run, wait_until, write};
 use walvisor_storage::{
     Allocation, Backend, Disk, DiskOptions, ErrorKind, LogHistory, Operation, Point, Retention,
     Store, StoreOptions, create_disk, disk_changes, export_disk, inspect, leave_log, resize_disk,
@@ -526,16 +526,13 @@ fn writes_fail_while_a_look_needs_the_whole_log() {
     };
     let failed = (0..2000).find(|&number| one(&mut port, number).is_err());
     assert!(failed.is_some_and(|written| written > 100), "{failed:?}");
-    let limit = std::time::Instant::now() + std::time::Duration::from_secs(60);
-    while disk.condition().name() != "no_space" {
-        assert!(std::time::Instant::now() < limit, "it does not say why");
-        assert!(one(&mut port, 5).is_err());
-    }
+    wait_until("no_space", || {
+        let says_why = disk.condition().name() == "no_space";
+        assert!(says_why || one(&mut port, 5).is_err());
+        says_why
+    });
     drop(look);
-    while one(&mut port, 5).is_err() {
-        assert!(std::time::Instant::now() < limit, "writes go on failing");
-        std::thread::sleep(std::time::Duration::from_millis(20));
-    }
+    wait_until("a write that succeeds", || one(&mut port, 5).is_ok());
     drop(port);
     store.close().unwrap();
 }

@@ -5,7 +5,7 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use support::{SmallFileSystem, fill, flush, read, run};
+use support::{SmallFileSystem, fill, flush, read, run, wait_until};
 use walvisor_storage::{
     Backend, BackendQueue, Condition, DiskOptions, EngineKind, Failure, FullLogPolicy, Operation,
     Port, Store, StoreOptions, create_disk,
@@ -85,13 +85,9 @@ fn a_full_file_system_of_the_base_image_is_survived() {
         // The next attempt to empty the log, a second later at most, succeeds. Until then there may be a little
         // room in the ring's last segment, left by the attempt before.
         wait_for(&store, |condition| *condition == Condition::Ok);
-        let began = Instant::now();
         let all = written + 100;
         for number in written..all {
-            while write(&mut port, number).is_err() {
-                assert!(began.elapsed() < Duration::from_secs(120), "never again");
-                std::thread::sleep(Duration::from_millis(20));
-            }
+            wait_until("room", || write(&mut port, number).is_ok());
         }
         drop(port);
         store.close().unwrap();

@@ -4,7 +4,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use support::{Place, SIZE, fill, flush, read, run, small, wait_all, write};
+use support::{Place, SIZE, fill, flush, read, run, small, wait_all, wait_until, write};
 use walvisor_storage::{
     Backend, BackendQueue, Buffer, CacheMode, CommitWait, DiskOptions, EngineKind, Failure,
     Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
@@ -263,9 +263,9 @@ fn a_slow_medium_is_charged_for_writes_and_syncs() {
         write(&mut port, i * 32, 7, 32);
     }
     port.kick();
-    while store.log_counters().log_bytes < 256 << 10 {
-        std::thread::sleep(Duration::from_millis(1));
-    }
+    wait_until("the records", || {
+        store.log_counters().log_bytes >= 256 << 10
+    });
     assert_eq!(store.log_counters().syncs, 5);
     flush(&mut port);
     assert_eq!(place.crash().report().records, 5 + 48);
@@ -300,10 +300,10 @@ fn writes_beside_a_sync(engine: EngineKind, latency: Duration) -> bool {
     }
     let mut done = Vec::new();
     // Two batches of at least an eighth of a segment each, besides the group's own.
-    while store.log_counters().log_bytes < 256 << 10 {
+    wait_until("two batches", || {
         ports[1].completions(&mut done);
-        std::thread::sleep(Duration::from_millis(1));
-    }
+        store.log_counters().log_bytes >= 256 << 10
+    });
     let overlap = store.log_counters().syncs == 0;
     assert_eq!(wait_all(&mut [&mut ports[0]], 1)[0].token, 9);
     assert_eq!(store.log_counters().syncs, 1);
@@ -601,13 +601,5 @@ fn records_without_payload_are_checkpointed_before_they_are_too_many() {
             SIZE / 512
         );
     }
-    let deadline = std::time::Instant::now() + std::time::Duration::from_secs(120);
-    while store.log_counters().checkpoints == 0 {
-        assert!(
-            std::time::Instant::now() < deadline,
-            "no checkpoint: {:?}",
-            store.log_counters()
-        );
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
+    wait_until("a checkpoint", || store.log_counters().checkpoints > 0);
 }

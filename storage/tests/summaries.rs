@@ -6,7 +6,7 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use support::{Place, SIZE, flush, read, run, small, write};
+use support::{Place, SIZE, flush, read, run, small, wait_until, write};
 use walvisor_storage::{
     DamagedHeader, DiskOptions, EngineKind, ErrorKind, Failure, Operation, Store, StoreOptions,
     create_disk, dump_records, inspect,
@@ -75,9 +75,7 @@ fn three_segments() -> Place {
     // No request waits for a summary to be written.
     for slot in 0..2 {
         let segment = place.log().join(format!("segment-{slot:05}"));
-        while !footer(&segment).starts_with(b"WALVSUMM") {
-            std::thread::sleep(std::time::Duration::from_millis(1));
-        }
+        wait_until("a summary", || footer(&segment).starts_with(b"WALVSUMM"));
     }
     let crashed = place.crash();
     let found = records(&crashed);

@@ -2,16 +2,11 @@
 
 mod support;
 
-use std::time::{Duration, Instant};
-
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use support::Place;
+use support::{Place, wait};
 use walvisor_storage::{
     BackendQueue, Buffer, Completion, DiskOptions, Operation, Store, StoreOptions,
 };
 
-/// Far longer than anything here takes: a test that waits so long has hung.
-const LONG: Duration = Duration::from_secs(120);
 const MIB: u64 = 1 << 20;
 const BLOCK: usize = 4096;
 
@@ -27,20 +22,7 @@ fn write(port: &mut dyn BackendQueue, token: u64, block: u64) {
 
 /// Serves the port until `count` requests have ended.
 fn serve(port: &mut dyn BackendQueue, count: usize) -> Vec<Completion> {
-    let began = Instant::now();
-    let mut done = Vec::new();
-    port.kick();
-    while done.len() < count {
-        assert!(
-            began.elapsed() < LONG,
-            "{} of {count} have ended",
-            done.len()
-        );
-        let mut fds = [PollFd::from_borrowed_fd(port.event(), PollFlags::IN)];
-        let second = Timespec::try_from(Duration::from_secs(1)).unwrap();
-        poll(&mut fds, Some(&second)).unwrap();
-        port.completions(&mut done);
-    }
+    let done = wait(port, count);
     assert!(done.iter().all(|end| end.result.is_ok()), "{done:?}");
     done
 }

@@ -18,6 +18,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use serde_json::Value;
 use tempfile::TempDir;
 use walvisor_guest_images::{Guest, UserMode};
+use walvisor_testkit::Random;
 use walvisor_tests::{Daemon, binary, have, leash, postgresql, succeed};
 
 const SQLITE: &str = include_str!("../scripts/sqlite.sh");
@@ -127,7 +128,7 @@ fn sqlite_keeps_what_it_acknowledged_with_either_journal() {
 /// A disk, the commits acknowledged to its clients, and the random choices of when to cut the power.
 struct Site {
     dir: TempDir,
-    random: u64,
+    random: Random,
     /// The number of each client's last acknowledged commit. The numbers begin with 1.
     journal: BTreeMap<String, u64>,
     boots: u32,
@@ -156,20 +157,11 @@ impl Site {
         succeed(dir.path(), "disk create disk.img --size 512M");
         Some(Self {
             dir,
-            random: seed | 1,
+            random: Random(seed),
             journal: BTreeMap::new(),
             boots: 0,
             cuts: 0,
         })
-    }
-
-    /// A number below `limit`.
-    fn random(&mut self, limit: u64) -> u64 {
-        // Xorshift.
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        (self.random >> 16) % limit
     }
 
     fn boot(&mut self, script: &str, make: Option<&str>, work: bool) -> (Daemon, Guest) {
@@ -180,7 +172,7 @@ impl Site {
         let script = format!(
             "MAKE={:?}\nSEED={}\nWORK={}\n{script}",
             make.unwrap_or_default(),
-            self.random(1 << 30),
+            self.random.below(1 << 30),
             if work { "yes" } else { "" }
         );
         let guest = UserMode {
@@ -271,7 +263,7 @@ impl Site {
     /// Lets the clients work for a while, and until the guest has printed lines with the beginnings `wanted`. May run
     /// a checkpoint of the log. Then cuts the power.
     fn work_until_cut(&mut self, daemon: Daemon, mut guest: Guest, wanted: &[&str]) {
-        let (mut commits, mut wanted) = (40 + self.random(200), wanted.to_vec());
+        let (mut commits, mut wanted) = (40 + self.random.below(200), wanted.to_vec());
         while commits > 0 || !wanted.is_empty() {
             let line = guest.wait_for("guest: ").unwrap();
             wanted.retain(|start| !line.starts_with(start));
@@ -281,7 +273,7 @@ impl Site {
             }
         }
         let mut checkpoint: Option<Child> = None;
-        if self.random(2) == 0 {
+        if self.random.below(2) == 0 {
             let mut ctl = Command::new(binary());
             ctl.args(["ctl", "c", "checkpoint"])
                 .current_dir(self.dir.path())
@@ -289,8 +281,8 @@ impl Site {
                 .stderr(Stdio::null());
             checkpoint = Some(leash(&mut ctl).spawn().unwrap());
         }
-        thread::sleep(Duration::from_micros(self.random(60_000)));
-        let said = if self.random(2) == 0 {
+        thread::sleep(Duration::from_micros(self.random.below(60_000)));
+        let said = if self.random.below(2) == 0 {
             daemon.kill();
             guest.kill()
         } else {

@@ -18,10 +18,11 @@ use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use std::thread;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use rustix::process::{Pid, Signal, kill_process};
 use walvisor_guest_images::UserMode;
+use walvisor_testkit::wait_until;
 use walvisor_tests::{binary, have};
 
 /// The machine's disk in MiB.
@@ -289,9 +290,5 @@ fn a_machine_whose_first_process_is_killed_leaves_no_other() {
     let first = all.iter().find(|(parent, _)| *parent == std::process::id());
     // The kernel does the same when the test is killed.
     kill_process(first.expect("one of ours").1, Signal::KILL).unwrap();
-    let start = Instant::now();
-    while !processes(dir.path()).is_empty() {
-        assert!(start.elapsed() < Duration::from_secs(120));
-        thread::sleep(Duration::from_millis(10));
-    }
+    wait_until("the end of all", || processes(dir.path()).is_empty());
 }

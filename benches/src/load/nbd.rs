@@ -8,27 +8,13 @@ use std::path::Path;
 use std::thread::{self, ScopedJoinHandle};
 use std::time::Duration;
 
+use walvisor_testkit::nbd::{FLUSH, READ, WRITE, go, greet, request, simple_reply};
+
 use super::loops::{Loops, NextRequest, Tally, Work};
 use crate::session::Session;
 
 /// Even on the slowest machine no request takes this long.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(600);
-
-const GREETING: &[u8; 16] = b"NBDMAGICIHAVEOPT";
-/// Client flags: fixed newstyle, no zeroes.
-const CLIENT_FLAGS: u32 = 3;
-const OPTION: u64 = 0x4948_4156_454f_5054;
-const OPTION_REPLY: u64 = 0x0003_e889_0455_65a9;
-const GO: u32 = 7;
-const ACK: u32 = 1;
-const INFO: u32 = 3;
-const INFO_EXPORT: u16 = 0;
-/// The server supports FLUSH: it has a write cache.
-pub const SEND_FLUSH: u16 = 1 << 2;
-const REQUEST: u32 = 0x2560_9513;
-const REPLY: u32 = 0x6744_6698;
-/// Longest option reply that this client accepts.
-const LONGEST_OPTION_REPLY: u32 = 64 << 10;
 
 /// A connection in the transmission phase.
 pub struct NbdClient {
@@ -42,62 +28,15 @@ impl NbdClient {
     /// # Errors
     /// If there is no server, or it has no such export.
     pub fn connect(socket: &Path, export: &str) -> io::Result<(Self, u16)> {
-        let stream = UnixStream::connect(socket)?;
+        let mut stream = UnixStream::connect(socket)?;
         stream.set_read_timeout(Some(REPLY_TIMEOUT))?;
         stream.set_write_timeout(Some(REPLY_TIMEOUT))?;
+        greet(&mut stream)?;
+        let flags = go(&mut stream, export)?;
         // Large enough for all requests in flight, so that they are sent in one call.
         let writer = BufWriter::with_capacity(256 << 10, stream.try_clone()?);
         let reader = BufReader::with_capacity(256 << 10, stream);
-        let mut client = Self { reader, writer };
-        let flags = client.choose(export)?;
-        Ok((client, flags))
-    }
-
-    fn choose(&mut self, export: &str) -> io::Result<u16> {
-        if &self.take::<16>()? != GREETING {
-            return Err(io::Error::other("no NBD server answers there"));
-        }
-        self.take::<2>()?;
-        let mut option = Vec::from(CLIENT_FLAGS.to_be_bytes());
-        option.extend(OPTION.to_be_bytes());
-        option.extend(GO.to_be_bytes());
-        // Length and name of the export, and no requests for information.
-        option.extend((export.len() as u32 + 6).to_be_bytes());
-        option.extend((export.len() as u32).to_be_bytes());
-        option.extend(export.as_bytes());
-        option.extend([0, 0]);
-        self.writer.write_all(&option)?;
-        self.writer.flush()?;
-        let mut flags = None;
-        loop {
-            let (magic, _option) = (self.take::<8>()?, self.take::<4>()?);
-            let kind = u32::from_be_bytes(self.take()?);
-            let length = u32::from_be_bytes(self.take()?);
-            if u64::from_be_bytes(magic) != OPTION_REPLY || length > LONGEST_OPTION_REPLY {
-                return Err(io::Error::other("the server's handshake is invalid"));
-            }
-            let mut data = vec![0; length as usize];
-            self.reader.read_exact(&mut data)?;
-            match (kind, data.as_slice()) {
-                (ACK, _) => {
-                    return flags.ok_or_else(|| io::Error::other("the server sends no flags"));
-                }
-                // The reply holds the information's number, the size and the flags.
-                (INFO, &[a, b, .., c, d]) if u16::from_be_bytes([a, b]) == INFO_EXPORT => {
-                    flags = Some(u16::from_be_bytes([c, d]));
-                }
-                (INFO, _) => {}
-                (kind, _) => {
-                    return Err(io::Error::other(format!("the server refuses ({kind:#x})")));
-                }
-            }
-        }
-    }
-
-    fn take<const N: usize>(&mut self) -> io::Result<[u8; N]> {
-        let mut bytes = [0; N];
-        self.reader.read_exact(&mut bytes)?;
-        Ok(bytes)
+        Ok((Self { reader, writer }, flags))
     }
 
     /// Runs all `loops`, with their requests in flight together.
@@ -115,10 +54,9 @@ impl NbdClient {
             if self.reader.buffer().is_empty() {
                 self.writer.flush()?;
             }
-            let magic = u32::from_be_bytes(self.take()?);
-            let error = u32::from_be_bytes(self.take()?);
-            let slot = u64::from_be_bytes(self.take()?) as usize;
-            if magic != REPLY || slot >= reads.len() {
+            let (error, slot) = simple_reply(&mut self.reader)?;
+            let slot = slot as usize;
+            if slot >= reads.len() {
                 return Err(io::Error::other("the server's reply is invalid"));
             }
             if error != 0 {
@@ -140,17 +78,13 @@ impl NbdClient {
     }
 
     fn request(&mut self, slot: usize, next: NextRequest, data: &[u8]) -> io::Result<()> {
-        let (command, offset, length): (u16, u64, u32) = match next {
-            NextRequest::Read(offset) => (0, offset, data.len() as u32),
-            NextRequest::Write(offset) => (1, offset, data.len() as u32),
-            NextRequest::Flush => (3, 0, 0),
+        let length = data.len() as u32;
+        let header = match next {
+            NextRequest::Read(offset) => request(0, READ, slot as u64, offset, length),
+            NextRequest::Write(offset) => request(0, WRITE, slot as u64, offset, length),
+            NextRequest::Flush => request(0, FLUSH, slot as u64, 0, 0),
         };
-        self.writer.write_all(&REQUEST.to_be_bytes())?;
-        self.writer.write_all(&[0, 0])?;
-        self.writer.write_all(&command.to_be_bytes())?;
-        self.writer.write_all(&(slot as u64).to_be_bytes())?;
-        self.writer.write_all(&offset.to_be_bytes())?;
-        self.writer.write_all(&length.to_be_bytes())?;
+        self.writer.write_all(&header)?;
         if let NextRequest::Write(_) = next {
             self.writer.write_all(data)?;
         }

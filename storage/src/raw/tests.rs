@@ -4,8 +4,9 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use walvisor_testkit::Random;
+use walvisor_testkit::queue::{fill, wait};
 
 use super::*;
 use crate::{Allocation, Buffer, Failure, MAX_REQUEST_BYTES};
@@ -56,16 +57,7 @@ impl Client {
 
     /// Waits for all requests: their results in the order in which they were submitted.
     fn finish(&mut self) -> Vec<Result<Option<Buffer>, Failure>> {
-        let mut done = Vec::new();
-        self.queue.kick();
-        loop {
-            self.queue.completions(&mut done);
-            if done.len() as u64 == self.submitted {
-                break;
-            }
-            let event = self.queue.event();
-            poll(&mut [PollFd::new(&event, PollFlags::IN)], None).expect("poll");
-        }
+        let mut done = wait(&mut *self.queue, self.submitted as usize);
         self.submitted = 0;
         done.sort_by_key(|completion| completion.token);
         done.into_iter()
@@ -80,7 +72,7 @@ impl Client {
 }
 
 fn write(sector: u64, byte: u8, sectors: usize) -> Operation {
-    let data = Buffer::from(&vec![byte; sectors * SECTOR][..]);
+    let data = fill(byte, sectors);
     Operation::Write { sector, data }
 }
 
@@ -103,13 +95,8 @@ fn every_operation_does_what_the_model_does_in_every_cache_mode() {
         on_every_engine(cache, |disk, path| {
             let mut client = Client::new(disk);
             let mut model = vec![0_u8; SECTORS as usize * SECTOR];
-            let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-            let mut below = |bound: u64| {
-                state ^= state << 13;
-                state ^= state >> 7;
-                state ^= state << 17;
-                state % bound
-            };
+            let mut random = Random(7);
+            let mut below = |bound| random.below(bound);
             for round in 0..400_u64 {
                 let sectors = 1 + below(64);
                 let sector = below(SECTORS - sectors + 1);

@@ -16,6 +16,7 @@ use std::process::ExitCode;
 use std::thread;
 use std::time::Duration;
 
+use walvisor_testkit::Random;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 const BLOCK: usize = 4096;
@@ -124,12 +125,9 @@ fn load(path: &str, allowed: &Allowed, writes: Option<usize>) -> io::Result<(All
     // What was read may not be durable yet.
     disk.flush()?;
     let mut flushed = 0;
-    let mut random = 0x9e37_79b9_u64;
+    let mut random = Random(7);
     for number in 0..writes.unwrap_or(usize::MAX) {
-        random = random
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1);
-        let (block, value) = ((random >> 33) as usize % BLOCKS, (number % 251) as u8);
+        let (block, value) = (random.below(BLOCKS as u64) as usize, (number % 251) as u8);
         allowed[block].push(value);
         let done = disk.write(block, value).and_then(|()| disk.flush());
         match done {

@@ -17,6 +17,7 @@
 //! * [`vhost_user_client`] over the crate `virtio-driver` and `walvisor/tests/serve/vhost_user/cloud_hypervisor.rs` over the crate
 //!   `vhost`: their authors read the specification on their own.
 
+pub mod nbd;
 pub mod queue;
 mod random;
 pub mod vhost_user;

@@ -8,9 +8,9 @@ use std::os::unix::net::UnixListener;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use walvisor_testkit::nbd::{READ, RawClient, WRITE};
 use walvisor_tests::have;
 
-use super::raw_client::{READ, RawClient, WRITE};
 use super::{Daemon, WALVISOR, client, create, text};
 
 /// `walvisor serve nbd` with `socket` as descriptor 3. A shell runs `variables` first; $$ in it is
@@ -139,7 +139,7 @@ fn inherited_sockets_must_belong_to_disks() {
     let variables = "LISTEN_PID=1 LISTEN_FDS=1";
     let mut command = activated(dir, unix, variables, "--disk path=disk.img,socket=s");
     let daemon = Daemon::start_as(dir, &mut command, 1);
-    RawClient::extended(&dir.join("s"));
+    let _ = RawClient::extended(&dir.join("s"));
     assert_eq!(daemon.stop(), "");
     assert!(!dir.join("s").exists() && dir.join("u").exists());
 }

@@ -8,10 +8,10 @@ use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
 
-use super::raw_client::{FLUSH, READ, RawClient, WRITE};
 use super::vhost_user::FrontEnd;
 use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
 use walvisor_storage::{StoreOptions, create_disk};
+use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
 use walvisor_tests::MemoryFs;
 
 /// Replies of this kind and above are errors.

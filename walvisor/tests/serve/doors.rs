@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
+use walvisor_testkit::nbd::RawClient;
 
 use super::control::ctl;
-use super::raw_client::RawClient;
 use super::vhost_user::Client;
 use super::{Daemon, WALVISOR, create, text, walvisor};
 

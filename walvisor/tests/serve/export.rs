@@ -11,9 +11,9 @@ use std::thread;
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use walvisor_storage::{StoreOptions, create_disk, default_log_dir};
+use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::{MemoryFs, leash};
 
-use super::raw_client::RawClient;
 use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
 
 const BLOCK: u64 = 4096;

@@ -3,9 +3,9 @@
 use std::fs;
 use std::path::Path;
 
+use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::MemoryFs;
 
-use super::raw_client::RawClient;
 use super::{Daemon, MIB, create, text, walvisor};
 
 /// How a guest's first sector begins when cryptsetup has encrypted the whole disk.

@@ -4,8 +4,8 @@ use std::fs;
 use std::path::Path;
 
 use serde_json::Value;
+use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
 
-use super::raw_client::{FLUSH, READ, RawClient, WRITE};
 use super::vhost_user::{BUFFER, Client};
 use super::{Daemon, MIB, create, metric, noise, text, walvisor};
 use walvisor_storage::{StoreOptions, create_disk};

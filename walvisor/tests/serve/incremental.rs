@@ -5,9 +5,9 @@ use std::fs;
 use std::path::Path;
 
 use serde_json::Value;
+use walvisor_testkit::nbd::{RawClient, WRITE_ZEROES};
 use walvisor_tests::have;
 
-use super::raw_client::{RawClient, WRITE_ZEROES};
 use super::{Daemon, client, create, noise, run_client, text, walvisor};
 
 const SIZE: usize = 16 << 20;

@@ -4,9 +4,9 @@
 use std::fs::File;
 use std::path::Path;
 
+use walvisor_testkit::nbd::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
 use walvisor_tests::have;
 
-use super::raw_client::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
 use super::{Daemon, MIB, client, create, text, walvisor};
 
 /// The largest disk in bytes that Linux and the NBD protocol can address: offsets are signed.

@@ -10,9 +10,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
+use walvisor_testkit::nbd::{READ, RawClient, WRITE};
 use walvisor_tests::have_python;
 
-use super::raw_client::{READ, RawClient, WRITE};
 use super::{Daemon, WALVISOR, create, text, walvisor};
 
 /// Asserts exit `status` and one line on stderr with each of `parts`.

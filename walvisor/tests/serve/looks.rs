@@ -6,8 +6,8 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
+use walvisor_testkit::nbd::{READ, RawClient, WRITE};
 
-use super::raw_client::{READ, RawClient, WRITE};
 use super::{Daemon, MIB, create, noise, text, walvisor};
 
 /// Asks the daemon.

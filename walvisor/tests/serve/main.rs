@@ -19,7 +19,6 @@ mod looking;
 mod looks;
 mod members;
 mod qemu_locks;
-mod raw_client;
 mod recovery;
 mod sandbox;
 mod slow_holes;

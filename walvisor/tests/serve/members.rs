@@ -12,9 +12,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
+use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
 
 use super::control::ctl;
-use super::raw_client::{FLUSH, READ, RawClient, WRITE};
 use super::{Daemon, create, text, walvisor};
 
 /// Disks that stay, and disks that come and go.

@@ -5,9 +5,9 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 use std::thread;
 
+use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::terminal;
 
-use super::raw_client::RawClient;
 use super::{Daemon, WALVISOR, create, noise};
 
 /// Its close copies everything, however slow the machine is.

@@ -4,8 +4,8 @@ use std::os::fd::{AsRawFd, FromRawFd, OwnedFd};
 use std::ptr;
 
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
+use walvisor_testkit::nbd::RawClient;
 
-use super::raw_client::RawClient;
 use super::{Daemon, create};
 
 /// struct io_uring_params (linux/io_uring.h): ten numbers, then the offsets of the parts of both queues.

@@ -6,9 +6,9 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use walvisor_testkit::nbd::{BLOCK_STATUS, RawClient};
 use walvisor_tests::{have, leash};
 
-use super::raw_client::{BLOCK_STATUS, RawClient};
 use super::{Daemon, client, create};
 
 /// An image in a file system whose program can be halted.

@@ -4,9 +4,9 @@
 use std::fs;
 use std::path::Path;
 
+use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::have;
 
-use super::raw_client::RawClient;
 use super::{Daemon, create, foreign, run_client, text, walvisor};
 
 const STARTTLS: u32 = 5;

@@ -4,10 +4,10 @@ use std::fs;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use walvisor_testkit::nbd::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
 use walvisor_tests::have_python;
 
 use super::lifecycle::WITHOUT_IO_URING;
-use super::raw_client::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
 use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
 
 const TRIM: u16 = 4;

@@ -7,8 +7,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::device_mapper::LogWrites;
 use crate::history::{Chain, Mark, State, hash};
-use crate::nbd::{Nbd, Request};
-use crate::random::Random;
+use walvisor_testkit::Random;
+use walvisor_testkit::nbd::{FLUSH, READ, SimpleClient, TRIM, WRITE, WRITE_ZEROES};
 
 /// Longest request: a quarter of the log's segments.
 const LONGEST: usize = 64 << 10;
@@ -79,10 +79,10 @@ impl Client {
 
     /// Connects, reads the region, and makes its state durable. After a kill the client continues from the state that
     /// it reads.
-    pub fn connect(&mut self, socket: &Path, marks: &LogWrites) -> io::Result<Nbd> {
-        let mut nbd = Nbd::connect(socket, &self.chain.disk)?;
+    pub fn connect(&mut self, socket: &Path, marks: &LogWrites) -> io::Result<SimpleClient> {
+        let mut nbd = SimpleClient::connect(socket, &self.chain.disk)?;
         let (at, len) = (self.chain.offset as u64, self.chain.len);
-        nbd.end(Request::Read, at, len, &mut self.region, false)?;
+        nbd.end(READ, at, len, &mut self.region, false)?;
         let now = hash(&self.region);
         // A kill of the daemon loses no answered write.
         let answered = |state: &State| state.ended != u64::MAX;
@@ -98,7 +98,7 @@ impl Client {
             asked: self.chain.states[found].asked,
             ended: tick(),
         });
-        nbd.end(Request::Flush, 0, 0, &mut [], false)?;
+        nbd.end(FLUSH, 0, 0, &mut [], false)?;
         self.acknowledge(marks)?;
         Ok(nbd)
     }
@@ -113,7 +113,7 @@ impl Client {
     }
 
     /// Runs one operation, and sometimes a FLUSH after it.
-    pub fn step(&mut self, nbd: &mut Nbd, marks: &LogWrites) -> io::Result<()> {
+    pub fn step(&mut self, nbd: &mut SimpleClient, marks: &LogWrites) -> io::Result<()> {
         let random = &mut self.random;
         let (longest, zeroes, forced, flushed) = match self.habit {
             Habit::Commits => (8 << 10, false, false, true),
@@ -133,11 +133,11 @@ impl Client {
         let (at, len) = (first * SECTOR, sectors * SECTOR);
         let mut data = vec![0; len];
         let request = match (zeroes, random.once_in(2)) {
-            (true, true) => Request::Trim,
-            (true, false) => Request::WriteZeroes,
-            (false, _) => Request::Write,
+            (true, true) => TRIM,
+            (true, false) => WRITE_ZEROES,
+            (false, _) => WRITE,
         };
-        if request == Request::Write {
+        if request == WRITE {
             random.fill(&mut data);
         }
         self.region[at..at + len].copy_from_slice(&data);
@@ -153,7 +153,7 @@ impl Client {
         nbd.end(request, offset, len, &mut data, forced)?;
         self.chain.states.last_mut().expect("a state").ended = tick();
         if flushed {
-            nbd.end(Request::Flush, 0, 0, &mut [], false)?;
+            nbd.end(FLUSH, 0, 0, &mut [], false)?;
         }
         if forced || flushed || self.habit == Habit::Trusts {
             self.acknowledge(marks)?;

@@ -19,9 +19,7 @@ mod faults;
 mod history;
 mod judge;
 mod log_writes;
-mod nbd;
 mod points;
-mod random;
 mod record;
 
 use std::fs::{self, File};
@@ -34,8 +32,8 @@ use history::{History, Mark};
 use judge::Judge;
 use log_writes::Log;
 use points::{CutPlaces, Point};
-use random::Random;
 use record::Plan;
+use walvisor_testkit::Random;
 
 /// The disk that loses power, in the guest's memory. It has a write cache and supports FUA.
 const DATA: &str = "/dev/sda";

@@ -9,7 +9,7 @@ use std::path::Path;
 use walvisor_storage::Buffer;
 
 use crate::log_writes::{Entry, Log, SECTOR};
-use crate::random::Random;
+use walvisor_testkit::Random;
 
 /// Which writes that were not yet durable are on the medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

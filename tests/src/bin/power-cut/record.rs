@@ -16,7 +16,8 @@ use crate::client::{Client, Habit};
 use crate::device_mapper::LogWrites;
 use crate::faults::{Conditions, Fault, Program};
 use crate::history::{History, Mark};
-use crate::random::Random;
+use walvisor_testkit::Random;
+use walvisor_testkit::nbd::SimpleClient;
 
 /// Where the file system that loses power is mounted.
 pub const MOUNT: &str = "/mnt/cut";
@@ -337,11 +338,7 @@ impl Recorder<'_> {
 }
 
 /// Connects the client as soon as the daemon serves.
-fn connect(
-    client: &mut Client,
-    daemon: &Program,
-    marks: &LogWrites,
-) -> io::Result<crate::nbd::Nbd> {
+fn connect(client: &mut Client, daemon: &Program, marks: &LogWrites) -> io::Result<SimpleClient> {
     loop {
         match client.connect(Path::new(SOCKET), marks) {
             Err(error)

@@ -1,3 +1,5 @@
+use walvisor_testkit::Random;
+
 use super::*;
 
 fn parse(line: &str) -> Result<ControlCommand, ControlError> {
@@ -139,13 +141,8 @@ fn an_answer_carries_the_id_of_its_request() {
 /// one line, and a command reads the same after it is written again.
 #[test]
 fn mutated_requests_parse_or_are_errors() {
-    let mut state = 0x9e37_79b9_7f4a_7c15_u64;
-    let mut random = move |below: usize| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        (state % below as u64) as usize
-    };
+    let mut random = Random(7);
+    let mut random = |below: usize| random.below(below as u64) as usize;
     let seeds: Vec<String> = every_command()
         .iter()
         .map(ControlCommand::to_line)
