@@ -48,26 +48,6 @@ pub fn scattered(record: u64, blocks: u64) -> u64 {
     (record * STEP) % blocks
 }
 
-/// Pseudo-random numbers: Xorshift (Marsaglia 2003).
-#[derive(Debug)]
-pub struct Random(u64);
-
-impl Random {
-    /// Equal seeds give equal numbers.
-    pub fn new(seed: u64) -> Self {
-        // A state other than zero never becomes zero.
-        Self(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
-    }
-
-    /// A number below `end`.
-    pub fn below(&mut self, end: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % end
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use support::{assert_refused, bench, number, report, rows};
-use walvisor_tests::leash;
+use walvisor_testkit::leash;
 
 /// No cell takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(600);

@@ -7,7 +7,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
 use support::{assert_refused, bench, compare, number, rows};
-use walvisor_tests::leash;
+use walvisor_testkit::leash;
 
 const NEEDS: [(&str, &str); 6] = [
     ("linux.uml", "user-mode-linux"),

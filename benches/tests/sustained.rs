@@ -10,7 +10,8 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use serde_json::Value;
 use support::{assert_refused, bench, number, texts};
-use walvisor_tests::{have, leash};
+use walvisor_testkit::leash;
+use walvisor_tests::have;
 
 /// No turn takes this long on the slowest machine.
 const PATIENCE: Duration = Duration::from_secs(300);

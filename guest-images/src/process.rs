@@ -11,7 +11,8 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 use rustix::io::{FdFlags, fcntl_setfd};
-use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal};
+pub use walvisor_testkit::leash;
 
 use crate::error::{Error, Result};
 use crate::stop;
@@ -68,23 +69,6 @@ pub(crate) fn is_installed(program: &str) -> bool {
     std::env::split_paths(&path)
         .chain(["/usr/sbin".into(), "/sbin".into()])
         .any(|directory| directory.join(program).is_file())
-}
-
-/// Makes the kernel kill the child when the thread that started it ends for any reason, so that a failed test leaves no
-/// child behind. The child's own children are not killed.
-pub fn leash(command: &mut Command) -> &mut Command {
-    let parent = Pid::from_raw(std::process::id().cast_signed());
-    // SAFETY: between fork and exec the closure only makes two system calls, prctl and getppid. It neither allocates nor
-    // takes a lock.
-    unsafe {
-        command.pre_exec(move || {
-            set_parent_process_death_signal(Some(Signal::KILL))?;
-            if getppid() != parent {
-                return Err(io::Error::other("the parent ended first"));
-            }
-            Ok(())
-        })
-    }
 }
 
 /// Lets the child inherit `file` under the same descriptor number.

@@ -7,8 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 
 use support::{
-    Random, SmallFileSystem, check_look, copy_image, copy_log, fill, flush, modify, read, run,
-    small,
+    MemoryFs, Random, check_look, copy_image, copy_log, fill, flush, modify, read, run, small,
 };
 use walvisor_storage::{
     Allocation, Backend, ChangedRange, DiskOptions, EngineKind, ErrorKind, Failure, Look,
@@ -322,7 +321,7 @@ fn what_is_written_to_a_look_is_thrown_away() {
 /// A write for which the scratch file has no space fails as a whole, and all other requests go on.
 #[test]
 fn a_write_that_finds_no_space_changes_nothing() {
-    let Some(place) = SmallFileSystem::mount(1) else {
+    let Some(place) = MemoryFs::tmpfs("size=1m") else {
         return;
     };
     let killed = KilledLog::new();

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use support::{Place, SmallFileSystem, copy_image, flush, mark, read, small, write};
+use support::{MemoryFs, Place, copy_image, flush, mark, read, small, write};
 use walvisor_storage::{
     DiskOptions, EngineKind, Error, ErrorKind, Image, Store, create_disk, discard_log, import_disk,
     inspect,
@@ -23,7 +23,7 @@ struct Site {
     top: PathBuf,
     attributes: bool,
     // Dropped before `_dir`: the file system is unmounted before its directory is removed.
-    _small: Option<SmallFileSystem>,
+    _small: Option<MemoryFs>,
     _dir: tempfile::TempDir,
 }
 
@@ -41,7 +41,7 @@ fn each_file_system(test: impl Fn(&Site)) {
         )
     }
     // ramfs has no user attributes, no birth times, and no O_DIRECT.
-    if let Some(small) = SmallFileSystem::mount_as("ramfs", "mode=0700") {
+    if let Some(small) = MemoryFs::ramfs() {
         let dir = tempfile::tempdir().unwrap();
         let site = Site::new(small.path().to_owned(), dir, Some(small));
         assert!(!site.attributes);
@@ -79,7 +79,7 @@ fn bytes(store: &Store) -> Vec<(u8, u8)> {
 }
 
 impl Site {
-    fn new(top: PathBuf, dir: tempfile::TempDir, small: Option<SmallFileSystem>) -> Self {
+    fn new(top: PathBuf, dir: tempfile::TempDir, small: Option<MemoryFs>) -> Self {
         let probe = top.join("probe");
         std::fs::write(&probe, "").unwrap();
         let flags = rustix::fs::XattrFlags::empty();

@@ -7,7 +7,7 @@ use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 
-use support::{Place, Random, SmallFileSystem, flush, run, write};
+use support::{MemoryFs, Place, Random, flush, run, write};
 use walvisor_storage::{
     DiskOptions, DiskReport, EngineKind, ErrorKind, Operation, Result, Store, StoreOptions,
     export_disk, import_disk, inspect_with_progress,
@@ -193,7 +193,7 @@ fn damage_is_reported_alike_by_any_number_of_threads() {
 /// All threads run out of space at once: one error is reported, and no partial file is left.
 #[test]
 fn a_full_file_system_is_reported_once() {
-    let Some(small) = SmallFileSystem::mount(12) else {
+    let Some(small) = MemoryFs::tmpfs("size=12m") else {
         return;
     };
     let place = unclosed();

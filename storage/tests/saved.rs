@@ -5,7 +5,7 @@ mod support;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use support::{SmallFileSystem, copy_image, flush, write};
+use support::{MemoryFs, copy_image, flush, write};
 use walvisor_storage::{
     Backend, BackendQueue, Disk, DiskOptions, Error, ErrorKind, Look, Operation, Point, Retention,
     SnapshotFault, Store, StoreOptions, Tracked, clone_disk, create_disk, discard_log,
@@ -32,7 +32,7 @@ fn open(disk: &Path, log: &Path) -> Result<Store, Error> {
 struct Site {
     top: PathBuf,
     // Dropped before `_dir`: the file system is unmounted before its directory is removed.
-    _small: Option<SmallFileSystem>,
+    _small: Option<MemoryFs>,
     _dir: tempfile::TempDir,
 }
 
@@ -58,7 +58,7 @@ fn each_file_system(test: impl Fn(&Site)) {
         _small: None,
         _dir: dir,
     });
-    if let Some(small) = SmallFileSystem::mount_as("ramfs", "mode=0700") {
+    if let Some(small) = MemoryFs::ramfs() {
         test(&Site {
             top: small.path().to_owned(),
             _small: Some(small),
@@ -326,7 +326,7 @@ fn a_check_tells_of_damage_in_saved_files() {
 /// A look only reads: what can't be saved for want of space, and so not be copied to the image, stays in the log, where looks read it.
 #[test]
 fn a_look_is_opened_on_a_full_file_system() {
-    let Some(small) = SmallFileSystem::mount(24) else {
+    let Some(small) = MemoryFs::tmpfs("size=24m") else {
         return;
     };
     let site = Site {

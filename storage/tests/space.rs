@@ -5,7 +5,7 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant, SystemTime};
 
-use support::{SmallFileSystem, fill, flush, read, run, wait_until};
+use support::{MemoryFs, fill, flush, read, run, wait_until};
 use walvisor_storage::{
     Backend, BackendQueue, Condition, DiskOptions, EngineKind, Failure, FullLogPolicy, Operation,
     Port, Store, StoreOptions, create_disk,
@@ -47,7 +47,7 @@ fn wait_for(store: &Store, is_so: impl Fn(&Condition) -> bool) {
 #[test]
 fn a_full_file_system_of_the_base_image_is_survived() {
     for engine in [EngineKind::Auto, EngineKind::Blocking] {
-        let Some(small) = SmallFileSystem::mount(4) else {
+        let Some(small) = MemoryFs::tmpfs("size=4m") else {
             return;
         };
         let dir = tempfile::tempdir().unwrap();
@@ -81,7 +81,7 @@ fn a_full_file_system_of_the_base_image_is_survived() {
             let data = read(&mut port, number * SECTORS, SECTORS as u32);
             assert!(data.iter().all(|&byte| byte == number as u8));
         }
-        small.grow(128);
+        small.remount("size=128m");
         // The next attempt to empty the log, a second later at most, succeeds. Until then there may be a little
         // room in the ring's last segment, left by the attempt before.
         wait_for(&store, |condition| *condition == Condition::Ok);
@@ -101,7 +101,7 @@ fn a_full_file_system_of_the_base_image_is_survived() {
 
 /// A disk whose image's file system has space for less than what is written, and whose log lets writes wait for space; with
 /// a port, the writes that have ended, and the number of those that wait.
-fn paused(small: &SmallFileSystem, log: &Path) -> (Store, Port, usize) {
+fn paused(small: &MemoryFs, log: &Path) -> (Store, Port, usize) {
     const WRITES: usize = 300;
     let disk = small.path().join("disk.img");
     let options = StoreOptions {
@@ -142,7 +142,7 @@ fn paused(small: &SmallFileSystem, log: &Path) -> (Store, Port, usize) {
 /// Writes and FLUSHes wait for space, reads go on, and what waited is carried out as soon as there is space.
 #[test]
 fn requests_wait_for_space() {
-    let Some(small) = SmallFileSystem::mount(4) else {
+    let Some(small) = MemoryFs::tmpfs("size=4m") else {
         return;
     };
     let dir = tempfile::tempdir().unwrap();
@@ -151,7 +151,7 @@ fn requests_wait_for_space() {
     let data = read(&mut reader, SECTORS, SECTORS as u32);
     assert!(data.iter().all(|&byte| byte == 1));
     drop(reader);
-    small.grow(128);
+    small.remount("size=128m");
     let done = support::wait(&mut port, waiting);
     assert!(done.iter().all(|ended| ended.result.is_ok()));
     drop(port);
@@ -166,7 +166,7 @@ fn requests_wait_for_space() {
 /// Requests that wait for space do not hold up the end: they fail, and closing tells why.
 #[test]
 fn requests_that_wait_for_space_end_with_their_owner() {
-    let Some(small) = SmallFileSystem::mount(4) else {
+    let Some(small) = MemoryFs::tmpfs("size=4m") else {
         return;
     };
     let dir = tempfile::tempdir().unwrap();
@@ -179,7 +179,7 @@ fn requests_that_wait_for_space_end_with_their_owner() {
     drop(port);
     let error = store.close().unwrap_err().to_string();
     assert!(error.contains("No space left on device"), "{error}");
-    small.grow(128);
+    small.remount("size=128m");
     let disks = [DiskOptions::new(small.path().join("disk.img"))];
     let store = Store::open(&log, &disks, &StoreOptions::default()).unwrap();
     store.close().unwrap();
@@ -188,7 +188,7 @@ fn requests_that_wait_for_space_end_with_their_owner() {
 /// If only some of the ring's segments can be created, they make up the ring; no partial segment file is left.
 #[test]
 fn a_full_file_system_of_the_log_makes_the_ring_smaller() {
-    let Some(small) = SmallFileSystem::mount(4) else {
+    let Some(small) = MemoryFs::tmpfs("size=4m") else {
         return;
     };
     let dir = tempfile::tempdir().unwrap();

@@ -1,12 +1,11 @@
-//! The `walvisor` program of this source tree: runs it to its end, or as a daemon that serves disks.
+//! The `walvisor` program of this source tree, built if a test needs it.
 
-use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::Output;
 use std::sync::OnceLock;
 
-use rustix::process::{Pid, Signal, kill_process};
-use walvisor_guest_images::{leash, walvisor_binary};
+use walvisor_guest_images::walvisor_binary;
+use walvisor_testkit::{Daemon, process};
 
 /// The program, which is built if it is missing or out of date.
 ///
@@ -24,12 +23,8 @@ pub fn binary() -> &'static Path {
 /// The program cannot be built or started.
 #[must_use]
 pub fn walvisor(dir: &Path, arguments: &str) -> Output {
-    Command::new(binary())
-        .args(arguments.split_whitespace())
-        .current_dir(dir)
-        .stdin(Stdio::null())
-        .output()
-        .expect("walvisor starts")
+    let _ = binary();
+    process::walvisor(dir, arguments)
 }
 
 /// Runs `walvisor` in the same way, asserts that it succeeds, and returns its stdout.
@@ -38,78 +33,17 @@ pub fn walvisor(dir: &Path, arguments: &str) -> Output {
 /// The program fails.
 #[track_caller]
 pub fn succeed(dir: &Path, arguments: &str) -> String {
-    let output = walvisor(dir, arguments);
-    let errors = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{arguments}: {errors}");
-    String::from_utf8_lossy(&output.stdout).into_owned()
+    let _ = binary();
+    process::succeed(dir, arguments)
 }
 
-/// A running daemon. Dropping it kills it.
-pub struct Daemon {
-    child: Child,
-}
-
-impl Daemon {
-    /// Starts `walvisor serve vhost-user` in `dir`, and waits until it serves all disks.
-    ///
-    /// # Panics
-    /// The daemon does not serve all disks.
-    #[track_caller]
-    #[must_use]
-    pub fn start(dir: &Path, arguments: &str) -> Self {
-        Self::start_with(Command::new(binary()), dir, arguments)
-    }
-
-    /// Starts the daemon in the same way, by a command that runs [`binary`] with the arguments that follow it.
-    ///
-    /// # Panics
-    /// The daemon does not serve all disks.
-    #[track_caller]
-    #[must_use]
-    pub fn start_with(mut command: Command, dir: &Path, arguments: &str) -> Self {
-        command
-            .args(["serve", "vhost-user"])
-            .args(arguments.split_whitespace())
-            .current_dir(dir)
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped());
-        let mut child = leash(&mut command).spawn().expect("walvisor starts");
-        let stdout = BufReader::new(child.stdout.take().unwrap());
-        let count = arguments.matches("path=").count();
-        let lines = stdout.lines().take(count).map_while(Result::ok).count();
-        assert_eq!(lines, count, "disks that are served");
-        Self { child }
-    }
-
-    /// The daemon's process, or that of the command that runs it.
-    #[must_use]
-    pub fn pid(&self) -> u32 {
-        self.child.id()
-    }
-
-    /// Stops the daemon with SIGTERM, as a service manager does, and asserts that its status is 0.
-    ///
-    /// # Panics
-    /// The daemon ends with another status.
-    #[track_caller]
-    pub fn stop(mut self) {
-        kill_process(Pid::from_child(&self.child), Signal::TERM).unwrap();
-        assert_eq!(self.child.wait().unwrap().code(), Some(0));
-    }
-
-    /// Kills the daemon at once, as a power cut does.
-    ///
-    /// # Panics
-    /// The daemon cannot be waited for.
-    pub fn kill(mut self) {
-        self.child.kill().unwrap();
-        self.child.wait().unwrap();
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
+/// Starts `walvisor serve vhost-user` in `dir`, and waits until it serves all disks.
+///
+/// # Panics
+/// The daemon does not serve all disks.
+#[track_caller]
+#[must_use]
+pub fn serve(dir: &Path, arguments: &str) -> Daemon {
+    let _ = binary();
+    Daemon::start_door(dir, "vhost-user", arguments)
 }

@@ -2,20 +2,17 @@
 
 mod daemon;
 mod loop_fs;
-mod memory_fs;
 pub mod postgresql;
 mod qemu_nbd;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 
-pub use daemon::{Daemon, binary, succeed, walvisor};
+pub use daemon::{binary, serve, succeed, walvisor};
 pub use loop_fs::LoopFs;
-pub use memory_fs::MemoryFs;
 pub use qemu_nbd::QemuNbd;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
-pub use walvisor_guest_images::leash;
 use walvisor_guest_images::{
     Cache, Guest, GuestImages, Job, JobOutcome, Machine, Metrics, Reporter, install_missing,
     obstacle, walvisor_binary,

@@ -3,8 +3,9 @@
 use std::path::Path;
 use std::process::Command;
 
+use walvisor_testkit::unmount;
+
 use crate::have;
-use crate::memory_fs::unmount;
 
 /// A file system on a file. Dropping it unmounts and removes it.
 pub struct LoopFs {

@@ -3,14 +3,13 @@
 use std::io::Read;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 
-use walvisor_guest_images::leash;
+use walvisor_testkit::{Process, wait_until};
 
 /// A running qemu-nbd. Dropping it ends it.
 pub struct QemuNbd {
-    child: Child,
+    _child: Process,
 }
 
 impl QemuNbd {
@@ -18,7 +17,7 @@ impl QemuNbd {
     /// clients at the socket `q`. By then it has opened the image.
     ///
     /// # Panics
-    /// qemu-nbd ends, or does not greet within a minute.
+    /// qemu-nbd ends, or does not greet in time.
     #[track_caller]
     #[must_use]
     pub fn start(dir: &Path, arguments: &str) -> Self {
@@ -32,27 +31,15 @@ impl QemuNbd {
             .stdin(Stdio::null())
             // It would report the greeting's end.
             .stderr(Stdio::null());
-        let child = leash(&mut command).spawn().expect("qemu-nbd starts");
-        let mut server = Self { child };
-        let began = Instant::now();
-        loop {
+        let mut child = Process::spawn(&mut command);
+        wait_until("qemu-nbd's greeting", || {
             let mut greeting = [0; 8];
             let greeted = UnixStream::connect(&socket)
                 .and_then(|mut stream| stream.read_exact(&mut greeting));
-            if greeted.is_ok() && &greeting == b"NBDMAGIC" {
-                return server;
-            }
-            let ended = server.child.try_wait().expect("its status");
+            let ended = child.try_wait().expect("its status");
             assert!(ended.is_none(), "qemu-nbd {arguments}: {ended:?}");
-            assert!(began.elapsed() < Duration::from_secs(60), "no greeting");
-            std::thread::sleep(Duration::from_millis(10));
-        }
-    }
-}
-
-impl Drop for QemuNbd {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+            greeted.is_ok() && &greeting == b"NBDMAGIC"
+        });
+        Self { _child: child }
     }
 }

@@ -19,7 +19,8 @@ use serde_json::Value;
 use tempfile::TempDir;
 use walvisor_guest_images::{Guest, UserMode};
 use walvisor_testkit::Random;
-use walvisor_tests::{Daemon, binary, have, leash, postgresql, succeed};
+use walvisor_testkit::{Daemon, leash};
+use walvisor_tests::{binary, have, postgresql, serve, succeed};
 
 const SQLITE: &str = include_str!("../scripts/sqlite.sh");
 
@@ -165,7 +166,7 @@ impl Site {
     }
 
     fn boot(&mut self, script: &str, make: Option<&str>, work: bool) -> (Daemon, Guest) {
-        let daemon = Daemon::start(self.dir.path(), "--disk path=disk.img,socket=s --control c");
+        let daemon = serve(self.dir.path(), "--disk path=disk.img,socket=s --control c");
         let own = self.dir.path().join(format!("boot-{}", self.boots));
         self.boots += 1;
         fs::create_dir(&own).unwrap();

@@ -5,7 +5,7 @@ use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 
-use walvisor_tests::leash;
+use walvisor_testkit::leash;
 
 /// Runs `script` under `left-over`, with `target` as the target directory.
 fn run(target: &Path, script: &str) -> Output {

@@ -5,11 +5,12 @@ use std::fs;
 use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
 use std::path::Path;
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{ChildStdout, Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 use walvisor_guest_images::{obstacle, program};
-use walvisor_tests::{binary, have, leash, succeed};
+use walvisor_testkit::Process;
+use walvisor_tests::{binary, have, succeed};
 
 const INIT: &str = "#!/bin/sh
 /bin/busybox --install -s /bin
@@ -47,7 +48,7 @@ fn root_image(dir: &Path) {
 }
 
 /// Starts the program with these words after `boot`.
-fn boot(dir: &Path, words: &[&str]) -> (Child, ChildStdout) {
+fn boot(dir: &Path, words: &[&str]) -> (Process, ChildStdout) {
     // It takes the walvisor that is beside it.
     let _ = binary();
     let mut command = Command::new(program("walvisor-guest-images", "dev").unwrap());
@@ -58,7 +59,7 @@ fn boot(dir: &Path, words: &[&str]) -> (Child, ChildStdout) {
         .current_dir(dir)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped());
-    let mut child = leash(&mut command).spawn().unwrap();
+    let mut child = Process::spawn(&mut command);
     let output = child.stdout.take().unwrap();
     (child, output)
 }

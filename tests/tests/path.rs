@@ -6,8 +6,9 @@ use std::fs;
 use std::process::Command;
 use std::time::Duration;
 
+use walvisor_testkit::Daemon;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
-use walvisor_tests::{Daemon, binary, have, succeed};
+use walvisor_tests::{binary, have, succeed};
 
 /// Requests of each kind. A file with fewer instructions is not passed by every request.
 const REQUESTS: u64 = 100;
@@ -137,7 +138,7 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
     // Neither allows what Callgrind does in the process.
     let unconfined = "--seccomp off --landlock off";
     let arguments = format!("--disk path=disk.img,socket=s {unconfined}");
-    let daemon = Daemon::start_with(command, dir, &arguments);
+    let daemon = Daemon::start_with(&mut command, dir, "vhost-user", &arguments);
     let mut client = VhostUserClient::connect(&dir.join("s"), 1).unwrap();
     let mut requests = || {
         for number in 0..REQUESTS {

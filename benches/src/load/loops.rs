@@ -5,8 +5,9 @@ use std::time::{Duration, Instant};
 use serde_json::{Value, json};
 use walvisor_guest::contract::LoadKind;
 use walvisor_guest::histogram::Histogram;
+use walvisor_testkit::Random;
 
-use crate::blocks::{BLOCK, Random};
+use crate::blocks::BLOCK;
 
 /// The job of a closed loop, on random 4 KiB blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -184,7 +185,7 @@ impl Loops {
             work: work.into(),
             began: now,
             end: now + turn,
-            random: Random::new(seed),
+            random: Random(seed),
             bytes,
             slots: vec![slot; slots],
             tally: Tally {

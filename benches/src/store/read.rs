@@ -9,13 +9,14 @@ use serde_json::{Value, json};
 use walvisor::commands::CommandError;
 use walvisor::size::parse_size;
 use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
+use walvisor_testkit::Random;
 
 use super::client::{QueueClient, StoreClient};
 use super::output::{StoreOutput, StoreReport, row, tenths, thousandths};
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
 use super::timing::{Timing, closed_loops, shares};
-use crate::blocks::{BLOCK, Random, damage_error, is_stamped, stamped_block};
+use crate::blocks::{BLOCK, damage_error, is_stamped, stamped_block};
 use crate::place::{directory, make_raw};
 use crate::report::Cell;
 
@@ -214,7 +215,7 @@ fn measure(arguments: &ReadArguments) -> Result<StoreReport, CommandError> {
     let raw_file = make_raw(&site.join("raw"), bytes, BLOCK)?;
     let scatter = |client: u64| Scatter {
         blocks,
-        random: Random::new(client + 1),
+        random: Random(client + 1),
     };
     let readers = |store: &Store, writer| {
         let reader = |client| {

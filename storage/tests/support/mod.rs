@@ -4,7 +4,6 @@
 #![allow(dead_code, unused_imports)]
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use walvisor_storage::{
     Allocation, Backend, CacheMode, DiskOptions, EngineKind, Error, LogReport, Operation, Point,
@@ -12,7 +11,7 @@ use walvisor_storage::{
 };
 
 pub use walvisor_testkit::queue::{fill, flush, read, run, wait, wait_all, write};
-pub use walvisor_testkit::{Random, wait_until};
+pub use walvisor_testkit::{MemoryFs, Random, copy_image, copy_log, mark, wait_until};
 
 pub const SIZE: u64 = 8 << 20;
 
@@ -92,36 +91,6 @@ impl Place {
     }
 }
 
-/// The text of the mark of an image, if it has one.
-pub fn mark(image: &Path) -> Option<String> {
-    let mut text = [0; 256];
-    let len = rustix::fs::getxattr(image, "user.walvisor.disk", &mut text[..]).ok()?;
-    Some(String::from_utf8(text[..len].to_vec()).unwrap())
-}
-
-/// Copies the files of a log to an empty directory.
-pub fn copy_log(from: &Path, to: &Path) {
-    std::fs::copy(from.join("control"), to.join("control")).unwrap();
-    for entry in std::fs::read_dir(from).unwrap() {
-        let name = entry.unwrap().file_name();
-        if name.to_str().unwrap().starts_with("segment")
-            && !name.to_str().unwrap().ends_with(".new")
-        {
-            std::fs::copy(from.join(&name), to.join(&name)).unwrap();
-        }
-    }
-}
-
-/// Copies an image with its mark, as `cp -a` does. (Not by `cp`: between fork and exec, a child would hold the
-/// locks of every test in this process.)
-pub fn copy_image(from: &Path, to: &Path) {
-    std::fs::copy(from, to).unwrap();
-    if let Some(mark) = mark(from) {
-        let flags = rustix::fs::XattrFlags::empty();
-        rustix::fs::setxattr(to, "user.walvisor.disk", mark.as_bytes(), flags).unwrap();
-    }
-}
-
 /// What a disk was at a point, restored to a new image `new`, which is removed again.
 pub fn restored(disk: &Path, log: &Path, at: Point, new: &Path) -> Result<Vec<u8>, Error> {
     restore_disk(disk, log, at, new, None, &mut |_, _| {})?;
@@ -188,59 +157,5 @@ pub fn check_look(random: &mut Random, look: &dyn Backend, state: &[u8], told: &
             );
             at = end;
         }
-    }
-}
-
-/// A small file system in memory. Unmounted when dropped.
-pub struct SmallFileSystem {
-    dir: tempfile::TempDir,
-}
-
-impl SmallFileSystem {
-    pub fn mount(mebibytes: u32) -> Option<Self> {
-        Self::mount_as("tmpfs", &format!("size={mebibytes}m"))
-    }
-
-    /// Mounts a file system of a kind that needs no device.
-    pub fn mount_as(kind: &str, options: &str) -> Option<Self> {
-        let small = Self {
-            dir: tempfile::tempdir().unwrap(),
-        };
-        match small.call("mount", &["-t", kind, "-o", options, kind]) {
-            Ok(()) => Some(small),
-            Err(why) => {
-                println!("skipped: can't mount a small file system: {why}");
-                None
-            }
-        }
-    }
-
-    pub fn grow(&self, mebibytes: u32) {
-        let size = format!("remount,size={mebibytes}m");
-        self.call("mount", &["-o", &size]).unwrap();
-    }
-
-    fn call(&self, program: &str, arguments: &[&str]) -> Result<(), String> {
-        let output = Command::new(program)
-            .args(arguments)
-            .arg(self.dir.path())
-            .output()
-            .map_err(|error| error.to_string())?;
-        if output.status.success() {
-            Ok(())
-        } else {
-            Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
-        }
-    }
-
-    pub fn path(&self) -> &Path {
-        self.dir.path()
-    }
-}
-
-impl Drop for SmallFileSystem {
-    fn drop(&mut self) {
-        // Fails if it is not mounted.
-        let _ = self.call("umount", &["-l"]);
     }
 }

@@ -7,6 +7,8 @@
 //!   vhost_user_client: a third party's driver   process: programs that end with the test
 //!   random, wait, files, memory_fs
 //! ```
+//! What returns no `Result` panics if it fails, and so does a wait that takes longer than [`PATIENCE`]: the test has failed then.
+//!
 //! It depends on `walvisor-block` only, so that unit tests of the other crates can use it too: with their own types, and not with
 //! those of a second copy of the crate.
 //!
@@ -17,7 +19,10 @@
 //! * [`vhost_user_client`] over the crate `virtio-driver` and `walvisor/tests/serve/vhost_user/cloud_hypervisor.rs` over the crate
 //!   `vhost`: their authors read the specification on their own.
 
+mod files;
+mod memory_fs;
 pub mod nbd;
+pub mod process;
 pub mod queue;
 mod random;
 pub mod vhost_user;
@@ -25,5 +30,8 @@ pub mod vhost_user_client;
 pub mod virtio;
 mod wait;
 
+pub use files::{copy_image, copy_log, mark};
+pub use memory_fs::{MemoryFs, unmount};
+pub use process::{Daemon, Process, leash};
 pub use random::{Random, noise, pattern};
 pub use wait::{PATIENCE, wait_until};

@@ -225,9 +225,6 @@ pub struct RawClient {
 
 impl RawClient {
     /// Connects, and exchanges greetings.
-    ///
-    /// # Panics
-    /// If there is no server.
     #[must_use]
     pub fn greet(path: &Path) -> Self {
         let mut socket = UnixStream::connect(path).expect("the server listens");
@@ -238,18 +235,12 @@ impl RawClient {
 
     /// Connects, and negotiates extended headers and base:allocation, up to the transmission phase,
     /// with the only export.
-    ///
-    /// # Panics
-    /// If the server refuses.
     #[must_use]
     pub fn extended(path: &Path) -> Self {
         Self::extended_to(path, "")
     }
 
     /// The same with the export of this name.
-    ///
-    /// # Panics
-    /// If the server refuses.
     #[must_use]
     pub fn extended_to(path: &Path, export: &str) -> Self {
         let named = name(export);
@@ -270,17 +261,11 @@ impl RawClient {
     }
 
     /// Sends bytes, which need not be a message.
-    ///
-    /// # Panics
-    /// If the server has closed the connection.
     pub fn send(&mut self, bytes: &[u8]) {
         self.socket.write_all(bytes).expect("the server reads");
     }
 
     /// The next bytes.
-    ///
-    /// # Panics
-    /// If they do not come.
     pub fn take(&mut self, len: usize) -> Vec<u8> {
         let mut bytes = vec![0; len];
         self.socket
@@ -290,33 +275,21 @@ impl RawClient {
     }
 
     /// Sends an option.
-    ///
-    /// # Panics
-    /// If the server has closed the connection.
     pub fn option(&mut self, number: u32, data: &[u8]) {
         self.send(&option(number, data));
     }
 
     /// The next option reply: option, type, data.
-    ///
-    /// # Panics
-    /// If none comes.
     pub fn option_reply(&mut self) -> (u32, u32, Vec<u8>) {
         option_reply(&mut self.socket).expect("an option reply")
     }
 
     /// Sends a request in extended framing.
-    ///
-    /// # Panics
-    /// If the server has closed the connection.
     pub fn request(&mut self, flags: u16, command: u16, cookie: u64, offset: u64, length: u64) {
         self.send(&extended_request(flags, command, cookie, offset, length));
     }
 
     /// The next reply.
-    ///
-    /// # Panics
-    /// If none comes.
     pub fn reply(&mut self) -> Reply {
         let header = self.take(32);
         assert_eq!(header[..6], [0x6e, 0x8a, 0x27, 0x8c, 0, 1], "{header:x?}");
@@ -331,9 +304,6 @@ impl RawClient {
 
     /// Sends a request with its payload, and waits for the reply. `false`: the connection has ended
     /// before that.
-    ///
-    /// # Panics
-    /// If the reply is to another request, or reports an error.
     pub fn try_request(&mut self, command: u16, cookie: u64, offset: u64, data: &[u8]) -> bool {
         let flags = if command == WRITE { PAYLOAD_LEN } else { 0 };
         let request = extended_request(flags, command, cookie, offset, data.len() as u64);
@@ -351,9 +321,6 @@ impl RawClient {
     }
 
     /// Writes `data` at `offset`, and waits for the reply.
-    ///
-    /// # Panics
-    /// If the write fails.
     #[track_caller]
     pub fn write(&mut self, cookie: u64, offset: u64, data: &[u8]) {
         self.request(PAYLOAD_LEN, WRITE, cookie, offset, data.len() as u64);
@@ -362,9 +329,6 @@ impl RawClient {
     }
 
     /// Flushes, and waits for the reply.
-    ///
-    /// # Panics
-    /// If that fails.
     #[track_caller]
     pub fn flush(&mut self, cookie: u64) {
         self.request(0, FLUSH, cookie, 0, 0);

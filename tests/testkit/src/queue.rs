@@ -6,9 +6,6 @@ use walvisor_block::{BackendQueue, Buffer, Completion, Failure, Operation};
 use crate::PATIENCE;
 
 /// Kicks the queue, and serves it until `count` requests have completed.
-///
-/// # Panics
-/// If that takes longer than [`PATIENCE`].
 #[track_caller]
 pub fn wait(queue: &mut (impl BackendQueue + ?Sized), count: usize) -> Vec<Completion> {
     queue.kick();
@@ -16,9 +13,6 @@ pub fn wait(queue: &mut (impl BackendQueue + ?Sized), count: usize) -> Vec<Compl
 }
 
 /// Serves the queues, as their threads would, until `count` requests have completed.
-///
-/// # Panics
-/// If none completes within [`PATIENCE`].
 #[track_caller]
 pub fn wait_all(queues: &mut [&mut (impl BackendQueue + ?Sized)], count: usize) -> Vec<Completion> {
     let mut done = Vec::new();
@@ -44,9 +38,6 @@ pub fn wait_all(queues: &mut [&mut (impl BackendQueue + ?Sized)], count: usize) 
 ///
 /// # Errors
 /// If it fails.
-///
-/// # Panics
-/// If it takes longer than [`PATIENCE`].
 #[track_caller]
 pub fn run(
     queue: &mut (impl BackendQueue + ?Sized),
@@ -63,9 +54,6 @@ pub fn fill(byte: u8, sectors: usize) -> Buffer {
 }
 
 /// Writes sectors of equal bytes.
-///
-/// # Panics
-/// If the write fails.
 #[track_caller]
 pub fn write(queue: &mut (impl BackendQueue + ?Sized), sector: u64, byte: u8, sectors: usize) {
     let data = fill(byte, sectors);
@@ -73,9 +61,6 @@ pub fn write(queue: &mut (impl BackendQueue + ?Sized), sector: u64, byte: u8, se
 }
 
 /// Reads sectors.
-///
-/// # Panics
-/// If the read fails.
 #[track_caller]
 pub fn read(queue: &mut (impl BackendQueue + ?Sized), sector: u64, sectors: u32) -> Buffer {
     let read = run(queue, Operation::Read { sector, sectors });
@@ -83,9 +68,6 @@ pub fn read(queue: &mut (impl BackendQueue + ?Sized), sector: u64, sectors: u32)
 }
 
 /// Makes the completed writes durable.
-///
-/// # Panics
-/// If the flush fails.
 #[track_caller]
 pub fn flush(queue: &mut (impl BackendQueue + ?Sized)) {
     run(queue, Operation::Flush).expect("a flush");

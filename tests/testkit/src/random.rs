@@ -16,17 +16,11 @@ impl Random {
     }
 
     /// A number below `limit`.
-    ///
-    /// # Panics
-    /// If `limit` is 0.
     pub fn below(&mut self, limit: u64) -> u64 {
         self.next() % limit
     }
 
     /// True with a probability of one in `times`.
-    ///
-    /// # Panics
-    /// If `times` is 0.
     pub fn once_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }

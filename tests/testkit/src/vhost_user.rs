@@ -57,9 +57,6 @@ pub struct FrontEnd {
 
 impl FrontEnd {
     /// Connects, and sends nothing.
-    ///
-    /// # Panics
-    /// If nobody listens at `path`.
     #[track_caller]
     #[must_use]
     pub fn connect(path: &Path) -> Self {
@@ -84,9 +81,6 @@ impl FrontEnd {
     }
 
     /// Sends a message with these flags in its header. As [`send`](Self::send) it ignores a closed connection.
-    ///
-    /// # Panics
-    /// If there are more than 40 descriptors.
     pub fn flagged(&mut self, request: u32, flags: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
         let mut bytes = header(request, payload.len() as u32).to_vec();
         bytes[4..8].copy_from_slice(&flags.to_ne_bytes());
@@ -99,9 +93,6 @@ impl FrontEnd {
     }
 
     /// The payload of the next reply.
-    ///
-    /// # Panics
-    /// If none comes, or it is not to `request`.
     #[track_caller]
     pub fn reply(&mut self, request: u32) -> Vec<u8> {
         let mut head = [0; 12];
@@ -114,9 +105,6 @@ impl FrontEnd {
     }
 
     /// Sends a message, and returns the payload of its reply.
-    ///
-    /// # Panics
-    /// If there is none.
     #[track_caller]
     pub fn ask(&mut self, request: u32, payload: &[u8]) -> Vec<u8> {
         self.message(request, payload, &[]);
@@ -124,9 +112,6 @@ impl FrontEnd {
     }
 
     /// Sends a message that gets only an acknowledgement, and waits for it.
-    ///
-    /// # Panics
-    /// If the back-end refuses.
     #[track_caller]
     pub fn tell(&mut self, request: u32, payload: &[u8], files: &[BorrowedFd<'_>]) {
         self.flagged(request, VERSION | NEED_REPLY, payload, files);
@@ -134,9 +119,6 @@ impl FrontEnd {
     }
 
     /// Bytes of the configuration space.
-    ///
-    /// # Panics
-    /// If the back-end does not answer.
     #[track_caller]
     pub fn config(&mut self, offset: u32, len: u32) -> Vec<u8> {
         let mut payload = config_header(offset, len);
@@ -145,9 +127,6 @@ impl FrontEnd {
     }
 
     /// Sectors of the disk, according to its configuration space.
-    ///
-    /// # Panics
-    /// If the back-end does not answer.
     #[track_caller]
     pub fn capacity(&mut self) -> u64 {
         let bytes = self.config(0, 8);
@@ -210,9 +189,6 @@ pub fn payload(fields: &[u64]) -> Vec<u8> {
 }
 
 /// Memory that can be shared.
-///
-/// # Panics
-/// If there is no room for it.
 #[must_use]
 pub fn memory(bytes: u64) -> File {
     let fd = memfd_create("memory", MemfdFlags::CLOEXEC).expect("a file in memory");

@@ -6,9 +6,6 @@ use std::time::{Duration, Instant};
 pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Waits until `condition` returns `true`.
-///
-/// # Panics
-/// If that takes longer than [`PATIENCE`].
 #[track_caller]
 pub fn wait_until(what: &str, mut condition: impl FnMut() -> bool) {
     let began = Instant::now();

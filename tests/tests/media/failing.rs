@@ -9,7 +9,7 @@ use std::convert::Infallible;
 use std::fs::File;
 use std::io::{BufRead, BufReader, Lines, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::process::{ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -18,7 +18,7 @@ use walvisor_storage::{
     BackendQueue, Buffer, CommitWait, DiskOptions, EngineKind, Operation, Port, Store,
     StoreOptions, create_disk, default_log_dir, export_disk, import_disk,
 };
-use walvisor_tests::leash;
+use walvisor_testkit::Process;
 
 use crate::failing_fs::{ALL, FailingFs};
 use crate::faulty_file::MARK;
@@ -83,7 +83,7 @@ fn sector(block: u64) -> u64 {
 
 /// A child process: this test program, in a role. Dropping it kills it.
 struct Role {
-    process: Child,
+    process: Process,
     lines: Lines<BufReader<ChildStdout>>,
     orders: ChildStdin,
 }
@@ -96,7 +96,7 @@ impl Role {
             .env(ROLE, format!("{role} {}", disk.display()))
             .stdin(Stdio::piped())
             .stdout(Stdio::piped());
-        let mut process = leash(&mut command).spawn().unwrap();
+        let mut process = Process::spawn(&mut command);
         let lines = BufReader::new(process.stdout.take().unwrap()).lines();
         let orders = process.stdin.take().unwrap();
         Self {
@@ -126,13 +126,6 @@ impl Role {
         let told = self.told(&["closed", "refused "]);
         assert!(self.process.wait().unwrap().success());
         (told == "closed").then_some(()).ok_or(told)
-    }
-}
-
-impl Drop for Role {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::fs::File;
 
-use super::{Daemon, succeed, user_mode};
+use super::{serve, succeed, user_mode};
 use walvisor_tests::{have, images};
 
 const LARGEST: u64 = (1 << 63) - 512;
@@ -40,7 +40,7 @@ fn linux_uses_the_last_sector_of_the_largest_disk() {
         roomy.path(),
         &format!("disk create disk.img --size {LARGEST}"),
     );
-    let daemon = Daemon::start(roomy.path(), "--disk path=disk.img,socket=s");
+    let daemon = serve(roomy.path(), "--disk path=disk.img,socket=s");
     let socket = roomy.path().join("s");
     let mut guest = user_mode(&socket)
         .boot(dir.path(), &images, SCRIPT)

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use walvisor_guest_images::{Guest, GuestImages};
 
-use super::{Daemon, succeed, user_mode};
+use super::{serve, succeed, user_mode};
 use walvisor_tests::{have, images};
 
 /// Each write waits for its FLUSH, and the guest's kernel has no other FLUSH to merge it with. The storm is long
@@ -40,7 +40,7 @@ fn syncs_per_flush(images: &GuestImages, disks: &[&str]) -> f64 {
             " --disk path={disk}.img,log=log,socket={disk}.sock,queues=1,commit-wait-usec=20000"
         ));
     }
-    let daemon = Daemon::start(dir, &arguments);
+    let daemon = serve(dir, &arguments);
     let mut guests: Vec<Guest> = disks
         .iter()
         .map(|disk| {

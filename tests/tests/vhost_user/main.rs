@@ -8,7 +8,7 @@ mod user_mode;
 use std::path::Path;
 
 use walvisor_guest_images::UserMode;
-use walvisor_tests::{Daemon, succeed};
+use walvisor_tests::{serve, succeed};
 
 /// User-mode Linux with the disk at `socket` as /dev/vda.
 fn user_mode(socket: &Path) -> UserMode {

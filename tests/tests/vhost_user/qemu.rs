@@ -3,7 +3,7 @@
 use std::path::Path;
 use std::time::Duration;
 
-use super::{Daemon, succeed};
+use super::{serve, succeed};
 use walvisor_guest_images::Guest;
 use walvisor_guest_images::guest::vhost_user_disk;
 use walvisor_tests::{have, images};
@@ -62,8 +62,7 @@ fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
     let dir = dir.path();
     succeed(dir, "disk create disk.img --size 64M");
     let arguments = format!("--disk path=disk.img,socket=s,queues=2 {option}");
-    let serve = || Daemon::start(dir, &arguments);
-    let mut daemon = serve();
+    let mut daemon = serve(dir, &arguments);
     let mut guest = start(dir);
     let (mut results, mut killed) = (Vec::new(), 0);
     loop {
@@ -81,7 +80,7 @@ fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
         killed += 1;
         // The guest's requests pile up meanwhile.
         std::thread::sleep(Duration::from_millis(300));
-        daemon = serve();
+        daemon = serve(dir, &arguments);
         // Lines from before the restart are not answers of the new daemon.
         results.extend(guest.take_lines().into_iter().filter_map(result));
     }

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{Daemon, succeed, user_mode};
+use super::{serve, succeed, user_mode};
 use walvisor_tests::{have, images};
 
 #[test]
@@ -13,7 +13,7 @@ fn a_file_system_works_and_is_in_the_image_afterwards() {
     let (dir, images) = (tempfile::tempdir().unwrap(), images());
     let dir = dir.path();
     succeed(dir, "disk create disk.img --size 128M");
-    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s,serial=the-disk");
+    let daemon = serve(dir, "--disk path=disk.img,socket=s,serial=the-disk");
     let guest = user_mode(&dir.join("s")).boot(
         dir,
         &images,
@@ -68,7 +68,7 @@ fn a_kill_of_the_daemon_loses_nothing_that_fsync_acknowledged() {
     let dir = dir.path();
     for kill_after in [40, 150] {
         let disk = format!("{kill_after}.img");
-        let serve = || Daemon::start(dir, &format!("--disk path={disk},socket=s"));
+        let serve = || serve(dir, &format!("--disk path={disk},socket=s"));
         succeed(dir, &format!("disk create {disk} --size 128M"));
         let daemon = serve();
         let mut guest = user_mode(&dir.join("s")).boot(dir, &images, STORM).unwrap();

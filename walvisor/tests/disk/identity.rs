@@ -4,7 +4,8 @@
 use std::process::Command;
 
 use walvisor_storage::default_log_dir;
-use walvisor_tests::{MemoryFs, have};
+use walvisor_testkit::MemoryFs;
+use walvisor_tests::have;
 
 use crate::{copy_image, crash, done, json, refused, unclosed, unclosed_bytes, walvisor};
 

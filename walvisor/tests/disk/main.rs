@@ -11,14 +11,15 @@ mod membership;
 use std::fs::File;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 
-use rustix::event::{PollFd, PollFlags};
 use serde_json::Value;
 use walvisor_storage::{
-    BackendQueue, Buffer, CommitWait, DiskOptions, Operation, Port, Store, StoreOptions,
-    create_disk, default_log_dir,
+    CommitWait, DiskOptions, Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
 };
+use walvisor_testkit::copy_image;
+use walvisor_testkit::process::walvisor;
+use walvisor_testkit::queue::{run, write};
 use walvisor_tests::have;
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
@@ -39,15 +40,6 @@ const SMALL: StoreOptions = StoreOptions {
     on_full: walvisor_storage::FullLogPolicy::Fail,
     threads: None,
 };
-
-/// Runs `walvisor` in `dir` with the words of `arguments`.
-fn walvisor(dir: &Path, arguments: &str) -> Output {
-    Command::new(WALVISOR)
-        .args(arguments.split_whitespace())
-        .current_dir(dir)
-        .output()
-        .expect("walvisor starts")
-}
 
 /// Runs `walvisor`, asserts success and an empty stderr, and returns stdout.
 #[track_caller]
@@ -98,24 +90,7 @@ fn names(dir: &Path) -> Vec<String> {
 }
 
 fn end(port: &mut Port, operation: Operation) {
-    port.submit(1, operation);
-    port.kick();
-    let mut done = Vec::new();
-    loop {
-        port.completions(&mut done);
-        if let Some(ended) = done.pop() {
-            ended.result.unwrap();
-            return;
-        }
-        let event = port.event();
-        let mut fds = [PollFd::from_borrowed_fd(event, PollFlags::IN)];
-        rustix::event::poll(&mut fds, None).unwrap();
-    }
-}
-
-fn write(port: &mut Port, sector: u64, byte: u8, sectors: usize) {
-    let data = Buffer::from(&vec![byte; sectors * 512][..]);
-    end(port, Operation::Write { sector, data });
+    run(port, operation).unwrap();
 }
 
 /// Copies the files of an open log and its disks to `to`, as a crash would leave them. No
@@ -128,16 +103,6 @@ fn crash(log: &Path, disks: &[&Path], to: &Path) {
     }
     for disk in disks {
         copy_image(disk, &to.join(disk.file_name().unwrap()));
-    }
-}
-
-/// Copies an image with its mark (an extended attribute), as `cp -a` does.
-fn copy_image(from: &Path, to: &Path) {
-    std::fs::copy(from, to).unwrap();
-    let (attribute, mut mark) = ("user.walvisor.disk", [0; 256]);
-    if let Ok(len) = rustix::fs::getxattr(from, attribute, &mut mark[..]) {
-        let flags = rustix::fs::XattrFlags::empty();
-        rustix::fs::setxattr(to, attribute, &mark[..len], flags).unwrap();
     }
 }
 

@@ -4,10 +4,11 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Output;
 use std::time::Duration;
 
+use rustix::process::Signal;
 use walvisor_storage::{
     BackendQueue, Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk,
 };
-use walvisor_tests::leash;
+use walvisor_testkit::Process;
 
 use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, stdout, wait_for};
@@ -190,8 +191,8 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
         .output()
         .unwrap();
     assert!(created.status.success(), "{}", stderr(&created));
-    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
-        let console = directory.path().join(format!("console-{signal}"));
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+        let console = directory.path().join(format!("console-{signal:?}"));
         let console_target = format!("file:{}", console.display());
         let spec = format!("path={}", disk.display());
         let kernel = kernel.to_str().unwrap();
@@ -208,17 +209,16 @@ fn a_signal_stops_a_running_guest_and_leaves_its_disk_closed() {
             ])
             .args(["--cpus", "2", "--disk", &spec, "--console", &console_target])
             .stdin(std::process::Stdio::null());
-        let mut child = leash(&mut command).spawn().unwrap();
+        let mut child = Process::spawn(&mut command);
         wait_for("the guest's print", || {
             std::fs::read_to_string(&console).unwrap_or_default() == "up"
         });
-        // SAFETY: the process is a child that has not been waited for, so its number is its own.
-        assert_eq!(unsafe { libc::kill(child.id() as i32, signal) }, 0);
+        child.signal(signal);
         let status = child.wait().unwrap();
         assert_eq!(
             (status.code(), status.signal()),
             (Some(0), None),
-            "signal {signal}"
+            "{signal:?}"
         );
     }
     let checked = command(["disk", "check", disk.to_str().unwrap()])

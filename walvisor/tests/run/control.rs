@@ -4,11 +4,12 @@ use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::process::Signal;
 use serde_json::{Value, json};
-use walvisor_tests::leash;
+use walvisor_testkit::Process;
 
 use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, wait_for};
@@ -16,7 +17,7 @@ use crate::{command, has_kvm, stderr, wait_for};
 /// A guest that runs on two vCPUs and a WAL disk `disk.img` of 1 MiB, with a control socket.
 /// Dropping it kills it.
 pub struct Guest {
-    child: Child,
+    child: Process,
     dir: tempfile::TempDir,
 }
 
@@ -41,8 +42,6 @@ impl Guest {
     /// once more.
     pub fn kill_and_start_again(&mut self, said: &str) {
         for round in 2..5 {
-            self.child.kill().unwrap();
-            self.child.wait().unwrap();
             self.child = run(self.dir.path(), &[]);
             self.wait_until_it_says(&said.repeat(round));
         }
@@ -87,9 +86,8 @@ impl Guest {
         stream
     }
 
-    pub fn signal(&self, signal: i32) {
-        // SAFETY: the process is a child that has not been waited for, so its number is its own.
-        assert_eq!(unsafe { libc::kill(self.child.id() as i32, signal) }, 0);
+    pub fn signal(&self, signal: Signal) {
+        self.child.signal(signal);
     }
 
     pub fn is_running(&mut self) -> bool {
@@ -99,9 +97,7 @@ impl Guest {
     /// Waits for the VMM's end and returns exit status and stderr. Asserts that the disk is closed
     /// and the socket gone.
     pub fn end(mut self) -> (Option<i32>, String) {
-        let mut errors = String::new();
-        let stderr = self.child.stderr.take().unwrap();
-        BufReader::new(stderr).read_to_string(&mut errors).unwrap();
+        let errors = self.child.errors();
         let status = self.child.wait().unwrap();
         let disk = self.path("disk.img");
         let info = command(["disk", "info", "--json", disk.to_str().unwrap()])
@@ -118,15 +114,8 @@ impl Guest {
     }
 }
 
-impl Drop for Guest {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 /// Starts `walvisor run` in `dir`.
-fn run(dir: &Path, arguments: &[&str]) -> Child {
+fn run(dir: &Path, arguments: &[&str]) -> Process {
     let words = "run --memory 4M --kernel bzImage --cmdline up --cpus 2 --disk path=disk.img \
                  --console file:console --control ctl";
     let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor"));
@@ -136,7 +125,7 @@ fn run(dir: &Path, arguments: &[&str]) -> Child {
         .current_dir(dir)
         .stdin(Stdio::null())
         .stderr(Stdio::piped());
-    leash(&mut command).spawn().unwrap()
+    Process::spawn(&mut command)
 }
 
 /// Exits of all vCPUs.
@@ -187,7 +176,7 @@ fn a_guest_is_looked_at_paused_and_resumed() {
     }
     assert!(guest.ctl("stats").unwrap().contains("running"));
     guest.ctl("pause").unwrap();
-    guest.signal(libc::SIGTERM);
+    guest.signal(Signal::TERM);
     assert_eq!(guest.end(), (Some(0), String::new()));
 }
 

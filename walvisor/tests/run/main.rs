@@ -10,7 +10,8 @@ mod terminal;
 
 use std::ffi::OsStr;
 use std::process::{Command, Output, Stdio};
-use std::time::{Duration, Instant};
+
+use walvisor_testkit::wait_until as wait_for;
 
 /// Whether this machine has a usable KVM; prints why the test is skipped if not.
 fn has_kvm() -> bool {
@@ -20,15 +21,6 @@ fn has_kvm() -> bool {
             println!("skipped: {error}");
             false
         }
-    }
-}
-
-/// Waits until `done` returns `true`, at most 120 seconds.
-fn wait_for(what: &str, mut done: impl FnMut() -> bool) {
-    let deadline = Instant::now() + Duration::from_secs(120);
-    while !done() {
-        assert!(Instant::now() < deadline, "{what} did not happen");
-        std::thread::sleep(Duration::from_millis(5));
     }
 }
 

@@ -2,12 +2,11 @@
 //! what to do.
 
 use std::fs;
-use std::io::{BufRead, BufReader};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::Command;
 
-use walvisor_tests::leash;
+use walvisor_testkit::Daemon;
 
 use crate::kernel::{self, KernelAction};
 use crate::{command, stderr, walvisor};
@@ -208,35 +207,13 @@ const KVM: [(Mistake, &str); 2] = [
     ),
 ];
 
-/// `walvisor serve nbd` with one disk, which is killed when this is dropped.
-struct ServedDisk(Child);
-
-impl ServedDisk {
-    fn of(dir: &Path, name: &str) -> Self {
-        let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor"));
-        command
-            .args(["serve", "nbd", "--disk"])
-            .arg(format!("path={name}.img,socket={name}.sock"))
-            .current_dir(dir)
-            .stdout(Stdio::piped());
-        let mut child = leash(&mut command).spawn().unwrap();
-        let mut line = String::new();
-        let output = child.stdout.take().unwrap();
-        BufReader::new(output).read_line(&mut line).unwrap();
-        assert!(!line.is_empty(), "{name}.img is not served");
-        Self(child)
-    }
-}
-
-impl Drop for ServedDisk {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
+/// Serves one disk.
+fn serve(dir: &Path, name: &str) -> Daemon {
+    Daemon::start(dir, &format!("--disk path={name}.img,socket={name}.sock"))
 }
 
 /// Makes the files that the mistakes are made with; returns the process that has held.img.
-fn prepare(dir: &Path) -> ServedDisk {
+fn prepare(dir: &Path) -> Daemon {
     let at = |name: &str| dir.join(name);
     let path = |name: &str| at(name).into_os_string();
     for name in ["disk", "other", "held", "killed"] {
@@ -253,9 +230,9 @@ fn prepare(dir: &Path) -> ServedDisk {
         [&b"QFI\xfb\0\0\0\x03"[..], &[0; 65528]].concat(),
     )
     .unwrap();
-    drop(ServedDisk::of(dir, "killed"));
+    drop(serve(dir, "killed"));
     fs::rename(at("killed.img.wal"), at("away.wal")).unwrap();
-    ServedDisk::of(dir, "held")
+    serve(dir, "held")
 }
 
 #[test]
@@ -273,7 +250,7 @@ fn common_mistakes_are_one_line_with_the_cure() {
         let (name, typed, status, line) = mistake;
         let line = line
             .replace("{DIR}", &dir.display().to_string())
-            .replace("{PID}", &held.0.id().to_string())
+            .replace("{PID}", &held.pid().to_string())
             .replace("{MACHINE}", &machine.to_string());
         let error = stderr(&output);
         let line = format!("walvisor: {line}\n");

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use rustix::process::Signal;
+
 use crate::control::Guest;
 use crate::kernel::KernelAction;
 use crate::{has_kvm, wait_for};
@@ -11,7 +13,7 @@ fn sigterm_lets_a_guest_that_listens_power_off() {
     if !has_kvm() {
         return;
     }
-    for signal in [libc::SIGTERM, libc::SIGINT] {
+    for signal in [Signal::TERM, Signal::INT] {
         let guest = Guest::start(KernelAction::AwaitButton, "upL", &[]);
         guest.signal(signal);
         let (code, errors) = guest.end();
@@ -45,7 +47,7 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
         "upL",
         &["--power-down-seconds", "1"],
     );
-    guest.signal(libc::SIGTERM);
+    guest.signal(Signal::TERM);
     let (code, errors) = guest.end();
     assert_eq!(code, Some(0), "{errors}");
     assert!(errors.contains("not powered off within 1 s"), "{errors}");
@@ -55,12 +57,12 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
         "upL",
         &["--power-down-seconds", "1000"],
     );
-    guest.signal(libc::SIGTERM);
+    guest.signal(Signal::TERM);
     std::thread::sleep(Duration::from_millis(200));
     assert!(guest.is_running());
     // A signal is lost while the previous one is still pending, so the test repeats it.
     wait_for("the end without the guest", || {
-        guest.signal(libc::SIGTERM);
+        guest.signal(Signal::TERM);
         std::thread::sleep(Duration::from_millis(200));
         !guest.is_running()
     });
@@ -70,7 +72,7 @@ fn a_guest_that_does_not_power_off_is_stopped_in_the_end() {
         "upL",
         &["--power-down-seconds", "0"],
     );
-    guest.signal(libc::SIGTERM);
+    guest.signal(Signal::TERM);
     assert_eq!(guest.end(), (Some(0), String::new()));
 }
 
@@ -80,7 +82,7 @@ fn a_guest_that_ignores_the_button_is_stopped_with_a_warning() {
         return;
     }
     let guest = Guest::start(KernelAction::Echo, "up", &[]);
-    guest.signal(libc::SIGTERM);
+    guest.signal(Signal::TERM);
     let (code, errors) = guest.end();
     assert_eq!(code, Some(0), "{errors}");
     assert!(

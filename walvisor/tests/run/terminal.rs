@@ -4,13 +4,15 @@
 use std::fs::File;
 use std::io::{Read, Write};
 use std::os::fd::AsRawFd;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
+use rustix::process::Signal;
 use rustix::termios::{LocalModes, Termios, tcgetattr};
-use walvisor_tests::{leash, terminal};
+use walvisor_testkit::Process;
+use walvisor_tests::terminal;
 
+use crate::has_kvm;
 use crate::kernel::{self, KernelAction};
-use crate::{has_kvm, wait_for};
 
 /// The modes of a terminal that a program may change.
 fn modes(terminal: &File) -> (u32, u32, u32, u32) {
@@ -35,7 +37,7 @@ struct EchoingGuest {
     person: File,
     program: File,
     before: (u32, u32, u32, u32),
-    child: Child,
+    child: Process,
 }
 
 impl EchoingGuest {
@@ -60,7 +62,7 @@ impl EchoingGuest {
             .stdin(program.try_clone().unwrap())
             .stdout(program.try_clone().unwrap())
             .stderr(errors);
-        let child = leash(&mut command).spawn().unwrap();
+        let child = Process::spawn(&mut command);
         let mut guest = Self {
             _directory: directory,
             person,
@@ -88,12 +90,7 @@ impl EchoingGuest {
 
     /// Waits for the program's end, and asserts exit status 0 and a restored terminal.
     fn ends_well(mut self) {
-        let mut status = None;
-        wait_for("the end of walvisor", || {
-            status = self.child.try_wait().unwrap();
-            status.is_some()
-        });
-        assert_eq!(status.unwrap().code(), Some(0));
+        assert_eq!(self.child.wait().unwrap().code(), Some(0));
         assert_eq!(modes(&self.program), self.before);
         assert!(self.program.as_raw_fd() >= 0);
     }
@@ -151,10 +148,9 @@ fn a_signal_restores_the_terminal() {
     if !has_kvm() {
         return;
     }
-    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGQUIT] {
+    for signal in [Signal::TERM, Signal::INT, Signal::QUIT] {
         let guest = EchoingGuest::start();
-        // SAFETY: the process is a child that has not been waited for, so its number is its own.
-        assert_eq!(unsafe { libc::kill(guest.child.id() as i32, signal) }, 0);
+        guest.child.signal(signal);
         guest.ends_well();
     }
 }

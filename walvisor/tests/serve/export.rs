@@ -12,7 +12,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use walvisor_storage::{StoreOptions, create_disk, default_log_dir};
 use walvisor_testkit::nbd::RawClient;
-use walvisor_tests::{MemoryFs, leash};
+use walvisor_testkit::{MemoryFs, Process, wait_until};
 
 use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
 
@@ -147,10 +147,8 @@ fn a_kill_leaves_no_part_of_a_copy_at_its_name() {
             .args(["ctl", "ctl", "export", "-o", "copy"])
             .current_dir(dir)
             .stderr(Stdio::piped());
-        let client = leash(&mut command).spawn().unwrap();
-        while !dir.join("copy.walvisor-part").exists() {
-            thread::yield_now();
-        }
+        let client = Process::spawn(&mut command);
+        wait_until("a part", || dir.join("copy.walvisor-part").exists());
         client
     };
     // A daemon that is stopped answers nothing, so the kill comes before the end.
@@ -174,12 +172,11 @@ fn a_kill_leaves_no_part_of_a_copy_at_its_name() {
     copied("copy");
     fs::remove_file(dir.join("copy")).unwrap();
     daemon.signal(Signal::STOP);
-    let client = begin();
+    let mut client = begin();
     daemon.kill();
-    let output = client.wait_with_output().unwrap();
-    let error = text(&output.stderr);
+    let (status, error) = (client.wait().unwrap(), client.errors());
     assert_eq!(
-        (output.status.code(), error.lines().count()),
+        (status.code(), error.lines().count()),
         (Some(1), 1),
         "{error}"
     );

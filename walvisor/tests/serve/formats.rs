@@ -3,8 +3,8 @@
 use std::fs;
 use std::path::Path;
 
+use walvisor_testkit::MemoryFs;
 use walvisor_testkit::nbd::RawClient;
-use walvisor_tests::MemoryFs;
 
 use super::{Daemon, MIB, create, text, walvisor};
 

@@ -5,8 +5,9 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
+use walvisor_testkit::MemoryFs;
 use walvisor_testkit::nbd::{READ, RawClient, WRITE};
-use walvisor_tests::{MemoryFs, have};
+use walvisor_tests::have;
 
 use super::{Daemon, WALVISOR, create, noise, run_client, text, walvisor};
 

@@ -2,18 +2,18 @@
 //! has to wait.
 
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
 
-use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
+use rustix::process::{Signal, WaitId, WaitIdOptions, waitid};
 use walvisor_testkit::nbd::{BLOCK_STATUS, RawClient};
-use walvisor_tests::{have, leash};
+use walvisor_testkit::{Process, wait_until};
+use walvisor_tests::have;
 
 use super::{Daemon, client, create};
 
 /// An image in a file system whose program can be halted.
 struct SlowFileSystem {
-    fuse: Child,
+    fuse: Process,
     mountpoint: std::path::PathBuf,
 }
 
@@ -36,28 +36,20 @@ impl SlowFileSystem {
             .args(["--command", "nbdkit", "-s", "--exit-with-parent"])
             .args(["memory", "16M"])
             .stdin(Stdio::null());
-        let fuse = leash(&mut command).spawn().expect("nbdfuse starts");
+        let fuse = Process::spawn(&mut command);
         let slow = Self {
             fuse,
             mountpoint: mountpoint.to_owned(),
         };
-        let end = Instant::now() + Duration::from_secs(60);
-        while !image.exists() {
-            assert!(Instant::now() < end, "nbdfuse mounts nothing");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_until("nbdfuse's mount", || image.exists());
         Some(slow)
-    }
-
-    fn signal(&self, signal: Signal) {
-        kill_process(Pid::from_child(&self.fuse), signal).unwrap();
     }
 
     /// Halts the program. SIGSTOP goes to one of its threads, and the others still answer until
     /// that thread has run.
     fn halt(&self) {
-        self.signal(Signal::STOP);
-        let stopped = WaitId::Pid(Pid::from_child(&self.fuse));
+        self.fuse.signal(Signal::STOP);
+        let stopped = WaitId::Pid(self.fuse.pid());
         let status = waitid(stopped, WaitIdOptions::STOPPED).unwrap().unwrap();
         assert!(status.stopped(), "nbdfuse ended");
     }
@@ -66,13 +58,13 @@ impl SlowFileSystem {
 impl Drop for SlowFileSystem {
     fn drop(&mut self) {
         // A process that waits for a halted program could not be killed.
-        self.signal(Signal::CONT);
+        self.fuse.signal(Signal::CONT);
         let unmount = Command::new("fusermount3")
             .arg("-u")
             .arg(&self.mountpoint)
             .status();
         if !unmount.is_ok_and(|status| status.success()) {
-            self.signal(Signal::KILL);
+            self.fuse.signal(Signal::KILL);
         }
         let _ = self.fuse.wait();
     }
@@ -121,7 +113,7 @@ print('all')
     // The client that asked also goes on, with requests that do not need that file system.
     asking.write(2, 4096, &[7; 4096]);
     asking.flush(3);
-    slow.signal(Signal::CONT);
+    slow.fuse.signal(Signal::CONT);
     let told = asking.reply();
     assert_eq!((told.kind, told.cookie), (6, 1));
     drop(asking);

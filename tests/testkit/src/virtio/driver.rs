@@ -264,9 +264,6 @@ impl<M> BlockDriver<M> {
     }
 
     /// Writes to the disk.
-    ///
-    /// # Panics
-    /// If the write fails.
     #[track_caller]
     pub fn write(&mut self, queue: usize, sector: u64, data: &[u8]) {
         let answer = self.request(queue, VIRTIO_BLK_T_OUT, sector, data, 0);
@@ -278,9 +275,6 @@ impl<M> BlockDriver<M> {
     }
 
     /// Reads from the disk.
-    ///
-    /// # Panics
-    /// If the read fails.
     #[track_caller]
     pub fn read(&mut self, queue: usize, sector: u64, len: usize) -> Vec<u8> {
         let answer = self.request(queue, VIRTIO_BLK_T_IN, sector, &[], len);
@@ -293,9 +287,6 @@ impl<M> BlockDriver<M> {
     }
 
     /// Makes completed writes durable.
-    ///
-    /// # Panics
-    /// If the flush fails.
     #[track_caller]
     pub fn flush(&mut self, queue: usize) {
         assert_eq!(self.request(queue, VIRTIO_BLK_T_FLUSH, 0, &[], 0).status, 0);

@@ -41,9 +41,6 @@ pub const MEMORY_END: u64 = 2 * REGION;
 
 /// Guest memory: two adjacent regions, so that a buffer can lie across their border, and nothing after them. It is backed by a
 /// file, so that it can be shared.
-///
-/// # Panics
-/// If there is no room for it.
 #[must_use]
 pub fn guest_memory() -> Memory {
     let file = Arc::new(vhost_user::memory(MEMORY_END));

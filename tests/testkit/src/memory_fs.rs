@@ -10,27 +10,18 @@ pub struct MemoryFs(tempfile::TempDir);
 impl MemoryFs {
     /// Mounts one without extended attributes, where images have no marks. Returns `None` if that fails, after printing
     /// `skipped: why`.
-    ///
-    /// # Panics
-    /// There is no room for a directory, or no mount(8).
     #[must_use]
     pub fn ramfs() -> Option<Self> {
         Self::mount("ramfs", "mode=0700")
     }
 
     /// Mounts a tmpfs in the same way, with these options of mount(8).
-    ///
-    /// # Panics
-    /// As [`ramfs`](Self::ramfs).
     #[must_use]
     pub fn tmpfs(options: &str) -> Option<Self> {
         Self::mount("tmpfs", options)
     }
 
     /// Mounts the ext4 file system in the file at `image`, as `-o loop` with further `options` of mount(8), in the same way.
-    ///
-    /// # Panics
-    /// As [`ramfs`](Self::ramfs).
     #[must_use]
     pub fn ext4(image: &Path, options: &str) -> Option<Self> {
         Self::mount_from("ext4", &format!("loop,{options}"), image)
@@ -53,9 +44,6 @@ impl MemoryFs {
     }
 
     /// Changes the options of mount(8).
-    ///
-    /// # Panics
-    /// mount(8) refuses them.
     pub fn remount(&self, options: &str) {
         let done = self.call(&["-o", &format!("remount,{options}")]);
         done.unwrap_or_else(|why| panic!("{options}: {why}"));
@@ -87,7 +75,7 @@ impl Drop for MemoryFs {
 
 /// Unmounts a file system, if it is mounted. The kernel may still hold files of a process that was killed, for a moment after
 /// its end: io_uring ends later.
-pub(crate) fn unmount(place: &Path) {
+pub fn unmount(place: &Path) {
     for _ in 0..200 {
         let output = Command::new("umount").arg(place).output();
         let busy = output.is_ok_and(|output| {
