@@ -4,7 +4,7 @@ mod support;
 
 use std::time::{Duration, Instant};
 
-use support::{Place, SIZE, fill, flush, read, run, small, wait_all, wait_until, write};
+use support::{Place, Random, SIZE, fill, flush, read, run, small, wait_all, wait_until, write};
 use walvisor_storage::{
     Backend, BackendQueue, Buffer, CacheMode, CommitWait, DiskOptions, EngineKind, Failure,
     Operation, Port, Store, StoreOptions, create_disk, default_log_dir,
@@ -414,15 +414,12 @@ fn the_ring_wraps_many_times_and_nothing_is_lost() {
         let place = Place::new();
         let store = place.open_with(engine, CacheMode::Writeback);
         let mut port = store.disks()[0].open_port().unwrap();
-        let mut random = 12345u64;
+        let mut random = Random(12345);
         let mut model = vec![0u8; (SIZE / 512) as usize];
         // 40 MiB go through a ring of 4 MiB.
         for i in 0..1200u64 {
-            random = random
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
-            let sectors = (random >> 60) * 8 + 8;
-            let sector = (random >> 20) % (SIZE / 512 - sectors);
+            let sectors = random.below(16) * 8 + 8;
+            let sector = random.below(SIZE / 512 - sectors);
             let byte = (i % 250) as u8 + 1;
             write(&mut port, sector, byte, sectors as usize);
             model[sector as usize..(sector + sectors) as usize].fill(byte);

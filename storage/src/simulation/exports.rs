@@ -3,6 +3,8 @@
 use std::fs::File;
 use std::path::PathBuf;
 
+use walvisor_testkit::Random;
+
 use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
 use super::oracle::value_of;
@@ -20,7 +22,7 @@ pub(super) struct Bench {
     pub(super) running: RunningStore,
     pub(super) values: Vec<u32>,
     newest: u32,
-    random: u64,
+    random: Random,
     dir: tempfile::TempDir,
 }
 
@@ -38,17 +40,13 @@ impl Bench {
             running: fixture.open(false, CommitWait::NONE).unwrap(),
             values: vec![0; SECTORS as usize],
             newest: 0,
-            random: seed,
+            random: Random(seed),
             dir: tempfile::tempdir().unwrap(),
         }
     }
 
     pub(super) fn below(&mut self, limit: u64) -> u64 {
-        // Xorshift (Marsaglia 2003).
-        self.random ^= self.random << 13;
-        self.random ^= self.random >> 7;
-        self.random ^= self.random << 17;
-        self.random % limit
+        self.random.below(limit)
     }
 
     pub(super) fn changes(&mut self) {

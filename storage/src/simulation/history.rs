@@ -3,13 +3,14 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use walvisor_testkit::Random;
+
 use super::clients::Clients;
 use super::fixture::{Fixture, RunningStore, Shape, control_of, filled, mark_text};
 use super::live::{LiveHandles, TestClocks};
 use super::medium::World;
 use super::offline::Backup;
 use super::oracle::{DiskContents, Oracle, RestoredState, Violation, agrees, difference, readable};
-use super::random::Random;
 use super::trace;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};

@@ -7,11 +7,12 @@
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 
+use walvisor_testkit::Random;
+
 use super::files::SimulatedMedium;
 use super::fixture::{RunningStore, carry_out, filled};
 use super::medium::{LOG, World};
 use super::oracle::{Violation, value_of};
-use super::random::Random;
 use crate::catalog::options::DiskOptions;
 use crate::disk::handle::Disk;
 use crate::log::orders::{KeeperOrder, KeeperTask};

@@ -20,9 +20,10 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 
+use walvisor_testkit::Random;
+
 use super::bytes::{Bytes, SECTOR};
 use super::names::{DIRECTORY, Names, last};
-use super::random::Random;
 use crate::medium::filesystem::OpenMode;
 use crate::medium::mark::ImageMark;
 use crate::mutant::{Mutant, planted};

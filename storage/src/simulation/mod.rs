@@ -45,7 +45,6 @@ mod names;
 mod offline;
 mod oracle;
 mod past;
-mod random;
 #[cfg(not(feature = "shuttle"))]
 mod rewinds;
 #[cfg(not(feature = "shuttle"))]

@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use super::random::Random;
+use walvisor_testkit::Random;
+
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 

@@ -1,9 +1,10 @@
 //! Restores in place of a disk in use, cut by a power loss anywhere.
 
+use walvisor_testkit::Random;
+
 use super::fixture::{Fixture, RunningStore, Shape, carry_out, filled};
 use super::medium::World;
 use super::oracle::DiskContents;
-use super::random::Random;
 use crate::history::look::Look;
 use crate::history::rewind_plan::RewindReport;
 use crate::sync::atomic::Ordering;

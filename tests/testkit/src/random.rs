@@ -21,7 +21,7 @@ impl Random {
     }
 
     /// True with a probability of one in `times`.
-    pub fn once_in(&mut self, times: u64) -> bool {
+    pub fn one_in(&mut self, times: u64) -> bool {
         self.below(times) == 0
     }
 

@@ -7,6 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 use walvisor_storage::{DiskOptions, Operation, Port, Retention, Store, StoreOptions, create_disk};
+use walvisor_testkit::Random;
 use walvisor_tests::have_python;
 
 use crate::{
@@ -59,14 +60,11 @@ fn both_read(dir: &Path, log: &str) -> Option<Vec<Value>> {
 /// Makes `count` random requests to the two disks of a log, from a seed, with a flush after every
 /// seventh.
 fn work(ports: &mut [Port], seed: u64, count: usize) {
-    let mut random = seed;
+    let mut random = Random(seed);
     for i in 0..count {
-        random = random
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
-        let port = &mut ports[(random >> 40) as usize % 2];
-        let (sector, sectors) = ((random >> 20) % 2000, (random >> 58) as u32 % 24 + 1);
-        match (random >> 50) % 8 {
+        let port = &mut ports[random.below(2) as usize];
+        let (sector, sectors) = (random.below(2000), random.below(24) as u32 + 1);
+        match random.below(8) {
             0 => end(port, Operation::Discard { sector, sectors }),
             1 => end(
                 port,

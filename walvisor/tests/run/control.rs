@@ -42,6 +42,8 @@ impl Guest {
     /// once more.
     pub fn kill_and_start_again(&mut self, said: &str) {
         for round in 2..5 {
+            self.child.kill().unwrap();
+            self.child.wait().unwrap();
             self.child = run(self.dir.path(), &[]);
             self.wait_until_it_says(&said.repeat(round));
         }

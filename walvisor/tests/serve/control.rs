@@ -7,12 +7,12 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
+use walvisor_testkit::MemoryFs;
+use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
 
 use super::vhost_user::FrontEnd;
 use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
 use walvisor_storage::{StoreOptions, create_disk};
-use walvisor_testkit::MemoryFs;
-use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
 
 /// Replies of this kind and above are errors.
 const FAILED: u16 = 1 << 15;

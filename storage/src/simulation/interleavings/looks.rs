@@ -1,10 +1,11 @@
 //! Looks at a disk in use beside folds: threads that open looks, read them and end them, while the keeper folds segments and
 //! writers use them again.
 
+use walvisor_testkit::Random;
+
 use super::super::fixture::{Fixture, Shape, filled};
 use super::super::medium::World;
 use super::super::oracle::{Violation, value_of};
-use super::super::random::Random;
 use super::super::{Total, on_all_cores, seeds};
 use super::{ScheduleChoice, explore};
 use crate::disk::handle::Disk;

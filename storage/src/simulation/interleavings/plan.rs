@@ -1,7 +1,8 @@
 //! The plan of a run, derived from one seed.
 
+use walvisor_testkit::Random;
+
 use super::super::medium::World;
-use super::super::random::Random;
 use crate::CommitWait;
 
 /// Sectors that belong to each client of a disk: no other client writes them.

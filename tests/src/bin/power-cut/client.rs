@@ -5,10 +5,11 @@ use std::io;
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::device_mapper::LogWrites;
-use crate::history::{Chain, Mark, State, hash};
 use walvisor_testkit::Random;
 use walvisor_testkit::nbd::{FLUSH, READ, SimpleClient, TRIM, WRITE, WRITE_ZEROES};
+
+use crate::device_mapper::LogWrites;
+use crate::history::{Chain, Mark, State, hash};
 
 /// Longest request: a quarter of the log's segments.
 const LONGEST: usize = 64 << 10;
@@ -119,20 +120,20 @@ impl Client {
             Habit::Commits => (8 << 10, false, false, true),
             Habit::Mixes => (
                 16 << 10,
-                random.once_in(4),
-                random.once_in(8),
-                random.once_in(4),
+                random.one_in(4),
+                random.one_in(8),
+                random.one_in(4),
             ),
-            Habit::Loads => (LONGEST, random.once_in(16), false, random.once_in(12)),
-            Habit::Streams => (LONGEST, false, false, random.once_in(2)),
-            Habit::Forces => (16 << 10, random.once_in(8), random.once_in(3), false),
-            Habit::Trusts => (16 << 10, random.once_in(8), false, false),
+            Habit::Loads => (LONGEST, random.one_in(16), false, random.one_in(12)),
+            Habit::Streams => (LONGEST, false, false, random.one_in(2)),
+            Habit::Forces => (16 << 10, random.one_in(8), random.one_in(3), false),
+            Habit::Trusts => (16 << 10, random.one_in(8), false, false),
         };
         let sectors = 1 + random.below((longest / SECTOR) as u64) as usize;
         let first = random.below((self.region.len() / SECTOR - sectors + 1) as u64) as usize;
         let (at, len) = (first * SECTOR, sectors * SECTOR);
         let mut data = vec![0; len];
-        let request = match (zeroes, random.once_in(2)) {
+        let request = match (zeroes, random.one_in(2)) {
             (true, true) => TRIM,
             (true, false) => WRITE_ZEROES,
             (false, _) => WRITE,

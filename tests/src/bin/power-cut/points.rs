@@ -7,9 +7,9 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use walvisor_storage::Buffer;
+use walvisor_testkit::Random;
 
 use crate::log_writes::{Entry, Log, SECTOR};
-use walvisor_testkit::Random;
 
 /// Which writes that were not yet durable are on the medium.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -231,7 +231,7 @@ fn survivors<'a>(
         return Vec::new();
     }
     let sectors = (entry.offset..).step_by(SECTOR).zip(data.chunks(SECTOR));
-    sectors.filter(|_| random.once_in(2)).collect()
+    sectors.filter(|_| random.one_in(2)).collect()
 }
 
 #[cfg(test)]

@@ -11,13 +11,13 @@ use std::time::Duration;
 use nix::mount::{MsFlags, mount, umount};
 use nix::sys::signal::Signal;
 use walvisor_storage::{StoreOptions, create_disk, import_disk};
+use walvisor_testkit::Random;
+use walvisor_testkit::nbd::SimpleClient;
 
 use crate::client::{Client, Habit};
 use crate::device_mapper::LogWrites;
 use crate::faults::{Conditions, Fault, Program};
 use crate::history::{History, Mark};
-use walvisor_testkit::Random;
-use walvisor_testkit::nbd::SimpleClient;
 
 /// Where the file system that loses power is mounted.
 pub const MOUNT: &str = "/mnt/cut";

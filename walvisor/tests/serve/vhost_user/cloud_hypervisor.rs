@@ -18,10 +18,10 @@ use vm_memory::{
     Bytes, FileOffset, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestRegionMmap,
 };
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use walvisor_testkit::vhost_user::memory;
 
 use super::daemon;
 use crate::{MIB, create, metric, noise};
-use walvisor_testkit::vhost_user::memory;
 
 const PATIENCE: Timespec = Timespec {
     tv_sec: 120,

@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use rustix::fs::OFlags;
 use rustix::io::ReadWriteFlags;
+use walvisor_testkit::vhost_user::*;
 
 use super::client::Client;
 use super::daemon;
 use crate::{Daemon, create, noise};
-use walvisor_testkit::vhost_user::*;
 
 const PATIENCE: Timespec = Timespec {
     tv_sec: 120,
