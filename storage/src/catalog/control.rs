@@ -7,6 +7,7 @@ use zerocopy::little_endian::{U16, U32, U64};
 
 use crate::catalog::control;
 use crate::catalog::options::{StoreOptions, check_options};
+use crate::catalog::snapshot::Snapshot;
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::{
     CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DecodeResult, DiskEntry, HistoryHeader,
@@ -346,13 +347,18 @@ pub(crate) fn read_control(
         check_options(&options).is_ok()
     };
     match newest.filter(sane) {
-        Some(control) => Ok(ControlFile {
-            home,
-            path,
-            file,
-            unconfirmed: Some(control.clone()),
-            control,
-        }),
+        Some(mut control) => {
+            let unconfirmed = Some(control.clone());
+            // A killed process left them.
+            Snapshot::remove_exports(&mut control)?;
+            Ok(ControlFile {
+                home,
+                path,
+                file,
+                unconfirmed,
+                control,
+            })
+        }
         None => Err(Error::new(
             ErrorKind::Damaged,
             format!(

@@ -229,9 +229,14 @@ impl Control {
         }
     }
 
+    /// When the log last wrote to a disk's image; 0: unknown.
+    pub(crate) fn written(&self, disk_id: u32) -> u64 {
+        self.image(disk_id).map_or(0, |image| image.written.get())
+    }
+
     /// Whether an image last written to at this time may still be as the log left it.
     pub(crate) fn written_fits(&self, disk_id: u32, found: u64) -> bool {
-        let noted = self.image(disk_id).map_or(0, |image| image.written.get());
+        let noted = self.written(disk_id);
         // Some file systems only keep seconds once the file is no longer in memory.
         let seconds = noted - noted % 1_000_000_000;
         noted == 0 || found == 0 || [noted, seconds].contains(&found)

@@ -16,7 +16,25 @@ use crate::mutant::{Mutant, planted};
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SnapshotName([u8; 64]);
 
+/// How the names of snapshots begin that hold a point for an export. Nobody can give such a name: it has a colon.
+const EXPORT: &[u8] = b"export:";
+
 impl SnapshotName {
+    /// A new name for the snapshot that holds a point while it is exported. Such a snapshot lasts no longer than the
+    /// process, and is shown to nobody.
+    pub(crate) fn of_export(number: u64) -> Self {
+        let mut name = [0; 64];
+        name[..EXPORT.len()].copy_from_slice(EXPORT);
+        let digits = format!("{number:016x}");
+        name[EXPORT.len()..][..digits.len()].copy_from_slice(digits.as_bytes());
+        Self(name)
+    }
+
+    /// Whether the snapshot holds a point for an export.
+    pub(crate) fn is_of_export(&self) -> bool {
+        self.0.starts_with(EXPORT)
+    }
+
     /// The name as text.
     pub fn as_str(&self) -> &str {
         let len = self.0.iter().position(|&byte| byte == 0);
@@ -134,9 +152,12 @@ impl Snapshot {
         entry.disk_id = U32::new(self.disk_id.unwrap_or(0));
         // Another snapshot at the same LSN may have saved files already.
         entry.saved = U32::new(control.saved(self.lsn));
-        control.snapshots.push(entry);
+        // The point of an export may be older than other snapshots.
+        let snapshots = &mut control.snapshots;
+        let place = snapshots.partition_point(|other| other.lsn.get() <= self.lsn);
+        snapshots.insert(place, entry);
         if !control.fits() {
-            control.snapshots.pop();
+            control.snapshots.remove(place);
             let count = control.snapshots.len();
             return Err(invalid(format!(
                 "the log has {count} snapshots, and no room for another; delete one with 'snapshot-delete NAME'"
@@ -165,6 +186,13 @@ impl Snapshot {
             entry.is_named() || saved && older && !lsns.contains(&lsn)
         });
         Ok(())
+    }
+
+    /// Removes the snapshots that hold points for exports: their process is gone, or closes the log.
+    pub(crate) fn remove_exports(control: &mut Control) -> Result<()> {
+        let all = Self::all(control).into_iter();
+        let mut exports = all.filter(|snapshot| snapshot.name.is_of_export());
+        exports.try_for_each(|snapshot| Self::remove(snapshot.name, control))
     }
 
     /// The snapshot of this name.

@@ -20,7 +20,7 @@ use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
 use crate::log::export::{Export, ended_early};
 use crate::log::orders::KeeperTask;
-use crate::log::pin::PinnedLog;
+use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::pipeline::MarkCommit;
 use crate::log::state::Log;
 use crate::sync::atomic::Ordering;
@@ -104,7 +104,7 @@ impl Disk {
 
     /// The snapshots of the log, oldest first.
     pub fn snapshots(&self) -> Vec<Snapshot> {
-        self.log.lock().keeper.snapshots.clone()
+        self.log.lock().keeper.listed_snapshots()
     }
 
     /// Writes a mark into the log, now. It is durable when this returns, changes no disk, and is kept as long as the
@@ -167,18 +167,18 @@ impl Disk {
     /// ([`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput)); or the disk has left the log, or the log had failed, is being
     /// closed, is open for reading only, or has records that can't be read.
     pub fn look(&self, at: Point, scratch: Option<File>) -> crate::Result<Look> {
-        let held = self.hold(false)?;
+        let held = self.hold(PinUser::Look)?;
         Look::pinned(&self.log, &self.state, at, held, scratch)
     }
 
-    /// Makes everything written so far durable, and pins the log. `settled`: see [`KeeperTask::Look`].
+    /// Makes everything written so far durable, and pins the log.
     ///
     /// # Errors
     /// If the disk has left the log, or the log had failed, is being closed, is open for reading only, or can't be copied although it
     /// must.
-    pub(crate) fn hold(&self, settled: bool) -> crate::Result<PinnedLog> {
+    pub(crate) fn hold(&self, user: PinUser) -> crate::Result<PinnedLog> {
         let (held, holds) = mpsc::channel();
-        let task = KeeperTask::Look(self.state.clone(), settled, held);
+        let task = KeeperTask::Look(self.state.clone(), user, held);
         self.log.order(task)?;
         holds.recv().map_err(|_| self.log.closed())
     }
@@ -202,7 +202,7 @@ impl Disk {
             )));
         }
         let newest = self.state.last_lsn.load(Ordering::Acquire);
-        let held = self.hold(true)?;
+        let held = self.hold(PinUser::Rewind)?;
         let (mut done, rewinding) = RewindReport::plan(&self.log, &self.state, at, newest, &held)?;
         let Some(rewinding) = rewinding else {
             return Ok(done);

@@ -4,6 +4,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use crate::SECTOR_SIZE;
 use crate::catalog::identity::written;
+use crate::catalog::snapshot::Snapshot;
 use crate::error::Result;
 use crate::history::keeper::Keeper;
 use crate::index::{ExtentMap, Place};
@@ -22,6 +23,7 @@ impl Keeper {
     pub(crate) fn close(&mut self) -> Result<bool> {
         self.reclaim();
         self.refuse_failed()?;
+        self.end_exports()?;
         // Into the log first, where it is safe even if the checkpoint fails.
         let newest = self.log.lock().pipeline.appended();
         if !planted(Mutant::CutUndrained) && self.drain(newest).is_err() {
@@ -55,6 +57,18 @@ impl Keeper {
             .iter()
             .try_for_each(|disk| disk.mark(false).map(drop))?;
         Ok(whole)
+    }
+
+    /// Removes the points that are kept for exports. The exports see that the log is closing, and fail.
+    fn end_exports(&mut self) -> Result<()> {
+        let snapshots = Snapshot::all(&self.control.control);
+        if snapshots
+            .iter()
+            .any(|snapshot| snapshot.name.is_of_export())
+        {
+            self.change_history(Snapshot::remove_exports)?;
+        }
+        Ok(())
     }
 
     /// If there are snapshots, waits until a write by another program would get a later mtime than the log's last

@@ -18,6 +18,7 @@ use crate::history::keeper::Keeper;
 use crate::history::machine::CopyEvent;
 use crate::index::{IndexBuilder, Piece, Place};
 use crate::log::commit::Commit;
+use crate::log::orders::KeeperState;
 use crate::log::state::LogState;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
@@ -31,8 +32,12 @@ use crate::tracepoints;
 const WARN_PERCENT: u128 = 80;
 
 /// Who needs the records after this LSN, and what to do about it.
-fn who_needs(inside_rewinds: &[Snapshot], lsn: u64) -> String {
-    match inside_rewinds.iter().find(|snapshot| snapshot.lsn == lsn) {
+fn who_needs(keeper: &KeeperState, lsn: u64) -> String {
+    let mut inside_rewinds = keeper.inside_rewinds.iter();
+    match inside_rewinds.find(|snapshot| snapshot.lsn == lsn) {
+        _ if keeper.is_held_briefly() => {
+            "an export, or a restore in place, needs the log; wait until it has ended, or end the export (export-cancel)".to_owned()
+        }
         Some(Snapshot { name, .. }) => {
             format!("snapshot '{name}' needs the log; delete it with 'snapshot-delete {name}'")
         }
@@ -67,16 +72,19 @@ impl Keeper {
                 state.keeper.checkpoint = true;
                 return Ok(());
             }
-            let (retain, pinned) = (state.keeper.retain, state.keeper.held());
+            let (pinned, briefly) = (state.keeper.held(), state.keeper.is_held_briefly());
             let index = log.counters.index.bytes();
             self.warn_if_crowded(&state, index);
-            let heavy = index >= log.index_limit / 2;
+            let heavy = log.index_is_heavy();
             let starved = state.ring.is_starved();
-            let pressed = heavy || starved || state.ring.is_running_out(retain);
+            let pressed = heavy || state.is_pressed();
             let Some(range) = self.next_range(&mut state, pressed) else {
                 drop(state);
+                let full = starved || index >= log.index_limit;
                 return match pinned {
-                    Some(lsn) if starved || index >= log.index_limit => {
+                    // Writers wait for that.
+                    Some(_) if briefly => Ok(()),
+                    Some(lsn) if full => {
                         Err(self.pinned_error("no segment of the log can be freed", lsn))
                     }
                     // Everything is in the last segment.
@@ -256,7 +264,7 @@ impl Keeper {
     /// Warns once when history that must stay has almost filled the log or its index memory, and again after it was
     /// better in between.
     fn warn_if_crowded(&mut self, state: &LogState, index: u64) {
-        let (log, most, held) = (&self.log, state.ring.most(), state.keeper.held());
+        let (log, most, held) = (&self.log, state.ring.most(), state.keeper.held_firmly());
         let used = state.held_segments();
         let parts = [
             (used as u64, most as u64, "room"),
@@ -270,7 +278,7 @@ impl Keeper {
             tracing::warn!(
                 "log {}: history that must stay takes {percent} % of its {what}, and writes fail at 100 %: {}",
                 log.dir.display(),
-                who_needs(&state.keeper.inside_rewinds, lsn)
+                who_needs(&state.keeper, lsn)
             );
         }
         self.crowded = pinned.is_some();
@@ -278,7 +286,7 @@ impl Keeper {
 
     /// The error for something that can't be done because the records after this LSN must stay.
     pub(super) fn pinned_error(&self, what: &str, lsn: u64) -> Error {
-        let who = who_needs(&self.log.lock().keeper.inside_rewinds, lsn);
+        let who = who_needs(&self.log.lock().keeper, lsn);
         Error::full(format!("{}: {what}: {who}", self.log.dir.display()))
     }
 

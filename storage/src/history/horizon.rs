@@ -42,7 +42,7 @@ impl LogHistory {
             index_bytes: log.counters.index_bytes(),
             saved_bytes: state.keeper.saved_bytes,
             retain: state.keeper.retain,
-            snapshots: state.keeper.snapshots.clone(),
+            snapshots: state.keeper.listed_snapshots(),
         }
     }
 }

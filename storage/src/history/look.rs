@@ -28,7 +28,7 @@ use crate::history::saved::read_saved;
 use crate::history::scratch::{Scratch, ScratchContent};
 use crate::index::allocation::{disk_extents, push, push_piece};
 use crate::index::{ExtentMap, IndexMemory, Piece};
-use crate::log::commit::{PositionCache, SavedExtentsCache};
+use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::disk_state::DiskState;
 use crate::log::pin::{Pin, PinnedLog};
 use crate::log::reads::{InFlightReads, Origin, ReadPart, check_range, check_read};
@@ -210,7 +210,8 @@ pub(crate) fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<Past
         there && control.is_continuous(disk_id, lsn, last_lsn)
     };
     let all = Snapshot::all(control).into_iter();
-    all.filter(|snapshot| snapshot.has(disk_id) && known(snapshot.lsn))
+    all.filter(|snapshot| !snapshot.name.is_of_export())
+        .filter(|snapshot| snapshot.has(disk_id) && known(snapshot.lsn))
         .map(PastPoint::from)
         .collect()
 }
@@ -219,6 +220,40 @@ pub(crate) fn points(control: &Control, disk_id: u32, last_lsn: u64) -> Vec<Past
 pub(crate) fn sized(file: Option<File>, bytes: u64, path: &Path) -> crate::Result<Option<Scratch>> {
     let scratch = file.map(|file| Scratch::new(file, bytes)).transpose();
     scratch.map_err(|error| Error::io("size the scratch file for", path, error))
+}
+
+impl PinnedLog {
+    /// Resolves a point of a disk to its LSN.
+    ///
+    /// # Errors
+    /// [`ErrorKind::NotFound`](crate::ErrorKind) if the disk can't be brought back to it; or the log can't be read.
+    pub(crate) fn resolve(&self, at: Point, log: &Log, disk_id: u32) -> crate::Result<u64> {
+        if at == Point::Newest {
+            return Ok(self.newest);
+        }
+        let (control, threads) = (&self.control, log.medium.threads());
+        at.resolve(&log.dir, control, disk_id, |visit| {
+            let visit = &mut |found: FoundRecord<'_>| visit(&found.commit());
+            read_live(&self.segments, self.newest, control, threads, visit)
+        })
+    }
+
+    /// The last commit up to an LSN; `horizon` if there is none in the log.
+    pub(crate) fn commit_at(&self, lsn: u64, horizon: Commit) -> crate::Result<Commit> {
+        let mut last = horizon;
+        let ends = self.segments.iter().map(|(_, last_lsn)| *last_lsn);
+        let passed = ends.take_while(|end| *end < lsn).count();
+        let visit = &mut |found: FoundRecord<'_>| {
+            if found.lsn <= lsn {
+                last = found.commit();
+            }
+        };
+        // Its segment, and the one before, in case it is a restore in place between them.
+        let segments = self.segments.iter().skip(passed.saturating_sub(1)).take(2);
+        let segments: Vec<_> = segments.cloned().collect();
+        read_live(&segments, self.newest, &self.control, 1, visit)?;
+        Ok(last)
+    }
 }
 
 impl Look {
@@ -230,20 +265,25 @@ impl Look {
         held: PinnedLog,
         scratch: Option<File>,
     ) -> crate::Result<Self> {
+        let until = held.resolve(at, log, disk.id)?;
+        Self::at(log, disk, until, held, scratch)
+    }
+
+    /// As [`pinned`](Self::pinned), for a point that was resolved.
+    pub(crate) fn at(
+        log: &Arc<Log>,
+        disk: &DiskState,
+        until: u64,
+        held: PinnedLog,
+        scratch: Option<File>,
+    ) -> crate::Result<Self> {
         let PinnedLog {
             segments,
-            newest,
             control,
             pin,
+            ..
         } = held;
         let threads = log.medium.threads();
-        let until = match at {
-            Point::Newest => newest,
-            at => at.resolve(&log.dir, &control, disk.id, |visit| {
-                let visit = &mut |found: FoundRecord<'_>| visit(&found.commit());
-                read_live(&segments, newest, &control, threads, visit)
-            })?,
-        };
         let entry = control.disk(disk.id);
         let bytes = entry.map_or(disk.sectors() * SECTOR_SIZE, |entry| entry.size.get());
         let (files, saved_files) = (log.medium.files(), control.saved_files());

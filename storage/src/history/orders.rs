@@ -12,7 +12,7 @@ use crate::history::keeper::Keeper;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::log::pin::{Pin, PinnedLog};
+use crate::log::pin::{Pin, PinUser, PinnedLog};
 use crate::medium::file::set_size;
 use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
@@ -41,11 +41,12 @@ impl Keeper {
             }),
             KeeperTask::Remove(disk) => self.remove(&disk),
             KeeperTask::Snapshot(name, disk_id) => self.snapshot(name, disk_id),
+            KeeperTask::KeepPoint(point) => self.change_history(|control| point.add(control)),
             KeeperTask::DeleteSnapshot(name) => {
                 self.change_history(|control| Snapshot::remove(name, control))
             }
             KeeperTask::SetRetention(retain) => self.change_history(|control| retain.set(control)),
-            KeeperTask::Look(disk, settled, held) => self.hold(&disk, settled).map(|looked| {
+            KeeperTask::Look(disk, user, held) => self.hold(&disk, user).map(|looked| {
                 // The caller may be gone.
                 let _ = held.send(looked);
             }),
@@ -87,18 +88,16 @@ impl Keeper {
     /// Makes everything written so far durable, and pins what a look at the disk reads. The base images do not change
     /// until the pin is dropped. A checkpoint that is due comes first, so that a series of looks can't keep it off for
     /// ever. If it fails, whatever it copied is still in the log, so a look at the remaining points sees the same.
-    /// `settled`: it must not fail, because the index is about to be replaced and an unfinished checkpoint has a layer
-    /// of it.
-    pub(crate) fn hold(&mut self, disk: &DiskState, settled: bool) -> Result<PinnedLog> {
+    pub(crate) fn hold(&mut self, disk: &DiskState, user: PinUser) -> Result<PinnedLog> {
         self.refuse_failed()?;
         let state = self.log.lock();
-        let due = state.keeper.checkpoint && state.keeper.looks.is_empty();
+        let due = state.keeper.checkpoint && state.keeper.pins.is_empty();
         drop(state);
         if due {
             // If this fails, the keeper retries and reports it.
             let _ = self.step(false);
         }
-        if let Some(lsn) = self.frozen_at.filter(|_| settled) {
+        if let Some(lsn) = self.frozen_at.filter(|_| user == PinUser::Rewind) {
             self.checkpoint_to(lsn, true)?;
         }
         let state = self.log.lock();
@@ -110,7 +109,7 @@ impl Keeper {
         }
         let newest = state.pipeline.appended();
         drop(state);
-        let pin = Pin::new(&self.log);
+        let pin = Pin::new(&self.log, user);
         self.drain(newest)?;
         let control = self.control.control.clone();
         let applied = control.header.checkpoint_lsn.get();

@@ -22,7 +22,7 @@ use crate::error::{Error, Result};
 use crate::index::ExtentMap;
 use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
-use crate::log::pin::PinnedLog;
+use crate::log::pin::{PinUser, PinnedBase, PinnedLog};
 use crate::sync::{self, Arc, mpsc};
 use crate::{Condition, Trouble};
 
@@ -54,12 +54,14 @@ pub(crate) enum KeeperTask {
     Remove(Arc<DiskState>),
     /// Name the present state of the log's disks.
     Snapshot(SnapshotName, Option<u32>),
+    /// Keep a point while it is exported. The caller has pinned it.
+    KeepPoint(Snapshot),
     /// Delete the snapshot of this name.
     DeleteSnapshot(SnapshotName),
     /// Set the retention.
     SetRetention(Retention),
-    /// Pin what a look at a disk reads. If `true`, an unfinished full checkpoint is finished first.
-    Look(Arc<DiskState>, bool, mpsc::Sender<PinnedLog>),
+    /// Pin what a look at a disk reads.
+    Look(Arc<DiskState>, PinUser, mpsc::Sender<PinnedLog>),
     /// Restore a disk in place, and send the LSN of the rewind.
     Rewind(Arc<DiskState>, RewindRequest, mpsc::Sender<u64>),
 }
@@ -69,7 +71,10 @@ impl KeeperTask {
     pub(crate) fn is_quick(&self) -> bool {
         matches!(
             self,
-            Self::Snapshot(..) | Self::DeleteSnapshot(_) | Self::SetRetention(_)
+            Self::Snapshot(..)
+                | Self::KeepPoint(_)
+                | Self::DeleteSnapshot(_)
+                | Self::SetRetention(_)
         )
     }
 }
@@ -92,7 +97,7 @@ pub(crate) struct KeeperState {
     pub checkpoint: bool,
     /// The retention.
     pub retain: Retention,
-    /// The log's snapshots, oldest first.
+    /// The log's snapshots, oldest first, with those that keep points for exports.
     pub snapshots: Vec<Snapshot>,
     /// Those of them that need the log for as long as they exist, because the base images can't stop at their LSN.
     pub inside_rewinds: Vec<Snapshot>,
@@ -102,8 +107,8 @@ pub(crate) struct KeeperState {
     pub saved_bytes: u64,
     /// The LSN of the base images' state.
     pub reached: u64,
-    /// For each look at a disk in use: the LSN of the base image when the look was opened.
-    pub looks: Vec<u64>,
+    /// Who has pinned the base images.
+    pub pins: Vec<PinnedBase>,
     /// A checkpoint is waiting for the pending records up to this LSN, which may use the ring's last segment.
     pub draining: Option<u64>,
     /// The last attempt to make room, by a checkpoint or by a new segment file, failed.
@@ -119,24 +124,47 @@ pub(crate) struct KeeperState {
 }
 
 impl KeeperState {
+    /// The snapshots that users have made, oldest first.
+    pub(crate) fn listed_snapshots(&self) -> Vec<Snapshot> {
+        let made = |snapshot: &&Snapshot| !snapshot.name.is_of_export();
+        self.snapshots.iter().filter(made).copied().collect()
+    }
+
     /// A snapshot or look needs everything after this LSN, which stays in the log while there is room. `None`: no such
     /// snapshot or look. (Snapshots that the base images have moved past have saved files instead.)
     pub(crate) fn pinned(&self) -> Option<u64> {
         let snapshots = self.snapshots.iter().map(|snapshot| snapshot.lsn);
         let ahead = snapshots.filter(|lsn| *lsn >= self.reached);
-        ahead.chain(self.looks.iter().copied()).min()
+        ahead.chain(self.pins.iter().map(|pin| pin.lsn)).min()
     }
 
     /// Everything after this LSN must stay in the log: a look needs it, or a snapshot at which the base images can't
     /// stop. `None`: there is neither.
     pub(crate) fn held(&self) -> Option<u64> {
         let inside_rewinds = self.inside_rewinds.iter().map(|snapshot| snapshot.lsn);
-        inside_rewinds.chain(self.looks.iter().copied()).min()
+        inside_rewinds
+            .chain(self.pins.iter().map(|pin| pin.lsn))
+            .min()
+    }
+
+    /// As [`held`](Self::held), without exports, which give way when the log needs room, and restores in place, which
+    /// end soon.
+    pub(crate) fn held_firmly(&self) -> Option<u64> {
+        let snapshots = self.inside_rewinds.iter();
+        let snapshots = snapshots.filter(|snapshot| !snapshot.name.is_of_export());
+        let pins = self.pins.iter().filter(|pin| pin.user == PinUser::Look);
+        let lsns = snapshots.map(|snapshot| snapshot.lsn);
+        lsns.chain(pins.map(|pin| pin.lsn)).min()
+    }
+
+    /// Whether only exports and restores in place keep the log from making room.
+    pub(crate) fn is_held_briefly(&self) -> bool {
+        self.held().is_some() && self.held_firmly().is_none()
     }
 
     /// Whether requests that need room fail after this attempt to make some.
     pub(crate) fn refuses_after(&self, done: &Result<()>) -> bool {
-        let waits = |error: &Error| self.pauses && error.is_no_space();
+        let waits = |error: &Error| self.pauses && error.is_no_space() || self.is_held_briefly();
         done.as_ref().is_err_and(|error| !waits(error))
     }
 

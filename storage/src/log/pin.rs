@@ -6,32 +6,53 @@ use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
 
+/// Whom a log is pinned for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum PinUser {
+    /// A look, until its user ends it.
+    Look,
+    /// An export, which gives way when the log needs room.
+    Export,
+    /// A restore in place, which replaces the index: an unfinished full checkpoint, which has a layer of it, is finished
+    /// first.
+    Rewind,
+}
+
+/// A pin, as the keeper knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PinnedBase {
+    /// The LSN of the base images when they were pinned.
+    pub lsn: u64,
+    pub user: PinUser,
+}
+
 /// While this exists, the log's base images do not change, and all records after an LSN stay in the log.
 pub(crate) struct Pin {
     log: Arc<Log>,
-    lsn: u64,
+    base: PinnedBase,
 }
 
 impl Pin {
     /// Pins the base images. Only the keeper, which writes to them, may do that, and not while it copies.
-    pub(crate) fn new(log: &Arc<Log>) -> Self {
+    pub(crate) fn new(log: &Arc<Log>, user: PinUser) -> Self {
         let mut state = log.lock();
         let lsn = state.pipeline.applied();
+        let base = PinnedBase { lsn, user };
         if !planted(Mutant::LookUnpinned) {
-            state.keeper.looks.push(lsn);
+            state.keeper.pins.push(base);
         }
         drop(state);
         let log = log.clone();
-        Self { log, lsn }
+        Self { log, base }
     }
 }
 
 impl Drop for Pin {
     fn drop(&mut self) {
         let mut state = self.log.lock();
-        let looks = &mut state.keeper.looks;
-        if let Some(place) = looks.iter().position(|&lsn| lsn == self.lsn) {
-            looks.swap_remove(place);
+        let pins = &mut state.keeper.pins;
+        if let Some(place) = pins.iter().position(|base| *base == self.base) {
+            pins.swap_remove(place);
         }
         // Segments may have become free, or a stuck log may have room.
         state.keeper.checkpoint |= state.needs_room();

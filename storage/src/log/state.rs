@@ -114,6 +114,11 @@ impl LogState {
         self.keeper.retain != Retention::Nothing || self.keeper.pinned().is_some()
     }
 
+    /// Whether a log with history needs the room of its oldest segments.
+    pub(crate) fn is_pressed(&self) -> bool {
+        self.ring.is_starved() || self.ring.is_running_out(self.keeper.retain)
+    }
+
     /// How many segments must stay for a snapshot or a look.
     pub(crate) fn held_segments(&self) -> usize {
         self.keeper.held().map_or(0, |lsn| self.ring.newer(lsn))
@@ -250,6 +255,11 @@ impl Log {
                 trouble.clone().with_writes(full && !waits, full && waits)
             }
         }
+    }
+
+    /// Whether the index has used so much of its memory that the oldest extents should go.
+    pub(crate) fn index_is_heavy(&self) -> bool {
+        self.counters.index.bytes() >= self.index_limit / 2
     }
 
     /// Memory limit, in bytes, of extents kept beside the index.

@@ -17,7 +17,7 @@ use crate::catalog::log_location::{LogLocation, refuse_other_log};
 use crate::catalog::options::{DiskOptions, default_log_dir};
 use crate::catalog::retention::Retention;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::{Control, DiskEntry};
+use crate::format::DiskEntry;
 use crate::history::point::Point;
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
@@ -165,14 +165,35 @@ impl OpenBase {
     }
 
     /// Why a disk's records can't be applied to this image; `None` if they can.
-    fn why_not(&self, entry: &DiskEntry, home: &Path) -> Result<Option<&'static str>> {
-        if let Some(why) = self.why_foreign(entry, home) {
-            return Ok(Some(why));
+    fn why_not(&self, control: &ControlFile, entry: &DiskEntry) -> Result<Option<String>> {
+        if let Some(why) = self.why_foreign(entry, &control.home) {
+            return Ok(Some(why.to_owned()));
         }
         if matches!(self.identity.mark, Some(ImageMark { open: false, .. })) {
-            return Ok(Some("it was closed with another copy of the log"));
+            return Ok(Some(
+                "it was closed with another copy of the log".to_owned(),
+            ));
         }
-        self.why_changed(entry)
+        if let Some(why) = self.why_changed(entry)? {
+            return Ok(Some(why.to_owned()));
+        }
+        Ok(self.why_written(control, entry).map(|why| {
+            let time = control.control.written(entry.id.get());
+            let (seconds, nanoseconds) = (time / 1_000_000_000, time % 1_000_000_000);
+            let path = self.options.path.display();
+            format!(
+                "{why} (if only its time has changed, set it back with: touch -d @{seconds}.{nanoseconds:09} {path})"
+            )
+        }))
+    }
+
+    /// The same, if the time of the last write to the image tells it.
+    fn why_written(&self, control: &ControlFile, entry: &DiskEntry) -> Option<&'static str> {
+        let inode = &self.identity.inode;
+        // A copy's time means nothing.
+        let same_file = entry.is_file(inode, entry.path(&control.home) == self.path);
+        let written = same_file && !control.control.written_fits(entry.id.get(), inode.written);
+        written.then_some("another program, or a mount, has written to it since the log did")
     }
 
     fn why_changed(&self, entry: &DiskEntry) -> Result<Option<&'static str>> {
@@ -184,25 +205,19 @@ impl OpenBase {
     /// Why the disk's past can't be seen over this image; `None` if it can.
     pub(crate) fn why_no_past(
         &self,
-        control: &Control,
+        control: &ControlFile,
         place: usize,
-        home: &Path,
     ) -> Result<Option<&'static str>> {
-        let entry = &control.disks[place];
+        let entry = &control.control.disks[place];
         // The disk has not had an image yet.
         if (entry.generation.get(), entry.inode.get()) == (0, 0) {
             return Ok(None);
         }
-        let why = match self.why_foreign(entry, home) {
+        let why = match self.why_foreign(entry, &control.home) {
             None => self.why_changed(entry)?,
             why => why,
         };
-        let inode = &self.identity.inode;
-        // A copy's time means nothing.
-        let same_file = entry.is_file(inode, entry.path(home) == self.path);
-        let written = same_file && !control.written_fits(entry.id.get(), inode.written);
-        let written = written.then_some("another program has written to it since the log did");
-        Ok(why.or(written))
+        Ok(why.or_else(|| self.why_written(control, entry)))
     }
 
     /// As [`why_no_past`](Self::why_no_past), for a reader. If there is a reason, ends the disk's past at LSN `newest`,
@@ -213,7 +228,7 @@ impl OpenBase {
         place: usize,
         newest: u64,
     ) -> Result<Option<&'static str>> {
-        let why = self.why_no_past(&control.control, place, &control.home)?;
+        let why = self.why_no_past(control, place)?;
         if why.is_some() {
             let disk_id = control.control.disks[place].id.get();
             let ended = control.control.end_past(disk_id, newest);
@@ -261,7 +276,7 @@ pub(crate) fn find(
         .map(|(base, place)| {
             let place = place.ok_or_else(|| unknown(base, control, log_dir))?;
             let entry = &control.control.disks[place];
-            accept(base, entry, &control.home, log_dir, unapplied)?;
+            accept(base, control, entry, log_dir, unapplied)?;
             Ok(place)
         })
         .collect()
@@ -321,15 +336,15 @@ fn a_copy(path: &Path, open: &Path) -> Error {
 /// Refuses an image that this entry does not accept.
 fn accept(
     base: &OpenBase,
+    control: &ControlFile,
     entry: &DiskEntry,
-    home: &Path,
     log_dir: &Path,
     unapplied: &UnappliedByDisk,
 ) -> Result<()> {
     let path = &base.options.path;
     match unapplied.get(&entry.id.get()) {
         Some(records) => {
-            if let Some(why) = base.why_not(entry, home)? {
+            if let Some(why) = base.why_not(control, entry)? {
                 return Err(wrong_log_error(format!(
                     "{}: {why}; the log in {} holds {} of its disk; put the image that they belong to back, or \
                      discard them with: {}",
@@ -340,7 +355,7 @@ fn accept(
                 )));
             }
         }
-        None if base.is_of(entry, home) => {}
+        None if base.is_of(entry, &control.home) => {}
         None => match base.identity.mark {
             Some(mark) if mark.open && mark.disk == entry.disk => {
                 return Err(wrong_log_error(format!(
@@ -461,7 +476,7 @@ pub(crate) fn attach(
         };
         let entry = &control.control.disks[place];
         if unapplied.contains_key(&entry.id.get()) {
-            accept(&base, entry, &control.home, log_dir, unapplied)?;
+            accept(&base, control, entry, log_dir, unapplied)?;
             bases.push(base);
             found.push(place);
         }
@@ -533,13 +548,13 @@ pub(crate) fn check_past(
     control: &mut ControlFile,
     newest: u64,
 ) -> Result<bool> {
+    let Some(why) = base.why_no_past(control, place)? else {
+        return Ok(false);
+    };
     let known = &mut control.control;
     let disk_id = known.disks[place].id.get();
     // The log was empty.
     let is_new = newest == 0 && known.snapshots.is_empty();
-    let Some(why) = base.why_no_past(known, place, &control.home)? else {
-        return Ok(false);
-    };
     if is_new {
         return Ok(false);
     }
@@ -677,8 +692,7 @@ fn enter_alone(
             if let Some(other) = open.iter().find(|other| other.id == entry.id.get()) {
                 return Err(a_copy(&bases[0].options.path, &other.path));
             }
-            let home = &control.home;
-            accept(&bases[0], entry, home, log_dir, &UnappliedByDisk::new())?;
+            accept(&bases[0], control, entry, log_dir, &UnappliedByDisk::new())?;
             check_past(&bases[0], place, control, newest)?;
             place
         }

@@ -257,7 +257,7 @@ fn snapshot_faults(
         });
     }
     let ours: Vec<_> = names(&|snapshot| snapshot.lsn >= since);
-    if let Some(why) = base.why_no_past(known, place, &control.home)?
+    if let Some(why) = base.why_no_past(control, place)?
         && !ours.is_empty()
     {
         faults.push(SnapshotFault {

@@ -541,6 +541,10 @@ impl History {
         self.fixture.stays = false;
         let next_lsn = running.log().lock().pipeline.next_lsn();
         self.check_numbers(next_lsn)?;
+        if next_lsn == 1 {
+            // An image that another one replaces before the first record is the disk as of LSN 0.
+            self.past.clear();
+        }
         let joined = self.joined.iter_mut();
         // A disk that could not join may be known to the log all the same.
         let joined = joined.zip(&self.fixture.left).filter(|(_, left)| !**left);

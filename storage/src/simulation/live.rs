@@ -30,7 +30,7 @@ use crate::log::disk_state::DiskState;
 use crate::log::export::Export;
 use crate::log::orders::RewindRequest;
 use crate::log::orders::{KeeperOrder, KeeperTask};
-use crate::log::pin::PinnedLog;
+use crate::log::pin::{PinUser, PinnedLog};
 use crate::offline::members::add_task;
 use crate::offline::view::{DataPlace, Layers};
 use crate::recovery::live::read_live;
@@ -284,7 +284,7 @@ impl History {
         let Some((lsn, then)) = self.some_point(running) else {
             return Ok(());
         };
-        let held = match running.keeper.hold(&live.state, false) {
+        let held = match running.keeper.hold(&live.state, PinUser::Look) {
             Ok(held) => held,
             Err(error) => return self.excuse(running, "a look", &error),
         };
@@ -476,7 +476,7 @@ impl History {
             return Ok(());
         };
         let newest = live.state.last_lsn.load(Ordering::Acquire);
-        let held = match running.keeper.hold(&live.state, true) {
+        let held = match running.keeper.hold(&live.state, PinUser::Rewind) {
             Ok(held) => held,
             Err(error) => return self.excuse(running, "planning a restore in place", &error),
         };

@@ -5,6 +5,7 @@ use super::oracle::value_of;
 use crate::catalog::snapshot::Snapshot;
 use crate::history::look::Look;
 use crate::log::orders::{KeeperOrder, KeeperTask};
+use crate::log::pin::PinUser;
 use crate::mutant::{Mutant, PLANTED};
 use crate::offline::view::DataPlace;
 use crate::sync::atomic::Ordering;
@@ -57,7 +58,11 @@ fn looks(bench: &mut Bench) -> bool {
             _ => {
                 let at = bench.below(points.len() as u64) as usize;
                 let disk = bench.running.disks[0].clone();
-                let held = bench.running.keeper.hold(&disk.state, false).unwrap();
+                let held = bench
+                    .running
+                    .keeper
+                    .hold(&disk.state, PinUser::Look)
+                    .unwrap();
                 let point = Point::Lsn(points[at].0);
                 let applied = disk.log.lock().pipeline.applied();
                 match Look::pinned(&disk.log, &disk.state, point, held, None) {
@@ -77,7 +82,7 @@ fn looks(bench: &mut Bench) -> bool {
     let log = &bench.running.disks[0].log;
     drop(open);
     let state = log.lock();
-    assert!(state.keeper.looks.is_empty() && state.keeper.pinned().is_none());
+    assert!(state.keeper.pins.is_empty() && state.keeper.pinned().is_none());
     true
 }
 
@@ -124,7 +129,11 @@ fn past_snapshot(seed: u64, name: SnapshotName) -> Option<(Bench, Vec<u32>)> {
 /// What a look at a snapshot shows.
 fn values_at(bench: &mut Bench, name: SnapshotName) -> Vec<u32> {
     let disk = bench.running.disks[0].clone();
-    let held = bench.running.keeper.hold(&disk.state, false).unwrap();
+    let held = bench
+        .running
+        .keeper
+        .hold(&disk.state, PinUser::Look)
+        .unwrap();
     values(&Look::pinned(&disk.log, &disk.state, Point::Snapshot(name), held, None).unwrap())
 }
 

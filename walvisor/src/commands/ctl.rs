@@ -181,6 +181,13 @@ pub enum CtlRequest {
     },
     /// List the open looks
     Looks,
+    /// List the exports under way, and how far they are
+    Exports,
+    /// End the exports of a disk; what they have copied is removed
+    ExportCancel {
+        /// The disk's name in stats
+        name: String,
+    },
     /// Shut down: press the guest's power button, or stop serving, then flush and close the disks
     Shutdown {
         /// Stop the guest without asking it to power off
@@ -306,6 +313,8 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             },
         },
         CtlRequest::Looks => ControlCommand::Looks,
+        CtlRequest::Exports => ControlCommand::Exports,
+        CtlRequest::ExportCancel { name } => ControlCommand::ExportCancel { disk: name.clone() },
         CtlRequest::Shutdown { now } => ControlCommand::Shutdown { now: *now },
     };
     let answer = ask(&arguments.socket, &command).map_err(CommandError::Failed)?;

@@ -228,6 +228,13 @@ pub enum ControlCommand {
     },
     /// Report the open looks.
     Looks,
+    /// Report the exports under way.
+    Exports,
+    /// End the exports of a disk.
+    ExportCancel {
+        /// Its name.
+        disk: String,
+    },
     /// End the process.
     Shutdown {
         /// Whether to end without asking the guest to power off.
@@ -342,7 +349,7 @@ struct AddArguments {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
-struct RemoveArguments {
+struct NamedDisk {
     disk: String,
 }
 
@@ -397,6 +404,8 @@ impl ControlCommand {
             Self::Look(request) => ("look", json!(request)),
             Self::Unlook { look } => ("unlook", json!({ "look": look })),
             Self::Looks => ("looks", json!({})),
+            Self::Exports => ("exports", json!({})),
+            Self::ExportCancel { disk } => ("export-cancel", json!({ "disk": disk })),
             Self::Shutdown { now } => ("shutdown", json!({ "now": now })),
         };
         json!({ "execute": name, "arguments": arguments }).to_string()
@@ -473,7 +482,7 @@ impl ControlCommand {
                 Self::AddDisk { spec }
             }
             "remove-disk" => {
-                let RemoveArguments { disk } = read(name, arguments)?;
+                let NamedDisk { disk } = read(name, arguments)?;
                 Self::RemoveDisk { disk }
             }
             "look" => Self::Look(read(name, arguments)?),
@@ -482,6 +491,11 @@ impl ControlCommand {
                 Self::Unlook { look }
             }
             "looks" => read(name, arguments).map(|NoArguments {}| Self::Looks)?,
+            "exports" => read(name, arguments).map(|NoArguments {}| Self::Exports)?,
+            "export-cancel" => {
+                let NamedDisk { disk } = read(name, arguments)?;
+                Self::ExportCancel { disk }
+            }
             "shutdown" => {
                 let ShutdownArguments { now } = read(name, arguments)?;
                 Self::Shutdown { now }
@@ -491,7 +505,8 @@ impl ControlCommand {
                 return Err(ControlError::unknown_command(format_args!(
                     "unknown command '{name}': there are stats, pause, resume, resize, set-cache, \
                      set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, restore, \
-                     mark, set-retain, look, unlook, looks, add-disk, remove-disk, shutdown"
+                     mark, set-retain, look, unlook, looks, exports, export-cancel, add-disk, remove-disk, \
+                     shutdown"
                 )));
             }
         })

@@ -12,6 +12,7 @@ use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::Vm;
 use walvisor_vmm::vm::exits::ExitCounters;
 
+use super::exports::Exports;
 use super::looks::Looks;
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks::RemovedDisk;
@@ -106,6 +107,7 @@ pub struct ControlledProcess {
     disks: Mutex<Vec<DiskEntry>>,
     pub(super) power: Power,
     pub(super) looks: Looks,
+    pub(super) exports: Exports,
     /// Locked by a client's thread while it changes anything, which may take long.
     pub(super) changing: Mutex<()>,
     /// The vCPUs and disks are paused. Changed with `changing` locked, read without it.
@@ -123,6 +125,7 @@ impl ControlledProcess {
             disks: Mutex::new(disks.into_iter().map(DiskEntry::from).collect()),
             power,
             looks: Looks::default(),
+            exports: Exports::default(),
             changing: Mutex::default(),
             paused: AtomicBool::new(false),
             ending: AtomicBool::new(false),

@@ -22,6 +22,7 @@
 mod client;
 mod command;
 mod controlled;
+mod exports;
 mod lines;
 mod looks;
 mod requests;

@@ -95,6 +95,8 @@ impl ControlledProcess {
             )),
             ControlCommand::Unlook { look } => self.looks.end(look),
             ControlCommand::Looks => Ok(self.looks.list()),
+            ControlCommand::Exports => Ok(self.exports.list()),
+            ControlCommand::ExportCancel { disk } => self.exports.cancel(disk),
             ControlCommand::Shutdown { now: false } => {
                 // While it is paused, neither a guest nor a disk can shut down.
                 self.resume();
@@ -452,6 +454,8 @@ impl ControlledProcess {
         progress: &mut dyn FnMut(u64, u64) -> bool,
     ) -> Result<Value, ControlError> {
         let disk = self.disk(name)?;
+        let listed = self.exports.begin(&disk.name, at);
+        let progress = &mut |passed, total| listed.note(passed, total) && progress(passed, total);
         let at = at.map(parse_point).transpose().map_err(ControlError::new)?;
         let done = match at {
             Some(at) => self.in_log(name, |disk| disk.export_at(at, file, progress))?,

@@ -175,7 +175,8 @@ fn receive(stream: &UnixStream, buffer: &mut [u8], files: &mut Vec<OwnedFd>) -> 
 }
 
 /// Returns a function that sends a client the progress of its export from time to time. It returns
-/// `false` once the client is gone or the server stops.
+/// `false` once the client is gone or the server stops. It doesn't wait for a client that reads
+/// nothing: the export would keep the log from making room meanwhile.
 fn progress<'a>(
     stream: &'a UnixStream,
     waiter: &'a mut Waiter,
@@ -186,9 +187,11 @@ fn progress<'a>(
             return true;
         }
         last_event = Instant::now();
-        let free = waiter.wait(stream, EventSet::OUT, None);
-        matches!(free, Ok(WakeReason::Ready))
-            && send(stream, &export_progress(passed, total), waiter).is_ok()
+        match waiter.wait(stream, EventSet::OUT, Some(last_event)) {
+            Ok(WakeReason::Ready) => send(stream, &export_progress(passed, total), waiter).is_ok(),
+            Ok(WakeReason::TimedOut) => true,
+            Ok(WakeReason::Stopped | WakeReason::Message) | Err(_) => false,
+        }
     }
 }
 

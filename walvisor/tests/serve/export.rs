@@ -62,10 +62,21 @@ impl Drop for StopGuard<'_> {
     }
 }
 
-/// Each export is the disk after one of the writes, at least the last one that was acknowledged
-/// before it began, while checkpoints overwrite the image all the time.
+/// While checkpoints overwrite the image all the time.
 #[test]
 fn each_export_is_the_disk_at_one_moment_beside_a_writer() {
+    export_beside_a_writer("");
+}
+
+/// The log can't be copied as long as an export looks at it, so exports give way.
+#[test]
+fn an_export_of_a_disk_that_keeps_history_fails_no_write() {
+    export_beside_a_writer(",retain=1h");
+}
+
+/// Each export is the disk after one of the writes, at least the last one that was acknowledged
+/// before it began. `keys`: of the log.
+fn export_beside_a_writer(keys: &str) {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let disk = dir.join("disk.img");
@@ -76,7 +87,8 @@ fn each_export_is_the_disk_at_one_moment_beside_a_writer() {
         ..StoreOptions::default()
     };
     create_disk(&disk, BLOCKS * BLOCK, &default_log_dir(&disk), &options).unwrap();
-    let daemon = Daemon::start(dir, "--control ctl --disk path=disk.img,socket=s");
+    let arguments = format!("--control ctl --disk path=disk.img,socket=s{keys}");
+    let daemon = Daemon::start(dir, &arguments);
     let (acknowledged, stop) = (AtomicU64::new(0), AtomicBool::new(false));
     let whole = BLOCKS * BLOCK / MIB;
     let checkpoints = || {
@@ -129,7 +141,18 @@ fn each_export_is_the_disk_at_one_moment_beside_a_writer() {
         }
         assert!(checkpoints() >= before + 6);
     });
-    assert_eq!(daemon.stop(), "");
+    assert_eq!(
+        text(&walvisor(dir, "ctl ctl exports").stdout),
+        "{\"exports\":[]}\n"
+    );
+    let output = walvisor(dir, "ctl ctl export-cancel disk.img");
+    let error = text(&output.stderr);
+    assert!(error.contains("no export of disk 'disk.img'"), "{error}");
+    let told = daemon.stop();
+    // The log is much smaller than the hour's writes.
+    let expected = |line: &str| line.contains("no room for all the history it should keep");
+    assert!(told.lines().all(expected), "{told}");
+    assert_eq!(told.is_empty(), keys.is_empty());
 }
 
 /// Whoever is killed, the file at the name is whole or missing, and the next export succeeds.

@@ -1,0 +1,285 @@
+//! Exports of a disk whose log keeps history, beside a guest that fills the log faster than the export copies: the copy is
+//! the disk at one moment, and no write fails.
+
+mod support;
+
+use std::fs::File;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use support::{Place, Random, fill, flush, modify, run};
+use walvisor_storage::{
+    Disk, DiskOptions, Error, Operation, Point, Port, Retention, Store, StoreOptions, Transfer,
+    create_disk,
+};
+
+const SIZE: usize = 1 << 20;
+/// Bytes of each write that fills the log, and of the whole log.
+const WRITE: usize = 64 << 10;
+const ROOM: u64 = 8 * SEGMENT;
+const SEGMENT: u64 = 256 << 10;
+
+fn options(retain: Retention) -> StoreOptions {
+    StoreOptions {
+        segment_size: SEGMENT,
+        max_segments: 8,
+        retain: Some(retain),
+        ..StoreOptions::default()
+    }
+}
+
+fn open(place: &Place, retain: Retention) -> Store {
+    if !place.disk.exists() {
+        create_disk(&place.disk, SIZE as u64, &place.log(), &options(retain)).unwrap();
+    }
+    Store::open(
+        &place.log(),
+        &[DiskOptions::new(&place.disk)],
+        &options(retain),
+    )
+    .unwrap()
+}
+
+/// A disk with random contents, in part in its image and in part in its log, and what it contains.
+fn modified(place: &Place, retain: Retention) -> (Store, Vec<u8>) {
+    let (mut random, mut state) = (Random(23), vec![0; SIZE]);
+    let store = open(place, Retention::Nothing);
+    change(
+        &mut store.disks()[0].open_port().unwrap(),
+        &mut random,
+        &mut state,
+    );
+    store.close().unwrap();
+    let store = open(place, retain);
+    change(
+        &mut store.disks()[0].open_port().unwrap(),
+        &mut random,
+        &mut state,
+    );
+    (store, state)
+}
+
+fn change(port: &mut Port, random: &mut Random, state: &mut [u8]) {
+    (0..60).for_each(|_| drop(run(port, modify(random, state)).unwrap()));
+    flush(port);
+}
+
+fn saved_files(place: &Place) -> usize {
+    let names = std::fs::read_dir(place.log()).unwrap();
+    let names = names.map(|entry| entry.unwrap().file_name().into_string().unwrap());
+    names.filter(|name| name.starts_with("saved-")).count()
+}
+
+/// Whether `reached` comes true in time.
+fn in_time(mut reached: impl FnMut() -> bool) -> bool {
+    let limit = Instant::now() + Duration::from_secs(60);
+    while !reached() {
+        if Instant::now() > limit {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    true
+}
+
+/// A guest that fills the log.
+#[derive(Default)]
+struct Guest {
+    begun: AtomicBool,
+    held: AtomicBool,
+    stands: AtomicBool,
+    ended: AtomicBool,
+    bytes: AtomicU64,
+}
+
+impl Guest {
+    fn write(&self, port: &mut Port) {
+        let mut number = 0;
+        while !self.ended.load(Ordering::Relaxed) {
+            let waits = !self.begun.load(Ordering::Relaxed) || self.held.load(Ordering::Acquire);
+            self.stands.store(waits, Ordering::Release);
+            if waits {
+                std::thread::sleep(Duration::from_millis(1));
+                continue;
+            }
+            let sector = number % (SIZE / WRITE) as u64 * (WRITE / 512) as u64;
+            let data = fill(number as u8, WRITE / 512);
+            run(port, Operation::Write { sector, data }).unwrap();
+            run(port, Operation::Flush).unwrap();
+            number += 1;
+            self.bytes.fetch_add(WRITE as u64, Ordering::Relaxed);
+        }
+    }
+
+    fn written(&self) -> u64 {
+        self.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Whether it has come to a stop. While it waits for room in the log, it can't.
+    fn stand_still(&self) -> bool {
+        self.held.store(true, Ordering::Release);
+        let limit = Instant::now() + Duration::from_millis(50);
+        while !self.stands.load(Ordering::Acquire) && Instant::now() < limit {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.stands.load(Ordering::Acquire)
+    }
+
+    fn go_on(&self) {
+        self.held.store(false, Ordering::Release);
+    }
+}
+
+/// Exports the disk, and calls `each` after each part. After the first call a guest begins to write, and each part waits for
+/// it, unless the log is full.
+fn export_beside_writer(
+    disk: &Disk,
+    at: Option<Point>,
+    target: File,
+    each: &mut dyn FnMut(&Guest) -> bool,
+) -> Result<Transfer, Error> {
+    let guest = Guest::default();
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| guest.write(&mut disk.open_port().unwrap()));
+        let mut progress = |_, _| {
+            let goes_on = each(&guest);
+            guest.begun.store(true, Ordering::Relaxed);
+            let goal = guest.written() + ROOM / 8;
+            let limit = Instant::now() + Duration::from_millis(50);
+            while guest.written() < goal && Instant::now() < limit {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+            goes_on
+        };
+        let done = match at {
+            Some(at) => disk.export_at(at, target, &mut progress),
+            None => disk.export(target, &mut progress),
+        };
+        guest.begun.store(true, Ordering::Relaxed);
+        // However the export ended, writes go on.
+        let goal = guest.written() + 2 * ROOM;
+        let goes_on = in_time(|| guest.written() > goal || writer.is_finished());
+        guest.ended.store(true, Ordering::Relaxed);
+        writer.join().expect("no write fails");
+        assert!(goes_on, "writes have stopped");
+        done
+    })
+}
+
+#[test]
+fn an_export_gives_way_to_a_guest_that_fills_the_log() {
+    for retain in [Retention::All, Retention::Time(Duration::from_secs(3600))] {
+        let place = Place::empty();
+        let (store, state) = modified(&place, retain);
+        let disk = &store.disks()[0];
+        let before = store.log_counters().checkpoints;
+        let path = place.disk.with_extension("export");
+        let target = File::create_new(&path).unwrap();
+        let done = export_beside_writer(disk, None, target, &mut |_| true).unwrap();
+        assert_eq!(done.size, SIZE as u64);
+        assert!(std::fs::read(&path).unwrap() == state, "{retain:?}");
+        assert!(store.log_counters().checkpoints > before);
+        assert!(disk.snapshots().is_empty());
+        assert_eq!(saved_files(&place), 0);
+        store.close().unwrap();
+    }
+}
+
+#[test]
+fn a_past_point_is_exported_beside_a_guest_that_fills_the_log() {
+    let place = Place::empty();
+    let (store, state) = modified(&place, Retention::All);
+    let disk = &store.disks()[0];
+    let at = Point::Snapshot("now".parse().unwrap());
+    disk.snapshot("now".parse().unwrap()).unwrap();
+    let (mut random, mut later) = (Random(5), state.clone());
+    change(&mut disk.open_port().unwrap(), &mut random, &mut later);
+    let path = place.disk.with_extension("export");
+    let mut calls = 0;
+    let mut each = |_: &Guest| {
+        calls += 1;
+        if calls == 3 {
+            // The export keeps what it needs by itself.
+            disk.delete_snapshot("now".parse().unwrap()).unwrap();
+        }
+        true
+    };
+    let target = File::create_new(&path).unwrap();
+    export_beside_writer(disk, Some(at), target, &mut each).unwrap();
+    assert!(std::fs::read(&path).unwrap() == state);
+    assert!(disk.snapshots().is_empty());
+    store.close().unwrap();
+}
+
+#[test]
+fn an_export_that_is_given_up_leaves_nothing() {
+    let place = Place::empty();
+    let (store, _) = modified(&place, Retention::All);
+    let disk = &store.disks()[0];
+    let target = File::create_new(place.disk.with_extension("export")).unwrap();
+    let saved = || saved_files(&place) > 0;
+    let mut each = |_: &Guest| !saved();
+    let error = export_beside_writer(disk, None, target, &mut each).unwrap_err();
+    assert!(error.to_string().contains("it was given up"), "{error}");
+    assert!(in_time(|| !saved()));
+    assert!(disk.snapshots().is_empty());
+    store.close().unwrap();
+}
+
+#[test]
+fn a_kill_during_an_export_leaves_nothing() {
+    let place = Place::empty();
+    let (store, _) = modified(&place, Retention::All);
+    let disk = &store.disks()[0];
+    let target = File::create_new(place.disk.with_extension("export")).unwrap();
+    let mut crashed = None;
+    let mut each = |guest: &Guest| {
+        if crashed.is_none() && saved_files(&place) > 0 && guest.stand_still() {
+            crashed = Some(place.crash());
+            guest.go_on();
+        }
+        true
+    };
+    export_beside_writer(disk, None, target, &mut each).unwrap();
+    store.close().unwrap();
+    let crashed = crashed.expect("the guest overwrites what is not copied yet");
+    assert!(crashed.report().history.snapshots.is_empty());
+    let store = open(&crashed, Retention::All);
+    assert!(store.disks()[0].snapshots().is_empty());
+    assert_eq!(saved_files(&crashed), 0);
+    let mut port = store.disks()[0].open_port().unwrap();
+    run(
+        &mut port,
+        Operation::Write {
+            sector: 0,
+            data: fill(1, 8),
+        },
+    )
+    .unwrap();
+    flush(&mut port);
+    drop(port);
+    store.close().unwrap();
+}
+
+/// What lies between the two points of a restore in place can't leave the log, so the export has to end.
+#[test]
+fn an_export_ends_when_a_restore_in_place_leaves_no_room_for_it() {
+    let place = Place::empty();
+    let (store, _) = modified(&place, Retention::All);
+    let disk = &store.disks()[0];
+    let horizon = disk.history().horizon.lsn;
+    let target = File::create_new(place.disk.with_extension("export")).unwrap();
+    let mut restored = false;
+    let mut each = |_: &Guest| {
+        if !restored {
+            disk.rewind(Point::Lsn(horizon)).unwrap();
+            restored = true;
+        }
+        true
+    };
+    let done = export_beside_writer(disk, None, target, &mut each);
+    let error = done.unwrap_err().to_string();
+    assert!(error.contains("restored in place"), "{error}");
+    assert!(disk.snapshots().is_empty());
+    store.close().unwrap();
+}
