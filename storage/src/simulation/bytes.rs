@@ -49,6 +49,15 @@ impl Bytes {
         inside.then(|| &self.blocks[offset / BLOCK].bytes[offset % BLOCK..][..SECTOR])
     }
 
+    /// All whole sectors within the file.
+    pub(super) fn sectors(&self) -> impl Iterator<Item = &[u8]> {
+        let sectors = self
+            .blocks
+            .iter()
+            .flat_map(|block| block.bytes.chunks(SECTOR));
+        sectors.take(self.len / SECTOR)
+    }
+
     /// Copies bytes from `offset` on; returns whether the file has as many.
     pub(super) fn read(&self, mut buffer: &mut [u8], mut offset: usize) -> bool {
         if offset + buffer.len() > self.len {

@@ -274,7 +274,7 @@ impl Fixture {
         let values = |disk: usize| {
             let path = self.image(disk);
             let world = self.medium.lock();
-            world.contents(&path).chunks(512).map(value_of).collect()
+            world.bytes(&path).sectors().map(value_of).collect()
         };
         (0..self.shape.disks).map(values).collect()
     }

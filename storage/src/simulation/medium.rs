@@ -423,8 +423,13 @@ impl World {
     }
 
     pub(super) fn contents(&self, path: &Path) -> Vec<u8> {
+        self.bytes(path).to_vec()
+    }
+
+    /// As [`contents`](Self::contents), without a copy.
+    pub(super) fn bytes(&self, path: &Path) -> &Bytes {
         let file = self.names.get(path).expect("a file at the path");
-        self.files[file].current.to_vec()
+        &self.files[file].current
     }
 
     /// The names of the segment files, and their bytes as readers see them.

@@ -472,7 +472,7 @@ pub(super) fn agrees(contents: &DiskContents, found: &ReadableContents) -> bool 
 /// The value that fills a sector; `u32::MAX`, which no write uses, if the sector is mixed.
 pub(super) fn value_of(sector: &[u8]) -> u32 {
     let value = u32::from_le_bytes(sector[..4].try_into().expect("a sector"));
-    let pure = sector.chunks(4).all(|word| word == &sector[..4]);
+    let pure = sector[4..] == sector[..sector.len() - 4];
     if pure { value } else { u32::MAX }
 }
 

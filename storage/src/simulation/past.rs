@@ -43,10 +43,11 @@ impl History {
             let point = from + self.random.below(records + 1);
             point..=point
         };
+        let bases = self.fixture.bases();
         for point in points {
             self.totals.looked_back += 1;
             self.totals.pinned += u64::from(!self.pins.is_empty());
-            self.expect_as_of(&control, point, &self.after(point))?;
+            self.expect_as_of((&control, &bases), point, &self.after(point))?;
         }
         Ok(())
     }
@@ -59,12 +60,13 @@ impl History {
         let horizon = header.checkpoint_lsn.max(header.copying_lsn).get();
         let pins = &self.pins;
         let pinned = |lsn: u64| pins.iter().any(|pin| pin.lsn == lsn);
+        let bases = self.fixture.bases();
         for (lsn, wanted) in &self.past {
             let passed = *lsn < horizon;
             if !passed || pinned(*lsn) {
                 self.totals.seen_again += 1;
                 self.totals.saved += u64::from(passed);
-                self.expect_as_of(&control, *lsn, wanted)?;
+                self.expect_as_of((&control, &bases), *lsn, wanted)?;
             }
         }
         Ok(())
@@ -87,17 +89,17 @@ impl History {
             .after((lsn + 1).saturating_sub(self.first_lsn) as usize)
     }
 
-    /// Whether the disks as of an LSN are these.
+    /// Whether the disks as of an LSN are these. The control file and the base images are as given.
     fn expect_as_of(
         &self,
-        control: &Control,
+        (control, bases): (&Control, &DiskContents),
         lsn: u64,
         wanted: &DiskContents,
     ) -> Result<(), Violation> {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let read = read_log_until(&self.fixture.medium, Path::new(LOG), control, lsn);
         let (_, indexes) = read.map_err(broken)?;
-        let mut found = self.fixture.bases();
+        let mut found = bases.clone();
         let files = &self.fixture.medium;
         let files_saved = control.saved_files();
         let header = &control.header;
