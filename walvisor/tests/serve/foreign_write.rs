@@ -6,9 +6,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
 
+use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::have;
 
-use super::raw_client::RawClient;
 use super::{Daemon, noise, text, walvisor};
 
 const SIZE: u64 = 2 << 30;
