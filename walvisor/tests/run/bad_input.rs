@@ -8,6 +8,7 @@ use std::process::Output;
 use walvisor_tests::{QemuNbd, have};
 
 use crate::kernel::{self, KernelAction};
+use crate::sessions::Sessions;
 use crate::{has_kvm, stderr, walvisor};
 
 /// Asserts exit `status`, and one line on stderr that contains each of `parts`.
@@ -25,81 +26,7 @@ fn refused(output: &Output, status: i32, parts: &[&str]) {
 
 #[test]
 fn wrong_usage_is_one_line_and_status_2() {
-    let cases: [(&str, &[&str]); 20] = [
-        ("", &["command is missing", "see 'walvisor --help'"]),
-        ("serve", &["--disk <SPEC>", "see 'walvisor serve --help'"]),
-        ("fly", &["'fly'"]),
-        ("run", &["--kernel"]),
-        (
-            "run --kernel k --cups 2",
-            &[
-                "--cups",
-                "found; a similar argument exists: '--cpus'",
-                "see 'walvisor run --help'",
-            ],
-        ),
-        (
-            "serve nbd --disks path=a",
-            &["--disks", "see 'walvisor serve nbd --help'"],
-        ),
-        (
-            "disk create a --size 1.5X",
-            &[
-                "1.5X",
-                "such as 512M, 1.5G",
-                "see 'walvisor disk create --help'",
-            ],
-        ),
-        ("run --kernel k --cpus 0", &["--cpus", "1..=64"]),
-        ("run --kernel k --cpus 65", &["--cpus"]),
-        (
-            "run --kernel k --memory lots",
-            &["--memory", "lots", "512M"],
-        ),
-        (
-            "run --kernel k --memory 4097",
-            &["--memory", "4097", "multiple of 4K"],
-        ),
-        ("run --kernel k --memory 4K", &["--memory", "1M"]),
-        (
-            "run --kernel k --console tty",
-            &["--console", "stdio, off or file:PATH"],
-        ),
-        (
-            "run --kernel k --disk path=a,cashe=unsafe",
-            &["'cashe': did you mean 'cache'?", "readonly", "transport"],
-        ),
-        (
-            "serve nbd --disk path=a,read-only=on",
-            &[
-                "did you mean 'readonly'?",
-                "see 'walvisor serve nbd --help'",
-            ],
-        ),
-        (
-            "serve nbd --disk path=a,zzz=on",
-            &["unknown key 'zzz': 'walvisor serve nbd' takes path"],
-        ),
-        (
-            "run --kernel k --disk path=a,queues=0",
-            &["queues=0", "1 to 64"],
-        ),
-        (
-            "run --kernel k --disk path=a,backend=raw,log=l",
-            &["backend=wal", "leave log= out"],
-        ),
-        (
-            "run --kernel k --disk path=a,answer=written",
-            &["answer= is for 'walvisor serve", "leave answer= out"],
-        ),
-        (
-            "run --kernel k --disk backend=ram,size=1000",
-            &["size=1000", "multiple of 512"],
-        ),
-    ];
-    for (arguments, parts) in cases {
-        refused(&walvisor(arguments, &[]), 2, parts);
-    }
+    Sessions::new("usage").run([]);
 }
 
 #[test]

@@ -6,6 +6,7 @@ mod control;
 mod kernel;
 mod mistakes;
 mod power;
+mod sessions;
 mod terminal;
 
 use std::ffi::OsStr;
