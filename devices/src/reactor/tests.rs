@@ -2,9 +2,9 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, mpsc};
-use std::thread;
 
 use rustix::event::{EventfdFlags, eventfd};
+use walvisor_testkit::wait_until;
 
 use super::*;
 use crate::throttle::Limits;
@@ -15,9 +15,7 @@ struct CallLog(Arc<Mutex<Vec<(&'static str, char)>>>);
 
 impl CallLog {
     fn wait_for(&self, note: (&'static str, char)) {
-        while !self.0.lock().unwrap().contains(&note) {
-            thread::sleep(Duration::from_millis(1));
-        }
+        wait_until("a call", || self.0.lock().unwrap().contains(&note));
     }
 }
 

@@ -10,11 +10,11 @@ mod slow;
 mod volume;
 
 use std::path::Path;
-use std::time::Duration;
 
 use walvisor_storage::{
     BackendQueue, Buffer, Completion, DiskOptions, Operation, Port, Store, StoreOptions,
 };
+use walvisor_testkit::queue::wait;
 
 fn options() -> StoreOptions {
     StoreOptions {
@@ -38,11 +38,7 @@ fn carry_out(port: &mut Port, operations: Vec<Operation>) -> Vec<Completion> {
     let mut done = Vec::new();
     for (number, operation) in operations.into_iter().enumerate() {
         port.submit(number as u64, operation);
-        port.kick();
-        while done.len() <= number {
-            port.completions(&mut done);
-            std::thread::sleep(Duration::from_micros(100));
-        }
+        done.extend(wait(port, 1));
         assert!(done[number].result.is_ok(), "{:?}", done[number]);
     }
     done

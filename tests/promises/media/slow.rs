@@ -11,6 +11,7 @@ use walvisor_storage::{
     BackendQueue, Buffer, DiskOptions, ErrorKind, LogReport, Operation, Store, create_disk,
     default_log_dir, inspect,
 };
+use walvisor_testkit::queue::wait;
 
 use crate::options;
 use crate::volume::{Server, Volume};
@@ -42,13 +43,8 @@ fn write_until_killed(disk: &Path) {
         let data = Buffer::from(&number.to_le_bytes().repeat(4096)[..]);
         port.submit(1, Operation::Write { sector: 0, data });
         port.submit(2, Operation::Flush);
-        port.kick();
         println!("flushing {number}");
-        let mut done = Vec::new();
-        while done.len() < 2 {
-            port.completions(&mut done);
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        wait(&mut port, 2);
     }
 }
 

@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use serde_json::Value;
 use walvisor_storage::{DiskOptions, Operation, Port, Retention, Store, StoreOptions, create_disk};
-use walvisor_testkit::Random;
+use walvisor_testkit::{Random, wait_until};
 use walvisor_tests::have_python;
 
 use crate::{
@@ -286,9 +286,7 @@ fn both_readers_use_and_refuse_the_same_summaries() {
         file.read_exact_at(&mut magic, FOOTER).unwrap();
         &magic == b"WALVSUMM"
     };
-    while !(0..3).all(magic) {
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
+    wait_until("three summaries", || (0..3).all(magic));
     let crashed = dir.path().join("crashed");
     crash(&log, &[&disk], &crashed);
     drop(port);

@@ -9,6 +9,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use walvisor_testkit::nbd::{READ, RawClient, WRITE};
+use walvisor_testkit::wait_until;
 use walvisor_tests::have;
 
 use super::{Daemon, WALVISOR, client, create, text};
@@ -49,9 +50,7 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
         .stdin(Stdio::null());
     // The daemon prints nothing before a client connects.
     let daemon = Daemon::start_as(dir, &mut command, 0);
-    while !path.exists() {
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
+    wait_until("the socket", || path.exists());
     let size = |uri: &str| client(dir, "nbdinfo", &["--size", uri]);
     assert_eq!(size("nbd+unix:///?socket=s").trim(), "1048576");
     assert_eq!(size(&format!("nbd://{address}")).trim(), "2097152");

@@ -7,8 +7,8 @@ use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use serde_json::{Value, json};
-use walvisor_testkit::MemoryFs;
 use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
+use walvisor_testkit::{MemoryFs, wait_until};
 
 use super::vhost_user::FrontEnd;
 use super::{Daemon, MIB, WALVISOR, create, noise, text, walvisor};
@@ -216,16 +216,7 @@ fn stats_report_a_disk_without_space_until_it_has_some() {
     assert_eq!(checkpoint.status.code(), Some(1));
     let condition = || ctl(dir, "stats --json")["disks"][0]["condition"].clone();
     let began = Instant::now();
-    let wait_for = |name: &str| {
-        while condition()["name"] != name {
-            assert!(
-                began.elapsed() < Duration::from_secs(120),
-                "{}",
-                condition()
-            );
-            thread::sleep(Duration::from_millis(20));
-        }
-    };
+    let wait_for = |name: &str| wait_until(name, || condition()["name"] == name);
     wait_for("no_space");
     let told = condition();
     assert!(
@@ -314,11 +305,7 @@ fn requests_wait_for_space_with_on_full_pause() {
         });
         wait_for("no_space", true);
         // The keeper says so with its next attempt.
-        let began = Instant::now();
-        while !told().contains("wait until there is space") {
-            assert!(began.elapsed() < Duration::from_secs(120), "{}", told());
-            thread::sleep(Duration::from_millis(20));
-        }
+        wait_until("its line", || told().contains("wait until there is space"));
         let table = text(&walvisor(dir, "ctl ctl stats").stdout);
         assert!(table.contains(", paused: no space for "), "{table}");
         if end {

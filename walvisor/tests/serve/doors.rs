@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::wait_until;
 
 use super::control::ctl;
 use super::vhost_user::Client;
@@ -222,14 +223,8 @@ fn a_pool_file_is_read_again_on_sighup() {
 
     // A file that is wrong changes nothing, and neither do other keys of a disk that is served.
     let told = |part: &str| {
-        let began = Instant::now();
-        while !fs::read_to_string(dir.join("errors"))
-            .unwrap()
-            .contains(part)
-        {
-            assert!(began.elapsed() < Duration::from_secs(120), "{part}");
-            thread::sleep(Duration::from_millis(10));
-        }
+        let errors = || fs::read_to_string(dir.join("errors")).unwrap();
+        wait_until(part, || errors().contains(part));
     };
     write("[[disk]]\npath = 'a'\ncashe = 1\n");
     daemon.signal(Signal::HUP);

@@ -2,11 +2,10 @@
 
 use std::fs;
 use std::path::Path;
-use std::thread;
-use std::time::{Duration, Instant};
 
 use serde_json::Value;
 use walvisor_testkit::nbd::{READ, RawClient, WRITE};
+use walvisor_testkit::wait_until;
 
 use super::{Daemon, MIB, create, noise, text, walvisor};
 
@@ -37,16 +36,6 @@ fn refused(dir: &Path, request: &str) -> String {
 fn open(dir: &Path) -> usize {
     let looks: Value = serde_json::from_str(&ctl(dir, "looks")).unwrap();
     looks["looks"].as_array().unwrap().len()
-}
-
-/// Waits until something has happened, which takes a moment.
-#[track_caller]
-fn until(what: &str, mut happened: impl FnMut() -> bool) {
-    let limit = Instant::now() + Duration::from_secs(60);
-    while !happened() {
-        assert!(Instant::now() < limit, "{what}");
-        thread::sleep(Duration::from_millis(10));
-    }
 }
 
 /// A disk of 8 MiB in use, its bytes, and its bytes after some of its commits with the LSN of each.
@@ -157,7 +146,7 @@ fn ten_looks_beside_a_writer_show_their_points() {
     let ended: Value = serde_json::from_str(&ctl(dir, &format!("unlook {}", served[0]))).unwrap();
     assert_eq!(ended["socket"], dir.join(&served[0]).to_str().unwrap());
     assert_eq!(open(dir), 9);
-    let gone = |socket: &str| until(socket, || !dir.join(socket).exists());
+    let gone = |socket: &str| wait_until(socket, || !dir.join(socket).exists());
     gone(&served[0]);
     let again = refused(dir, &format!("unlook {}", served[0]));
     assert!(again.contains("no look '"), "{again}");
@@ -211,7 +200,7 @@ fn a_look_with_scratch_accepts_writes() {
     assert!(client.reply().data[8..] == [0x55; 4096]);
     assert!(contents(&dir.join("s")) == busy.bytes);
     drop((client, busy));
-    until("the look has ended", || open(dir) == 0);
+    wait_until("the look has ended", || open(dir) == 0);
     assert_eq!(daemon.stop(), "");
 
     let daemon = Daemon::start_door(

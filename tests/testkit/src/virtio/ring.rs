@@ -188,6 +188,11 @@ impl Ring {
             .expect("available index");
     }
 
+    /// The available index, counting chains that are not published yet.
+    pub fn available_index(&self) -> u16 {
+        self.next_available
+    }
+
     /// The used ring's flags.
     pub fn used_flags(&self) -> u16 {
         self.load(self.used)

@@ -2,6 +2,7 @@
 
 use std::process::{Command, Stdio};
 
+use walvisor_testkit::wait_until;
 use walvisor_tests::have;
 
 use super::client::Client;
@@ -28,9 +29,7 @@ fn systemd_starts_the_daemon_when_a_front_end_comes() {
         .stdin(Stdio::null());
     // The daemon prints nothing before a front-end connects.
     let daemon = Daemon::start_as(dir, &mut command, 0);
-    while !places[1].exists() {
-        std::thread::sleep(std::time::Duration::from_millis(10));
-    }
+    wait_until("the sockets", || places[1].exists());
     let data = noise(4096);
     for (place, sectors) in places.iter().zip([2048, 4096]) {
         let mut client = Client::connect(place, 1);

@@ -2,10 +2,11 @@
 //! Hypervisor's order (`virtio-devices/src/vhost_user`). Cloud Hypervisor itself needs VMX or SVM,
 //! which test machines often lack.
 
+use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::path::Path;
-use std::sync::atomic::Ordering;
+use std::sync::Arc;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use vhost::vhost_user::message::{
@@ -19,6 +20,7 @@ use vm_memory::{
 };
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_testkit::vhost_user::memory;
+use walvisor_testkit::virtio::{Memory, Piece, Ring};
 
 use super::daemon;
 use crate::{MIB, create, metric, noise};
@@ -43,8 +45,6 @@ const FLUSH: u32 = 4;
 // Guest memory of a queue: its rings, then for each slot a header with a status, and a page of
 // data.
 const QUEUE: u64 = 0x40000;
-const AVAILABLE: u64 = 0x1000;
-const USED: u64 = 0x2000;
 const HEADERS: u64 = 0x3000;
 const DATA: u64 = 0x10000;
 const PAGE: usize = 4096;
@@ -54,14 +54,15 @@ const PLUGGED: u64 = 1 << 32;
 struct Queue {
     kick: EventFd,
     call: EventFd,
-    available: u16,
-    used: u16,
+    ring: Ring,
+    /// Where the status of each request in flight will be.
+    statuses: HashMap<u16, GuestAddress>,
 }
 
 /// A VMM with a guest.
 struct Vmm {
     front_end: Frontend,
-    memory: GuestMemoryMmap,
+    memory: Memory,
     queues: Vec<Queue>,
     inflight: Option<(VhostUserInflight, File)>,
     config: Vec<u8>,
@@ -70,16 +71,18 @@ struct Vmm {
 impl Vmm {
     fn connect(socket: &Path, queues: usize) -> Self {
         let event = || EventFd::new(EFD_NONBLOCK).unwrap();
-        let queue = |_| Queue {
+        let memory = GuestMemoryMmap::from_regions(vec![region(0, MIB)]).unwrap();
+        let memory = Arc::new(memory);
+        let queue = |index| Queue {
             kick: event(),
             call: event(),
-            available: 0,
-            used: 0,
+            ring: ring(&memory, index),
+            statuses: HashMap::new(),
         };
         let mut vmm = Self {
             front_end: Frontend::connect(socket, queues as u64).unwrap(),
-            memory: GuestMemoryMmap::from_regions(vec![region(0, MIB)]).unwrap(),
             queues: (0..queues).map(queue).collect(),
+            memory,
             inflight: None,
             config: Vec::new(),
         };
@@ -132,22 +135,25 @@ impl Vmm {
         let (area, file) = self.inflight.as_ref().unwrap();
         front_end.set_inflight_fd(area, file.as_raw_fd()).unwrap();
         for (index, queue) in self.queues.iter().enumerate() {
-            let host = |offset| {
-                let address = GuestAddress(index as u64 * QUEUE + offset);
-                self.memory.get_host_address(address).unwrap() as u64
-            };
+            let host = |address| self.memory.get_host_address(GuestAddress(address));
+            let [descriptors, available, used] = queue.ring.addresses().map(|address| {
+                let host = host(address).unwrap();
+                host as u64
+            });
             let rings = VringConfigData {
                 queue_max_size: QUEUE_SIZE,
                 queue_size: QUEUE_SIZE,
-                desc_table_addr: host(0),
-                avail_ring_addr: host(AVAILABLE),
-                used_ring_addr: host(USED),
+                desc_table_addr: descriptors,
+                avail_ring_addr: available,
+                used_ring_addr: used,
                 ..VringConfigData::default()
             };
             front_end.set_vring_addr(index, &rings).unwrap();
             // The base is the available index, even if the previous back-end died before it took
             // those chains.
-            front_end.set_vring_base(index, queue.available).unwrap();
+            front_end
+                .set_vring_base(index, queue.ring.available_index())
+                .unwrap();
             front_end.set_vring_call(index, &queue.call).unwrap();
             front_end.set_vring_kick(index, &queue.kick).unwrap();
         }
@@ -166,11 +172,10 @@ impl Vmm {
         self.front_end.reset_owner().unwrap();
         self.inflight = None;
         for (index, queue) in self.queues.iter_mut().enumerate() {
-            (queue.available, queue.used) = (0, 0);
             let rings = GuestAddress(index as u64 * QUEUE);
-            self.memory
-                .write_slice(&[0; HEADERS as usize], rings)
-                .unwrap();
+            let zeroes = [0; HEADERS as usize];
+            self.memory.write_slice(&zeroes, rings).unwrap();
+            queue.ring = ring(&self.memory, index);
         }
     }
 
@@ -181,67 +186,42 @@ impl Vmm {
 
     /// Makes a request available, with a page at `data`, and kicks the queue.
     fn submit(&mut self, queue: usize, slot: u16, kind: u32, page: u64, data: u64) {
-        let base = queue as u64 * QUEUE;
-        let header = base + HEADERS + u64::from(slot) * 0x20;
-        let put64 = |value: u64, at: u64| self.memory.write_obj(value, GuestAddress(at)).unwrap();
-        let put16 = |value: u16, at: u64| self.memory.write_obj(value, GuestAddress(at)).unwrap();
-        put64(kind.into(), header);
-        put64(page * 8, header + 8);
-        put16(0xff, header + 16);
-        let write = if kind == READ { 2 } else { 0 };
-        let mut pieces = vec![
-            (header, 16, 0),
-            (data, PAGE as u64, write),
-            (header + 16, 1, 2),
-        ];
-        if kind == FLUSH {
-            pieces.remove(1);
-        }
-        let (head, last) = (slot * 3, pieces.len() as u16 - 1);
-        for (index, (address, length, flags)) in (0..).zip(pieces) {
-            let at = base + u64::from(head + index) * 16;
-            let next = u64::from(index < last);
-            put64(address, at);
-            put64(
-                length | (flags | next) << 32 | u64::from(head + index + 1) << 48,
-                at + 8,
-            );
-        }
-        let available = self.queues[queue].available;
-        let entry = u64::from(available % QUEUE_SIZE) * 2;
-        put16(head, base + AVAILABLE + 4 + entry);
-        let available = available.wrapping_add(1);
-        let index = GuestAddress(base + AVAILABLE + 2);
-        self.memory
-            .store(available, index, Ordering::Release)
-            .unwrap();
-        self.queues[queue].available = available;
-        self.queues[queue].kick.write(1).unwrap();
+        let header = GuestAddress(queue as u64 * QUEUE + HEADERS + u64::from(slot) * 0x20);
+        let status = GuestAddress(header.0 + 16);
+        let fields = [u64::from(kind), page * 8, 0xff].map(u64::to_le_bytes);
+        let fields = &fields.as_flattened()[..17];
+        self.memory.write_slice(fields, header).unwrap();
+        let data = GuestAddress(data);
+        let data = match kind {
+            READ => vec![Piece::writable(data, PAGE as u32)],
+            WRITE => vec![Piece::readable(data, PAGE as u32)],
+            _ => vec![],
+        };
+        let ends = [Piece::readable(header, 16), Piece::writable(status, 1)];
+        let queue = &mut self.queues[queue];
+        let head = queue.ring.add(&[&ends[..1], &data, &ends[1..]].concat());
+        queue.statuses.insert(head, status);
+        queue.ring.publish();
+        queue.kick.write(1).unwrap();
     }
 
     /// Waits until all requests of a queue have succeeded.
     #[track_caller]
     fn finish(&mut self, queue: usize) {
-        let base = queue as u64 * QUEUE;
         let state = &mut self.queues[queue];
-        while state.used != state.available {
-            let index = GuestAddress(base + USED + 2);
-            let used: u16 = self.memory.load(index, Ordering::Acquire).unwrap();
-            if used == state.used {
-                // SAFETY: the queue keeps its descriptor open.
-                let call = unsafe { BorrowedFd::borrow_raw(state.call.as_raw_fd()) };
-                let mut fds = [PollFd::from_borrowed_fd(call, PollFlags::IN)];
-                let ready = poll(&mut fds, Some(&PATIENCE)).unwrap();
-                assert!(ready > 0, "queue {queue}: no interrupt");
-                state.call.read().unwrap();
+        while !state.statuses.is_empty() {
+            if let Some((head, _)) = state.ring.pop_used() {
+                let status = state.statuses.remove(&head).expect("a request in flight");
+                let status: u8 = self.memory.read_obj(status).unwrap();
+                assert_eq!(status, 0, "queue {queue}, descriptor {head}");
                 continue;
             }
-            let entry = base + USED + 4 + u64::from(state.used % QUEUE_SIZE) * 8;
-            let head: u32 = self.memory.read_obj(GuestAddress(entry)).unwrap();
-            let status = base + HEADERS + u64::from(head / 3) * 0x20 + 16;
-            let status: u8 = self.memory.read_obj(GuestAddress(status)).unwrap();
-            assert_eq!(status, 0, "queue {queue}, descriptor {head}");
-            state.used = state.used.wrapping_add(1);
+            // SAFETY: the queue keeps its descriptor open.
+            let call = unsafe { BorrowedFd::borrow_raw(state.call.as_raw_fd()) };
+            let mut fds = [PollFd::from_borrowed_fd(call, PollFlags::IN)];
+            let ready = poll(&mut fds, Some(&PATIENCE)).unwrap();
+            assert!(ready > 0, "queue {queue}: no interrupt");
+            state.call.read().unwrap();
         }
     }
 
@@ -266,6 +246,12 @@ impl Vmm {
         self.memory.read_slice(&mut read, GuestAddress(to)).unwrap();
         read
     }
+}
+
+/// The ring of a queue, without any request.
+fn ring(memory: &Memory, queue: usize) -> Ring {
+    let at = GuestAddress(queue as u64 * QUEUE);
+    Ring::new(Arc::clone(memory), QUEUE_SIZE, at, false)
 }
 
 /// Memory that can be shared, at the guest address `start`.
@@ -310,7 +296,7 @@ fn cloud_hypervisor_can_pause_reset_and_grow() {
     // Memory is plugged in, and used.
     let plugged = region(PLUGGED, MIB);
     vmm.front_end.add_mem_region(&described(&plugged)).unwrap();
-    vmm.memory = vmm.memory.insert_region(plugged.into()).unwrap();
+    vmm.memory = Arc::new(vmm.memory.insert_region(plugged.into()).unwrap());
     let address = GuestAddress(PLUGGED + 0x5000);
     vmm.memory.write_slice(page(3), address).unwrap();
     vmm.submit(0, 0, WRITE, 4, address.0);
