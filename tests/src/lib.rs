@@ -4,6 +4,7 @@ mod daemon;
 mod loop_fs;
 pub mod postgresql;
 mod qemu_nbd;
+mod sessions;
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -13,6 +14,7 @@ pub use loop_fs::LoopFs;
 pub use qemu_nbd::QemuNbd;
 use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
+pub use sessions::run_sessions;
 use walvisor_guest_images::{
     Cache, Guest, GuestImages, Job, JobOutcome, Machine, Metrics, Reporter, install_missing,
     obstacle, walvisor_binary,

@@ -20,7 +20,7 @@ use walvisor_storage::{
 use walvisor_testkit::copy_image;
 use walvisor_testkit::process::walvisor;
 use walvisor_testkit::queue::{run, write};
-use walvisor_tests::have;
+use walvisor_tests::{have, run_sessions};
 
 const WALVISOR: &str = env!("CARGO_BIN_EXE_walvisor");
 const MIB: u64 = 1 << 20;
@@ -299,75 +299,7 @@ fn bad_input_is_one_line_and_changes_nothing() {
         .unwrap();
         Store::open(&dir.join("open.img.wal"), &options, &SMALL).unwrap()
     };
-    let cases: [(&str, i32, &[&str]); 24] = [
-        ("disk import a.img", 2, &["RAW"]),
-        (
-            "disk import a.img odd",
-            1,
-            &["odd", "1000", "512", "truncate"],
-        ),
-        ("disk import a.img empty", 1, &["empty", "512"]),
-        ("disk import a.img missing", 1, &["missing", "No such file"]),
-        ("disk import a.img full.wal", 1, &["full.wal", "regular"]),
-        ("disk import disk.img raw", 1, &["disk.img", "exists"]),
-        (
-            "disk import a.img raw --log full.wal",
-            1,
-            &["full.wal", "nor a log"],
-        ),
-        (
-            "disk import a.img raw --log open.img.wal",
-            1,
-            &["open.img.wal", "already open"],
-        ),
-        (
-            "disk import a.img open.img",
-            1,
-            &["open.img", "already open"],
-        ),
-        ("disk import no/a.img raw", 1, &["no/a.img", "No such file"]),
-        ("disk export disk.img raw", 1, &["raw", "--force"]),
-        (
-            "disk export disk.img disk.img --force",
-            1,
-            &["disk.img", "already open"],
-        ),
-        (
-            "disk export disk.img open.img --force",
-            1,
-            &["open.img", "already open"],
-        ),
-        (
-            "disk export disk.img full.wal --force",
-            1,
-            &["full.wal", "regular"],
-        ),
-        ("disk export open.img new", 1, &["open.img", "already open"]),
-        ("disk export missing new", 1, &["missing", "No such file"]),
-        (
-            "disk export disk.img no/new",
-            1,
-            &["no/new", "No such file"],
-        ),
-        ("disk resize disk.img", 2, &["--size"]),
-        ("disk resize disk.img --size 1000", 1, &["1000", "512"]),
-        ("disk resize disk.img --size 0", 1, &["512"]),
-        (
-            "disk resize open.img --size 2M",
-            1,
-            &["open.img", "already open"],
-        ),
-        ("log dump missing", 1, &["missing", "not a log"]),
-        (
-            "log dump open.img.wal",
-            1,
-            &["open.img.wal", "already open"],
-        ),
-        ("log", 2, &["--help"]),
-    ];
-    for (arguments, status, parts) in cases {
-        refused(dir, arguments, status, parts);
-    }
+    run_sessions("bad-input", dir, []);
     store.close().unwrap();
     std::fs::remove_file(dir.join("open.img")).unwrap();
     std::fs::remove_dir_all(dir.join("open.img.wal")).unwrap();

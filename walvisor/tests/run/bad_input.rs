@@ -5,10 +5,9 @@ use std::ffi::OsStr;
 use std::fs;
 use std::process::Output;
 
-use walvisor_tests::{QemuNbd, have};
+use walvisor_tests::{QemuNbd, have, run_sessions};
 
 use crate::kernel::{self, KernelAction};
-use crate::sessions::Sessions;
 use crate::{has_kvm, stderr, walvisor};
 
 /// Asserts exit `status`, and one line on stderr that contains each of `parts`.
@@ -26,7 +25,8 @@ fn refused(output: &Output, status: i32, parts: &[&str]) {
 
 #[test]
 fn wrong_usage_is_one_line_and_status_2() {
-    Sessions::new("usage").run([]);
+    let dir = tempfile::tempdir().unwrap();
+    run_sessions("usage", dir.path(), []);
 }
 
 #[test]

@@ -6,7 +6,6 @@ mod control;
 mod kernel;
 mod mistakes;
 mod power;
-mod sessions;
 mod terminal;
 
 use std::ffi::OsStr;

@@ -7,9 +7,9 @@ use std::path::Path;
 use std::process::Command;
 
 use walvisor_testkit::Daemon;
+use walvisor_tests::run_sessions;
 
 use crate::kernel::{self, KernelAction};
-use crate::sessions::Sessions;
 use crate::{stderr, walvisor};
 
 /// Mistakes on a machine where `make` makes the directory /dev: the message, and `make`.
@@ -62,12 +62,13 @@ fn common_mistakes_are_one_line_with_the_cure() {
     if machine >= 1000 << 30 {
         return println!("skipped: this machine has the memory that no machine is to have here");
     }
-    let sessions = Sessions::new("mistakes");
-    let held = prepare(&sessions.dir());
-    sessions.run([
+    let dir = tempfile::tempdir().unwrap();
+    let held = prepare(dir.path());
+    let variables = [
         ("[PROCESS]", format!("in process {} (walvisor)", held.pid())),
         ("[MACHINE]", format!("this machine has {machine} bytes")),
-    ]);
+    ];
+    run_sessions("mistakes", dir.path(), variables);
 }
 
 #[test]

@@ -11,6 +11,7 @@ use rustix::process::Signal;
 use serde_json::{Value, json};
 use walvisor_testkit::nbd::RawClient;
 use walvisor_testkit::wait_until;
+use walvisor_tests::run_sessions;
 
 use super::control::ctl;
 use super::vhost_user::Client;
@@ -128,21 +129,7 @@ fn serve_nbd_sets_the_door_of_disks_that_name_none() {
     assert!(daemon.uris[0].starts_with("nbd+unix:///a"));
     assert_eq!(Client::connect(&dir.join("v"), 1).capacity(), 2048);
     assert_eq!(daemon.stop(), "");
-    for (arguments, part) in [
-        ("serve --disk path=a,socket=s", "a disk needs a door"),
-        ("serve", "--disk"),
-        (
-            "serve vhost-user --disk path=a,socket=s --tls-certificates .",
-            "which no disk has",
-        ),
-        (
-            "serve nbd --disk path=a,socket=s --disk-dir .",
-            "give --control SOCKET or --config FILE",
-        ),
-        ("run --kernel k --disk path=a,door=nbd", "door= is for"),
-    ] {
-        refused(dir, arguments, 2, part);
-    }
+    run_sessions("doors", dir, []);
 }
 
 /// Waits until the daemon serves these disks.

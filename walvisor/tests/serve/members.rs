@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 use walvisor_testkit::nbd::{FLUSH, READ, RawClient, WRITE};
+use walvisor_tests::run_sessions;
 
 use super::control::ctl;
 use super::{Daemon, create, text, walvisor};
@@ -373,64 +374,7 @@ fn impossible_additions_and_removals_are_one_line_errors() {
         ctl(dir, "add-disk path=in/a,socket=s")["size_bytes"],
         1 << 20
     );
-    for (words, part) in [
-        (
-            "add-disk path=in/a,socket=s",
-            "'in/a' is served already: remove it first",
-        ),
-        (
-            "add-disk path=in/../in/a,socket=s",
-            "its image is served already, as 'in/a'",
-        ),
-        (
-            "add-disk path=in/b,serial=a,socket=s",
-            "two disks at one address have the name 'a'",
-        ),
-        (
-            "add-disk path=in/b,socket=t",
-            "where this daemon listens already: give socket=",
-        ),
-        (
-            "add-disk path=in/b,port=10809",
-            "where this daemon listens already: give socket=",
-        ),
-        ("add-disk path=in/b", "give socket=PATH, or port=N"),
-        (
-            "add-disk path=out/c,socket=s",
-            "out/c is not beneath a --disk-dir of this daemon (",
-        ),
-        (
-            "add-disk path=in/link,socket=s",
-            "in/link is not beneath a --disk-dir",
-        ),
-        (
-            "add-disk path=in,socket=s",
-            "in is not beneath a --disk-dir",
-        ),
-        (
-            "add-disk path=in/b,log=out/log,socket=s",
-            "out/log is not beneath a --disk-dir",
-        ),
-        (
-            "add-disk path=in/b,log=in/a.wal,retain=1h,socket=s",
-            "retain= belongs to its log, which is open already",
-        ),
-        ("add-disk path=in/none,socket=s", "No such file"),
-        (
-            "add-disk backend=ram,size=1M,scratch=on,socket=s",
-            "scratch= is for",
-        ),
-        (
-            "add-disk path=in/b,socket=s,at=cid:1,scratch=on",
-            "scratch=on works only for disks of the daemon's command line",
-        ),
-        ("add-disk path=in/b,queues=2,socket=s", "queues= is for"),
-        ("add-disk in/b", "has no '='"),
-        ("remove-disk in/b", "no disk 'in/b': there are first, in/a"),
-    ] {
-        let error = refused(dir, words);
-        assert!(error.contains(part), "{words}: {error}");
-    }
+    run_sessions("members", dir, []);
     ctl(dir, "pause");
     let error = refused(dir, "add-disk path=in/b,socket=s");
     assert!(error.contains("the disks are paused"), "{error}");
@@ -461,22 +405,7 @@ fn impossible_additions_and_removals_are_one_line_errors() {
     // Without the option disks can go all the same.
     assert_eq!(ctl(dir, "remove-disk first")["image"], "complete");
     assert_eq!(daemon.stop(), "");
-    for (arguments, part) in [
-        (
-            "--disk-dir none --control ctl",
-            "give a directory that exists",
-        ),
-        ("--disk-dir first --control ctl", "not a directory"),
-        ("--disk-dir in", "--control"),
-    ] {
-        let output = walvisor(
-            dir,
-            &format!("serve nbd {arguments} --disk path=first,socket=s"),
-        );
-        let error = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(2), "{error}");
-        assert!(error.contains(part), "{arguments}: {error}");
-    }
+    run_sessions("disk-dir", dir, []);
 }
 
 /// A disk whose log keeps history leaves with its records in the log, and comes back with them.

@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use walvisor_testkit::nbd::RawClient;
-use walvisor_tests::have;
+use walvisor_tests::{have, run_sessions};
 
 use super::{Daemon, create, foreign, run_client, text, walvisor};
 
@@ -311,27 +311,5 @@ fn bad_certificates_are_one_line_errors() {
     for (from, file) in [("pki", "server-cert.pem"), ("other", "server-key.pem")] {
         fs::copy(dir.join(from).join(file), dir.join("mixed").join(file)).unwrap();
     }
-    for (arguments, status, part) in [
-        ("--tls-certificates none", 1, "none/server-cert.pem"),
-        ("--tls-certificates empty", 1, "empty/server-key.pem"),
-        ("--tls-certificates garbage", 1, "garbage/server-cert.pem"),
-        ("--tls-certificates mixed", 1, "mixed/server-cert.pem"),
-        ("--tls-certificates no-key", 1, "no-key/server-key.pem: "),
-        (
-            "--tls-certificates no-ca --tls-verify-peer",
-            1,
-            "no-ca/ca-cert.pem",
-        ),
-        ("--tls require", 2, "--tls-certificates DIR"),
-        ("--tls-verify-peer", 2, "--tls-certificates"),
-    ] {
-        let output = walvisor(
-            dir,
-            &format!("serve nbd --disk path=disk.img,socket=s {arguments}"),
-        );
-        let error = text(&output.stderr);
-        assert_eq!(output.status.code(), Some(status), "{arguments}: {error}");
-        assert_eq!(error.lines().count(), 1, "{arguments}: {error}");
-        assert!(error.contains(part), "{arguments}: {error}");
-    }
+    run_sessions("certificates", dir, []);
 }
