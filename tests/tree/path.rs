@@ -4,7 +4,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::fs;
 use std::process::Command;
-use std::time::Duration;
 
 use walvisor_testkit::Daemon;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
@@ -12,8 +11,6 @@ use walvisor_tests::{binary, have, succeed};
 
 /// Requests of each kind. A file with fewer instructions is not passed by every request.
 const REQUESTS: u64 = 100;
-/// Callgrind makes the daemon slow, and other tests may run beside it.
-const PATIENCE: Duration = Duration::from_secs(300);
 
 const DESIGN: &str = include_str!("../../docs/design.md");
 
@@ -109,20 +106,6 @@ fn control(pid: u32, what: &str) {
     );
 }
 
-/// Carries out a request.
-fn carry_out(client: &mut VhostUserClient, request: impl FnOnce(&mut VhostUserClient)) {
-    request(client);
-    client.kick(0).unwrap();
-    loop {
-        let ended = client.ended(0);
-        if !ended.is_empty() {
-            assert_eq!(ended, [(0, 0)]);
-            return;
-        }
-        client.wait(PATIENCE).unwrap();
-    }
-}
-
 #[test]
 fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
     if !have("valgrind", "valgrind") {
@@ -139,14 +122,14 @@ fn the_page_names_every_file_that_a_write_or_a_flush_passes() {
     let unconfined = "--seccomp off --landlock off";
     let arguments = format!("--disk path=disk.img,socket=s {unconfined}");
     let daemon = Daemon::start_with(&mut command, dir, "vhost-user", &arguments);
-    let mut client = VhostUserClient::connect(&dir.join("s"), 1).unwrap();
+    let mut client = VhostUserClient::connect(&dir.join("s"), 1);
     let mut requests = || {
         for number in 0..REQUESTS {
             let offset = number * 7919 % 1000 * 4096;
-            carry_out(&mut client, |client| {
-                client.write(0, 0, offset, &[7; 4096]).unwrap();
-            });
-            carry_out(&mut client, |client| client.flush(0, 0).unwrap());
+            client.write(0, 0, offset, &[7; 4096]);
+            client.finish(0, 1);
+            client.flush(0, 0);
+            client.finish(0, 1);
         }
     };
     // The first requests start what later ones find.

@@ -35,9 +35,9 @@ pub fn drive(
     };
     for (at, client) in clients.iter_mut().enumerate() {
         for slot in 0..each {
-            submit(client, slot, loops.begin(at * each + slot))?;
+            submit(client, slot, loops.begin(at * each + slot));
         }
-        (0..queues).try_for_each(|queue| client.kick(queue))?;
+        (0..queues).for_each(|queue| client.kick(queue));
     }
     while running > 0 {
         let mut any = false;
@@ -49,13 +49,13 @@ pub fn drive(
                         return Err(std::io::Error::from_raw_os_error(-status));
                     }
                     match loops.complete(at * each + slot) {
-                        Some(next) => submit(client, slot, next)?,
+                        Some(next) => submit(client, slot, next),
                         None => running -= 1,
                     }
                 }
                 if !ended.is_empty() {
                     any = true;
-                    client.kick(queue)?;
+                    client.kick(queue);
                 }
             }
         }

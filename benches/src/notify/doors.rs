@@ -124,7 +124,8 @@ impl<'a> Doors<'a> {
             .place
             .sockets()
             .join(socket_name(work.path, work.backend));
-        let mut client = VhostUserClient::connect(&socket, work.queues.into()).map_err(failed)?;
+        let mut client =
+            VhostUserClient::try_connect(&socket, work.queues.into()).map_err(failed)?;
         let write_cache = client.write_cache().map_err(failed)?;
         client.start_counting().map_err(failed)?;
         let loops = (work.job, work.queues.into(), work.iodepth.into());

@@ -122,7 +122,7 @@ pub fn vhost_user(
             let failed = |error| CommandError::Failed(format!("vhost-user: {}: {error}", job.name));
             let disks = 0..job.disks;
             let clients =
-                disks.map(|disk| VhostUserClient::connect(&socket(side, disk), job.queues));
+                disks.map(|disk| VhostUserClient::try_connect(&socket(side, disk), job.queues));
             let mut clients = clients.collect::<Result<Vec<_>, _>>().map_err(failed)?;
             let loops = (job.work, job.queues, job.depth);
             let tally = drive(&mut clients, loops, DISK_BYTES, turn);

@@ -37,7 +37,7 @@ enum Disk {
 impl Disk {
     fn open(path: &str) -> io::Result<Self> {
         if fs::metadata(path)?.file_type().is_socket() {
-            return Ok(Self::VhostUser(Box::new(VhostUserClient::connect(
+            return Ok(Self::VhostUser(Box::new(VhostUserClient::try_connect(
                 Path::new(path),
                 1,
             )?)));
@@ -51,7 +51,7 @@ impl Disk {
         let (at, page) = ((block * BLOCK) as u64, Page([value; BLOCK]));
         match self {
             Self::VhostUser(client) => {
-                client.write(0, 0, at, &page.0)?;
+                client.write(0, 0, at, &page.0);
                 end(client)
             }
             Self::Device(file) => file.write_all_at(&page.0, at),
@@ -61,7 +61,7 @@ impl Disk {
     fn flush(&mut self) -> io::Result<()> {
         match self {
             Self::VhostUser(client) => {
-                client.flush(0, 0)?;
+                client.flush(0, 0);
                 end(client)
             }
             Self::Device(file) => file.sync_data(),
@@ -72,7 +72,7 @@ impl Disk {
         let (at, mut page) = ((block * BLOCK) as u64, Page([0; BLOCK]));
         match self {
             Self::VhostUser(client) => {
-                client.read(0, 0, at, BLOCK)?;
+                client.read(0, 0, at, BLOCK);
                 end(client)?;
                 Ok(client.data(0, BLOCK))
             }
@@ -86,7 +86,7 @@ impl Disk {
 
 /// Rings the doorbell, and waits for the only request.
 fn end(client: &mut VhostUserClient) -> io::Result<()> {
-    client.kick(0)?;
+    client.kick(0);
     loop {
         match client.ended(0)[..] {
             [] => client.wait(PATIENCE)?,

@@ -17,6 +17,8 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 use virtio_driver::{VhostUser, VirtioBlkQueue, VirtioBlkTransport, VirtioFeatureFlags};
 
+use crate::PATIENCE;
+
 /// Most bytes that a request may transfer: each slot has a buffer of its own.
 pub const BUFFER: usize = 64 << 10;
 /// Number of slots of a connection, shared by all its queues.
@@ -85,10 +87,17 @@ pub struct VhostUserClient {
 
 impl VhostUserClient {
     /// Connects to the daemon at `socket`, and sets up `queues` queues.
+    #[track_caller]
+    #[must_use]
+    pub fn connect(socket: &Path, queues: usize) -> Self {
+        Self::try_connect(socket, queues).expect("a daemon with such a device")
+    }
+
+    /// The same, for a daemon that may not be there.
     ///
     /// # Errors
     /// If no daemon listens there, or it has no such device or fewer queues.
-    pub fn connect(socket: &Path, queues: usize) -> io::Result<Self> {
+    pub fn try_connect(socket: &Path, queues: usize) -> io::Result<Self> {
         let features = VirtioFeatureFlags::VERSION_1
             | VirtioFeatureFlags::RING_EVENT_IDX
             | VirtioFeatureFlags::RING_INDIRECT_DESC;
@@ -110,19 +119,13 @@ impl VhostUserClient {
     }
 
     /// Capacity in sectors of 512 bytes, from the configuration space.
-    ///
-    /// # Errors
-    /// If the daemon does not answer.
-    pub fn capacity(&self) -> io::Result<u64> {
-        Ok(u64::from(self.transport.get_config()?.capacity))
+    pub fn capacity(&self) -> u64 {
+        u64::from(self.transport.get_config().expect("an answer").capacity)
     }
 
     /// Number of queues of the device.
-    ///
-    /// # Errors
-    /// If the daemon does not answer.
-    pub fn num_queues(&self) -> io::Result<u16> {
-        Ok(u16::from(self.transport.get_config()?.num_queues))
+    pub fn num_queues(&self) -> u16 {
+        u16::from(self.transport.get_config().expect("an answer").num_queues)
     }
 
     /// Whether the write cache is on, from the configuration space (`writeback`, with CONFIG_WCE).
@@ -133,69 +136,45 @@ impl VhostUserClient {
         Ok(self.transport.get_config()?.writeback != 0)
     }
 
-    /// Writes `data` at byte `offset`.
-    ///
-    /// # Errors
-    /// If the queue is full, or the offset is not a multiple of 512.
-    ///
-    /// # Panics
-    /// If there is no such queue or slot, or `data` is longer than [`BUFFER`].
-    pub fn write(&mut self, queue: usize, slot: usize, offset: u64, data: &[u8]) -> io::Result<()> {
+    /// Writes `data` at byte `offset`, which is a multiple of 512.
+    pub fn write(&mut self, queue: usize, slot: usize, offset: u64, data: &[u8]) {
         let buffer = self.shared.buffer(slot, data.len());
         // SAFETY: the buffer has this length, and its slot is the caller's until the request has ended.
-        unsafe {
+        let queued = unsafe {
             buffer.copy_from_nonoverlapping(data.as_ptr(), data.len());
             self.queues[queue].write_raw(offset, buffer, data.len(), slot)
-        }
+        };
+        queued.expect("room in the queue");
     }
 
-    /// Reads `len` bytes at byte `offset`; [`data`](Self::data) returns them when the request has ended.
-    ///
-    /// # Errors
-    /// If the queue is full, or the offset is not a multiple of 512.
-    ///
-    /// # Panics
-    /// If there is no such queue or slot, or `len` is greater than [`BUFFER`].
-    pub fn read(&mut self, queue: usize, slot: usize, offset: u64, len: usize) -> io::Result<()> {
+    /// Reads `len` bytes at byte `offset`, which is a multiple of 512; [`data`](Self::data) returns them when the request has
+    /// ended.
+    pub fn read(&mut self, queue: usize, slot: usize, offset: u64, len: usize) {
         let buffer = self.shared.buffer(slot, len);
         // SAFETY: the buffer has this length, and its slot is the caller's until the request has ended.
-        unsafe { self.queues[queue].read_raw(offset, buffer, len, slot) }
+        let queued = unsafe { self.queues[queue].read_raw(offset, buffer, len, slot) };
+        queued.expect("room in the queue");
     }
 
     /// Makes completed writes durable.
-    ///
-    /// # Errors
-    /// If the queue is full.
-    pub fn flush(&mut self, queue: usize, slot: usize) -> io::Result<()> {
-        self.queues[queue].flush(slot)
+    pub fn flush(&mut self, queue: usize, slot: usize) {
+        let queued = self.queues[queue].flush(slot);
+        queued.expect("room in the queue");
     }
 
-    /// Discards `len` bytes at byte `offset`.
-    ///
-    /// # Errors
-    /// If the queue is full, or the offset or the length is not a multiple of 512.
-    pub fn discard(&mut self, queue: usize, slot: usize, offset: u64, len: u64) -> io::Result<()> {
-        self.queues[queue].discard(offset, len, slot)
+    /// Discards `len` bytes at byte `offset`, both multiples of 512.
+    pub fn discard(&mut self, queue: usize, slot: usize, offset: u64, len: u64) {
+        let queued = self.queues[queue].discard(offset, len, slot);
+        queued.expect("room in the queue");
     }
 
-    /// Writes zeroes to `len` bytes at byte `offset`.
-    ///
-    /// # Errors
-    /// If the queue is full, or the offset or the length is not a multiple of 512.
-    pub fn write_zeroes(
-        &mut self,
-        queue: usize,
-        slot: usize,
-        offset: u64,
-        len: u64,
-    ) -> io::Result<()> {
-        self.queues[queue].write_zeroes(offset, len, false, slot)
+    /// Writes zeroes to `len` bytes at byte `offset`, both multiples of 512.
+    pub fn write_zeroes(&mut self, queue: usize, slot: usize, offset: u64, len: u64) {
+        let queued = self.queues[queue].write_zeroes(offset, len, false, slot);
+        queued.expect("room in the queue");
     }
 
     /// The data that an ended request has read.
-    ///
-    /// # Panics
-    /// If there is no such slot, or `len` is greater than [`BUFFER`].
     pub fn data(&self, slot: usize, len: usize) -> Vec<u8> {
         let buffer = self.shared.buffer(slot, len);
         let mut data = vec![0; len];
@@ -205,17 +184,38 @@ impl VhostUserClient {
     }
 
     /// Rings the doorbell of `queue` if the device wants it.
-    ///
-    /// # Errors
-    /// If the daemon's eventfd cannot be written.
-    pub fn kick(&mut self, queue: usize) -> io::Result<()> {
+    pub fn kick(&mut self, queue: usize) {
         // The available index must be visible before the client reads whether the device wants a doorbell.
         fence(Ordering::SeqCst);
         if self.queues[queue].avail_notif_needed() {
-            self.transport.get_submission_notifier(queue).notify()?;
+            let doorbell = self.transport.get_submission_notifier(queue);
+            doorbell.notify().expect("an eventfd");
             self.notices.doorbells += 1;
         }
-        Ok(())
+    }
+
+    /// Waits for a completion of `queue`, and returns all slots that have ended, with their status.
+    #[track_caller]
+    pub fn completions(&mut self, queue: usize) -> Vec<(usize, i32)> {
+        loop {
+            let done = self.ended(queue);
+            if !done.is_empty() {
+                return done;
+            }
+            self.wait(PATIENCE).expect("an interrupt");
+        }
+    }
+
+    /// Kicks `queue`, and waits for `count` of its requests, all of which must succeed.
+    #[track_caller]
+    pub fn finish(&mut self, queue: usize, mut count: usize) {
+        self.kick(queue);
+        while count > 0 {
+            for (slot, status) in self.completions(queue) {
+                assert_eq!(status, 0, "queue {queue}, slot {slot}");
+                count -= 1;
+            }
+        }
     }
 
     /// The slots of `queue` that have ended, with their status (0, or a negative errno). If there are none, an

@@ -5,7 +5,7 @@ use std::process::{Command, Stdio};
 use walvisor_testkit::wait_until;
 use walvisor_tests::have;
 
-use super::client::Client;
+use super::Client;
 use crate::{Daemon, WALVISOR, create, noise};
 
 #[test]

@@ -15,8 +15,7 @@ use rustix::io::ReadWriteFlags;
 use walvisor_testkit::vhost_user::*;
 use walvisor_testkit::wait_until;
 
-use super::client::Client;
-use super::daemon;
+use super::{Client, daemon};
 use crate::{Daemon, create, noise};
 
 const PATIENCE: Timespec = Timespec {

@@ -1,7 +1,6 @@
 //! Disks as large as offsets allow, with a driver in user space.
 
-use super::client::{BUFFER, Client};
-use super::daemon;
+use super::{BUFFER, Client, daemon};
 use crate::largest::{LARGEST, roomy};
 use crate::{create, noise, text, walvisor};
 

@@ -1,7 +1,6 @@
 //! `walvisor serve vhost-user`, as front-ends see it.
 
 mod activation;
-mod client;
 mod cloud_hypervisor;
 mod hostile;
 mod largest;
@@ -9,8 +8,8 @@ mod libblkio;
 mod members;
 mod requests;
 
-pub use client::{BUFFER, Client};
 pub use walvisor_testkit::vhost_user::FrontEnd;
+pub use walvisor_testkit::vhost_user_client::{BUFFER, VhostUserClient as Client};
 
 use std::path::Path;
 

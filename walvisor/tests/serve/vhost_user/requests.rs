@@ -1,7 +1,6 @@
 //! Every kind of request from a driver in user space, over several queues and connections.
 
-use super::client::{BUFFER, Client};
-use super::daemon;
+use super::{BUFFER, Client, daemon};
 use crate::{MIB, create, metric, noise};
 
 #[test]
