@@ -10,6 +10,7 @@ use std::process::{ChildStdout, Command, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 use walvisor_guest_images::{obstacle, program};
 use walvisor_testkit::Process;
+use walvisor_testkit::process::client;
 use walvisor_tests::{binary, have, succeed};
 
 const INIT: &str = "#!/bin/sh
@@ -21,26 +22,17 @@ mount -o remount,ro /
 poweroff -f
 ";
 
-/// Runs a program in `dir`, and returns its stdout.
-#[track_caller]
-fn run(dir: &Path, program: &str, arguments: &[&str]) -> String {
-    let mut command = Command::new(program);
-    let output = command.args(arguments).current_dir(dir).output().unwrap();
-    assert!(output.status.success(), "{program}: {output:?}");
-    String::from_utf8(output.stdout).unwrap()
-}
-
 /// Makes `disk.img`, a root file system of busybox and `INIT`.
 fn root_image(dir: &Path) {
     for name in ["bin", "dev", "proc", "root", "run", "sbin", "sys"] {
         fs::create_dir_all(dir.join("root").join(name)).unwrap();
     }
-    let busybox = run(dir, "sh", &["-c", "command -v busybox"]);
+    let busybox = client(dir, "sh", &["-c", "command -v busybox"]);
     fs::copy(busybox.trim(), dir.join("root/bin/busybox")).unwrap();
     symlink("busybox", dir.join("root/bin/sh")).unwrap();
     fs::write(dir.join("root/sbin/init"), INIT).unwrap();
-    run(dir, "chmod", &["755", "root/sbin/init"]);
-    run(
+    client(dir, "chmod", &["755", "root/sbin/init"]);
+    client(
         dir,
         "mke2fs",
         &["-q", "-t", "ext4", "-d", "root", "disk.img", "64M"],
@@ -93,7 +85,7 @@ fn a_root_image_boots_and_keeps_what_is_written() {
     std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
     assert_eq!(child.wait().unwrap().code(), Some(0));
     assert!(succeed(dir, "disk check disk.img").contains("clean"));
-    let greeting = run(dir, "debugfs", &["-R", "cat /greeting", "disk.img"]);
+    let greeting = client(dir, "debugfs", &["-R", "cat /greeting", "disk.img"]);
     assert_eq!(greeting, "hello, Ada\n");
 
     // Without an init there is a shell. SIGTERM to the program ends the guest, and leaves no process and no lock.

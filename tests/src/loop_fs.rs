@@ -1,8 +1,6 @@
 //! File systems on loop devices.
 
-use std::path::Path;
-use std::process::Command;
-
+use walvisor_testkit::process::run;
 use walvisor_testkit::unmount;
 
 use crate::have;
@@ -29,20 +27,11 @@ impl LoopFs {
         file.set_len(400 << 20).expect("a length");
         std::fs::create_dir(&place).expect("a directory");
         let made = Self { dir };
-        let run = |program: &str, arguments: &[&str], paths: &[&Path]| {
-            let mut command = Command::new(program);
-            let output = command.args(arguments).args(paths).output();
-            let output = output.map_err(|error| format!("{program}: {error}"))?;
-            if output.status.success() {
-                Ok(())
-            } else {
-                Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
-            }
-        };
-        let mounted = run("mkfs.xfs", &["-q", "-m", "reflink=1"], &[&image])
-            .and_then(|()| run("mount", &["-o", "loop"], &[&image, &place]));
+        let [image, point] = [&image, &place].map(|path| path.to_string_lossy());
+        let mounted = run("mkfs.xfs", &["-q", "-m", "reflink=1", &image])
+            .and_then(|_| run("mount", &["-o", "loop", &image, &point]));
         match mounted {
-            Ok(()) => Some(made),
+            Ok(_) => Some(made),
             Err(why) => {
                 println!("skipped: no XFS: {why}");
                 None

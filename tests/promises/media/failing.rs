@@ -19,10 +19,10 @@ use walvisor_storage::{
     StoreOptions, create_disk, default_log_dir, export_disk, import_disk,
 };
 use walvisor_testkit::Process;
+use walvisor_testkit::process::run;
 
 use crate::failing_fs::{ALL, FailingFs};
 use crate::faulty_file::MARK;
-use crate::volume::run;
 
 /// A disk is written in blocks, from the first to the last.
 const BLOCK: usize = 256 << 10;

@@ -3,10 +3,10 @@
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
+use walvisor_testkit::process::run;
 use walvisor_tests::have;
 
 use crate::faulty_file::FaultyFile;
-use crate::volume::run;
 
 /// Bytes of a medium. XFS wants 300 MiB.
 const SIZE: u64 = 400 << 20;

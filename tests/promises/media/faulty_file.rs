@@ -13,8 +13,7 @@ use std::time::Duration;
 use nix::mount::MsFlags;
 use rustix::fs::{FallocateFlags, MemfdFlags, fallocate, memfd_create};
 use rustix::io::Errno;
-
-use crate::volume::run;
+use walvisor_testkit::process::run;
 
 /// What each sector of a disk's data begins with. Only requests that move such sectors fail: a file system whose own
 /// blocks fail stops by itself.

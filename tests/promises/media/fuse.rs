@@ -4,18 +4,21 @@
 use std::fs::File;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use walvisor_storage::{Operation, create_disk, default_log_dir};
+use walvisor_testkit::Process;
+use walvisor_testkit::process::run;
 use walvisor_tests::have;
 
-use crate::volume::{is_mount, run, wait};
+use crate::volume::{is_mount, wait};
 use crate::{carry_out, open, options, write};
 
 /// bindfs, which shows a directory at another path, and logs each request to a file.
 struct BindMount {
+    // Dropped before its directory.
+    _process: Process,
     dir: tempfile::TempDir,
-    process: Child,
 }
 
 impl BindMount {
@@ -28,15 +31,18 @@ impl BindMount {
             std::fs::create_dir(dir.path().join(name)).map_err(|error| error.to_string())?;
         }
         let told = File::create(dir.path().join("told")).map_err(|error| error.to_string())?;
-        let process = Command::new("bindfs")
+        let mut command = Command::new("bindfs");
+        command
             .args(["-d", "-o", "direct_io"])
             .args(["kept", "shown"].map(|name| dir.path().join(name)))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(told)
-            .spawn()
-            .map_err(|error| format!("bindfs: {error}"))?;
-        let shown = Self { dir, process };
+            .stderr(told);
+        let process = Process::spawn(&mut command);
+        let shown = Self {
+            _process: process,
+            dir,
+        };
         wait("bindfs", || is_mount(&shown.top()))?;
         Ok(shown)
     }
@@ -56,8 +62,6 @@ impl BindMount {
 impl Drop for BindMount {
     fn drop(&mut self) {
         let _ = run("umount", &[&self.top().display().to_string()]);
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }
 

@@ -1,25 +1,12 @@
 //! A test's own file systems: on a loop device with a given sector size, or on a file that another program may serve.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use walvisor_testkit::Process;
+use walvisor_testkit::process::run;
 use walvisor_tests::have;
-
-/// Runs a program. Returns its stdout, or the reason of its failure.
-pub fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
-    let output = Command::new(program)
-        .args(arguments)
-        .output()
-        .map_err(|error| format!("{program}: {error}"))?;
-    if output.status.success() {
-        return Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned());
-    }
-    Err(format!(
-        "{program} {arguments:?}: {}",
-        String::from_utf8_lossy(&output.stderr).trim()
-    ))
-}
 
 /// Waits until `is_so` returns `true`.
 ///
@@ -120,7 +107,7 @@ impl Drop for Volume {
 
 /// nbdkit and nbdfuse, which together serve a volume's file as another file.
 pub struct Server {
-    process: Child,
+    _process: Process,
     file: String,
 }
 
@@ -136,7 +123,8 @@ impl Server {
         }
         let served = volume.dir.path().join("served");
         std::fs::write(&served, "").map_err(|error| error.to_string())?;
-        let process = Command::new("nbdfuse")
+        let mut command = Command::new("nbdfuse");
+        command
             .arg(&served)
             .args([
                 "--command",
@@ -148,11 +136,10 @@ impl Server {
             ])
             .args(filter)
             .args(["file", &format!("file={}", volume.file()), option])
-            .stdin(Stdio::null())
-            .spawn()
-            .map_err(|error| format!("nbdfuse: {error}"))?;
+            .stdin(Stdio::null());
+        let process = Process::spawn(&mut command);
         let server = Self {
-            process,
+            _process: process,
             file: served.display().to_string(),
         };
         wait("nbdfuse", || {
@@ -165,8 +152,6 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         let _ = run("umount", &[&self.file]);
-        let _ = self.process.kill();
-        let _ = self.process.wait();
     }
 }
 

@@ -1,8 +1,9 @@
 //! File systems in memory, or in a file.
 
 use std::path::Path;
-use std::process::Command;
 use std::time::Duration;
+
+use crate::process::run;
 
 /// A file system in memory, or in a file. Dropping it unmounts it.
 pub struct MemoryFs(tempfile::TempDir);
@@ -50,14 +51,8 @@ impl MemoryFs {
     }
 
     fn call(&self, arguments: &[&str]) -> Result<(), String> {
-        let mut mount = Command::new("mount");
-        let output = mount.args(arguments).arg(self.path()).output();
-        let output = output.expect("mount(8) starts");
-        if output.status.success() {
-            Ok(())
-        } else {
-            Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
-        }
+        let place = self.path().to_string_lossy();
+        run("mount", &[arguments, &[&place]].concat()).map(drop)
     }
 
     /// The mount point.
@@ -76,14 +71,11 @@ impl Drop for MemoryFs {
 /// Unmounts a file system, if it is mounted. The kernel may still hold files of a process that was killed, for a moment after
 /// its end: io_uring ends later.
 pub fn unmount(place: &Path) {
+    let place = place.to_string_lossy();
     for _ in 0..200 {
-        let output = Command::new("umount").arg(place).output();
-        let busy = output.is_ok_and(|output| {
-            !output.status.success() && String::from_utf8_lossy(&output.stderr).contains("busy")
-        });
-        if !busy {
-            return;
+        match run("umount", &[&place]) {
+            Err(why) if why.contains("busy") => std::thread::sleep(Duration::from_millis(50)),
+            _ => return,
         }
-        std::thread::sleep(Duration::from_millis(50));
     }
 }

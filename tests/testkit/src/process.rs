@@ -146,6 +146,20 @@ pub fn foreign(dir: &Path, program: impl AsRef<Path>) -> Command {
     command
 }
 
+/// Runs a program, and returns its stdout.
+///
+/// # Errors
+/// It does not start, or fails: the text says what failed, and why.
+pub fn run(program: &str, arguments: &[&str]) -> Result<String, String> {
+    let output = Command::new(program).args(arguments).output();
+    let output = output.map_err(|error| format!("{program}: {error}"))?;
+    if output.status.success() {
+        return Ok(text(&output.stdout).trim().to_owned());
+    }
+    let errors = text(&output.stderr);
+    Err(format!("{program} {arguments:?}: {}", errors.trim()))
+}
+
 /// Runs a program for at most two minutes, asserts that it succeeds, and returns its stdout.
 #[track_caller]
 pub fn client(dir: &Path, program: &str, arguments: &[&str]) -> String {

@@ -1,8 +1,8 @@
 //! Images of other formats than raw, made by qemu-img: none is taken for a raw image.
 
 use std::path::Path;
-use std::process::Command;
 
+use walvisor_testkit::process::client;
 use walvisor_tests::have;
 
 use crate::{MIB, done, names, refused};
@@ -10,10 +10,11 @@ use crate::{MIB, done, names, refused};
 /// Runs a third-party program in `dir`, and asserts that it succeeds.
 #[track_caller]
 fn run(dir: &Path, program: &str, arguments: &str) {
-    let mut command = Command::new(program);
-    command.args(arguments.split_whitespace()).current_dir(dir);
-    let output = command.output().unwrap();
-    assert!(output.status.success(), "{command:?}: {output:?}");
+    client(
+        dir,
+        program,
+        &arguments.split_whitespace().collect::<Vec<_>>(),
+    );
 }
 
 /// Makes an image of 4 MiB of each format; returns its name, how errors call it, and the command
