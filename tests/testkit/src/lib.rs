@@ -1,7 +1,7 @@
 //! What the tests of all crates share: drivers, clients, and fixtures.
 //!
 //! ```text
-//!   virtio: Driver ── Ring, guest memory        nbd: handshake, requests, replies, two clients
+//!   virtio: BlockDriver ── Ring, guest memory   nbd: handshake, requests, replies, two clients
 //!             └─ Registers: mmio, pci, vhost-user (each beside the tests that make such a device)
 //!   vhost_user: FrontEnd (any bytes)            queue: requests to a backend without a front-end
 //!   vhost_user_client: a third party's driver   process: programs that end with the test
@@ -17,7 +17,8 @@
 //! * the embedded guest's driver (`guest-images/guest`), because it has no standard library, and drives real registers;
 //! * the fuzz targets' driver (`devices/fuzz`): every byte that it writes comes from the input, and its memory has guard pages;
 //! * [`vhost_user_client`] over the crate `virtio-driver` and `walvisor/tests/serve/vhost_user/cloud_hypervisor.rs` over the crate
-//!   `vhost`: their authors read the specification on their own.
+//!   `vhost`: their authors read the specification on their own;
+//! * the ring of `walvisor/tests/serve/vhost_user/hostile.rs`, a page in which one request is made available over and over.
 
 mod files;
 mod memory_fs;
