@@ -8,6 +8,7 @@
 //! | another, elsewhere | refused | refused |
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use zerocopy::little_endian::{U16, U64};
 
@@ -31,6 +32,12 @@ use crate::offline::other_format::refuse_other_format;
 use crate::recovery::replay::UnappliedByDisk;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
+
+/// Why an image is not as the log left it, if its time tells.
+const WRITTEN: &str = "another program, or a mount, has written to it since the log did";
+/// A file's time may be this much later than the log's last write to it: a file system over the network, or one in memory,
+/// may set it when it passes the bytes on.
+const LATE: Duration = Duration::from_secs(5);
 
 /// A base image that is open and locked, but not matched to a disk of the log yet.
 pub(crate) struct OpenBase {
@@ -177,23 +184,26 @@ impl OpenBase {
         if let Some(why) = self.why_changed(entry)? {
             return Ok(Some(why.to_owned()));
         }
-        Ok(self.why_written(control, entry).map(|why| {
+        let later = self.written_later(control, entry);
+        Ok(later.filter(|later| *later > LATE).map(|_| {
             let time = control.control.written(entry.id.get());
             let (seconds, nanoseconds) = (time / 1_000_000_000, time % 1_000_000_000);
             let path = self.options.path.display();
             format!(
-                "{why} (if only its time has changed, set it back with: touch -d @{seconds}.{nanoseconds:09} {path})"
+                "{WRITTEN} (if only its time has changed, set it back with: touch -d @{seconds}.{nanoseconds:09} {path})"
             )
         }))
     }
 
-    /// The same, if the time of the last write to the image tells it.
-    fn why_written(&self, control: &ControlFile, entry: &DiskEntry) -> Option<&'static str> {
-        let inode = &self.identity.inode;
+    /// How much later the last write to the image was than the log's own, by the file's time; zero if it was earlier.
+    /// `None`: it was that one, or nobody knows.
+    fn written_later(&self, control: &ControlFile, entry: &DiskEntry) -> Option<Duration> {
+        let (inode, id) = (&self.identity.inode, entry.id.get());
         // A copy's time means nothing.
         let same_file = entry.is_file(inode, entry.path(&control.home) == self.path);
-        let written = same_file && !control.control.written_fits(entry.id.get(), inode.written);
-        written.then_some("another program, or a mount, has written to it since the log did")
+        let fits = !same_file || control.control.written_fits(id, inode.written);
+        let later = inode.written.saturating_sub(control.control.written(id));
+        (!fits).then_some(Duration::from_nanos(later))
     }
 
     fn why_changed(&self, entry: &DiskEntry) -> Result<Option<&'static str>> {
@@ -217,7 +227,8 @@ impl OpenBase {
             None => self.why_changed(entry)?,
             why => why,
         };
-        Ok(why.or_else(|| self.why_written(control, entry)))
+        let written = self.written_later(control, entry).map(|_| WRITTEN);
+        Ok(why.or(written))
     }
 
     /// As [`why_no_past`](Self::why_no_past), for a reader. If there is a reason, ends the disk's past at LSN `newest`,

@@ -56,7 +56,7 @@ pub(crate) fn rewind(
     // Whatever counts from now on must be durable, as when the log is opened for writing.
     let (scan, unapplied) = read_durable(medium, log_dir, control, visit, &mut |_, _| {})?;
     base.find(control, log_dir, &unapplied)?;
-    if let Some(why) = base.why_no_past(&control, place)? {
+    if let Some(why) = base.why_no_past(control, place)? {
         return Err(base.no_past(at, log_dir, why));
     }
     let known = &control.control;

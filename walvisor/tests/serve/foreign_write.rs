@@ -5,6 +5,8 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::process::Command;
+use std::thread;
+use std::time::Duration;
 
 use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::have;
@@ -28,6 +30,8 @@ fn killed(dir: &Path) {
     client.write(1, AT / 512 * 512, &noise(4096));
     client.flush(2);
     daemon.kill();
+    // The image's time counts if it is more than five seconds later.
+    thread::sleep(Duration::from_secs(6));
 }
 
 fn run(command: &mut Command) {
