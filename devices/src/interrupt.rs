@@ -36,7 +36,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::metrics::BlockMetrics;
+use crate::metrics::InterruptCounter;
 
 /// The two notifications that a device sends (virtio 1.2, 2.3).
 ///
@@ -115,15 +115,15 @@ pub(crate) const INTERRUPT_CONFIG: u32 = 2;
 pub(crate) struct LineInterrupt {
     status: AtomicU32,
     line: Box<dyn EdgeLine>,
-    metrics: Arc<BlockMetrics>,
+    counter: Arc<dyn InterruptCounter>,
 }
 
 impl LineInterrupt {
-    pub(crate) fn new(line: impl EdgeLine + 'static, metrics: Arc<BlockMetrics>) -> Self {
+    pub(crate) fn new(line: impl EdgeLine + 'static, counter: Arc<dyn InterruptCounter>) -> Self {
         Self {
             status: AtomicU32::new(0),
             line: Box::new(line),
-            metrics,
+            counter,
         }
     }
 
@@ -142,7 +142,7 @@ impl LineInterrupt {
     fn raise(&self, bit: u32) {
         self.status.fetch_or(bit, Ordering::SeqCst);
         match self.line.pulse() {
-            Ok(()) => self.metrics.count_interrupt(),
+            Ok(()) => self.counter.count_interrupt(),
             Err(error) => {
                 tracing::error!(%error, "cannot raise the interrupt line of a virtio-mmio device")
             }
@@ -169,6 +169,7 @@ mod tests {
     use rustix::event::{EventfdFlags, eventfd};
 
     use super::*;
+    use crate::metrics::BlockMetrics;
 
     #[test]
     fn any_kind_of_eventfd_is_a_line() {
@@ -176,8 +177,8 @@ mod tests {
         let other = EventFd::new(0).unwrap();
         let metrics = Arc::new(BlockMetrics::of_queues(1));
         for interrupt in [
-            LineInterrupt::new(line.try_clone().unwrap(), Arc::clone(&metrics)),
-            LineInterrupt::new(other.try_clone().unwrap(), Arc::clone(&metrics)),
+            LineInterrupt::new(line.try_clone().unwrap(), metrics.clone()),
+            LineInterrupt::new(other.try_clone().unwrap(), metrics.clone()),
         ] {
             interrupt.queue(0);
             interrupt.config();

@@ -4,8 +4,8 @@
 //! ```text
 //!  driver ──registers──▶ transport::{MmioTransport, PciTransport}      vCPU thread, never blocks on I/O
 //!     │                     └─ one DeviceState: status, features, queues, reset
-//!     └─doorbell (eventfd)─▶ queue workers, on a few shared threads      block/{pool,worker}.rs
-//!                               take chains ─▶ parse ─▶ BackendQueue    block/{virtqueue,request}.rs
+//!     └─doorbell (eventfd)─▶ queue workers, on a few shared threads      virtio/pool.rs, block/worker.rs
+//!                               take chains ─▶ parse ─▶ BackendQueue    virtio/virtqueue.rs, block/request.rs
 //!                               publish used index once ─▶ Interrupt    interrupt.rs
 //!
 //!  vhost-user front-end ──socket──▶ a thread per listener ─▶ queue workers  vhost_user/
@@ -43,6 +43,7 @@ mod memory;
 mod metrics;
 #[cfg(feature = "nbd")]
 pub mod nbd;
+pub mod net;
 mod reactor;
 #[cfg(feature = "scsi")]
 pub mod scsi;
@@ -53,6 +54,7 @@ pub mod throttle;
 pub mod transport;
 #[cfg(feature = "vhost-user")]
 pub mod vhost_user;
+mod virtio;
 
 #[doc(inline)]
 pub use walvisor_block as backend;

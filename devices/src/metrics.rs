@@ -70,9 +70,16 @@ impl BlockMetrics {
             ..Self::default()
         }
     }
+}
 
+/// Counts the interrupts of a device.
+pub trait InterruptCounter: Send + Sync {
     /// Counts an interrupt that was sent.
-    pub(crate) fn count_interrupt(&self) {
+    fn count_interrupt(&self);
+}
+
+impl InterruptCounter for BlockMetrics {
+    fn count_interrupt(&self) {
         self.interrupts.fetch_add(1, Ordering::Relaxed);
     }
 }

@@ -22,7 +22,7 @@ pub(crate) const NEEDS_RESET: u8 = bits::VIRTIO_CONFIG_S_NEEDS_RESET as u8;
 pub(crate) const FAILED: u8 = bits::VIRTIO_CONFIG_S_FAILED as u8;
 
 /// The status byte, and the interrupt that announces changes made by the device.
-pub(crate) struct DeviceStatus {
+pub struct DeviceStatus {
     bits: AtomicU8,
     interrupt: Arc<dyn Interrupt>,
     complaints: AtomicU32,

@@ -46,7 +46,8 @@ const DEVICES: &[&[&str]] = &[
     &["metrics", "reactor"],
     &["interrupt"],
     &["status"],
-    &["block", "scsi"],
+    &["virtio"],
+    &["block", "net", "scsi"],
     &["nbd", "tcmu", "transport", "vhost_user"],
 ];
 

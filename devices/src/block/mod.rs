@@ -35,10 +35,7 @@
 mod config;
 mod features;
 mod in_flight;
-mod pool;
 mod request;
-mod tracker;
-mod virtqueue;
 mod worker;
 
 use std::io;
@@ -54,26 +51,25 @@ use virtio_bindings::virtio_blk::{
 use virtio_bindings::virtio_config::VIRTIO_F_IN_ORDER;
 use virtio_bindings::virtio_ring::VIRTIO_RING_F_EVENT_IDX;
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
+use worker::{QueueWorker, WorkerConfig};
 
 use crate::backend::{Answer, Backend, Capabilities, SECTOR_SIZE, flush};
 use crate::control::CacheSwitch;
 use crate::memory::DeviceMemory;
+use crate::metrics::InterruptCounter;
+use crate::reactor::DedicatedThread;
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
+use crate::virtio::{
+    DeviceType, DriverPort, Features, QueueHandle, QueueKind, QueueStart, VirtioDevice, Virtqueue,
+    give_up, read_space,
+};
 
 pub use crate::latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
 pub use crate::metrics::{BlockCounts, BlockMetrics};
-pub(crate) use pool::QueueHandle;
-pub use pool::{Starter, WorkerPool};
+pub use crate::virtio::{Starter, WorkerPool};
 
-pub(crate) use config::{CONFIG_LEN, MAX_ERASE_SECTORS};
-pub(crate) use features::Features;
-pub(crate) use tracker::Tracker;
-pub(crate) use virtqueue::QueueSetup;
-pub(crate) use worker::QueueStart;
-
-/// Device type of a block device (virtio 1.2, 5).
-pub(crate) const DEVICE_ID_BLOCK: u16 = 2;
+pub(crate) use config::MAX_ERASE_SECTORS;
 
 /// The most queues of a device: their notification addresses fit in one page of the PCI notify BAR.
 pub const MAX_QUEUES: u16 = 256;
@@ -249,49 +245,12 @@ impl VirtioBlock {
         Arc::clone(&self.throttle)
     }
 
-    /// Number of queues.
-    pub(crate) fn queues(&self) -> u16 {
-        self.config.queues
-    }
-
-    /// The largest queue size that the driver may choose.
-    pub(crate) fn queue_size(&self) -> u16 {
-        self.config.queue_size
-    }
-
-    /// The doorbell of each queue.
-    pub(crate) fn doorbells(&self) -> &[EventFd] {
-        &self.doorbells
-    }
-
-    /// The features that the device offers.
-    pub(crate) fn offered_features(&self) -> Features {
-        let mut features = Features::for_backend(self.capabilities, self.config.queues);
-        if self.config.in_order {
-            features.insert(VIRTIO_F_IN_ORDER);
-        }
-        features
-    }
-
     /// Whether the device has to flush after every write, because the driver expects completed writes to be stable and the
     /// backend cannot be switched to writethrough (virtio 1.2, 5.2.6.2).
     fn flush_after_write(&self, features: Features) -> bool {
         expects_writethrough(features)
             && self.capabilities.flush
             && !self.capabilities.write_cache_toggle
-    }
-
-    /// FEATURES_OK: sets the cache mode that follows from the driver's choice.
-    ///
-    /// A driver without FLUSH cannot make writes stable, so they must be stable when they complete (5.2.6.2), and
-    /// `writeback` starts as 0 (5.2.5.2). Otherwise the configured mode applies.
-    pub(crate) fn accept_features(&self, features: Features) {
-        self.cache.set_negotiated(!expects_writethrough(features));
-    }
-
-    /// Reset: back to the configured cache mode. No worker may be running.
-    pub(crate) fn reset(&self) {
-        self.cache.set_for_driver(None);
     }
 
     /// The cache mode, shared with the owner of the device.
@@ -307,8 +266,65 @@ impl VirtioBlock {
         self.capacity.swap(whole, Ordering::Relaxed) != whole
     }
 
-    /// Reads the configuration space; zero bytes beyond its end.
-    pub(crate) fn read_config(&self, offset: u64, data: &mut [u8]) {
+    /// Flushes what was written while the cache was volatile. virtio does not require it, but Linux sends no FLUSH in
+    /// writethrough mode, so an fsync would not make these writes durable.
+    fn flush_before_writethrough(&self) {
+        let backend = Arc::clone(&self.backend);
+        // The register write waits for a sync, which delays only other accesses to this device's registers.
+        if let Err(error) = self.workers.run_in_starter(move || flush(&*backend)) {
+            tracing::error!(%error, "a driver asked for writethrough, and earlier writes cannot be flushed");
+        }
+    }
+
+    /// Lets the threads of `pool` serve the queues. Several devices may share a pool; by default each has its own.
+    pub fn serve_with(&mut self, pool: Arc<WorkerPool>) {
+        self.workers = pool;
+    }
+}
+
+impl VirtioDevice for VirtioBlock {
+    const TYPE: DeviceType = DeviceType {
+        name: "virtio-blk",
+        id: 2,
+        // Mass storage controller, other.
+        pci_class: 0x01_8000,
+        config_len: config::CONFIG_LEN,
+    };
+
+    fn doorbells(&self) -> &[EventFd] {
+        &self.doorbells
+    }
+
+    fn queue_size(&self) -> u16 {
+        self.config.queue_size
+    }
+
+    fn offered_features(&self) -> Features {
+        let mut features = Features::for_backend(self.capabilities, self.config.queues);
+        if self.config.in_order {
+            features.insert(VIRTIO_F_IN_ORDER);
+        }
+        features
+    }
+
+    fn interrupt_counter(&self) -> Arc<dyn InterruptCounter> {
+        self.metrics.clone()
+    }
+
+    /// Sets the cache mode that follows from the driver's choice.
+    ///
+    /// A driver without FLUSH cannot make writes stable, so they must be stable when they complete (5.2.6.2), and
+    /// `writeback` starts as 0 (5.2.5.2). Otherwise the configured mode applies.
+    fn accept_features(&self, features: Features) {
+        self.cache.set_negotiated(!expects_writethrough(features));
+    }
+
+    /// Back to the configured cache mode.
+    fn reset(&self) {
+        self.cache.set_for_driver(None);
+    }
+
+    fn read_config(&self, offset: u64, data: &mut [u8]) {
         let space = config::encode(&config::ConfigFields {
             capacity: self.capacity.load(Ordering::Relaxed),
             queue_size: self.config.queue_size,
@@ -320,19 +336,12 @@ impl VirtioBlock {
             // At most 16 MiB, MAX_REQUEST_BYTES.
             max_request: u32::try_from(self.backend.max_request_bytes()).unwrap_or(u32::MAX),
         });
-        let from = usize::try_from(offset).unwrap_or(usize::MAX);
-        for (index, byte) in data.iter_mut().enumerate() {
-            *byte = from
-                .checked_add(index)
-                .and_then(|at| space.get(at))
-                .copied()
-                .unwrap_or(0);
-        }
+        read_space(&space, offset, data);
     }
 
     /// Writes the configuration space: only `writeback`, and only if CONFIG_WCE was negotiated. Other writes do nothing
     /// (5.2.4).
-    pub(crate) fn write_config(&self, offset: u64, data: &[u8], features: Features) {
+    fn write_config(&self, offset: u64, data: &[u8], features: Features) {
         if let (config::WRITEBACK, [value]) = (offset as usize, data)
             && features.has(VIRTIO_BLK_F_CONFIG_WCE)
         {
@@ -344,59 +353,59 @@ impl VirtioBlock {
         }
     }
 
-    /// Flushes what was written while the cache was volatile. virtio does not require it, but Linux sends no FLUSH in
-    /// writethrough mode, so an fsync would not make these writes durable.
-    fn flush_before_writethrough(&self) {
-        let backend = Arc::clone(&self.backend);
-        // The register write waits for a sync, which delays only other accesses to this device's registers.
-        if let Err(error) = self.workers.run_in_starter(move || flush(&*backend)) {
-            tracing::error!(%error, "a driver asked for writethrough, and earlier writes cannot be flushed");
-        }
-    }
-
-    /// A copy of the doorbell of queue `index`.
-    pub(crate) fn doorbell(&self, index: u16) -> io::Result<EventFd> {
-        self.doorbells
-            .get(usize::from(index))
-            .ok_or_else(|| io::Error::from(io::ErrorKind::NotFound))?
-            .try_clone()
-    }
-
-    /// Starts serving a queue.
-    pub(crate) fn start_queue<M: DeviceMemory>(
+    fn start_queue<M: DeviceMemory>(
         &self,
-        queue: QueueStart,
+        mut queue: QueueStart,
         features: Features,
         memory: M,
         status: Arc<DeviceStatus>,
     ) -> io::Result<QueueHandle> {
-        let config = worker::WorkerConfig {
+        let tracker = queue.tracker.take();
+        // A driver that outlives this process expects its completed writes to survive, flushed or not.
+        let answer_when_written = tracker.is_some() && self.config.answer == Answer::Written;
+        let ring = Virtqueue::new(
+            &queue.setup,
+            self.config.queue_size,
+            features.has(VIRTIO_RING_F_EVENT_IDX),
+            &*memory.memory(),
+            tracker,
+        );
+        let ring = match ring {
+            Ok(ring) => ring,
+            Err(error) => {
+                give_up(&status, Self::TYPE.name, queue.index, &error);
+                return Ok(QueueHandle::broken());
+            }
+        };
+        let cpu = {
+            let cpus = &self.config.worker_cpus;
+            let at = usize::from(queue.index).checked_rem(cpus.len());
+            at.and_then(|at| cpus.get(at)).copied()
+        };
+        // A worker that polls, or whose disk blocks, would delay the other queues of its thread.
+        let needs_own_thread =
+            cpu.is_some() || !self.config.poll.is_zero() || self.backend.blocks();
+        let dedicated = needs_own_thread.then(|| DedicatedThread {
+            name: format!("virtio-blk-q{}", queue.index),
+            cpu,
+        });
+        let config = WorkerConfig {
             flush_after_write: self.flush_after_write(features),
-            // A driver that outlives this process expects its completed writes to survive, flushed or not.
-            answer_when_written: queue.tracker.is_some() && self.config.answer == Answer::Written,
-            cpu: {
-                let cpus = &self.config.worker_cpus;
-                let at = usize::from(queue.index).checked_rem(cpus.len());
-                at.and_then(|at| cpus.get(at)).copied()
-            },
+            answer_when_written,
             poll: self.config.poll,
-            queue,
             max_size: self.config.queue_size,
-            event_idx: features.has(VIRTIO_RING_F_EVENT_IDX),
             in_order: features.has(VIRTIO_F_IN_ORDER),
             features,
             id: self.id,
             backend: Arc::clone(&self.backend),
             throttle: Arc::clone(&self.throttle),
             metrics: Arc::clone(&self.metrics),
-            status,
         };
-        QueueHandle::start(config, memory, &self.workers)
-    }
-
-    /// Lets the threads of `pool` serve the queues. Several devices may share a pool; by default each has its own.
-    pub fn serve_with(&mut self, pool: Arc<WorkerPool>) {
-        self.workers = pool;
+        let driver = DriverPort::new(Self::TYPE.name, queue.index, queue.doorbell, status);
+        let outcome = driver.outcome();
+        QueueHandle::start(&self.workers, QueueKind::Disk(dedicated), move || {
+            Ok((QueueWorker::open(config, driver, ring, memory)?, outcome))
+        })
     }
 }
 

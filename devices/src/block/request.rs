@@ -19,12 +19,13 @@ use virtio_bindings::virtio_blk::{
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, Permissions};
 
 use super::config::MAX_ERASE_SECTORS;
-use super::features::Features;
-use super::tracker::UsedElement;
-use super::virtqueue::{Chain, QueueError};
 use crate::backend::{Buffer, Operation, SECTOR_SIZE};
 use crate::latency::add;
 use crate::metrics::BlockMetrics;
+use crate::virtio::{
+    Chain, Features, GuestRange, MemoryFault, QueueError, ReadableBytes, UsedElement, split_chain,
+    write_to_driver,
+};
 
 /// Length of the request header in bytes.
 const HEADER_LEN: usize = 16;
@@ -52,13 +53,6 @@ impl BlockStatus {
             Self::Unsupported => VIRTIO_BLK_S_UNSUPP,
         }) as u8
     }
-}
-
-/// The guest memory that one descriptor names. Never empty; it may not exist.
-#[derive(Clone, Copy, Debug)]
-struct GuestRange {
-    address: GuestAddress,
-    len: u32,
 }
 
 /// What a request is checked against.
@@ -133,7 +127,7 @@ impl PendingChain {
         self.answered = true;
         let (written, status) = match data {
             None => (0, status),
-            Some(bytes) => match self.copy_to_guest(memory, bytes) {
+            Some(bytes) => match write_to_driver(memory, &self.data, bytes) {
                 Ok(written) => (written, status),
                 Err(MemoryFault) => (0, BlockStatus::IoError),
             },
@@ -159,21 +153,6 @@ impl PendingChain {
     pub(super) fn abandon(mut self) {
         self.answered = true;
     }
-
-    fn copy_to_guest<G: GuestMemory>(&self, memory: &G, bytes: &[u8]) -> Result<u32, MemoryFault> {
-        let mut rest = bytes;
-        for segment in &self.data {
-            let (now, later) = rest.split_at(rest.len().min(segment.len as usize));
-            memory
-                .write_slice(now, segment.address)
-                .map_err(|_| MemoryFault)?;
-            rest = later;
-            if rest.is_empty() {
-                break;
-            }
-        }
-        u32::try_from(bytes.len() - rest.len()).map_err(|_| MemoryFault)
-    }
 }
 
 impl Drop for PendingChain {
@@ -185,9 +164,6 @@ impl Drop for PendingChain {
         );
     }
 }
-
-/// Guest memory that a request names does not exist.
-struct MemoryFault;
 
 /// Parses a chain. An error means that the chain cannot even be answered.
 pub(super) fn parse<G: GuestMemory>(
@@ -218,41 +194,6 @@ pub(super) fn parse<G: GuestMemory>(
     Ok((pending, action))
 }
 
-/// Splits a chain into its device-readable half and its device-writable half (2.7.4.2: in this order).
-fn split_chain<G: GuestMemory>(
-    chain: Chain<'_, G>,
-    max_descriptors: usize,
-) -> Result<(ReadableBytes, Vec<GuestRange>), &'static str> {
-    let mut readable = Vec::new();
-    let mut writable = Vec::new();
-    // The iterator stops after as many steps as the table has entries, and at a nested indirect table. After such an early
-    // stop the last descriptor still names a next one.
-    let mut complete = false;
-    for (count, descriptor) in chain.enumerate() {
-        if count == max_descriptors {
-            return Err("it is longer than the queue");
-        }
-        complete = !descriptor.has_next();
-        let segment = GuestRange {
-            address: descriptor.addr(),
-            len: descriptor.len(),
-        };
-        if descriptor.is_write_only() {
-            if segment.len > 0 {
-                writable.push(segment);
-            }
-        } else if !writable.is_empty() {
-            return Err("a device-readable descriptor follows a device-writable one");
-        } else if segment.len > 0 {
-            readable.push(segment);
-        }
-    }
-    if !complete {
-        return Err("it loops, or a descriptor is not valid");
-    }
-    Ok((ReadableBytes { segments: readable }, writable))
-}
-
 /// Removes the last device-writable byte, the status byte, and returns its address. Descriptor boundaries do not matter.
 fn take_status<G: GuestMemory>(
     memory: &G,
@@ -269,48 +210,6 @@ fn take_status<G: GuestMemory>(
     status
         .filter(|&address| memory.check_range(address, 1, Permissions::Write))
         .ok_or("its status byte lies outside guest memory")
-}
-
-/// The device-readable half of a chain, as a stream of bytes.
-struct ReadableBytes {
-    segments: Vec<GuestRange>,
-}
-
-impl ReadableBytes {
-    fn len(&self) -> u64 {
-        self.segments
-            .iter()
-            .map(|segment| u64::from(segment.len))
-            .sum()
-    }
-
-    /// Fills `bytes` from the front of the stream, and removes what was read.
-    fn take<G: GuestMemory>(&mut self, memory: &G, bytes: &mut [u8]) -> Result<(), MemoryFault> {
-        let mut done = 0;
-        let mut used_up = 0;
-        for segment in &mut self.segments {
-            if done == bytes.len() {
-                break;
-            }
-            let len = (bytes.len() - done).min(segment.len as usize);
-            memory
-                .read_slice(&mut bytes[done..done + len], segment.address)
-                .map_err(|_| MemoryFault)?;
-            done += len;
-            // If the address wraps, the read above has failed. `len` is at most `segment.len`.
-            segment.address = GuestAddress(segment.address.0.wrapping_add(len as u64));
-            segment.len -= len as u32;
-            if segment.len == 0 {
-                used_up += 1;
-            }
-        }
-        self.segments.drain(..used_up);
-        if done == bytes.len() {
-            Ok(())
-        } else {
-            Err(MemoryFault)
-        }
-    }
 }
 
 fn read_header<G: GuestMemory>(

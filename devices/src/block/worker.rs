@@ -6,57 +6,34 @@
 //! Memory is bounded: chains stay in the ring while [32 MiB](super::in_flight::MAX_BYTES_IN_FLIGHT), or as many requests
 //! as the queue has descriptors, are in flight. Completions make room for more.
 
-use std::io::{self, IoSliceMut};
-use std::os::fd::BorrowedFd;
+use std::io;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::io::{Errno, ReadWriteFlags};
 use vm_memory::GuestMemory;
-use vmm_sys_util::eventfd::EventFd;
 
-use super::features::Features;
 use super::in_flight::{InFlightRequest, RequestTable};
 use super::request::{
     BlockAction, BlockRules, BlockStatus, Direction, ID_LEN, PendingChain, parse,
 };
-use super::tracker::{Tracker, UsedElement};
-use super::virtqueue::{QueueError, QueueSetup, UsedBatch, Virtqueue};
-use crate::backend::{Backend, Completion, Operation, descriptor};
+use crate::backend::{Backend, Completion, Operation};
 use crate::event_loop::EventSet;
 use crate::latency::{OperationKind, add};
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
 use crate::reactor::{DiskPort, FIRST_OWN_EVENT, Next, Source, Turn};
-use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
+use crate::virtio::{DriverPort, Features, QueueError, UsedBatch, UsedElement, Virtqueue};
 
 /// The driver has rung the queue's doorbell.
 const DOORBELL: usize = FIRST_OWN_EVENT;
 
-/// A queue that the driver has started.
-pub(crate) struct QueueStart {
-    /// Its index, from 0.
-    pub(crate) index: u16,
-    /// Its rings.
-    pub(crate) setup: QueueSetup,
-    /// The eventfd that the driver signals.
-    pub(crate) doorbell: EventFd,
-    /// Records the chains in flight, if the front-end outlives this process.
-    pub(crate) tracker: Option<Tracker>,
-}
-
 /// What a worker needs to know about its queue and its device.
 pub(super) struct WorkerConfig {
-    pub(super) queue: QueueStart,
     pub(super) max_size: u16,
-    pub(super) event_idx: bool,
     pub(super) in_order: bool,
     /// How long to poll the ring before sleeping.
     pub(super) poll: Duration,
-    /// The processor to run on.
-    pub(super) cpu: Option<u16>,
     pub(super) features: Features,
     pub(super) id: [u8; ID_LEN],
     pub(super) flush_after_write: bool,
@@ -65,36 +42,15 @@ pub(super) struct WorkerConfig {
     pub(super) backend: Arc<dyn Backend>,
     pub(super) throttle: Arc<Throttle>,
     pub(super) metrics: Arc<BlockMetrics>,
-    pub(super) status: Arc<DeviceStatus>,
-}
-
-/// What the owner of a queue learns about it.
-#[derive(Default)]
-pub(super) struct QueueOutcome {
-    /// After an error: requests in flight still complete, but none are taken or answered any more.
-    broken: AtomicBool,
-    /// Number of chains taken, modulo 2^16, once the queue is gone.
-    taken: AtomicU16,
-}
-
-impl QueueOutcome {
-    pub(super) fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::SeqCst)
-    }
-
-    /// Number of chains taken, modulo 2^16, once the queue is gone.
-    pub(super) fn chains_taken(&self) -> u16 {
-        self.taken.load(Ordering::SeqCst)
-    }
 }
 
 /// Serves one queue: the driver's rings on one side, a queue of the backend on the other.
 pub(super) struct QueueWorker<M> {
     config: WorkerConfig,
+    driver: DriverPort,
     queue: Virtqueue,
     memory: M,
     port: DiskPort,
-    outcome: Arc<QueueOutcome>,
     in_flight: RequestTable,
     /// Whether the ring was empty after the last chains were taken.
     ring_emptied: bool,
@@ -111,27 +67,24 @@ impl<M: DeviceMemory> QueueWorker<M> {
     ///
     /// # Errors
     /// If the disk or the system refuses.
-    pub(super) fn open(config: WorkerConfig, queue: Virtqueue, memory: M) -> io::Result<Self> {
+    pub(super) fn open(
+        config: WorkerConfig,
+        driver: DriverPort,
+        queue: Virtqueue,
+        memory: M,
+    ) -> io::Result<Self> {
         Ok(Self {
             in_flight: RequestTable::new(queue.size()),
+            driver,
             queue,
             memory,
             port: DiskPort::open(&*config.backend, &config.throttle)?,
-            outcome: Arc::default(),
             ring_emptied: true,
             seen_available: None,
             completions: Vec::new(),
             batch: UsedBatch::new(config.in_order),
             config,
         })
-    }
-
-    pub(super) fn outcome(&self) -> Arc<QueueOutcome> {
-        Arc::clone(&self.outcome)
-    }
-
-    fn doorbell(&self) -> BorrowedFd<'_> {
-        descriptor(&self.config.queue.doorbell)
     }
 
     /// Runs `step`; an error in it breaks the queue. `true`: there are more chains to take.
@@ -150,8 +103,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
     }
 
     fn fail(&mut self, error: &dyn std::fmt::Display) {
-        give_up(&self.config.status, self.config.queue.index, error);
-        self.outcome.broken.store(true, Ordering::SeqCst);
+        self.driver.fail(error);
         self.batch.clear();
     }
 
@@ -179,10 +131,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
         self.complete(memory, turn)?;
         let running = !turn.is_stopping();
         if self.queue.publish(memory, self.batch.ready_elements())? && running {
-            self.config
-                .status
-                .interrupt()
-                .queue(self.config.queue.index);
+            self.driver.interrupt();
         }
         self.batch.clear();
         if !running || !self.completions.is_empty() {
@@ -307,7 +256,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 }
                 handled += 1;
                 let token = *token;
-                let broken = self.outcome.is_broken();
+                let broken = self.driver.is_broken();
                 if !broken && result.is_ok() && self.in_flight.take_flush_after(token) {
                     // The second half of a writethrough write, or of a SECURE_ERASE.
                     self.port.submit_unlimited(token, Operation::Flush);
@@ -331,7 +280,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     ..
                 } = request;
                 let time = now.get_or_insert_with(Instant::now).duration_since(since);
-                let queue = usize::from(self.config.queue.index);
+                let queue = usize::from(self.driver.index());
                 self.config.metrics.latencies.count(queue, kind, time);
                 if broken {
                     pending.abandon();
@@ -394,10 +343,7 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
     }
 
     fn begin(&mut self, turn: &mut Turn<'_>) -> io::Result<()> {
-        // Edge-triggered: every ring of the doorbell is reported once, even if another owner of the descriptor clears its
-        // counter first.
-        let edges = EventSet::IN | EventSet::EDGE_TRIGGERED;
-        turn.watch(self.doorbell(), DOORBELL, edges)?;
+        self.driver.watch(turn, DOORBELL)?;
         self.port.watch(turn)
     }
 
@@ -405,13 +351,12 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
         if event != DOORBELL {
             self.port.ready(event);
         } else if !stopping {
-            let rung = read_counter(self.doorbell());
-            add(&self.config.metrics.doorbells, rung);
+            add(&self.config.metrics.doorbells, self.driver.take_rings());
         }
     }
 
     fn take(&mut self, turn: &mut Turn<'_>) {
-        if !self.outcome.is_broken() && !turn.is_stopping() {
+        if !self.driver.is_broken() && !turn.is_stopping() {
             self.run_step(|queue, memory| queue.take_batch(memory, turn));
         }
     }
@@ -422,7 +367,7 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
     }
 
     fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
-        let more = if self.outcome.is_broken() {
+        let more = if self.driver.is_broken() {
             self.run_step(|queue, memory| queue.complete(memory, turn).map(|()| false))
         } else {
             self.run_step(|queue, memory| queue.answer_batch(memory, turn))
@@ -453,30 +398,6 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
 
 impl<M> Drop for QueueWorker<M> {
     fn drop(&mut self) {
-        let taken = self.queue.chains_taken();
-        self.outcome.taken.store(taken, Ordering::SeqCst);
-    }
-}
-
-/// Gives up a broken queue: DEVICE_NEEDS_RESET and a configuration change interrupt (virtio 1.2, 2.1.2).
-pub(super) fn give_up(status: &DeviceStatus, queue: u16, error: &dyn std::fmt::Display) {
-    status.warn(format_args!(
-        "virtio-blk queue {queue}: {error}; the driver has to reset the device"
-    ));
-    status.set_needs_reset();
-}
-
-/// Reads and clears the counter of an eventfd. Never waits, although another owner of the descriptor may have read the
-/// counter first, or have made the descriptor blocking.
-fn read_counter(doorbell: BorrowedFd<'_>) -> u64 {
-    let mut count = [0; 8];
-    let mut buffer = [IoSliceMut::new(&mut count)];
-    // Offset -1 means the current position.
-    let current = u64::MAX;
-    match rustix::io::preadv2(doorbell, &mut buffer, current, ReadWriteFlags::NOWAIT) {
-        Ok(_) => u64::from_ne_bytes(count),
-        Err(Errno::AGAIN) => 0,
-        // NOWAIT fails on an eventfd before Linux 5.8: count one ring.
-        Err(_) => 1,
+        self.driver.record_taken(self.queue.chains_taken());
     }
 }

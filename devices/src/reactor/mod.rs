@@ -1,4 +1,5 @@
-//! The one loop of all threads that serve requests: virtio queues, NBD clients and TCMU rings are its sources.
+//! The one loop of all threads that serve requests: virtio queues, NBD clients and TCMU rings are its sources. What is
+//! said of disks here holds for network devices too, but for the medium.
 //!
 //! ```text
 //!   descriptor ─┐          ┌─ a round: take from each source in turn ─▶ kick each ─▶ answer each ─┐
@@ -71,6 +72,11 @@ pub(crate) const FIRST_OWN_EVENT: usize = 2;
 pub(crate) trait Source: Send {
     /// The disk's limits and weight. Sources with the same take turns as one.
     fn throttle(&self) -> &Arc<Throttle>;
+
+    /// Whether it moves bytes of a disk, which shares a medium with other disks.
+    fn is_disk(&self) -> bool {
+        true
+    }
 
     /// Watches the source's descriptors. Called once, before all others.
     ///
@@ -220,6 +226,7 @@ impl Drop for SourceSlot {
 /// The sources of one disk.
 struct DiskTurns {
     throttle: Arc<Throttle>,
+    is_disk: bool,
     sources: usize,
     /// What the disk may move now, in bytes; negative: what it has moved too much.
     budget: i64,
@@ -369,6 +376,7 @@ impl Reactor {
         slot.disk = found.unwrap_or_else(|| {
             self.disks.insert(DiskTurns {
                 throttle: Arc::clone(throttle),
+                is_disk: source.is_disk(),
                 sources: 0,
                 budget: 0,
                 busy: VecDeque::new(),
@@ -436,7 +444,7 @@ impl Reactor {
             let disk = &mut self.disks[key];
             disk.budget += QUANTUM * weight(disk) / heaviest;
             let address = Arc::as_ptr(&disk.throttle).addr();
-            disk.beside = activity::note(address, self.clock, self.lately);
+            disk.beside = disk.is_disk && activity::note(address, self.clock, self.lately);
             while self.disks[key].budget > 0
                 && let Some(source) = self.disks[key].busy.pop_front()
             {

@@ -12,13 +12,13 @@ use std::sync::Arc;
 use virtio_bindings::virtio_config::VIRTIO_F_RING_RESET;
 use vmm_sys_util::eventfd::EventFd;
 
-use crate::block::{Features, QueueHandle, QueueSetup, QueueStart, VirtioBlock};
+use crate::block::VirtioBlock;
 use crate::interrupt::Interrupt;
 use crate::memory::DeviceMemory;
-use crate::metrics::BlockMetrics;
 use crate::status::{
     ACKNOWLEDGE, DRIVER, DRIVER_OK, DeviceStatus, FAILED, FEATURES_OK, NEEDS_RESET,
 };
+use crate::virtio::{Features, QueueHandle, QueueSetup, QueueStart, VirtioDevice};
 
 /// One of the three addresses of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,8 +54,8 @@ impl QueueState {
 }
 
 /// The state that a driver reads and changes through the registers of either transport.
-pub(super) struct DeviceState<M> {
-    block: VirtioBlock,
+pub(super) struct DeviceState<M, D> {
+    device: D,
     memory: M,
     status: Arc<DeviceStatus>,
     device_features_select: u32,
@@ -70,18 +70,18 @@ pub(super) struct DeviceState<M> {
     paused: bool,
 }
 
-impl<M: DeviceMemory> DeviceState<M> {
-    pub(super) fn new(block: VirtioBlock, memory: M, interrupt: Arc<dyn Interrupt>) -> Self {
-        let queues = (0..block.queues())
+impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
+    pub(super) fn new(device: D, memory: M, interrupt: Arc<dyn Interrupt>) -> Self {
+        let queues = (0..device.queues())
             .map(|_| QueueState {
-                setup: initial_setup(&block),
+                setup: initial_setup(&device),
                 worker: None,
                 draining: None,
                 broken: false,
             })
             .collect();
         Self {
-            block,
+            device,
             memory,
             status: Arc::new(DeviceStatus::new(interrupt)),
             device_features_select: 0,
@@ -95,13 +95,9 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    pub(super) fn metrics(&self) -> Arc<BlockMetrics> {
-        self.block.metrics()
-    }
-
     /// Copies of the queues' doorbells.
     pub(super) fn doorbells(&self) -> io::Result<Vec<EventFd>> {
-        self.block
+        self.device
             .doorbells()
             .iter()
             .map(EventFd::try_clone)
@@ -112,7 +108,7 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     /// The device's features, and RING_RESET, which the transport adds: the reset of a single queue (2.6.1).
     fn offered_features(&self) -> Features {
-        let mut features = self.block.offered_features();
+        let mut features = self.device.offered_features();
         features.insert(VIRTIO_F_RING_RESET);
         features
     }
@@ -199,12 +195,13 @@ impl<M: DeviceMemory> DeviceState<M> {
         if !self.status.has(ACKNOWLEDGE | DRIVER) {
             tracing::debug!("FEATURES_OK before ACKNOWLEDGE and DRIVER: ignored");
         } else if self.driver_features.is_acceptable(self.offered_features()) {
-            self.block.accept_features(self.driver_features);
+            self.device.accept_features(self.driver_features);
             self.status.insert(FEATURES_OK);
         } else {
             let (chosen, offered) = (self.driver_features.0, self.offered_features().0);
             self.status.warn(format_args!(
-                "virtio-blk: refused features {chosen:#x}, chosen by the driver: {offered:#x} are offered"
+                "{}: refused features {chosen:#x}, chosen by the driver: {offered:#x} are offered",
+                D::TYPE.name
             ));
         }
     }
@@ -216,7 +213,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             return;
         }
         self.status.insert(DRIVER_OK);
-        for index in 0..self.block.queues() {
+        for index in 0..self.device.queues() {
             self.start_queue(index);
         }
     }
@@ -231,7 +228,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         if must_not_run || !self.status.has(DRIVER_OK) {
             return;
         }
-        let worker = self.block.doorbell(index).and_then(|doorbell| {
+        let worker = self.device.doorbell(index).and_then(|doorbell| {
             let start = QueueStart {
                 index,
                 setup: queue.setup,
@@ -239,13 +236,13 @@ impl<M: DeviceMemory> DeviceState<M> {
                 tracker: None,
             };
             let status = Arc::clone(&self.status);
-            self.block
+            self.device
                 .start_queue(start, self.driver_features, self.memory.clone(), status)
         });
         match worker {
             Ok(worker) => queue.worker = Some(worker),
             Err(error) => {
-                tracing::error!(%error, "cannot start the worker of virtio-blk queue {index}");
+                tracing::error!(%error, "cannot start the worker of {} queue {index}", D::TYPE.name);
                 self.status.set_needs_reset();
             }
         }
@@ -270,7 +267,7 @@ impl<M: DeviceMemory> DeviceState<M> {
         if !std::mem::take(&mut self.paused) {
             return;
         }
-        for index in 0..self.block.queues() {
+        for index in 0..self.device.queues() {
             self.start_queue(index);
             let queue = &self.queues[usize::from(index)];
             if queue.worker.is_some() {
@@ -280,20 +277,15 @@ impl<M: DeviceMemory> DeviceState<M> {
         }
     }
 
-    /// See [`DeviceControl::set_write_cache`](crate::control::DeviceControl::set_write_cache).
-    pub(super) fn set_write_cache(&self, on: bool) -> bool {
-        self.block.cache().set_for_owner(on)
-    }
-
     /// Device reset (2.4): drains the queues, stops the workers, and clears the driver's settings.
     ///
     /// Requests in flight complete first, so nothing touches guest memory or the disk afterwards.
     pub(super) fn reset(&mut self) {
         self.stop_workers();
         for queue in &mut self.queues {
-            queue.setup = initial_setup(&self.block);
+            queue.setup = initial_setup(&self.device);
         }
-        self.block.reset();
+        self.device.reset();
         self.device_features_select = 0;
         self.driver_features_select = 0;
         self.driver_features = Features::default();
@@ -313,7 +305,7 @@ impl<M: DeviceMemory> DeviceState<M> {
     // Queues (4.2.3.2, 4.1.5.1.3).
 
     pub(super) fn queue_count(&self) -> u16 {
-        self.block.queues()
+        self.device.queues()
     }
 
     pub(super) fn queue_select(&self) -> u32 {
@@ -327,7 +319,7 @@ impl<M: DeviceMemory> DeviceState<M> {
     /// Largest size of the selected queue; 0 if there is no such queue.
     pub(super) fn queue_max_size(&self) -> u16 {
         if self.selected().is_some() {
-            self.block.queue_size()
+            self.device.queue_size()
         } else {
             0
         }
@@ -409,7 +401,7 @@ impl<M: DeviceMemory> DeviceState<M> {
             tracing::debug!("a queue reset without VIRTIO_F_RING_RESET: ignored");
             return false;
         }
-        let initial = initial_setup(&self.block);
+        let initial = initial_setup(&self.device);
         let Some(queue) = self.queues.get_mut(self.queue_select as usize) else {
             return false;
         };
@@ -435,7 +427,7 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     /// Handles an available buffer notification that arrived as a VM exit instead of through an ioeventfd.
     pub(super) fn notify(&self, queue: u32) {
-        match self.block.doorbells().get(queue as usize) {
+        match self.device.doorbells().get(queue as usize) {
             // A full counter means that the doorbell has rung already.
             Some(doorbell) => drop(doorbell.write(1)),
             None => tracing::debug!("notification of queue {queue}, which does not exist: ignored"),
@@ -446,23 +438,30 @@ impl<M: DeviceMemory> DeviceState<M> {
 
     /// The generation. It changes if the configuration has changed since the driver last read any of it (2.5.2).
     pub(super) fn generation(&self) -> u32 {
-        self.generation
+        self.generation.wrapping_add(self.device.config_changes())
     }
 
     pub(super) fn read_config(&mut self, offset: u64, data: &mut [u8]) {
         self.config_read = true;
-        self.block.read_config(offset, data);
+        self.device.read_config(offset, data);
     }
 
     pub(super) fn write_config(&mut self, offset: u64, data: &[u8]) {
         if self.status.has(FEATURES_OK) {
-            self.block.write_config(offset, data, self.driver_features);
+            self.device.write_config(offset, data, self.driver_features);
         }
+    }
+}
+
+impl<M: DeviceMemory> DeviceState<M, VirtioBlock> {
+    /// See [`DeviceControl::set_write_cache`](crate::control::DeviceControl::set_write_cache).
+    pub(super) fn set_write_cache(&self, on: bool) -> bool {
+        self.device.cache().set_for_owner(on)
     }
 
     /// Takes over the backend's capacity. If it has changed, the generation changes too and an interrupt is sent (5.2.6).
     pub(super) fn capacity_changed(&mut self) {
-        if self.block.refresh_capacity() {
+        if self.device.refresh_capacity() {
             // Changes between two reads of the driver count once. Over PCI the counter has 8 bits, and must not wrap to the
             // value that the driver saw (4.1.4.3.1).
             if std::mem::take(&mut self.config_read) {
@@ -475,7 +474,7 @@ impl<M: DeviceMemory> DeviceState<M> {
     }
 }
 
-impl<M> Drop for DeviceState<M> {
+impl<M, D> Drop for DeviceState<M, D> {
     fn drop(&mut self) {
         // Stop all at once; otherwise each worker would start draining only after the previous one.
         let workers = self.queues.iter().flat_map(QueueState::workers);
@@ -483,9 +482,9 @@ impl<M> Drop for DeviceState<M> {
     }
 }
 
-fn initial_setup(block: &VirtioBlock) -> QueueSetup {
+fn initial_setup(device: &impl VirtioDevice) -> QueueSetup {
     QueueSetup {
-        size: block.queue_size(),
+        size: device.queue_size(),
         ..QueueSetup::default()
     }
 }

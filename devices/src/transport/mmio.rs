@@ -8,10 +8,10 @@ use vmm_sys_util::eventfd::EventFd;
 use super::device_state::{DeviceState, Half, QueueArea};
 use super::offsets::mmio as reg;
 use super::registers::Registers;
-use crate::block::{DEVICE_ID_BLOCK, VirtioBlock};
+use crate::block::VirtioBlock;
 use crate::interrupt::{EdgeLine, LineInterrupt};
 use crate::memory::DeviceMemory;
-use crate::metrics::BlockMetrics;
+use crate::virtio::VirtioDevice;
 
 /// "virt", little-endian.
 const MAGIC: u32 = 0x7472_6976;
@@ -22,13 +22,13 @@ const VENDOR: u32 = 0x564c_4157;
 /// The length and base of a shared memory region that does not exist (4.2.2, SHMLenLow).
 const NO_REGION: u32 = !0;
 
-/// A virtio-blk device as 4 KiB of memory-mapped registers, one doorbell register and one interrupt line.
-pub struct MmioTransport<M: DeviceMemory> {
-    state: DeviceState<M>,
+/// A virtio device as 4 KiB of memory-mapped registers, one doorbell register and one interrupt line.
+pub struct MmioTransport<M: DeviceMemory, D: VirtioDevice = VirtioBlock> {
+    state: DeviceState<M, D>,
     interrupt: Arc<LineInterrupt>,
 }
 
-impl<M: DeviceMemory> MmioTransport<M> {
+impl<M: DeviceMemory, D: VirtioDevice> MmioTransport<M, D> {
     /// Size of the register window in bytes.
     pub const SIZE: u64 = reg::SIZE;
 
@@ -36,8 +36,8 @@ impl<M: DeviceMemory> MmioTransport<M> {
     pub const QUEUE_NOTIFY: u64 = reg::QUEUE_NOTIFY;
 
     /// Presents `device`. Each interrupt pulses `irq`, for instance an eventfd.
-    pub fn new(device: VirtioBlock, memory: M, irq: impl EdgeLine + 'static) -> Self {
-        let interrupt = Arc::new(LineInterrupt::new(irq, device.metrics()));
+    pub fn new(device: D, memory: M, irq: impl EdgeLine + 'static) -> Self {
+        let interrupt = Arc::new(LineInterrupt::new(irq, device.interrupt_counter()));
         let state = DeviceState::new(device, memory, Arc::clone(&interrupt) as _);
         Self { state, interrupt }
     }
@@ -48,11 +48,6 @@ impl<M: DeviceMemory> MmioTransport<M> {
     /// If the system has no more descriptors.
     pub fn doorbells(&self) -> io::Result<Vec<EventFd>> {
         self.state.doorbells()
-    }
-
-    /// The device's counters.
-    pub fn metrics(&self) -> Arc<BlockMetrics> {
-        self.state.metrics()
     }
 
     /// Drains the requests in flight, stops the workers and returns the device to its initial state. Dropping the
@@ -92,7 +87,7 @@ impl<M: DeviceMemory> MmioTransport<M> {
         match register {
             reg::MAGIC_VALUE => MAGIC,
             reg::VERSION => VERSION,
-            reg::DEVICE_ID => DEVICE_ID_BLOCK.into(),
+            reg::DEVICE_ID => D::TYPE.id.into(),
             reg::VENDOR_ID => VENDOR,
             reg::DEVICE_FEATURES => self.state.device_features(),
             reg::QUEUE_NUM_MAX => self.state.queue_max_size().into(),
@@ -141,10 +136,11 @@ impl<M: DeviceMemory> MmioTransport<M> {
     }
 }
 
-impl<M: DeviceMemory> Registers for MmioTransport<M> {
+impl<M: DeviceMemory, D: VirtioDevice> Registers for MmioTransport<M, D> {
     type Memory = M;
+    type Device = D;
 
-    fn state(&mut self) -> &mut DeviceState<M> {
+    fn state(&mut self) -> &mut DeviceState<M, D> {
         &mut self.state
     }
 }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU8, AtomicU16, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::interrupt::{INTERRUPT_CONFIG, INTERRUPT_QUEUE, Interrupt, MsiMessage, MsiRouter};
-use crate::metrics::BlockMetrics;
+use crate::metrics::InterruptCounter;
 
 /// Size of a table entry in bytes: address low and high, data, vector control.
 pub(super) const ENTRY_LEN: u64 = 16;
@@ -43,7 +43,7 @@ struct VectorTable {
 pub(super) struct Msix {
     table: Mutex<VectorTable>,
     router: Arc<dyn MsiRouter>,
-    metrics: Arc<BlockMetrics>,
+    counter: Arc<dyn InterruptCounter>,
 }
 
 impl Msix {
@@ -51,7 +51,7 @@ impl Msix {
     pub(super) fn new(
         vectors: u16,
         router: Arc<dyn MsiRouter>,
-        metrics: Arc<BlockMetrics>,
+        counter: Arc<dyn InterruptCounter>,
     ) -> Self {
         let entry = VectorEntry {
             message: MsiMessage::default(),
@@ -67,7 +67,7 @@ impl Msix {
                 entries,
             }),
             router,
-            metrics,
+            counter,
         }
     }
 
@@ -141,7 +141,7 @@ impl Msix {
         }
         if std::mem::take(&mut entry.pending) && entry.routed.is_some() {
             match self.router.trigger(number) {
-                Ok(()) => self.metrics.count_interrupt(),
+                Ok(()) => self.counter.count_interrupt(),
                 Err(error) => tracing::error!(%error, "cannot raise MSI-X vector {number}"),
             }
         }

@@ -20,16 +20,14 @@ use super::offsets::pci::{
 };
 use super::pci_config::{Identity, PciConfig};
 use super::registers::Registers;
-use crate::block::{DEVICE_ID_BLOCK, VirtioBlock};
+use crate::block::VirtioBlock;
 use crate::interrupt::MsiRouter;
 use crate::memory::DeviceMemory;
-use crate::metrics::BlockMetrics;
+use crate::virtio::VirtioDevice;
 
 const VENDOR_VIRTIO: u16 = 0x1af4;
 /// A modern device's PCI ID is 0x1040 plus its virtio device ID (4.1.2).
 const DEVICE_BASE: u16 = 0x1040;
-/// Mass storage controller, other.
-const CLASS_STORAGE: u32 = 0x01_8000;
 /// 0x40 or higher distinguishes a modern device from a transitional one (4.1.2.1).
 const SUBSYSTEM: u16 = 0x1100;
 
@@ -81,9 +79,9 @@ pub struct PciDoorbell {
     pub event: EventFd,
 }
 
-/// A virtio-blk device as a PCI function with MSI-X: one vector per queue and one for the configuration.
-pub struct PciTransport<M: DeviceMemory> {
-    state: DeviceState<M>,
+/// A virtio device as a PCI function with MSI-X: one vector per queue and one for the configuration.
+pub struct PciTransport<M: DeviceMemory, D: VirtioDevice = VirtioBlock> {
+    state: DeviceState<M, D>,
     config: PciConfig,
     interrupt: Arc<PciInterrupt>,
     msix_capability: usize,
@@ -92,17 +90,17 @@ pub struct PciTransport<M: DeviceMemory> {
     pending_offset: u64,
 }
 
-impl<M: DeviceMemory> PciTransport<M> {
+impl<M: DeviceMemory, D: VirtioDevice> PciTransport<M, D> {
     /// Presents `device`, with a vector per queue and one for the configuration. No BAR has an address yet.
-    pub fn new(device: VirtioBlock, memory: M, msi: Arc<dyn MsiRouter>) -> Self {
+    pub fn new(device: D, memory: M, msi: Arc<dyn MsiRouter>) -> Self {
         let queues = device.queues();
         // At most 257.
         let vectors = queues + 1;
         let mut config = PciConfig::new(&Identity {
             vendor: VENDOR_VIRTIO,
-            device: DEVICE_BASE + DEVICE_ID_BLOCK,
+            device: DEVICE_BASE + D::TYPE.id,
             revision: 1,
-            class: CLASS_STORAGE,
+            class: D::TYPE.pci_class,
             subsystem_vendor: VENDOR_VIRTIO,
             subsystem: SUBSYSTEM,
         });
@@ -111,7 +109,7 @@ impl<M: DeviceMemory> PciTransport<M> {
         config.add_bar(NOTIFY_BAR, NOTIFY_BAR_LEN);
         config.add_bar(MSIX_BAR, (pending_offset + PAGE).next_power_of_two());
 
-        let device_len = crate::block::CONFIG_LEN as u32;
+        let device_len = D::TYPE.config_len as u32;
         let mut add = |cfg_type, bar, offset: u64, len, extra: &[u8], writable: &[u8]| {
             let body = virtio_capability(cfg_type, bar, offset as u32, len, extra);
             config.add_capability(CAPABILITY_VENDOR, &body, writable)
@@ -136,7 +134,7 @@ impl<M: DeviceMemory> PciTransport<M> {
         let control = (CONTROL_ENABLE | CONTROL_FUNCTION_MASK).to_le_bytes();
         let msix_capability = config.add_capability(CAPABILITY_MSIX, &msix, &control);
 
-        let msix = Msix::new(vectors, msi, device.metrics());
+        let msix = Msix::new(vectors, msi, device.interrupt_counter());
         let interrupt = Arc::new(PciInterrupt::new(queues, msix));
         Self {
             state: DeviceState::new(device, memory, Arc::clone(&interrupt) as _),
@@ -161,11 +159,6 @@ impl<M: DeviceMemory> PciTransport<M> {
                 event,
             })
             .collect())
-    }
-
-    /// The device's counters.
-    pub fn metrics(&self) -> Arc<BlockMetrics> {
-        self.state.metrics()
     }
 
     /// Drains the requests in flight, stops the workers and returns the device to its initial state. The PCI configuration
@@ -425,10 +418,11 @@ impl<M: DeviceMemory> PciTransport<M> {
     }
 }
 
-impl<M: DeviceMemory> Registers for PciTransport<M> {
+impl<M: DeviceMemory, D: VirtioDevice> Registers for PciTransport<M, D> {
     type Memory = M;
+    type Device = D;
 
-    fn state(&mut self) -> &mut DeviceState<M> {
+    fn state(&mut self) -> &mut DeviceState<M, D> {
         &mut self.state
     }
 }

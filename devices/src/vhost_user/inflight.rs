@@ -17,7 +17,8 @@ use super::memory::check_mappable;
 use super::message::Message;
 use super::outcome::{Outcome, refuse};
 use super::sigbus::{GuardedMapping, SessionGuard};
-use crate::block::{MAX_QUEUE_SIZE, Tracker, VirtioBlock};
+use crate::block::{MAX_QUEUE_SIZE, VirtioBlock};
+use crate::virtio::{Tracker, VirtioDevice};
 
 /// An area that the front-end has passed in.
 pub(super) struct InflightArea {

@@ -12,8 +12,9 @@ use super::outcome::{Outcome, refuse};
 use super::sigbus::SessionGuard;
 use super::signal::EventNotifier;
 use super::vring::{Vring, doorbell};
-use crate::block::{Features, QueueSetup, QueueStart, VirtioBlock};
+use crate::block::VirtioBlock;
 use crate::status::{DRIVER_OK, DeviceStatus};
+use crate::virtio::{Features, QueueSetup, QueueStart, VirtioDevice};
 
 /// Feature bit 30, VHOST_USER_F_PROTOCOL_FEATURES: the front-end knows protocol features, and enables rings itself.
 const PROTOCOL_FEATURES: u64 = 1 << 30;

@@ -8,9 +8,9 @@ use vmm_sys_util::eventfd::EventFd;
 
 use super::outcome::{Outcome, refuse};
 use super::signal::{EventNotifier, Signal, is_event};
-use crate::block::QueueHandle;
 use crate::interrupt::Interrupt;
-use crate::metrics::BlockMetrics;
+use crate::metrics::{BlockMetrics, InterruptCounter};
+use crate::virtio::QueueHandle;
 
 /// A ring. It runs while it has everything it needs.
 pub(super) struct Vring {

@@ -3,10 +3,8 @@
 use std::io;
 use std::sync::{Arc, mpsc};
 
-use super::virtqueue::Virtqueue;
-use super::worker::{QueueOutcome, QueueWorker, WorkerConfig, give_up};
-use crate::memory::DeviceMemory;
-use crate::reactor::{DedicatedThread, ReactorPool, SourceHandle};
+use super::driver_port::QueueOutcome;
+use crate::reactor::{DedicatedThread, ReactorPool, Source, SourceHandle};
 
 /// Runs jobs in a thread of its own. What threads inherit, such as a system call filter, queue workers then inherit from
 /// that thread and not from a vCPU.
@@ -18,17 +16,26 @@ pub trait Starter: Send + Sync {
 
 /// Threads that serve the queues of any number of devices. The pool starts them as queues start, up to one per two
 /// processors, and each ends with its last queue. A queue whose worker is pinned, polls, or blocks on reads of its disk
-/// has a thread of its own.
+/// has a thread of its own. Network devices have a thread beside those of the disks.
 pub struct WorkerPool {
     starter: Option<Arc<dyn Starter>>,
-    threads: ReactorPool,
+    disks: ReactorPool,
+    networks: ReactorPool,
+}
+
+/// What a queue belongs to, which decides on its thread.
+pub(crate) enum QueueKind {
+    /// A disk. `Some`: the queue's worker would hold others up.
+    Disk(Option<DedicatedThread>),
+    Network,
 }
 
 impl Default for WorkerPool {
     fn default() -> Self {
         Self {
             starter: None,
-            threads: ReactorPool::new("virtio-blk"),
+            disks: ReactorPool::new("virtio-blk"),
+            networks: ReactorPool::with_threads("virtio-net", 1),
         }
     }
 }
@@ -44,7 +51,7 @@ impl WorkerPool {
     }
 
     /// Runs `work`, which opens queues, and waits for its result. It runs in the starter's thread if there is one.
-    pub(super) fn run_in_starter<T: Send + 'static>(
+    pub(crate) fn run_in_starter<T: Send + 'static>(
         &self,
         work: impl FnOnce() -> io::Result<T> + Send + 'static,
     ) -> io::Result<T> {
@@ -60,44 +67,34 @@ impl WorkerPool {
 
 /// The owner's handle of a running queue. Dropping it drains the queue: requests in flight complete and are answered
 /// without an interrupt, and chains in the ring stay there.
-pub(crate) struct QueueHandle {
+pub struct QueueHandle {
     /// `None`: the driver's rings are broken, and the queue never ran.
     queue: Option<(SourceHandle, Arc<QueueOutcome>)>,
 }
 
 impl QueueHandle {
-    /// Starts serving the queue. A broken ring is the driver's fault and not an error here: it sets DEVICE_NEEDS_RESET.
-    pub(super) fn start<M: DeviceMemory>(
-        mut config: WorkerConfig,
-        memory: M,
+    /// A queue whose rings are broken.
+    pub(crate) fn broken() -> Self {
+        Self { queue: None }
+    }
+
+    /// Starts serving a queue with the worker that `open` makes.
+    ///
+    /// # Errors
+    /// If `open` fails, or the system refuses a thread.
+    pub(crate) fn start<S: Source + 'static>(
         pool: &Arc<WorkerPool>,
+        kind: QueueKind,
+        open: impl FnOnce() -> io::Result<(S, Arc<QueueOutcome>)> + Send + 'static,
     ) -> io::Result<Self> {
-        let queue = Virtqueue::new(
-            &config.queue.setup,
-            config.max_size,
-            config.event_idx,
-            &*memory.memory(),
-            config.queue.tracker.take(),
-        );
-        let queue = match queue {
-            Ok(queue) => queue,
-            Err(error) => {
-                give_up(&config.status, config.queue.index, &error);
-                return Ok(Self { queue: None });
-            }
-        };
-        // A worker that polls, or whose disk blocks, would delay the other queues of its thread.
-        let needs_own_thread =
-            config.cpu.is_some() || !config.poll.is_zero() || config.backend.blocks();
-        let dedicated = needs_own_thread.then(|| DedicatedThread {
-            name: format!("virtio-blk-q{}", config.queue.index),
-            cpu: config.cpu,
-        });
         let threads = Arc::clone(pool);
         pool.run_in_starter(move || {
-            let worker = QueueWorker::open(config, queue, memory)?;
-            let outcome = worker.outcome();
-            let source = threads.threads.reserve(dedicated)?.serve(Box::new(worker));
+            let (worker, outcome) = open()?;
+            let reservation = match kind {
+                QueueKind::Disk(dedicated) => threads.disks.reserve(dedicated),
+                QueueKind::Network => threads.networks.reserve(None),
+            };
+            let source = reservation?.serve(Box::new(worker));
             let queue = Some((source, outcome));
             Ok(Self { queue })
         })

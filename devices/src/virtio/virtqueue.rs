@@ -27,7 +27,7 @@ const DESCRIPTOR_LEN: u32 = 16;
 
 /// What the driver has written to the registers of a queue, not yet checked.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct QueueSetup {
+pub struct QueueSetup {
     /// Number of descriptors.
     pub(crate) size: u16,
     /// Whether the driver has enabled the queue.
@@ -129,7 +129,7 @@ impl<'a, G: GuestMemory> Chain<'a, G> {
     }
 
     /// Index of the first descriptor in the queue's table.
-    pub(super) fn head(&self) -> u16 {
+    pub(crate) fn head(&self) -> u16 {
         self.head
     }
 
@@ -331,7 +331,7 @@ fn wants_event(event: Wrapping<u16>, new: Wrapping<u16>, old: Wrapping<u16>) -> 
 /// The chains to publish next: all answered ones, or with IN_ORDER only those whose predecessors are all answered
 /// (virtio 1.2, 6: "a device MUST use buffers in the same order in which they have been available"). Kept between batches
 /// for its allocation.
-pub(super) struct UsedBatch {
+pub(crate) struct UsedBatch {
     used: Vec<UsedElement>,
     /// The chains in the order in which they were taken, each with its answer once there is one. `None`: any order will
     /// do.
@@ -339,7 +339,7 @@ pub(super) struct UsedBatch {
 }
 
 impl UsedBatch {
-    pub(super) fn new(in_order: bool) -> Self {
+    pub(crate) fn new(in_order: bool) -> Self {
         Self {
             used: Vec::new(),
             order: in_order.then(VecDeque::new),
@@ -348,21 +348,21 @@ impl UsedBatch {
 
     /// Whether no more chains may be taken: as many as the queue has descriptors are taken and not published yet, which is
     /// all that a driver may have in flight.
-    pub(super) fn is_full(&self, size: u16) -> bool {
+    pub(crate) fn is_full(&self, size: u16) -> bool {
         self.order
             .as_ref()
             .is_some_and(|order| order.len() >= usize::from(size))
     }
 
     /// Records that the chain at `head` was taken.
-    pub(super) fn record_taken(&mut self, head: u16) {
+    pub(crate) fn record_taken(&mut self, head: u16) {
         if let Some(order) = &mut self.order {
             order.push_back((head, None));
         }
     }
 
     /// Adds an answered chain. If a driver makes one head available twice, its answers are in the order of completion.
-    pub(super) fn push(&mut self, used: UsedElement) {
+    pub(crate) fn push(&mut self, used: UsedElement) {
         let Some(order) = &mut self.order else {
             self.used.push(used);
             return;
@@ -380,12 +380,12 @@ impl UsedBatch {
     }
 
     /// The chains that can be published now.
-    pub(super) fn ready_elements(&self) -> &[UsedElement] {
+    pub(crate) fn ready_elements(&self) -> &[UsedElement] {
         &self.used
     }
 
     /// Removes the ready chains, which were published or never will be.
-    pub(super) fn clear(&mut self) {
+    pub(crate) fn clear(&mut self) {
         self.used.clear();
     }
 }

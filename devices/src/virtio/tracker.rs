@@ -30,7 +30,7 @@ const ENTRY: usize = 16;
 const ALIGNMENT: usize = 64;
 
 /// The in-flight record of one queue.
-pub(crate) struct Tracker {
+pub struct Tracker {
     area: Arc<MmapRegion>,
     at: usize,
     entries: u16,
@@ -56,7 +56,7 @@ impl Tracker {
 
     /// Continues the record of a queue whose used index is `used`. Returns the heads of the chains in flight, in the order
     /// in which they were taken; `None` if the record is new.
-    pub(super) fn resume(&mut self, used: u16) -> Option<Vec<u16>> {
+    pub(crate) fn resume(&mut self, used: u16) -> Option<Vec<u16>> {
         let fresh = self.load::<u16>(VERSION_AT) == 0;
         if fresh {
             self.store(DESCRIPTORS_AT, self.entries);
@@ -87,7 +87,7 @@ impl Tracker {
     }
 
     /// Marks a chain that was taken from the available ring.
-    pub(super) fn mark(&mut self, head: u16) {
+    pub(crate) fn mark(&mut self, head: u16) {
         if let Some(entry) = self.entry(head) {
             self.store(entry + COUNTER, self.counter);
             self.counter = self.counter.wrapping_add(1);
@@ -96,7 +96,7 @@ impl Tracker {
     }
 
     /// Links the chains of a batch, before its used index is published.
-    pub(super) fn link(&mut self, batch: &[UsedElement]) {
+    pub(crate) fn link(&mut self, batch: &[UsedElement]) {
         for used in batch {
             if let Some(entry) = self.entry(used.head) {
                 self.store(entry + NEXT, self.load::<u16>(BATCH_HEAD_AT));
@@ -106,7 +106,7 @@ impl Tracker {
     }
 
     /// Clears the marks of a batch, after its used index was published.
-    pub(super) fn clear(&mut self, batch: &[UsedElement], index: u16) {
+    pub(crate) fn clear(&mut self, batch: &[UsedElement], index: u16) {
         for used in batch {
             if let Some(entry) = self.entry(used.head) {
                 self.store(entry + IN_FLIGHT, 0_u8);

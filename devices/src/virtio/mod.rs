@@ -1,0 +1,28 @@
+//! What the virtio devices have in common: features, queues and their threads, and what a transport asks of them
+//! (virtio 1.2, 2).
+//!
+//! ```text
+//!   transport ─▶ VirtioDevice ── start_queue ─▶ QueueHandle      the owner's side
+//!                                                   │
+//!                     a thread of a WorkerPool: worker ── Virtqueue ── split_chain      the rings
+//!                                                 └── DriverPort                        doorbell, interrupt
+//! ```
+
+mod device;
+mod driver_port;
+mod features;
+mod halves;
+mod pool;
+mod tracker;
+mod virtqueue;
+
+pub use device::VirtioDevice;
+pub use pool::{Starter, WorkerPool};
+
+pub(crate) use device::{DeviceType, QueueStart, read_space};
+pub(crate) use driver_port::{DriverPort, give_up};
+pub(crate) use features::Features;
+pub(crate) use halves::{GuestRange, MemoryFault, ReadableBytes, split_chain, write_to_driver};
+pub(crate) use pool::{QueueHandle, QueueKind};
+pub(crate) use tracker::{Tracker, UsedElement};
+pub(crate) use virtqueue::{Chain, QueueError, QueueSetup, UsedBatch, Virtqueue};

@@ -1,0 +1,182 @@
+//! Frames in both directions, and what the device says of itself.
+
+use vm_memory::GuestAddress;
+
+use crate::driver::*;
+
+on_both_transports!(
+    a_frame_goes_each_way,
+    the_device_says_what_it_is,
+    a_driver_without_any_feature_is_served,
+    frames_wait_for_buffers,
+    frames_wait_for_a_slow_link,
+    a_reset_in_the_middle_of_a_frame_leaves_the_stream_in_step,
+);
+
+fn a_frame_goes_each_way(kind: Kind) {
+    for (wanted, len) in [(EVERYTHING, 60), (MAC, 1514), (EVENT_IDX, 14), (0, 1518)] {
+        let (mut driver, mut peer) = Driver::start(kind, config(), wanted);
+        let to_guest = frame(1, len);
+        let buffers = [driver.post_buffer(2048)];
+        driver.kick(RECEIVE);
+        peer.send(&to_guest);
+        assert_eq!(driver.receive(&buffers), to_guest);
+        let from_guest = frame(2, len);
+        driver.send(&from_guest);
+        assert_eq!(peer.receive(), from_guest);
+        let counts = driver.metrics.counts();
+        assert_eq!((counts.frames_received, counts.frames_sent), (1, 1));
+        let bytes = len as u64;
+        assert_eq!((counts.bytes_received, counts.bytes_sent), (bytes, bytes));
+        assert_eq!((counts.receive_drops, counts.send_drops), (0, 0));
+    }
+}
+
+fn the_device_says_what_it_is(kind: Kind) {
+    let (mut driver, _peer) = Driver::attach(kind, config());
+    let offered = driver.offered();
+    let ring_reset = 1 << 40;
+    assert_eq!(
+        offered,
+        VERSION_1 | EVENT_IDX | INDIRECT | MAC | MTU | STATUS | ring_reset
+    );
+    let space = [
+        0x02, 0x11, 0x22, 0x33, 0x44, 0x55, // MAC
+        1, 0, // the link is up
+        1, 0, // one queue pair
+        0xdc, 0x05, // 1500
+        0, 0, 0, 0,
+    ];
+    assert_eq!(driver.read_config::<16>(0), space);
+    // No field can be written.
+    driver.initialise(EVERYTHING);
+    for offset in 0..12 {
+        driver.write_config(offset, &[0xaa]);
+    }
+    assert_eq!(driver.read_config::<16>(0), space);
+    assert_eq!(driver.read_config::<2>(10), [0xdc, 0x05]);
+}
+
+fn a_driver_without_any_feature_is_served(kind: Kind) {
+    let (mut driver, mut peer) = Driver::start(kind, config(), 0);
+    assert_eq!(driver.features, VERSION_1);
+    driver.send(&frame(1, 60));
+    assert_eq!(peer.receive(), frame(1, 60));
+}
+
+fn frames_wait_for_buffers(kind: Kind) {
+    let (mut driver, mut peer) = Driver::start(kind, config(), EVERYTHING);
+    let frames = 500;
+    let sender = std::thread::spawn(move || {
+        for number in 0..frames {
+            peer.send(&frame(number, 100 + number as usize));
+        }
+        peer
+    });
+    for number in 0..frames {
+        let buffers = [driver.post_buffer(2048)];
+        driver.kick(RECEIVE);
+        assert_eq!(
+            driver.receive(&buffers),
+            frame(number, 100 + number as usize)
+        );
+    }
+    drop(sender.join().unwrap());
+    assert_eq!(driver.metrics.counts().receive_drops, 0);
+}
+
+/// A frame that the ring takes while nobody may read it.
+fn post_numbered(driver: &mut Driver, number: u32) {
+    driver.post_frame(&[0; HEADER], &frame(number, 1500), 1 << 20);
+    driver.kick(TRANSMIT);
+}
+
+fn frames_wait_for_a_slow_link(kind: Kind) {
+    let (mut driver, mut peer) = Driver::start(kind, config(), EVERYTHING);
+    // More than the socket, the device and the ring hold.
+    let frames = 2000;
+    let reader = std::thread::spawn(move || {
+        std::thread::sleep(A_WHILE);
+        for number in 0..frames {
+            assert_eq!(peer.receive(), frame(number, 1500), "frame {number}");
+        }
+        peer
+    });
+    for number in 0..frames {
+        while driver.rings[TRANSMIT].pop_used().is_some() {}
+        if driver.rings[TRANSMIT].free_descriptors() == 0 {
+            driver.wait_used(TRANSMIT);
+        }
+        post_numbered(&mut driver, number);
+    }
+    drop(reader.join().unwrap());
+    assert_eq!(driver.metrics.counts().send_drops, 0);
+}
+
+/// Sends frames until the link takes no more. Returns how many the device has taken.
+fn fill_the_link(driver: &mut Driver) -> u64 {
+    for number in 0.. {
+        if driver.rings[TRANSMIT].free_descriptors() == 0 {
+            std::thread::sleep(A_WHILE);
+            if driver.rings[TRANSMIT].pop_used().is_none() {
+                break;
+            }
+        }
+        while driver.rings[TRANSMIT].pop_used().is_some() {}
+        post_numbered(driver, number);
+    }
+    driver.metrics.counts().frames_sent
+}
+
+fn a_reset_in_the_middle_of_a_frame_leaves_the_stream_in_step(kind: Kind) {
+    let (mut driver, mut peer) = Driver::start(kind, config(), EVERYTHING);
+    let taken = fill_the_link(&mut driver);
+    driver.initialise(EVERYTHING);
+    driver.post_frame(&[0; HEADER], &frame(77, 99), 1 << 20);
+    driver.kick(TRANSMIT);
+    for number in 0..taken {
+        assert_eq!(peer.receive(), frame(number as u32, 1500), "frame {number}");
+    }
+    assert_eq!(peer.receive(), frame(77, 99));
+}
+
+#[test]
+fn buffers_and_frames_may_have_any_pieces() {
+    let (mut driver, mut peer) = Driver::start(Kind::Mmio, config(), EVERYTHING);
+    for piece in [1, 7, 12, 13, 100] {
+        let bytes = frame(piece as u32, 30);
+        let head = driver.post_frame(&[0; HEADER], &bytes, piece);
+        driver.kick(TRANSMIT);
+        assert_eq!(driver.wait_used(TRANSMIT), (head, 0));
+        assert_eq!(peer.receive(), bytes);
+    }
+    // The same the other way, in an indirect table.
+    let at = driver.allocate(4096);
+    let table = driver.allocate(4096);
+    let pieces: Vec<Piece> = (0..60)
+        .map(|index| Piece::writable(GuestAddress(at.0 + index), 1))
+        .chain([Piece::writable(GuestAddress(at.0 + 60), 1500)])
+        .collect();
+    let head = driver.rings[RECEIVE].add_indirect(&pieces, table);
+    driver.kick(RECEIVE);
+    peer.send(&frame(9, 1000));
+    assert_eq!(driver.receive(&[(head, at)]), frame(9, 1000));
+}
+
+#[test]
+fn a_larger_mtu_lets_larger_frames_pass() {
+    let mtu = 65520;
+    let (mut driver, mut peer) = Driver::start(
+        Kind::Mmio,
+        walvisor_devices::net::NetConfig { mtu, ..config() },
+        EVERYTHING,
+    );
+    assert_eq!(driver.read_config(10), mtu.to_le_bytes());
+    let largest = frame(3, usize::from(mtu) + 14);
+    driver.send(&largest);
+    assert_eq!(peer.receive(), largest);
+    let buffers = [driver.post_buffer(HEADER + largest.len())];
+    driver.kick(RECEIVE);
+    peer.send(&largest);
+    assert_eq!(driver.receive(&buffers), largest);
+}
