@@ -65,6 +65,8 @@ const WALVISOR: &[&[&str]] = &[
         "child",
         "disk",
         "disk_spec",
+        "net_spec",
+        "network",
         "point",
         "processor_time",
         "progress",

@@ -1,10 +1,11 @@
-//! A disk that is open, and a disk that a guest or clients use.
+//! A disk that is open, and the disks and network devices that a guest or clients use.
 
 use std::sync::Arc;
 
 use walvisor_devices::backend::Backend;
 use walvisor_devices::block::{BlockConfig, BlockMetrics};
 use walvisor_devices::control::DeviceControl;
+use walvisor_devices::net::NetMetrics;
 use walvisor_devices::throttle::{Limits, Throttle};
 
 /// An open disk and the configuration of its device.
@@ -36,7 +37,16 @@ pub struct DiskInUse {
     pub device: Arc<dyn DeviceControl>,
 }
 
-/// The virtio transport through which the guest reaches the disk.
+/// A network device in use. Its counters stay readable after the device is gone.
+#[derive(Clone)]
+pub struct NetworkInUse {
+    /// Its transport: `mmio` or `pci`.
+    pub transport: &'static str,
+    /// Counts of its frames.
+    pub metrics: Arc<NetMetrics>,
+}
+
+/// The virtio transport through which the guest reaches the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TransportKind {
     /// virtio-mmio, version 2.

@@ -11,6 +11,7 @@ use tracing_subscriber::prelude::*;
 
 use crate::commands::{self, CommandError};
 use crate::disk_spec::{DiskCommand, disk_help};
+use crate::net_spec::net_help;
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -29,7 +30,7 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum Command {
     /// Boot a Linux guest.
-    #[command(after_long_help = disk_help(DiskCommand::Run))]
+    #[command(after_long_help = format!("{}\n{}", disk_help(DiskCommand::Run), net_help()))]
     Run(commands::run::RunArguments),
     /// Run the embedded guest on new disks, and show what a request costs over MMIO and PCI
     Demo(commands::demo::DemoArguments),

@@ -18,6 +18,8 @@ pub mod disks;
 pub mod landlock;
 pub mod lio;
 pub mod metrics;
+pub mod net_spec;
+pub mod network;
 pub mod point;
 pub mod processor_time;
 pub mod progress;

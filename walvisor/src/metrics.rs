@@ -6,8 +6,9 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use walvisor_devices::backend::{Condition, LogCounters, Trouble};
 use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
+use walvisor_devices::net::NetCounts;
 use walvisor_storage::{LogHistory, Snapshot};
-use walvisor_vmm::disk::DiskInUse;
+use walvisor_vmm::disk::{DiskInUse, NetworkInUse};
 use walvisor_vmm::vm::exits::{ExitCounters, ExitReason};
 use walvisor_vmm::vm::memory_use::MemoryUse;
 
@@ -24,6 +25,8 @@ pub struct RunMetrics<'a> {
     pub exits: &'a [Arc<ExitCounters>],
     /// The disks.
     pub disks: Vec<DiskMetrics>,
+    /// The network devices.
+    pub networks: &'a [NetworkInUse],
     /// Resident memory when the guest ended.
     pub memory: Option<MemoryUse>,
 }
@@ -127,6 +130,7 @@ pub fn render(run: &RunMetrics<'_>) -> String {
     }
     exits(&mut text, run.exits);
     disks(&mut text, &run.disks);
+    networks(&mut text, run.networks);
     text.0
 }
 
@@ -138,6 +142,53 @@ fn exits(text: &mut Text, exits: &[Arc<ExitCounters>]) {
         for reason in ExitReason::ALL {
             let labels = format!("{{vcpu=\"{vcpu}\",reason=\"{}\"}}", reason.name());
             text.sample(name, &labels, counters.get(reason));
+        }
+    }
+}
+
+/// Adds the counters of the network devices.
+fn networks(text: &mut Text, networks: &[NetworkInUse]) {
+    if networks.is_empty() {
+        return;
+    }
+    let counts: Vec<_> = networks.iter().map(|one| one.metrics.counts()).collect();
+    type Getter = fn(&NetCounts) -> u64;
+    let counters: [(&str, &str, Getter); 8] = [
+        ("received_frames", "Frames that the guest got.", |counts| {
+            counts.frames_received
+        }),
+        ("received_bytes", "Bytes of these frames.", |counts| {
+            counts.bytes_received
+        }),
+        (
+            "receive_drops",
+            "Frames that came too long, or for a buffer of the guest that was too small.",
+            |counts| counts.receive_drops,
+        ),
+        ("sent_frames", "Frames that the guest has sent.", |counts| {
+            counts.frames_sent
+        }),
+        ("sent_bytes", "Bytes of these frames.", |counts| {
+            counts.bytes_sent
+        }),
+        (
+            "send_drops",
+            "Frames of the guest that were malformed, or sent while the link was down.",
+            |counts| counts.send_drops,
+        ),
+        ("doorbells", "Doorbells of the queues.", |counts| {
+            counts.doorbells
+        }),
+        ("interrupts", "Interrupts that the guest got.", |counts| {
+            counts.interrupts
+        }),
+    ];
+    for (name, help, get) in counters {
+        let name = format!("walvisor_net_{name}_total");
+        text.metric(&name, "counter", help);
+        for (index, (network, counts)) in networks.iter().zip(&counts).enumerate() {
+            let labels = format!("{{net=\"{index}\",transport=\"{}\"}}", network.transport);
+            text.sample(&name, &labels, get(counts));
         }
     }
 }
@@ -515,6 +566,10 @@ mod tests {
             first_run: Some(started + Duration::from_micros(1500)),
             exits: &exits,
             disks: Vec::new(),
+            networks: &[NetworkInUse {
+                transport: "pci",
+                metrics: Arc::default(),
+            }],
             memory: Some(MemoryUse {
                 resident: 7,
                 guest: 4,
@@ -533,6 +588,7 @@ mod tests {
             "walvisor_vmm_resident_bytes 3",
             "walvisor_vmm_own_bytes 2",
             "walvisor_exits_total{vcpu=\"0\",reason=\"mmio_write\"} 1",
+            "walvisor_net_received_frames_total{net=\"0\",transport=\"pci\"} 0",
         ] {
             assert!(
                 text.lines().any(|have| have == line),

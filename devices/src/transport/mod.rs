@@ -33,6 +33,14 @@ mod pci;
 mod pci_config;
 mod registers;
 
+use crate::virtio::VirtioDevice;
+
 pub use crate::memory::DeviceMemory;
 pub use mmio::MmioTransport;
 pub use pci::{Bar, PciDoorbell, PciTransport};
+
+/// A device that a transport presents: [`VirtioBlock`](crate::block::VirtioBlock) or
+/// [`VirtioNet`](crate::net::VirtioNet).
+pub trait Device: VirtioDevice {}
+
+impl<D: VirtioDevice> Device for D {}

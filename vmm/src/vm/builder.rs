@@ -12,7 +12,8 @@ use vm_memory::{GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::block::{VirtioBlock, WorkerPool};
 use walvisor_devices::control::DeviceControl;
-use walvisor_devices::transport::{Bar, MmioTransport, PciDoorbell, PciTransport};
+use walvisor_devices::net::{Link, NetConfig, VirtioNet};
+use walvisor_devices::transport::{self, Bar, MmioTransport, PciDoorbell, PciTransport};
 
 use super::exits::ExitCounters;
 use super::interrupts::{FunctionVectors, GsiRouter};
@@ -30,7 +31,7 @@ use crate::devices::console::Console;
 use crate::devices::keyboard::Keyboard;
 use crate::devices::panic::{self, PanicPort};
 use crate::devices::serial::{self, SerialPort};
-use crate::disk::{DiskInUse, Notifications, OpenDisk, TransportKind};
+use crate::disk::{DiskInUse, NetworkInUse, Notifications, OpenDisk, TransportKind};
 use crate::pci::{ConfigPorts, Ecam, PciBus, PciFunction};
 use crate::probe;
 use crate::seccomp::Seccomp;
@@ -50,12 +51,25 @@ pub struct DiskConfig {
     pub notifications: Notifications,
 }
 
-/// The configuration of a VM. The defaults are one vCPU, 512 MiB of memory, no console and no disk.
+/// A network device of the VM.
+pub struct NetworkConfig {
+    /// What carries its frames.
+    pub link: Link,
+    /// Its address and sizes.
+    pub device: NetConfig,
+    /// The transport through which the guest reaches the device.
+    pub transport: TransportKind,
+    /// How doorbells and interrupts travel between the guest and the device.
+    pub notifications: Notifications,
+}
+
+/// The configuration of a VM. The defaults are one vCPU, 512 MiB of memory, no console, disk or network.
 pub struct VmBuilder {
     cpus: u8,
     memory: u64,
     console: Console,
     disks: Vec<DiskConfig>,
+    networks: Vec<NetworkConfig>,
     measure_memory: bool,
     power_down: Duration,
     seccomp: Seccomp,
@@ -68,6 +82,7 @@ impl Default for VmBuilder {
             memory: 512 << 20,
             console: Console::off(),
             disks: Vec::new(),
+            networks: Vec::new(),
             measure_memory: false,
             power_down: Duration::ZERO,
             seccomp: Seccomp::Off,
@@ -103,6 +118,12 @@ impl VmBuilder {
     /// Attaches a disk, after those attached before.
     pub fn disk(mut self, disk: DiskConfig) -> Self {
         self.disks.push(disk);
+        self
+    }
+
+    /// Attaches a network device, after those attached before.
+    pub fn network(mut self, network: NetworkConfig) -> Self {
+        self.networks.push(network);
         self
     }
 
@@ -164,7 +185,7 @@ impl VmBuilder {
         };
         let power = Arc::new(Mutex::new(AcpiPm::new(control.clone(), sci)));
         let (starter, jobs) = StarterHandle::new();
-        let mut attachment = DiskAttachment {
+        let mut attachment = DeviceAttachment {
             workers: Arc::new(WorkerPool::with_starter(Arc::new(starter))),
             pci: Arc::new(PciBus::new(vm.clone())),
             vm,
@@ -173,17 +194,22 @@ impl VmBuilder {
             mmio: Bus::new(),
             slots: Vec::new(),
             disks: Vec::new(),
+            networks: Vec::new(),
         };
         for disk in self.disks {
             attachment.attach(disk)?;
         }
-        let DiskAttachment {
+        for network in self.networks {
+            attachment.attach_network(network)?;
+        }
+        let DeviceAttachment {
             pci,
             memory,
             router,
             mut mmio,
             slots,
             disks,
+            networks,
             ..
         } = attachment;
         acpi::write_tables(&memory, self.cpus, &slots)?;
@@ -254,6 +280,7 @@ impl VmBuilder {
             machine: Arc::new(machine),
             serial: SerialLine { port, room, stdin },
             disks,
+            networks,
             slots,
             measure_memory: self.measure_memory,
             signals,
@@ -366,8 +393,8 @@ fn create_vcpus(kvm: &Kvm, vm: &VmFd, cpus: u8) -> Result<Vec<VcpuFd>, VmError> 
         .collect()
 }
 
-/// Attaches disks: what that needs, and what it has made so far.
-struct DiskAttachment {
+/// Attaches devices: what that needs, and what it has made so far.
+struct DeviceAttachment {
     workers: Arc<WorkerPool>,
     vm: Arc<VmFd>,
     memory: Arc<GuestMemoryMmap>,
@@ -376,9 +403,10 @@ struct DiskAttachment {
     mmio: Bus,
     slots: Vec<MmioSlot>,
     disks: Vec<DiskInUse>,
+    networks: Vec<NetworkInUse>,
 }
 
-impl DiskAttachment {
+impl DeviceAttachment {
     /// Attaches a disk: makes its device and puts the device behind its transport.
     fn attach(&mut self, disk: DiskConfig) -> Result<(), VmError> {
         let DiskConfig {
@@ -426,14 +454,46 @@ impl DiskAttachment {
         Ok(())
     }
 
+    /// Attaches a network device.
+    fn attach_network(&mut self, network: NetworkConfig) -> Result<(), VmError> {
+        let NetworkConfig {
+            link,
+            device,
+            transport,
+            notifications,
+        } = network;
+        let failed = |error: String| VmError::Network(error);
+        let mut device = VirtioNet::new(link, device).map_err(|error| failed(error.to_string()))?;
+        device.serve_with(Arc::clone(&self.workers));
+        let metrics = device.metrics();
+        match transport {
+            TransportKind::Mmio => {
+                let slot = self.next_slot()?;
+                self.mmio(device, slot, notifications)
+                    .map_err(|error| failed(error.to_string()))?;
+            }
+            TransportKind::Pci => {
+                let vectors = Arc::new(FunctionVectors::new(self.router.clone(), notifications));
+                let function = PciTransport::new(device, self.memory.clone(), vectors);
+                self.pci
+                    .add(Arc::new(Mutex::new(function)), notifications)?;
+            }
+        }
+        self.networks.push(NetworkInUse {
+            transport: transport.name(),
+            metrics,
+        });
+        Ok(())
+    }
+
     /// The next free virtio-mmio slot.
     fn next_slot(&mut self) -> Result<MmioSlot, VmError> {
         let index = self.slots.len();
         let most = layout::MMIO_GSIS.len();
         let gsi = *layout::MMIO_GSIS
             .get(index)
-            .ok_or(VmError::TooManyMmioDisks(most))?;
-        let base = layout::MMIO_DEVICES + index as u64 * Transport::SIZE;
+            .ok_or(VmError::TooManyMmioDevices(most))?;
+        let base = layout::MMIO_DEVICES + index as u64 * Transport::<VirtioBlock>::SIZE;
         let slot = MmioSlot { base, gsi };
         self.slots.push(slot);
         Ok(slot)
@@ -441,18 +501,18 @@ impl DiskAttachment {
 
     /// Puts a device behind virtio-mmio registers, with eventfds also an ioeventfd per queue and an
     /// irqfd.
-    fn mmio(
+    fn mmio<D: transport::Device + 'static>(
         &mut self,
-        device: VirtioBlock,
+        device: D,
         slot: MmioSlot,
         notifications: Notifications,
-    ) -> io::Result<Weak<Mutex<Transport>>> {
+    ) -> io::Result<Weak<Mutex<Transport<D>>>> {
         let memory = self.memory.clone();
         let transport = match notifications {
-            Notifications::Exits => Transport::new(device, memory, self.router.line(slot.gsi)),
+            Notifications::Exits => Transport::<D>::new(device, memory, self.router.line(slot.gsi)),
             Notifications::Eventfds => {
-                let transport = Transport::new(device, memory, self.router.pin(slot.gsi)?);
-                let notify = IoEventAddress::Mmio(slot.base + Transport::QUEUE_NOTIFY);
+                let transport = Transport::<D>::new(device, memory, self.router.pin(slot.gsi)?);
+                let notify = IoEventAddress::Mmio(slot.base + Transport::<D>::QUEUE_NOTIFY);
                 for (queue, doorbell) in (0u32..).zip(transport.doorbells()?) {
                     self.vm.register_ioevent(&doorbell, &notify, queue)?;
                 }
@@ -461,14 +521,14 @@ impl DiskAttachment {
         };
         let transport = Arc::new(Mutex::new(transport));
         let device = Arc::downgrade(&transport);
-        insert_shared(&mut self.mmio, slot.base, Transport::SIZE, transport);
+        insert_shared(&mut self.mmio, slot.base, Transport::<D>::SIZE, transport);
         Ok(device)
     }
 }
 
-type Transport = MmioTransport<Arc<GuestMemoryMmap>>;
+type Transport<D> = MmioTransport<Arc<GuestMemoryMmap>, D>;
 
-impl BusDevice for Transport {
+impl<D: transport::Device> BusDevice for Transport<D> {
     fn read(&mut self, offset: u64, data: &mut [u8]) {
         self.read(offset, data);
     }
@@ -478,7 +538,7 @@ impl BusDevice for Transport {
     }
 }
 
-impl PciFunction for PciTransport<Arc<GuestMemoryMmap>> {
+impl<D: transport::Device> PciFunction for PciTransport<Arc<GuestMemoryMmap>, D> {
     fn config_read(&mut self, offset: u16, data: &mut [u8]) {
         self.config_read(offset, data);
     }

@@ -24,7 +24,7 @@ use crate::control::{RunControl, RunEnd, kick_signal};
 use crate::devices::acpi_pm::AcpiPm;
 use crate::devices::console::ConsoleInput;
 use crate::devices::serial::SerialPort;
-use crate::disk::DiskInUse;
+use crate::disk::{DiskInUse, NetworkInUse};
 use crate::pci::PciError;
 use crate::probe::ProbeError;
 use crate::readiness;
@@ -50,9 +50,14 @@ pub enum VmError {
     /// Guest memory could not be mapped.
     #[error("cannot map {0} MiB of guest memory: {1}; give less with --memory")]
     Memory(u64, String),
-    /// More virtio-mmio disks than there are interrupts for.
-    #[error("more than {0} disks with transport=mmio: give the others transport=pci")]
-    TooManyMmioDisks(usize),
+    /// More virtio-mmio devices than there are interrupts for.
+    #[error(
+        "more than {0} disks and network devices with transport=mmio: give the others transport=pci"
+    )]
+    TooManyMmioDevices(usize),
+    /// A network device cannot be made.
+    #[error("network: {0}")]
+    Network(String),
     /// A disk's device cannot be made.
     #[error("disk '{0}': {1}")]
     Disk(String, String),
@@ -83,6 +88,7 @@ pub struct Vm {
     pub(super) machine: Arc<SharedMachine>,
     pub(super) serial: SerialLine,
     pub(super) disks: Vec<DiskInUse>,
+    pub(super) networks: Vec<NetworkInUse>,
     pub(super) slots: Vec<MmioSlot>,
     pub(super) measure_memory: bool,
     pub(super) signals: TerminationSignals,
@@ -139,7 +145,12 @@ impl Vm {
         &self.disks
     }
 
-    /// Registers and interrupts of the disks behind virtio-mmio, in the order of those disks.
+    /// The network devices, in the order they were given.
+    pub fn networks(&self) -> &[NetworkInUse] {
+        &self.networks
+    }
+
+    /// Registers and interrupts of the devices behind virtio-mmio: the disks, then the network devices.
     pub fn mmio_slots(&self) -> &[MmioSlot] {
         &self.slots
     }

@@ -18,6 +18,6 @@ mod signals;
 mod starter;
 mod vcpu;
 
-pub use builder::{DiskConfig, VmBuilder};
+pub use builder::{DiskConfig, NetworkConfig, VmBuilder};
 pub use machine::{RunOutcome, Vm, VmError};
 pub use signals::{TerminationSignals, block_termination_signals};

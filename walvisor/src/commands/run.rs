@@ -11,7 +11,7 @@ use walvisor_vmm::arch::x86_64::{crash, layout, start_state};
 use walvisor_vmm::control::RunEnd;
 use walvisor_vmm::devices::console::Console;
 use walvisor_vmm::disk::OpenDisk;
-use walvisor_vmm::vm::{DiskConfig, VmBuilder, block_termination_signals};
+use walvisor_vmm::vm::{DiskConfig, NetworkConfig, VmBuilder, block_termination_signals};
 
 use super::CommandError;
 use super::metrics_file::MetricsFile;
@@ -22,6 +22,8 @@ use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::AllowedPaths;
 use crate::metrics::{DiskMetrics, RunMetrics, render};
+use crate::net_spec::{NetArgument, NetSpec};
+use crate::network::OpenNetwork;
 use crate::size::parse_size;
 
 /// The destination of the guest's serial console.
@@ -80,6 +82,10 @@ pub struct RunArguments {
     /// A disk: path=FILE[,key=value ...]; may be given several times; 'help' lists the keys
     #[arg(long = "disk", value_name = "SPEC", value_parser = DiskArgument(DiskCommand::Run))]
     pub disks: Vec<DiskSpec>,
+    /// A network device: passt, tap=NAME or stream=SOCKET, and [,key=value ...]; may be given several
+    /// times; 'help' lists the keys
+    #[arg(long = "net", value_name = "SPEC", value_parser = NetArgument)]
+    pub networks: Vec<NetSpec>,
     /// Serial console: stdio, off or file:PATH
     #[arg(long, value_name = "WHERE", default_value = "stdio", value_parser = parse_console)]
     pub console: ConsoleTarget,
@@ -109,6 +115,8 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     linux::check(&image).map_err(CommandError::failed)?;
     let console = console(&arguments.console)?;
     let metrics = arguments.process.metrics()?;
+    // passt starts before this process has threads, filters or further descriptors.
+    let mut networks = open_networks(arguments)?;
     // The socket is made while there is one thread, and before the disks are opened, whose recovery
     // may take long.
     let mut names = SocketNames::default();
@@ -122,7 +130,16 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     let (disks, logs) =
         disks::open(&arguments.disks, arguments.cpus, scratch).map_err(CommandError::failed)?;
     disks::prepare_rings(&disks);
-    let ran = run_on(arguments, started, &image, disks, console, metrics, control);
+    let checked = networks.iter_mut().try_for_each(OpenNetwork::check);
+    let ran = checked.map_err(CommandError::Failed).and_then(|()| {
+        let guest = Guest {
+            image,
+            disks,
+            networks,
+            console,
+        };
+        run_on(arguments, started, guest, metrics, control)
+    });
     drop(names);
     // The logs are closed however the run ended, and the first error is returned.
     let closed = logs.close().map_err(CommandError::failed);
@@ -160,32 +177,60 @@ fn check(arguments: &RunArguments) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Runs the guest on open disks.
+/// Opens the links of the guest's network devices.
+fn open_networks(arguments: &RunArguments) -> Result<Vec<OpenNetwork>, CommandError> {
+    let first = arguments
+        .disks
+        .first()
+        .and_then(|disk| disk.path.as_deref());
+    let place = first.unwrap_or(&arguments.kernel);
+    let specs = arguments.networks.iter().enumerate();
+    let opened = specs.map(|(index, spec)| OpenNetwork::open(spec, index, place));
+    opened
+        .collect::<Result<_, _>>()
+        .map_err(CommandError::Failed)
+}
+
+/// What a guest is made of.
+struct Guest {
+    image: LinuxImage,
+    disks: Vec<OpenDisk>,
+    networks: Vec<OpenNetwork>,
+    console: Console,
+}
+
+/// Runs the guest.
 fn run_on(
     arguments: &RunArguments,
     started: Instant,
-    image: &LinuxImage,
-    disks: Vec<OpenDisk>,
-    console: Console,
+    guest: Guest,
     metrics: Option<MetricsFile>,
     control: Option<UnixListener>,
 ) -> Result<(), CommandError> {
     let mut builder = VmBuilder::new()
         .cpus(arguments.cpus)
         .memory(arguments.memory)
-        .console(console)
+        .console(guest.console)
         .measure_memory(metrics.is_some())
         .seccomp(arguments.process.seccomp)
         .power_down(Duration::from_secs(arguments.power_down_seconds.into()));
-    for (disk, spec) in disks.into_iter().zip(&arguments.disks) {
+    for (disk, spec) in guest.disks.into_iter().zip(&arguments.disks) {
         builder = builder.disk(DiskConfig {
             disk,
             transport: spec.transport,
             notifications: spec.notifications,
         });
     }
+    for (network, spec) in guest.networks.into_iter().zip(&arguments.networks) {
+        builder = builder.network(NetworkConfig {
+            link: network.link,
+            device: network.device,
+            transport: spec.transport,
+            notifications: spec.notifications,
+        });
+    }
     let mut vm = builder.build().map_err(CommandError::failed)?;
-    let entry = linux::load(vm.memory(), image).map_err(CommandError::failed)?;
+    let entry = linux::load(vm.memory(), &guest.image).map_err(CommandError::failed)?;
     let boot_cpu = vm.vcpu(0).expect("a VM has at least one vCPU");
     start_state::set(boot_cpu, vm.memory(), entry).map_err(CommandError::failed)?;
 
@@ -201,6 +246,7 @@ fn run_on(
         vm.drop_at_end(server.map_err(CommandError::failed)?);
     }
     let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
+    let networks = vm.networks().to_vec();
     let outcome = vm.run().map_err(CommandError::failed)?;
     if let Some(metrics) = metrics {
         metrics.write(&render(&RunMetrics {
@@ -208,6 +254,7 @@ fn run_on(
             first_run: outcome.first_run,
             exits: &exits,
             disks: attached.iter().map(DiskMetrics::from).collect(),
+            networks: &networks,
             memory: outcome.memory,
         }))?;
     }

@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use walvisor_devices::throttle;
 use walvisor_vmm::control::RunControl;
-use walvisor_vmm::disk::DiskInUse;
+use walvisor_vmm::disk::{DiskInUse, NetworkInUse};
 use walvisor_vmm::vm::Vm;
 use walvisor_vmm::vm::exits::ExitCounters;
 
@@ -25,6 +25,8 @@ pub enum Power {
         control: Arc<RunControl>,
         /// Its exits, by vCPU.
         exits: Vec<Arc<ExitCounters>>,
+        /// Its network devices.
+        networks: Vec<NetworkInUse>,
         /// The moment just before the first KVM_RUN.
         first_run: Arc<OnceLock<Instant>>,
     },
@@ -137,6 +139,7 @@ impl ControlledProcess {
         let power = Power::Guest {
             control: vm.control(),
             exits: vm.exits().to_vec(),
+            networks: vm.networks().to_vec(),
             first_run: vm.first_run(),
         };
         let disks = vm.disks().to_vec();

@@ -171,12 +171,16 @@ pub(super) fn prometheus(controlled: &ControlledProcess) -> String {
         .collect();
     match &controlled.power {
         Power::Guest {
-            exits, first_run, ..
+            exits,
+            networks,
+            first_run,
+            ..
         } => render(&RunMetrics {
             started: controlled.started,
             first_run: first_run.get().copied(),
             exits,
             disks,
+            networks,
             memory: None,
         }),
         Power::Daemon { .. } => render_served(&disks),

@@ -98,7 +98,7 @@ fn hint(mistyped: &str, command: DiskCommand) -> String {
 }
 
 /// The `key=value` parts of a SPEC. Commas separate them; `,,` is a literal comma.
-fn parts(text: &str) -> Vec<String> {
+pub fn split_parts(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut rest = text.chars().peekable();
     while let Some(character) = rest.next() {
@@ -123,7 +123,7 @@ impl DiskSpec {
     /// If a part has no `=`, and as [`from_keys`](Self::from_keys).
     pub fn parse(text: &str, command: DiskCommand) -> Result<Self, DiskSpecError> {
         let mut keys = Vec::new();
-        for part in parts(text) {
+        for part in split_parts(text) {
             match part.split_once('=') {
                 Some((name, value)) => keys.push((name.to_owned(), value.to_owned())),
                 None => return Err(DiskSpecError::NoValue(part)),
