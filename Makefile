@@ -222,7 +222,7 @@ fuzz: setup
 	@$(MAKE) --no-print-directory --keep-going --jobs=2 --output-sync $(FUZZ)
 
 # Two at a time, for each has one thread. A failure stops none of the others.
-FUZZ = fuzz-recover fuzz-control fuzz-requests fuzz-mmio fuzz-pci fuzz-cdb fuzz-tcmu_ring
+FUZZ = fuzz-recover fuzz-control fuzz-requests fuzz-net fuzz-mmio fuzz-pci fuzz-cdb fuzz-tcmu_ring
 .PHONY: $(FUZZ) fuzz-build
 
 fuzz-recover: fuzz-build
@@ -231,6 +231,8 @@ fuzz-control: fuzz-build
 	$(call run_fuzz,walvisor/fuzz,control,$(FUZZ_SHORT_TIME),320)
 fuzz-requests: fuzz-build
 	$(call run_fuzz,devices/fuzz,requests,$(FUZZ_SHORT_TIME),8192)
+fuzz-net: fuzz-build
+	$(call run_fuzz,devices/fuzz,net,$(FUZZ_SHORT_TIME),4096)
 fuzz-mmio: fuzz-build
 	$(call run_fuzz,devices/fuzz,mmio,$(FUZZ_SHORT_TIME),512)
 fuzz-pci: fuzz-build

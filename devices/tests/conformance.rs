@@ -63,10 +63,17 @@ fn every_requirement_names_code_that_exists() {
 
 #[test]
 fn every_requirement_names_a_test_that_exists() {
-    let suite = Path::new(ROOT).join("tests/virtio_blk");
-    let unit_tests = Path::new(ROOT).join("src/block");
+    let folders = [
+        "tests/virtio_blk",
+        "tests/virtio_net",
+        "src/block",
+        "src/net",
+    ];
     let mut tests = HashSet::new();
-    for path in sources(&suite).into_iter().chain(sources(&unit_tests)) {
+    for path in folders
+        .map(|folder| sources(&Path::new(ROOT).join(folder)))
+        .concat()
+    {
         let module = path.file_stem().expect("a name").to_string_lossy();
         tests.extend(
             functions(&path)

@@ -19,7 +19,7 @@ use crate::scratch::ScratchDir;
 use crate::userland::{FileTree, make_ext4};
 
 /// Incremented when the builder changes what it makes of the same inputs.
-const BUILDER: &[u8] = b"7";
+const BUILDER: &[u8] = b"8";
 
 const GUEST_INIT: &str = include_str!("../scripts/guest-init.sh");
 const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
@@ -27,10 +27,11 @@ const OUTER_INIT: &str = include_str!("../scripts/outer-init.sh");
 const IMAGES_DISK: &str = "images.ext4";
 
 /// The modules that the guest loads at boot.
-const GUEST_MODULES: [&str; 6] = [
+const GUEST_MODULES: [&str; 7] = [
     "virtio_mmio",
     "virtio_pci",
     "virtio_blk",
+    "virtio_net",
     // ext4 asks the kernel's crypto interface for this checksum by name.
     "crc32c_generic",
     "ext4",
@@ -47,14 +48,16 @@ const DISK_PROGRAMS: [&str; 6] = [
     "sbin/mkfs.xfs",
     "sbin/xfs_repair",
 ];
-/// The modules of the machine around a nested guest. `nbd` is for jobs that use that machine's kernel as an NBD client.
-const OUTER_MODULES: [&str; 6] = [
+/// The modules of the machine around a nested guest. `nbd` is for jobs that use that machine's kernel as an NBD client,
+/// `tun` for guests with a tap device.
+const OUTER_MODULES: [&str; 7] = [
     "virtio_pci",
     "virtio_blk",
     "crc32c_generic",
     "ext4",
     "kvm_amd",
     "nbd",
+    "tun",
 ];
 
 /// The modules of `initramfs-scsi.cpio`, for jobs that use that machine's SCSI target.

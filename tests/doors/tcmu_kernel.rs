@@ -81,7 +81,8 @@ fn the_kernels_target_has_its_disks_from_walvisor() {
 
 #[test]
 fn a_disk_for_guests_is_at_vhost() {
-    let Some(outcome) = run_emulated_job(include_str!("../scripts/tcmu-vhost-job.sh"), &[]) else {
+    let Some(outcome) = run_emulated_job::<&str>(include_str!("../scripts/tcmu-vhost-job.sh"), &[])
+    else {
         return;
     };
     assert_eq!(

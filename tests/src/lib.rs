@@ -116,7 +116,7 @@ pub fn run_linux_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome>
 /// # Panics
 /// As [`run_linux_job`].
 #[must_use]
-pub fn run_emulated_job(script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
+pub fn run_emulated_job<C: AsRef<[u8]>>(script: &str, files: &[(&str, C)]) -> Option<JobOutcome> {
     run_on(Machine::Nested, script, files)
 }
 
@@ -129,7 +129,11 @@ pub fn job_lines(outcome: &JobOutcome) -> Vec<&str> {
         .collect()
 }
 
-fn run_on(machine: Machine, script: &str, files: &[(&str, &str)]) -> Option<JobOutcome> {
+fn run_on(
+    machine: Machine,
+    script: &str,
+    files: &[(&str, impl AsRef<[u8]>)],
+) -> Option<JobOutcome> {
     if let Some(why) = obstacle() {
         println!("skipped: {why}");
         return None;
@@ -137,7 +141,7 @@ fn run_on(machine: Machine, script: &str, files: &[(&str, &str)]) -> Option<JobO
     let walvisor = walvisor_binary("dev").expect("building walvisor");
     let mut job = Job::new(script, walvisor);
     for (name, content) in files {
-        job = job.file(*name, *content);
+        job = job.file(*name, content.as_ref());
     }
     let cache = Cache::open(None).expect("the image cache");
     // The console goes to a file as well, so that it can be read while a job hangs.

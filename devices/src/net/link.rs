@@ -134,9 +134,9 @@ pub(super) enum Received<'a> {
 /// Why a link is of no use any more.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum LinkEnd {
-    #[error("the other end has closed it")]
+    #[error("it has ended, or closed the connection")]
     Closed,
-    #[error("a frame of {0} bytes, so the stream is out of step")]
+    #[error("it announces a frame of {0} bytes, so the stream is out of step")]
     OutOfStep(u32),
     #[error(transparent)]
     System(#[from] io::Error),

@@ -3,6 +3,7 @@
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use virtio_bindings::virtio_net::{VIRTIO_NET_HDR_F_NEEDS_CSUM, VIRTIO_NET_HDR_GSO_NONE};
 use vm_memory::GuestMemory;
 
 use super::link::{Flushed, FrameSender};
@@ -137,12 +138,14 @@ impl<M: DeviceMemory> TransmitWorker<M> {
     }
 }
 
-/// Takes the header off a chain. `true`: it asks for no offload, since none was negotiated.
+/// Takes the header off a chain. `true`: it asks for no offload, since none was negotiated. Other flags are ignored
+/// (5.1.6.2.2).
 fn asks_for_nothing<G: GuestMemory>(readable: &mut ReadableBytes, memory: &G) -> bool {
     let mut header = [0; HEADER_LEN];
     let read = readable.take(memory, &mut header);
     let [flags, gso_type, ..] = header;
-    read.is_ok() && flags == 0 && gso_type == 0
+    let checksum = flags & VIRTIO_NET_HDR_F_NEEDS_CSUM as u8 != 0;
+    read.is_ok() && !checksum && gso_type == VIRTIO_NET_HDR_GSO_NONE as u8
 }
 
 impl<M: DeviceMemory> Source for TransmitWorker<M> {

@@ -1,38 +1,28 @@
 //! A virtio-net driver for tests, and the program behind its link.
 
-#[allow(dead_code, reason = "tests of disks use the rest")]
-#[path = "../virtio_blk/driver/ring.rs"]
-mod ring;
-
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_net::{VIRTIO_NET_F_MAC, VIRTIO_NET_F_MTU, VIRTIO_NET_F_STATUS};
-use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
+use virtio_bindings::virtio_ring::VIRTIO_RING_F_INDIRECT_DESC;
+use vm_memory::{Bytes, GuestAddress};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::interrupt::{MsiMessage, MsiRouter};
 use walvisor_devices::net::{Link, NetConfig, NetMetrics, VirtioNet};
 use walvisor_devices::transport::{MmioTransport, PciTransport};
 
-pub use ring::{Piece, Ring};
+pub use walvisor_testkit::virtio::{
+    DRIVER_OK, EVENT_IDX, MEMORY_END, Memory, NEEDS_RESET, Piece, Ring, VERSION_1, guest_memory,
+};
+pub use walvisor_testkit::{PATIENCE, wait_until};
 
-pub const VERSION_1: u64 = 1 << VIRTIO_F_VERSION_1;
-pub const EVENT_IDX: u64 = 1 << VIRTIO_RING_F_EVENT_IDX;
 pub const INDIRECT: u64 = 1 << VIRTIO_RING_F_INDIRECT_DESC;
 pub const MAC: u64 = 1 << VIRTIO_NET_F_MAC;
 pub const MTU: u64 = 1 << VIRTIO_NET_F_MTU;
 pub const STATUS: u64 = 1 << VIRTIO_NET_F_STATUS;
 pub const EVERYTHING: u64 = u64::MAX;
-
-pub const DRIVER_OK: u8 = 4;
-pub const NEEDS_RESET: u8 = 64;
-
-/// The time after which a test has hung.
-pub const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Long enough for a forbidden event to happen if it would.
 pub const A_WHILE: Duration = Duration::from_millis(50);
@@ -40,9 +30,6 @@ pub const A_WHILE: Duration = Duration::from_millis(50);
 pub const RECEIVE: usize = 0;
 pub const TRANSMIT: usize = 1;
 pub const HEADER: usize = 12;
-
-pub type Memory = Arc<GuestMemoryMmap>;
-pub const MEMORY_END: u64 = 32 << 20;
 
 #[derive(Clone, Copy, Debug)]
 pub enum Kind {
@@ -157,8 +144,7 @@ impl Driver {
     }
 
     pub fn with_link(kind: Kind, link: Link, config: NetConfig) -> Self {
-        let ranges = [(GuestAddress(0), MEMORY_END as usize)];
-        let memory = Arc::new(GuestMemoryMmap::from_ranges(&ranges).unwrap());
+        let memory = guest_memory();
         let device = VirtioNet::new(link, config).unwrap();
         let metrics = device.metrics();
         let transport = match kind {
@@ -411,13 +397,5 @@ fn enable_msix(function: &mut PciTransport<Memory, VirtioNet>) {
             return;
         }
         function.config_read(at + 1, &mut capability);
-    }
-}
-
-pub fn wait_until(what: &str, mut happened: impl FnMut() -> bool) {
-    let start = Instant::now();
-    while !happened() {
-        assert!(start.elapsed() < PATIENCE, "waited in vain for {what}");
-        std::thread::sleep(Duration::from_micros(200));
     }
 }

@@ -164,6 +164,17 @@ fn buffers_and_frames_may_have_any_pieces() {
 }
 
 #[test]
+fn flags_and_fields_without_a_meaning_are_ignored() {
+    let (mut driver, mut peer) = Driver::start(Kind::Mmio, config(), EVERYTHING);
+    // DATA_VALID, RSC_INFO and bits that have no name; lengths and offsets of offloads; num_buffers.
+    let header = [0xfe, 0, 9, 9, 9, 9, 0xff, 0xff, 0xff, 0xff, 7, 7];
+    let head = driver.post_frame(&header, &frame(4, 60), 1 << 20);
+    driver.kick(TRANSMIT);
+    assert_eq!(driver.wait_used(TRANSMIT), (head, 0));
+    assert_eq!(peer.receive(), frame(4, 60));
+}
+
+#[test]
 fn a_larger_mtu_lets_larger_frames_pass() {
     let mtu = 65520;
     let (mut driver, mut peer) = Driver::start(

@@ -48,7 +48,7 @@ fn frames_of_a_wrong_length_are_dropped(kind: Kind) {
         assert_eq!(driver.wait_used(TRANSMIT), (head, 0));
         drops += 1;
     }
-    for (byte, value) in [(0, 1), (0, 0x80), (1, 1), (1, 0xff)] {
+    for (byte, value) in [(0, 1), (0, 0x81), (1, 1), (1, 0xff)] {
         let mut header = [0; HEADER];
         header[byte] = value;
         let head = driver.post_frame(&header, &frame(1, 60), 1 << 20);

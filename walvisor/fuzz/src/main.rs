@@ -58,6 +58,7 @@ fn run(input: &[u8]) {
         let power = Power::Guest {
             control: Arc::clone(&control),
             exits: vec![Arc::default()],
+            networks: Vec::new(),
             first_run: Arc::default(),
         };
         (DiskCommand::Run, power)

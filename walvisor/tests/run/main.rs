@@ -5,6 +5,7 @@ mod boot;
 mod control;
 mod kernel;
 mod mistakes;
+mod network;
 mod power;
 mod terminal;
 

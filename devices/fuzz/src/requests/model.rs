@@ -3,16 +3,14 @@
 
 use std::cmp::Ordering;
 
+use walvisor_devices_fuzz::chain::{self, Segment};
+
 /// Bytes in a sector.
 pub const SECTOR: usize = 512;
 /// Descriptors in the queue.
 pub const QUEUE_SIZE: u16 = 16;
 /// The serial that GET_ID returns.
 pub const SERIAL: &[u8; 20] = b"a-serial-of-20-bytes";
-
-const NEXT: u16 = 1;
-const WRITE: u16 = 2;
-const INDIRECT: u16 = 4;
 
 const OK: u8 = 0;
 const IOERR: u8 = 1;
@@ -29,13 +27,6 @@ pub enum Verdict {
     },
 }
 
-/// The part of a guest's memory that one descriptor names.
-#[derive(Clone, Copy)]
-struct Segment {
-    address: u64,
-    len: u64,
-}
-
 /// A disk, and the memory of its guest, which begins at address 0.
 pub struct Model {
     pub disk: Vec<u8>,
@@ -48,7 +39,7 @@ pub struct Model {
 impl Model {
     /// Carries out the chain at `head` of the table at `table`.
     pub fn execute(&mut self, table: u64, head: u16) -> Verdict {
-        let Some((readable, writable)) = self.walk(table, head) else {
+        let Some((readable, writable)) = chain::walk(&self.memory, table, head, QUEUE_SIZE) else {
             return Verdict::Broken;
         };
         let writable_len: u64 = writable.iter().map(|segment| segment.len).sum();
@@ -67,7 +58,7 @@ impl Model {
             Err(status) => status,
             Ok(None) => OK,
             Ok(Some(data)) => {
-                if self.scatter(&writable, &data) {
+                if chain::scatter(&mut self.memory, &mut self.any, &writable, &data) {
                     written = data.len() as u64;
                     OK
                 } else {
@@ -85,52 +76,9 @@ impl Model {
         }
     }
 
-    /// Device-readable and device-writable segments, or `None` for a chain that breaks a rule.
-    fn walk(&self, table: u64, head: u16) -> Option<(Vec<Segment>, Vec<Segment>)> {
-        let (mut table, mut entries, mut index) = (table, u64::from(QUEUE_SIZE), head);
-        let (mut steps, mut indirect, mut total) = (0, false, 0);
-        let (mut readable, mut writable) = (Vec::new(), Vec::new());
-        loop {
-            if steps == entries || u64::from(index) >= entries {
-                return None;
-            }
-            let at = table.checked_add(u64::from(index) * 16)?;
-            let bytes = self.read(at, 16)?;
-            let address = u64::from_le_bytes(bytes[..8].try_into().ok()?);
-            let len = u64::from(u32::from_le_bytes(bytes[8..12].try_into().ok()?));
-            let flags = u16::from_le_bytes(bytes[12..14].try_into().ok()?);
-            if flags & INDIRECT != 0 {
-                if indirect || len % 16 != 0 || len / 16 > u64::from(u16::MAX) {
-                    return None;
-                }
-                (table, entries, index, steps, indirect) = (address, len / 16, 0, 0, true);
-                continue;
-            }
-            steps += 1;
-            total += len;
-            if readable.len() + writable.len() == usize::from(QUEUE_SIZE)
-                || total > u64::from(u32::MAX)
-            {
-                return None;
-            }
-            let segment = Segment { address, len };
-            if flags & WRITE != 0 {
-                writable.push(segment);
-            } else if writable.iter().any(|before: &Segment| before.len > 0) {
-                return None;
-            } else {
-                readable.push(segment);
-            }
-            if flags & NEXT == 0 {
-                return Some((readable, writable));
-            }
-            index = u16::from_le_bytes(bytes[14..].try_into().ok()?);
-        }
-    }
-
     /// Carries out a request and returns the data for the driver. `room`: bytes that the chain has for data.
     fn request(&mut self, readable: &[Segment], room: u64) -> Result<Option<Vec<u8>>, u8> {
-        let header = self.gather(readable, 0, 16).ok_or(IOERR)?;
+        let header = chain::gather(&self.memory, readable, 0, 16).ok_or(IOERR)?;
         let kind = number(&header[..4]);
         let sector = number(&header[8..]);
         let len = readable.iter().map(|segment| segment.len).sum::<u64>() - 16;
@@ -144,7 +92,7 @@ impl Model {
                     return Err(IOERR);
                 }
                 let range = self.range(sector, len)?;
-                let data = self.gather(readable, 16, len).ok_or(IOERR)?;
+                let data = chain::gather(&self.memory, readable, 16, len).ok_or(IOERR)?;
                 self.disk[range].copy_from_slice(&data);
                 Ok(None)
             }
@@ -156,7 +104,7 @@ impl Model {
                     Ordering::Greater => return Err(UNSUPP),
                     Ordering::Equal => {}
                 }
-                let segment = self.gather(readable, 16, 16).ok_or(IOERR)?;
+                let segment = chain::gather(&self.memory, readable, 16, 16).ok_or(IOERR)?;
                 let flags = number(&segment[12..]);
                 if flags & !u64::from(kind == 13) != 0 {
                     return Err(UNSUPP);
@@ -178,51 +126,6 @@ impl Model {
             return Err(IOERR);
         }
         Ok(start as usize..end as usize)
-    }
-
-    fn read(&self, address: u64, len: u64) -> Option<&[u8]> {
-        let end = address.checked_add(len)?;
-        self.memory
-            .get(usize::try_from(address).ok()?..usize::try_from(end).ok()?)
-    }
-
-    /// `len` bytes of a stream of segments, from its byte `from` on.
-    fn gather(&self, segments: &[Segment], from: u64, len: u64) -> Option<Vec<u8>> {
-        let (mut skip, mut bytes) = (from, Vec::new());
-        for segment in segments {
-            let left = len - bytes.len() as u64;
-            let before = skip.min(segment.len);
-            let now = left.min(segment.len - before);
-            skip -= before;
-            if now > 0 {
-                bytes.extend_from_slice(self.read(segment.address.checked_add(before)?, now)?);
-            }
-        }
-        (bytes.len() as u64 == len).then_some(bytes)
-    }
-
-    /// Writes `data` into `segments` from the first on; `false`: a part of it lies outside the memory.
-    fn scatter(&mut self, segments: &[Segment], data: &[u8]) -> bool {
-        let mut rest = data;
-        let mut touched = Vec::new();
-        let mut whole = true;
-        for segment in segments {
-            let (now, later) = rest.split_at(rest.len().min(segment.len as usize));
-            let end = segment.address.checked_add(now.len() as u64);
-            let inside = (self.memory.len() as u64).saturating_sub(segment.address);
-            let start = segment.address.min(self.memory.len() as u64) as usize;
-            let len = now.len().min(inside as usize);
-            self.memory[start..start + len].copy_from_slice(&now[..len]);
-            touched.push((start, len));
-            if !now.is_empty() && end.is_none_or(|end| end > self.memory.len() as u64) {
-                whole = false;
-            }
-            rest = later;
-        }
-        if !whole {
-            self.any = touched;
-        }
-        whole
     }
 }
 

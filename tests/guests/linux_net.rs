@@ -1,0 +1,61 @@
+//! A Linux guest with networks: it takes an address from passt by DHCP, fetches a file over passt and over a tap device,
+//! and outlives passt.
+
+use walvisor_guest_images::Metrics;
+use walvisor_tests::{have, run_emulated_job};
+
+/// The rest of each line that begins with `prefix`.
+fn reported<'a>(console: &'a str, prefix: &str) -> Vec<&'a str> {
+    console
+        .lines()
+        .filter_map(|line| line.strip_prefix(prefix))
+        .collect()
+}
+
+#[test]
+fn a_guest_fetches_over_passt_and_a_tap_device_and_outlives_passt() {
+    if !have("passt", "passt") {
+        return;
+    }
+    let passt = std::fs::read("/usr/bin/passt").expect("passt");
+    let files = [
+        ("net.sh", include_bytes!("../scripts/net-guest.sh").to_vec()),
+        ("passt", passt),
+    ];
+    let Some(outcome) = run_emulated_job(include_str!("../scripts/net-job.sh"), &files) else {
+        return;
+    };
+    let console = outcome.console.as_str();
+    let [sent] = reported(console, "job: sent ")[..] else {
+        panic!("no file was served");
+    };
+    assert_eq!(reported(console, "guest: mmio, "), ["mtu 1500, carrier 1"]);
+    assert_eq!(reported(console, "guest: pci, "), ["mtu 1500, carrier 1"]);
+    for way in ["passt", "tap", "again"] {
+        assert_eq!(
+            reported(console, &format!("guest: {way} ")),
+            [sent],
+            "{way}"
+        );
+    }
+    assert_eq!(reported(console, "guest: back "), [sent, sent]);
+    assert_eq!(
+        reported(console, "guest: the first carrier is "),
+        ["0, the second 1"]
+    );
+    let warning = "passt: it has ended, or closed the connection: the guest's network link is down";
+    assert!(console.contains(warning));
+    assert_eq!(reported(console, "guest: wrote: "), ["status 0"]);
+    assert_eq!(reported(console, "job: guest: "), ["status 0"]);
+    assert_eq!(reported(console, "job: check: "), ["status 0"]);
+    assert_eq!(reported(console, "job: on the disk: "), ["hello"]);
+
+    let metrics = Metrics::parse(&outcome.result("net.prom").expect("the metrics"));
+    for transport in ["mmio", "pci"] {
+        for name in ["received_bytes", "sent_bytes"] {
+            let name = format!("walvisor_net_{name}_total");
+            let bytes = metrics.sum(&name, "transport", transport);
+            assert!(bytes >= Some(1_048_576.0), "{name}: {bytes:?}");
+        }
+    }
+}

@@ -1,0 +1,45 @@
+# Takes an address by DHCP on one network and a fixed one on the other, fetches the file, and sends it back.
+device() {
+    for one in /sys/class/net/*; do
+        [ "$(cat "$one/address")" = "$1" ] && echo "${one##*/}"
+    done
+}
+outside=$(device 02:00:00:00:00:01) inside=$(device 02:00:00:00:00:02)
+for one in "$outside" "$inside"; do
+    ip link set "$one" up
+    case $(readlink -f "/sys/class/net/$one") in */pci*) transport=pci ;; *) transport=mmio ;; esac
+    echo "guest: $transport, mtu $(cat "/sys/class/net/$one/mtu"), carrier $(cat "/sys/class/net/$one/carrier")"
+done
+cat >/tmp/lease <<'END'
+#!/bin/sh
+[ "$1" = bound ] || exit 0
+ip addr add "$ip/$mask" dev "$interface"
+ip route add default via "$router"
+echo "$router" >/tmp/router
+END
+chmod 755 /tmp/lease
+udhcpc -q -n -t 10 -i "$outside" -s /tmp/lease >/tmp/udhcpc 2>&1 || cat /tmp/udhcpc
+ip addr add 10.9.0.2/24 dev "$inside"
+fetch() {
+    tries=0
+    until wget -q -O /tmp/file "http://$1:8080/file"; do
+        tries=$((tries + 1))
+        [ $tries -lt 20 ] || return 1
+        sleep 1
+    done
+    echo "guest: $2 $(sha256sum </tmp/file | cut -d' ' -f1)"
+}
+fetch "$(cat /tmp/router)" passt
+echo "guest: back $(nc "$(cat /tmp/router)" 9001 </tmp/file | cut -d' ' -f1)"
+fetch 10.9.0.1 tap
+echo "guest: back $(nc 10.9.0.1 9002 </tmp/file | cut -d' ' -f1)"
+echo "guest: both networks work"
+seconds=0
+while [ "$(cat "/sys/class/net/$outside/carrier")" = 1 ] && [ $seconds -lt 60 ]; do
+    sleep 1
+    seconds=$((seconds + 1))
+done
+echo "guest: the first carrier is $(cat "/sys/class/net/$outside/carrier"), the second $(cat "/sys/class/net/$inside/carrier")"
+fetch 10.9.0.1 again
+echo hello | dd of=/dev/vda bs=512 conv=fsync,sync 2>/dev/null
+echo "guest: wrote: status $?"

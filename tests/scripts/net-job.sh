@@ -1,0 +1,60 @@
+# A guest with two networks, passt over MMIO and a tap device over PCI, fetches a file over both and sends it back. Then
+# passt is killed: that link goes down, the other one and the disk go on.
+
+# passt leaves its root file system, which cannot be an initramfs, and makes a user namespace, which takes a root of its own.
+# It becomes nobody.
+mkdir -p passt-root/proc
+mount -t tmpfs passt-root passt-root
+mkdir -p passt-root/bin passt-root/etc passt-root/proc passt-root/tmp
+echo 'nobody:x:65534:65534:nobody:/:/bin/false' >passt-root/etc/passwd
+cp "$JOB/passt" passt-root/bin/passt
+chmod 755 passt-root/bin/passt
+for library in libc.so.6 ld-linux-x86-64.so.2; do
+    found=$(find / -xdev -name "$library" 2>/dev/null | head -n 1)
+    mkdir -p "passt-root/lib/x86_64-linux-gnu" passt-root/lib64
+    cp -L "$found" passt-root/lib/x86_64-linux-gnu/
+done
+cp passt-root/lib/x86_64-linux-gnu/ld-linux-x86-64.so.2 passt-root/lib64/
+mount -t proc proc passt-root/proc
+cat >"$BASE/bin/passt" <<END
+#!/bin/sh
+exec unshare -m sh -c 'cd $WORK/passt-root && mount --move . / && exec chroot . /bin/passt "\$@"' passt "\$@"
+END
+chmod 755 "$BASE/bin/passt"
+
+# What keeps the file systems in use at the end.
+end() {
+    killall httpd nc 2>/dev/null
+    sleep 0.2
+    umount passt-root/proc passt-root
+}
+trap end EXIT
+
+# This machine's network: a device with an address and a default route, as passt wants one, and a server.
+ip link set lo up
+tunctl -t uplink >/dev/null
+ip addr add 192.0.2.2/24 dev uplink
+ip link set uplink up
+ip route add default via 192.0.2.1 dev uplink
+mkdir www
+head -c 1048576 /dev/urandom >www/file
+httpd -p 8080 -h "$WORK/www"
+echo "job: sent $(sha256sum <www/file | cut -d' ' -f1)"
+
+walvisor disk create disk.img --size 32M || exit
+guest_initrd net.initrd "$JOB/net.sh"
+start_guest net --kernel "$IMAGES/vmlinuz" --initrd net.initrd --memory 256M \
+    --cmdline 'console=ttyS0 quiet mitigations=off panic=-1 reboot=t' --metrics "$RESULTS/net.prom" \
+    --disk path=disk.img --net passt,host=on,mac=02:00:00:00:00:01 \
+    --net tap=tap0,mac=02:00:00:00:00:02,transport=pci
+ip addr add 10.9.0.1/24 dev tap0
+ip link set tap0 up
+# What the guest sends back, once over each network, is answered with its sum.
+for port in 9001 9002; do nc -l -p $port -e sha256sum & done
+wait_line net 'guest: both networks work' 180 || { spoken net; exit 1; }
+kill "$(pidof passt)"
+wait_guest net 180
+echo "job: guest: status $?"
+walvisor disk check disk.img
+echo "job: check: status $?"
+echo "job: on the disk: $(head -c 5 disk.img)"
