@@ -4,16 +4,26 @@
 //!   a KVM for kernels:  walvisor run ── disk.img, disk.img.wal
 //!   any other machine:  walvisor serve vhost-user ── disk.img, disk.img.wal
 //!                          └─▶ QEMU: /dev/vdc ──▶ kvm_amd ▶ walvisor run ── /dev/vdc, backend=raw
+//!                      passt ──▶ QEMU: eth0 ── bridge ── tap0 ──┘
 //! ```
 //! Either way, a FLUSH of the guest is durable in the log.
 
 use std::io::{BufRead, BufReader};
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::io::{Errno, FdFlags, fcntl_setfd};
+use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, waitid};
+use walvisor::net_spec::{NetLink, NetSpec};
+use walvisor::network;
+use walvisor::size::parse_size;
 
 use crate::cache::Cache;
 use crate::error::{Error, FileContext, Result};
@@ -42,7 +52,18 @@ pub struct OwnGuest {
     pub cpus: u8,
     /// Memory, as `walvisor run --memory` takes it.
     pub memory: String,
+    /// Further disks, as `walvisor run --disk` takes them: /dev/vdb, and so on.
+    pub disks: Vec<String>,
+    /// A network, as `walvisor run --net` takes it; nested only passt.
+    pub network: Option<String>,
+    /// Where to listen for `walvisor ctl`.
+    pub control: Option<PathBuf>,
+    /// The file for the metrics.
+    pub metrics: Option<PathBuf>,
 }
+
+/// Bytes of memory that a guest may have in a nested machine, which has 4 GiB.
+const MOST_NESTED_MEMORY: u64 = 3 << 30;
 
 impl OwnGuest {
     /// Boots the guest, with its console on the terminal, and waits until it ends. Returns the exit status.
@@ -73,6 +94,9 @@ impl OwnGuest {
                     .arg(images.path("initramfs-base.cpio"))
                     .arg("--disk")
                     .arg(format!("path={},transport=pci", escape(&image)));
+                command.args(self.disks.iter().flat_map(|spec| ["--disk", spec]));
+                command.args(self.network.iter().flat_map(|spec| ["--net", spec]));
+                self.give_files(&mut command);
                 // From here on walvisor has the terminal, and handles signals.
                 let source = command.exec();
                 Err(Error::Start {
@@ -81,17 +105,27 @@ impl OwnGuest {
                 })
             }
             Machine::Nested => {
+                self.check_memory()?;
+                let network = self.network.as_deref();
+                let network = network.map(|spec| NestedNetwork::start(spec, &image));
+                let network = network.transpose()?;
                 let scratch = ScratchDir::new(cache, &reporter)?;
-                let socket = scratch.path().join("disk");
-                let daemon = Daemon::start(walvisor, &image, &socket)?;
+                let sockets =
+                    (0..=self.disks.len()).map(|n| scratch.path().join(format!("disk{n}")));
+                let sockets: Vec<_> = sockets.collect();
+                let daemon = Daemon::start(self, walvisor, &image, &sockets)?;
                 let mut job = Job::new(JOB, walvisor);
                 let quoted = command_line.trim_end().replace('\'', "'\\''");
                 job.script = format!(
-                    "GUEST_CPUS={} GUEST_MEMORY={} GUEST_CMDLINE='{quoted}'\n{JOB}",
-                    self.cpus, self.memory
+                    "GUEST_CPUS={} GUEST_MEMORY={} GUEST_CMDLINE='{quoted}' GUEST_DISKS={} GUEST_NET={}\n{JOB}",
+                    self.cpus,
+                    self.memory,
+                    sockets.len(),
+                    network.as_ref().map_or("", |network| &network.keys),
                 );
                 job.limit = NO_LIMIT;
-                job.disk = Some(socket);
+                job.disks = sockets;
+                job.network = network.map(|network| network.socket);
                 job.terminal = true;
                 let outcome = job.run_on(machine, cache, &reporter)?;
                 drop(daemon);
@@ -101,50 +135,139 @@ impl OwnGuest {
     }
 }
 
+impl OwnGuest {
+    /// Tells `walvisor run` or `serve` where to listen, and where to write metrics.
+    fn give_files(&self, command: &mut Command) {
+        for (option, path) in [("--control", &self.control), ("--metrics", &self.metrics)] {
+            if let Some(path) = path {
+                command.arg(option).arg(path);
+            }
+        }
+    }
+
+    /// Whether a nested machine has enough memory for the guest. `walvisor run` checks that of this machine.
+    fn check_memory(&self) -> Result<()> {
+        let memory = &self.memory;
+        let refused = |reason: String| Err(Error::Unusable(format!("--memory {memory}: {reason}")));
+        match parse_size(memory) {
+            Err(reason) => refused(reason.to_string()),
+            Ok(bytes) if bytes > MOST_NESTED_MEMORY => refused(
+                "the machine that QEMU emulates around the guest has 4 GiB: give at most 3G"
+                    .to_owned(),
+            ),
+            Ok(_) => Ok(()),
+        }
+    }
+}
+
+/// The network of a nested guest: a passt on this machine, and a bridge from the emulated network card to a tap device.
+struct NestedNetwork {
+    /// QEMU's end.
+    socket: Arc<OwnedFd>,
+    /// Keys of the guest's device.
+    keys: String,
+}
+
+impl NestedNetwork {
+    fn start(spec: &str, image: &Path) -> Result<Self> {
+        let unusable =
+            |reason: &dyn std::fmt::Display| Error::Unusable(format!("--net {spec}: {reason}"));
+        let parsed = NetSpec::parse(spec).map_err(|error| unusable(&error))?;
+        let NetLink::Passt { host, tcp, udp } = &parsed.link else {
+            return Err(unusable(&"a nested guest has only passt: give passt"));
+        };
+        let pair = UnixStream::pair().map_err(|error| unusable(&error))?;
+        let (ours, theirs) = (OwnedFd::from(pair.0), OwnedFd::from(pair.1));
+        // Only passt inherits this end, which is closed here before anything else starts. QEMU inherits the other one.
+        fcntl_setfd(&theirs, FdFlags::empty()).map_err(|error| unusable(&error))?;
+        let ports = [("-t", tcp), ("-u", udp)];
+        let mut passt = network::passt(parsed.mtu, *host, ports, theirs.as_raw_fd());
+        passt.spawn().map_err(|source| Error::Start {
+            command: command_text(&passt),
+            source,
+        })?;
+        let mac = network::address(&parsed, 0, image);
+        Ok(Self {
+            socket: Arc::new(ours),
+            keys: format!(",mac={mac},mtu={}", parsed.mtu),
+        })
+    }
+}
+
 /// The path as a value of `--disk`, where commas are doubled.
 fn escape(path: &Path) -> String {
     path.display().to_string().replace(',', ",,")
 }
 
-/// `walvisor serve vhost-user` with one disk. Dropping it stops it, which closes the disk.
-struct Daemon(Child);
+/// `walvisor serve vhost-user` with the guest's disks. Dropping it stops it, which closes the disks.
+struct Daemon {
+    child: Child,
+    /// Whether its end is expected.
+    ending: Arc<AtomicBool>,
+}
 
 impl Daemon {
-    fn start(walvisor: &Path, image: &Path, socket: &Path) -> Result<Self> {
+    fn start(guest: &OwnGuest, walvisor: &Path, image: &Path, sockets: &[PathBuf]) -> Result<Self> {
         let mut command = Command::new(walvisor);
-        command
-            .args(["serve", "vhost-user", "--disk"])
-            .arg(format!("path={},socket={}", escape(image), escape(socket)))
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped());
+        command.args(["serve", "vhost-user"]);
+        let first = format!("path={}", escape(image));
+        for (spec, socket) in [&first].into_iter().chain(&guest.disks).zip(sockets) {
+            let spec = format!("{spec},socket={}", escape(socket));
+            command.args(["--disk", &spec]);
+        }
+        guest.give_files(&mut command);
+        command.stdin(Stdio::null()).stdout(Stdio::piped());
         stop::check()?;
         let child = leash(&mut command).spawn().map_err(|source| Error::Start {
             command: command_text(&command),
             source,
         })?;
-        let mut daemon = Self(child);
-        stop::exempt(Pid::from_child(&daemon.0));
+        let mut daemon = Self {
+            child,
+            ending: Arc::default(),
+        };
+        stop::exempt(Pid::from_child(&daemon.child));
         // It prints a line once it serves the disk. Errors go to stderr.
         let mut line = String::new();
-        if let Some(output) = daemon.0.stdout.take() {
+        if let Some(output) = daemon.child.stdout.take() {
             BufReader::new(output)
                 .read_line(&mut line)
                 .at("read the output of", walvisor)?;
         }
+        // It prints a line for each disk, and each is served by then.
         if line.is_empty() {
+            daemon.ending.store(true, Ordering::SeqCst);
             return Err(Error::Unusable(format!(
                 "{}: walvisor does not serve it, for the reason above",
                 image.display()
             )));
         }
+        daemon.watch();
         Ok(daemon)
+    }
+
+    /// Ends the guest if the daemon ends before it: QEMU would wait for it for ever.
+    fn watch(&self) {
+        let (daemon, ending) = (Pid::from_child(&self.child), Arc::clone(&self.ending));
+        thread::spawn(move || {
+            let exited = WaitIdOptions::EXITED | WaitIdOptions::NOWAIT;
+            while matches!(waitid(WaitId::Pid(daemon), exited), Err(Errno::INTR)) {}
+            if !ending.load(Ordering::SeqCst) {
+                eprintln!(
+                    "\r\nwalvisor-guest-images: 'walvisor serve', which has the disks, has ended: the guest is stopped"
+                );
+                // As a signal of the user: everything that this process has started ends.
+                let _ = kill_process(getpid(), Signal::TERM);
+            }
+        });
     }
 }
 
 impl Drop for Daemon {
     fn drop(&mut self) {
+        self.ending.store(true, Ordering::SeqCst);
         // Fails if it has already ended.
-        let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
-        let _ = self.0.wait();
+        let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
+        let _ = self.child.wait();
     }
 }

@@ -49,8 +49,8 @@ const DISK_PROGRAMS: [&str; 6] = [
     "sbin/xfs_repair",
 ];
 /// The modules of the machine around a nested guest. `nbd` is for jobs that use that machine's kernel as an NBD client,
-/// `tun` for guests with a tap device.
-const OUTER_MODULES: [&str; 7] = [
+/// `tun` for guests with a tap device, and a network card and `bridge` for a guest of a user's own.
+const OUTER_MODULES: [&str; 9] = [
     "virtio_pci",
     "virtio_blk",
     "crc32c_generic",
@@ -58,6 +58,8 @@ const OUTER_MODULES: [&str; 7] = [
     "kvm_amd",
     "nbd",
     "tun",
+    "virtio_net",
+    "bridge",
 ];
 
 /// The modules of `initramfs-scsi.cpio`, for jobs that use that machine's SCSI target.

@@ -2,9 +2,11 @@
 
 use std::fs;
 use std::ops::ControlFlow;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::cache::Cache;
@@ -49,8 +51,10 @@ pub struct Job {
     pub disk_mebibytes: u64,
     /// The most attempts, at least 1: the job is retried if its machine or a guest on it hangs or crashes.
     pub attempts: u32,
-    /// The socket of a vhost-user disk, /dev/vdc of a nested machine.
-    pub disk: Option<PathBuf>,
+    /// The sockets of vhost-user disks: /dev/vdc of a nested machine, and so on.
+    pub disks: Vec<PathBuf>,
+    /// A socket for a network card of a nested machine: a stream of frames, each after its length. QEMU inherits it.
+    pub network: Option<Arc<OwnedFd>>,
     /// Whether the console of a nested machine is the terminal of this process, for input too.
     pub terminal: bool,
 }
@@ -66,7 +70,8 @@ impl Job {
             limit: Duration::from_secs(600),
             disk_mebibytes: 4096,
             attempts: 6,
-            disk: None,
+            disks: Vec::new(),
+            network: None,
             terminal: false,
         }
     }
@@ -250,7 +255,8 @@ impl Job {
             images: disk,
             work: &work,
             limit: self.limit,
-            disks: self.disk.as_slice(),
+            disks: &self.disks,
+            network: self.network.as_deref(),
             terminal: self.terminal,
         };
         let mut no_kvm = false;

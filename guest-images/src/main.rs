@@ -40,6 +40,19 @@ enum Action {
         /// Guest memory
         #[arg(long, default_value = "512M")]
         memory: String,
+        /// A further disk, as 'walvisor run --disk' takes it; where the guest is nested, as 'walvisor serve vhost-user' does,
+        /// without socket=; may be given several times
+        #[arg(long = "disk", value_name = "SPEC")]
+        disks: Vec<String>,
+        /// A network, as 'walvisor run --net' takes it; where the guest is nested, only passt
+        #[arg(long = "net", value_name = "SPEC")]
+        network: Option<String>,
+        /// Listen here for 'walvisor ctl'
+        #[arg(long, value_name = "SOCKET")]
+        control: Option<PathBuf>,
+        /// Write metrics as Prometheus text at the end
+        #[arg(long, value_name = "FILE")]
+        metrics: Option<PathBuf>,
         /// The walvisor binary [default: beside this program, or built from this source tree]
         #[arg(long)]
         walvisor: Option<PathBuf>,
@@ -121,6 +134,10 @@ fn run_action(arguments: Arguments) -> Result<u8> {
             append,
             cpus,
             memory,
+            disks,
+            network,
+            control,
+            metrics,
             walvisor,
         } => {
             let guest = OwnGuest {
@@ -129,6 +146,10 @@ fn run_action(arguments: Arguments) -> Result<u8> {
                 append,
                 cpus,
                 memory,
+                disks,
+                network,
+                control,
+                metrics,
             };
             guest.boot(&binary(walvisor)?, &cache)
         }

@@ -8,10 +8,13 @@
 //! ```
 
 use std::ops::ControlFlow;
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd};
+use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use rustix::io::{FdFlags, fcntl_setfd};
 use rustix::stdio::stdin;
 use rustix::termios::{OptionalActions, Termios, isatty, tcgetattr, tcsetattr};
 
@@ -50,6 +53,8 @@ pub(crate) struct NestedBoot<'a> {
     pub(crate) limit: Duration,
     /// Sockets of further vhost-user disks: /dev/vdc, ...
     pub(crate) disks: &'a [PathBuf],
+    /// A socket that QEMU inherits, for a network card: a stream of frames, each after its length.
+    pub(crate) network: Option<&'a OwnedFd>,
     /// Whether the machine's console is the terminal of this process.
     pub(crate) terminal: bool,
 }
@@ -63,6 +68,29 @@ impl NestedBoot<'_> {
                 path.display()
             )
         };
+        let disks = self.disks.iter().enumerate();
+        let disks = disks.flat_map(|(number, socket)| vhost_user_disk(number, socket, 1));
+        let network = self.network.iter().flat_map(|socket| {
+            let socket = socket.as_raw_fd();
+            [
+                "-netdev".to_owned(),
+                format!("stream,id=network,server=off,addr.type=fd,addr.str={socket}"),
+                "-device".to_owned(),
+                "virtio-net-pci,netdev=network,romfile=".to_owned(),
+            ]
+        });
+        if let Some(socket) = self.network {
+            let socket = socket.as_raw_fd();
+            // SAFETY: between fork and exec the closure only makes a system call. The descriptor is open, because the command
+            // is run while `self.network` is borrowed.
+            unsafe {
+                qemu.pre_exec(move || {
+                    let socket = BorrowedFd::borrow_raw(socket);
+                    fcntl_setfd(socket, FdFlags::empty())?;
+                    Ok(())
+                });
+            }
+        }
         qemu.args(["-nodefaults", "-no-user-config", "-no-reboot"])
             .args(["-display", "none", "-serial", "chardev:console", "-chardev"])
             // Ctrl-C on a terminal goes to the guest.
@@ -96,7 +124,8 @@ impl NestedBoot<'_> {
             // The disk is deleted after the run, so it does not have to survive a power loss of this machine.
             .arg(disk("work", self.work, "cache=unsafe"))
             .args(["-device", "virtio-blk-pci,drive=work"])
-            .args(self.disks.iter().flat_map(|socket| vhost_user_disk(socket, 1)))
+            .args(disks)
+            .args(network)
             .stdin(if self.terminal { Stdio::inherit() } else { Stdio::null() })
             .stdout(Stdio::piped())
             .stderr(Stdio::piped());

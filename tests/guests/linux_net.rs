@@ -38,7 +38,7 @@ fn a_guest_fetches_over_passt_and_a_tap_device_and_outlives_passt() {
             "{way}"
         );
     }
-    assert_eq!(reported(console, "guest: back "), [sent, sent]);
+    assert_eq!(reported(console, "guest: back "), [sent, sent, sent]);
     assert_eq!(
         reported(console, "guest: the first carrier is "),
         ["0, the second 1"]

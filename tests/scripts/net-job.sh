@@ -24,7 +24,7 @@ chmod 755 "$BASE/bin/passt"
 
 # What keeps the file systems in use at the end.
 end() {
-    killall httpd nc 2>/dev/null
+    killall httpd 2>/dev/null
     sleep 0.2
     umount passt-root/proc passt-root
 }
@@ -36,8 +36,15 @@ tunctl -t uplink >/dev/null
 ip addr add 192.0.2.2/24 dev uplink
 ip link set uplink up
 ip route add default via 192.0.2.1 dev uplink
-mkdir www
-head -c 1048576 /dev/urandom >www/file
+mkdir -p www/cgi-bin
+head -c 1048576 /dev/urandom | base64 >www/file
+# Answers what is sent with its sum.
+cat >www/cgi-bin/sum <<'END'
+#!/bin/sh
+printf 'Content-Type: text/plain\r\n\r\n'
+head -c "$CONTENT_LENGTH" | sha256sum
+END
+chmod 755 www/cgi-bin/sum
 httpd -p 8080 -h "$WORK/www"
 echo "job: sent $(sha256sum <www/file | cut -d' ' -f1)"
 
@@ -49,8 +56,6 @@ start_guest net --kernel "$IMAGES/vmlinuz" --initrd net.initrd --memory 256M \
     --net tap=tap0,mac=02:00:00:00:00:02,transport=pci
 ip addr add 10.9.0.1/24 dev tap0
 ip link set tap0 up
-# What the guest sends back, once over each network, is answered with its sum.
-for port in 9001 9002; do nc -l -p $port -e sha256sum & done
 wait_line net 'guest: both networks work' 180 || { spoken net; exit 1; }
 kill "$(pidof passt)"
 wait_guest net 180

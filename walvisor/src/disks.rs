@@ -227,8 +227,10 @@ const SPARE_RINGS: usize = 64;
 const MOST_RINGS: usize = 512;
 
 /// Makes the rings with which these disks are read and written, before the process gives up the right to make more.
-pub fn prepare_rings(disks: &[OpenDisk]) {
-    let queues = disks.iter().map(|disk| usize::from(disk.device.queues));
+pub fn prepare_rings<'a>(disks: impl IntoIterator<Item = &'a OpenDisk>) {
+    let queues = disks
+        .into_iter()
+        .map(|disk| usize::from(disk.device.queues));
     let rings = queues.sum::<usize>() + SPARE_RINGS;
     walvisor_storage::prepare_rings(rings.min(MOST_RINGS));
 }

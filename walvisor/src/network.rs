@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::AsRawFd;
+use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -34,7 +34,7 @@ impl OpenNetwork {
     /// # Errors
     /// If the link cannot be opened. The text is one line.
     pub fn open(spec: &NetSpec, index: usize, place: &Path) -> Result<Self, String> {
-        let mac = spec.mac.unwrap_or_else(|| default_mac(place, index));
+        let mac = address(spec, index, place);
         let (link, passt) = match &spec.link {
             NetLink::Passt { host, tcp, udp } => {
                 let ports = [("-t", tcp), ("-u", udp)];
@@ -71,6 +71,39 @@ impl OpenNetwork {
     }
 }
 
+/// The address of a guest's `index`th network device; see [`OpenNetwork::open`].
+pub fn address(spec: &NetSpec, index: usize, place: &Path) -> MacAddress {
+    spec.mac.unwrap_or_else(|| default_mac(place, index))
+}
+
+/// A passt that is connected to the other end of `socket`, which it has to inherit, with its ports
+/// (`-t` and `-u`). It ends when that end is closed.
+pub fn passt(mtu: u16, host: bool, ports: [(&str, &Option<String>); 2], socket: RawFd) -> Command {
+    let mut command = Command::new(PASST);
+    command
+        .args(["--foreground", "--quiet"])
+        .args(["--mtu", &mtu.to_string()])
+        .args(["--fd", &socket.to_string()]);
+    if rustix::process::geteuid().is_root() {
+        // What it does anyway, with a warning.
+        command.args(["--runas", "nobody"]);
+    }
+    if !host {
+        command.arg("--no-map-gw");
+    }
+    for (option, list) in ports {
+        if let Some(list) = list {
+            command.args([option, list]);
+        }
+    }
+    command
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        // Ctrl-C in the terminal asks the guest to power down, and that takes its network.
+        .process_group(0);
+    command
+}
+
 /// Starts a passt that is connected to the returned link. It ends when the link is closed, however
 /// this process ends.
 fn start_passt(
@@ -92,30 +125,8 @@ fn start_passt(
     let link = Link::stream(ours).map_err(failed)?.named(PASST);
     // Only passt inherits this end: it is closed here before the process starts another one.
     fcntl_setfd(&theirs, FdFlags::empty()).map_err(|error| failed(error.into()))?;
-    let mut command = Command::new(PASST);
-    command
-        .args(["--foreground", "--quiet"])
-        .args(["--mtu", &mtu.to_string()])
-        .args(["--fd", &theirs.as_raw_fd().to_string()]);
-    if rustix::process::geteuid().is_root() {
-        // What it does anyway, with a warning.
-        command.args(["--runas", "nobody"]);
-    }
-    if !host {
-        command.arg("--no-map-gw");
-    }
-    for (option, list) in ports {
-        if let Some(list) = list {
-            command.args([option, list]);
-        }
-    }
-    let child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        // Ctrl-C in the terminal asks the guest to power down, and that takes its network.
-        .process_group(0)
-        .spawn()
-        .map_err(failed)?;
+    let child = passt(mtu, host, ports, theirs.as_raw_fd()).spawn();
+    let child = child.map_err(failed)?;
     Ok((link, child))
 }
 

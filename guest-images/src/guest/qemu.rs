@@ -15,13 +15,13 @@ const NOBODY: u32 = 65534;
 
 /// QEMU's arguments for the vhost-user disk at `socket`. QEMU reconnects whenever the daemon comes back.
 #[must_use]
-pub fn vhost_user_disk(socket: &Path, queues: u16) -> [String; 4] {
+pub fn vhost_user_disk(number: usize, socket: &Path, queues: u16) -> [String; 4] {
     let socket = socket.display();
     [
         "-chardev".to_owned(),
-        format!("socket,id=disk,path={socket},reconnect=1"),
+        format!("socket,id=disk{number},path={socket},reconnect=1"),
         "-device".to_owned(),
-        format!("vhost-user-blk-pci,chardev=disk,num-queues={queues}"),
+        format!("vhost-user-blk-pci,chardev=disk{number},num-queues={queues}"),
     ]
 }
 

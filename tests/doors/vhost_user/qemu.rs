@@ -28,7 +28,7 @@ fn a_guest_goes_on_when_its_daemon_was_killed_and_is_back() {
         return;
     }
     goes_on(3, "", |dir| {
-        let disk = vhost_user_disk(&dir.join("s"), 2);
+        let disk = vhost_user_disk(0, &dir.join("s"), 2);
         Guest::qemu(dir, &images(), &disk, &storm(3)).unwrap()
     });
 }

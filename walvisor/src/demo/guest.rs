@@ -17,6 +17,7 @@ use walvisor_vmm::vm::{DiskConfig, Vm, VmBuilder};
 use super::error::DemoError;
 use super::listener::{self, Listener, Transcript};
 use super::recorder::{CountSources, Recorder};
+use crate::disks::prepare_rings;
 use walvisor_guest::IMAGE;
 use walvisor_guest::contract::{BootInfo, MMIO_SLOTS, Task};
 
@@ -44,6 +45,8 @@ pub(super) fn run_guest(
         .memory(MEMORY)
         .seccomp(seccomp)
         .console(Console::writer(recorder));
+    let disks: Vec<_> = disks.into_iter().collect();
+    prepare_rings(disks.iter().map(|disk| &disk.disk));
     let vm = disks.into_iter().fold(builder, VmBuilder::disk).build()?;
     load(&vm, task)?;
     // A vCPU's filter does not allow reading these counters. A load runs without a filter.

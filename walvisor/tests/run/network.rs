@@ -6,7 +6,8 @@ use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
-use walvisor_tests::{have, leash};
+use walvisor_testkit::leash;
+use walvisor_tests::have;
 
 use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, stdout, wait_for};
