@@ -3,18 +3,28 @@
 
 use std::fs;
 use std::io::{Read, Write};
+use std::net::TcpListener;
 use std::os::unix::fs::symlink;
 use std::path::Path;
 use std::process::{ChildStdout, Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
-use walvisor_guest_images::{obstacle, program};
+use walvisor_guest_images::{Machine, obstacle, program};
 use walvisor_testkit::Process;
 use walvisor_testkit::process::client;
-use walvisor_tests::{binary, have, succeed};
+use walvisor_tests::{binary, have, have_passt, succeed};
 
+/// With `port=` on the kernel's command line it fetches its greeting's first line from this machine, at its gateway's address.
 const INIT: &str = "#!/bin/sh
 /bin/busybox --install -s /bin
+if [ \"$port\" ]; then
+    device=$(ls /sys/class/net | grep -v lo)
+    ip link set \"$device\" up
+    printf '#!/bin/sh\\n[ \"$1\" = bound ] || exit 0\\nip addr add $ip/$mask dev $interface\\nip route add default via $router\\necho $router >/run/router\\n' >/run/lease
+    chmod 755 /run/lease
+    udhcpc -q -n -t 20 -i \"$device\" -s /run/lease
+    echo \"fetched: $(wget -q -O - http://$(cat /run/router):$port/), disks: $(ls /dev/vd*)\"
+fi
 printf 'name? '
 read name
 echo \"hello, $name\" >/greeting
@@ -50,7 +60,8 @@ fn boot(dir: &Path, words: &[&str]) -> (Process, ChildStdout) {
         .env_remove("WALVISOR")
         .current_dir(dir)
         .stdin(Stdio::piped())
-        .stdout(Stdio::piped());
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
     let mut child = Process::spawn(&mut command);
     let output = child.stdout.take().unwrap();
     (child, output)
@@ -97,4 +108,117 @@ fn a_root_image_boots_and_keeps_what_is_written() {
     let status = child.wait().unwrap().code();
     assert_eq!(status, Some(143));
     assert!(succeed(dir, "disk check disk.img").contains("clean"));
+}
+
+/// Answers one request for a page, and returns the port.
+fn serve_once(page: &'static str) -> u16 {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = listener.local_addr().unwrap().port();
+    std::thread::spawn(move || {
+        let (mut client, _) = listener.accept().unwrap();
+        let mut request = [0; 1024];
+        let _ = client.read(&mut request);
+        let len = page.len();
+        write!(
+            client,
+            "HTTP/1.0 200 OK\r\nContent-Length: {len}\r\n\r\n{page}"
+        )
+        .unwrap();
+    });
+    port
+}
+
+#[test]
+fn a_root_image_boots_with_a_second_disk_and_a_network() {
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
+    if !have("busybox", "busybox-static") || !have_passt() {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    root_image(dir);
+    run(dir, "truncate", &["-s", "8M", "second.img"]);
+    let port = format!("port={}", serve_once("a page of the host"));
+    let words = [
+        "disk.img",
+        "--disk",
+        "path=second.img",
+        "--net",
+        "passt,host=on",
+        "--metrics",
+        "run.prom",
+        "--append",
+        &port,
+    ];
+    let (mut child, mut output) = boot(dir, &words);
+    let mut input = child.stdin.take().unwrap();
+    read_until(&mut output, "fetched: a page of the host, disks: /dev/vda");
+    read_until(&mut output, "/dev/vdb");
+    input.write_all(b"Ada\n").unwrap();
+    std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(0));
+    let metrics = fs::read_to_string(dir.join("run.prom")).unwrap();
+    for disk in ["disk.img", "second.img"] {
+        assert!(metrics.contains(disk), "{metrics}");
+        assert!(succeed(dir, &format!("disk check {disk}")).contains("clean"));
+    }
+}
+
+#[test]
+fn a_guest_ends_with_a_line_when_its_disks_daemon_is_killed() {
+    if let Some(why) = obstacle() {
+        return println!("skipped: {why}");
+    }
+    if Machine::choose().0 != Machine::Nested {
+        return println!("skipped: only a nested guest has a daemon");
+    }
+    if !have("busybox", "busybox-static") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    root_image(dir);
+    let (mut child, mut output) = boot(dir, &["disk.img"]);
+    read_until(&mut output, "name? ");
+    let children = format!("/proc/{0}/task/{0}/children", child.id());
+    let children = fs::read_to_string(children).unwrap();
+    let daemon = children.split_whitespace().find(|pid| {
+        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim() == "walvisor")
+    });
+    let daemon = Pid::from_raw(daemon.unwrap().parse().unwrap()).unwrap();
+    kill_process(daemon, Signal::KILL).unwrap();
+    std::io::copy(&mut output, &mut std::io::stdout()).unwrap();
+    assert_eq!(child.wait().unwrap().code(), Some(143));
+    let mut said = String::new();
+    child
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut said)
+        .unwrap();
+    assert!(said.contains("has ended: the guest is stopped"), "{said}");
+}
+
+#[test]
+fn more_memory_than_a_nested_machine_has_is_refused() {
+    if Machine::choose().0 != Machine::Nested {
+        return println!("skipped: only a nested machine has a limit of its own");
+    }
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("disk.img"), []).unwrap();
+    let (mut child, _) = boot(dir.path(), &["disk.img", "--memory", "8G"]);
+    assert_eq!(child.wait().unwrap().code(), Some(1));
+    let mut said = String::new();
+    child
+        .stderr
+        .take()
+        .unwrap()
+        .read_to_string(&mut said)
+        .unwrap();
+    assert!(
+        said.contains("--memory 8G: ") && said.contains("give at most 3G"),
+        "{said}"
+    );
 }

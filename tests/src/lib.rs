@@ -40,6 +40,21 @@ pub fn have_all(needs: &[(&str, &str)]) -> bool {
         .all(|(program, package)| have(program, package))
 }
 
+/// Installs passt, and checks that this machine has the default route that it takes its addresses from. Returns `false` if one
+/// of these fails, after printing `skipped: why`.
+#[must_use]
+pub fn have_passt() -> bool {
+    let routes = fs::read_to_string("/proc/net/route").unwrap_or_default();
+    let is_default = |line: &str| line.split_whitespace().nth(1) == Some("00000000");
+    if !routes.lines().any(is_default) {
+        println!(
+            "skipped: this machine has no default route, and passt takes its addresses from one"
+        );
+        return false;
+    }
+    have("passt", "passt")
+}
+
 /// The lines of a guest's console that begin with `guest: `, up to the last one.
 ///
 /// # Panics

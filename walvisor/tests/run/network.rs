@@ -7,7 +7,7 @@ use std::process::{Command, Stdio};
 
 use rustix::process::{Pid, Signal, kill_process};
 use walvisor_testkit::leash;
-use walvisor_tests::have;
+use walvisor_tests::have_passt;
 
 use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, stdout, wait_for};
@@ -62,7 +62,7 @@ fn runs(pid: Pid) -> bool {
 
 #[test]
 fn a_guest_boots_with_passt_over_both_transports() {
-    if !has_kvm() || !have("passt", "passt") {
+    if !has_kvm() || !have_passt() {
         return;
     }
     let (_directory, kernel) = kernel(KernelAction::PowerOff);
@@ -77,7 +77,7 @@ fn a_guest_boots_with_passt_over_both_transports() {
 
 #[test]
 fn passt_ends_with_a_walvisor_that_is_killed() {
-    if !has_kvm() || !have("passt", "passt") {
+    if !has_kvm() || !have_passt() {
         return;
     }
     let (_directory, kernel) = kernel(KernelAction::Echo);
