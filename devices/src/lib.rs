@@ -1,5 +1,6 @@
-//! Frontends: virtio-blk and its transports, vhost-user, NBD, TCMU. They depend on neither KVM nor the store, and are
-//! generic over [`backend::Backend`]. `backend` is the crate `walvisor-block`, so a program needs only this crate.
+//! Frontends: virtio-blk and virtio-net with their transports, vhost-user, NBD, TCMU. They depend on neither KVM nor the
+//! store, and those of disks are generic over [`backend::Backend`]. `backend` is the crate `walvisor-block`, so a program
+//! needs only this crate.
 //!
 //! ```text
 //!  driver ──registers──▶ transport::{MmioTransport, PciTransport}      vCPU thread, never blocks on I/O
@@ -8,6 +9,7 @@
 //!                               take chains ─▶ parse ─▶ BackendQueue    virtio/virtqueue.rs, block/request.rs
 //!                               publish used index once ─▶ Interrupt    interrupt.rs
 //!
+//!  passt, a tap device ──frames──▶ queue workers of a network device        net/
 //!  vhost-user front-end ──socket──▶ a thread per listener ─▶ queue workers  vhost_user/
 //!  NBD clients ──sockets──▶ a few shared threads ─▶ BackendQueue            nbd/
 //!  the kernel's SCSI target ──UIO ring──▶ a thread per disk ─▶ SCSI tasks   tcmu/, scsi/
@@ -24,7 +26,7 @@
 //!
 //! # Features
 //!
-//! virtio-blk over MMIO and PCI is always there. `vhost-user`, `nbd`, `tls` (NBD over TLS, which brings rustls), `scsi` and
+//! virtio-blk and virtio-net over MMIO and PCI are always there. `vhost-user`, `nbd`, `tls` (NBD over TLS, which brings rustls), `scsi` and
 //! `tcmu` are features, all on by default. A program that needs none of them sets `default-features = false`.
 
 // Code that only some front-ends use is built even without them.

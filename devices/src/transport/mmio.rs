@@ -5,13 +5,13 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::EventFd;
 
+use super::Device;
 use super::device_state::{DeviceState, Half, QueueArea};
 use super::offsets::mmio as reg;
 use super::registers::Registers;
 use crate::block::VirtioBlock;
 use crate::interrupt::{EdgeLine, LineInterrupt};
 use crate::memory::DeviceMemory;
-use crate::virtio::VirtioDevice;
 
 /// "virt", little-endian.
 const MAGIC: u32 = 0x7472_6976;
@@ -23,12 +23,12 @@ const VENDOR: u32 = 0x564c_4157;
 const NO_REGION: u32 = !0;
 
 /// A virtio device as 4 KiB of memory-mapped registers, one doorbell register and one interrupt line.
-pub struct MmioTransport<M: DeviceMemory, D: VirtioDevice = VirtioBlock> {
+pub struct MmioTransport<M: DeviceMemory, D: Device = VirtioBlock> {
     state: DeviceState<M, D>,
     interrupt: Arc<LineInterrupt>,
 }
 
-impl<M: DeviceMemory, D: VirtioDevice> MmioTransport<M, D> {
+impl<M: DeviceMemory, D: Device> MmioTransport<M, D> {
     /// Size of the register window in bytes.
     pub const SIZE: u64 = reg::SIZE;
 
@@ -136,7 +136,7 @@ impl<M: DeviceMemory, D: VirtioDevice> MmioTransport<M, D> {
     }
 }
 
-impl<M: DeviceMemory, D: VirtioDevice> Registers for MmioTransport<M, D> {
+impl<M: DeviceMemory, D: Device> Registers for MmioTransport<M, D> {
     type Memory = M;
     type Device = D;
 

@@ -11,6 +11,7 @@ use std::sync::Arc;
 
 use vmm_sys_util::eventfd::EventFd;
 
+use super::Device;
 use super::device_state::{DeviceState, Half, QueueArea};
 use super::msix::{
     CONTROL_ENABLE, CONTROL_FUNCTION_MASK, ENTRY_LEN, Msix, NO_VECTOR, PciInterrupt,
@@ -23,7 +24,6 @@ use super::registers::Registers;
 use crate::block::VirtioBlock;
 use crate::interrupt::MsiRouter;
 use crate::memory::DeviceMemory;
-use crate::virtio::VirtioDevice;
 
 const VENDOR_VIRTIO: u16 = 0x1af4;
 /// A modern device's PCI ID is 0x1040 plus its virtio device ID (4.1.2).
@@ -80,7 +80,7 @@ pub struct PciDoorbell {
 }
 
 /// A virtio device as a PCI function with MSI-X: one vector per queue and one for the configuration.
-pub struct PciTransport<M: DeviceMemory, D: VirtioDevice = VirtioBlock> {
+pub struct PciTransport<M: DeviceMemory, D: Device = VirtioBlock> {
     state: DeviceState<M, D>,
     config: PciConfig,
     interrupt: Arc<PciInterrupt>,
@@ -90,7 +90,7 @@ pub struct PciTransport<M: DeviceMemory, D: VirtioDevice = VirtioBlock> {
     pending_offset: u64,
 }
 
-impl<M: DeviceMemory, D: VirtioDevice> PciTransport<M, D> {
+impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
     /// Presents `device`, with a vector per queue and one for the configuration. No BAR has an address yet.
     pub fn new(device: D, memory: M, msi: Arc<dyn MsiRouter>) -> Self {
         let queues = device.queues();
@@ -418,7 +418,7 @@ impl<M: DeviceMemory, D: VirtioDevice> PciTransport<M, D> {
     }
 }
 
-impl<M: DeviceMemory, D: VirtioDevice> Registers for PciTransport<M, D> {
+impl<M: DeviceMemory, D: Device> Registers for PciTransport<M, D> {
     type Memory = M;
     type Device = D;
 

@@ -67,7 +67,7 @@ impl MsiRouter for Vectors {
 
 enum Transport {
     Mmio(MmioTransport<Memory, VirtioNet>, EventFd),
-    Pci(PciTransport<Memory, VirtioNet>, Arc<Vectors>),
+    Pci(Box<PciTransport<Memory, VirtioNet>>, Arc<Vectors>),
 }
 
 /// The registers of either transport: the offset over MMIO, and the one in the common configuration with its width.
@@ -160,7 +160,7 @@ impl Driver {
                 function.config_read(0, &mut identity);
                 assert_eq!(u32::from_le_bytes(identity), 0x1041_1af4);
                 enable_msix(&mut function);
-                Transport::Pci(function, vectors)
+                Transport::Pci(Box::new(function), vectors)
             }
         };
         Self {
