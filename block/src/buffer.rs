@@ -5,6 +5,7 @@ use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Alignment of every [`Buffer`] in bytes: the page size, which satisfies every O_DIRECT rule of Linux.
@@ -12,6 +13,8 @@ pub const BUFFER_ALIGN: usize = 4096;
 
 /// Most bytes that the pool keeps for reuse, in the whole process: what one queue may have in flight.
 const POOL_BYTES: usize = 32 << 20;
+/// Bytes of all blocks, those kept for reuse included.
+static ALLOCATED: AtomicU64 = AtomicU64::new(0);
 /// Sizes that are recycled: `BUFFER_ALIGN << class`, so up to 4 MiB. Longer ones are rare and go to the system.
 const CLASSES: usize = 11;
 
@@ -44,21 +47,43 @@ unsafe impl Sync for Block {}
 
 impl Block {
     /// Allocates `size` zero bytes.
-    fn new(size: usize) -> Self {
-        let layout = Layout::from_size_align(size, BUFFER_ALIGN).expect("buffer length fits isize");
+    fn new(size: usize) -> Result<Self, OutOfMemory> {
+        let layout = Layout::from_size_align(size, BUFFER_ALIGN).map_err(|_| OutOfMemory)?;
         // SAFETY: the layout's size is at least BUFFER_ALIGN, never zero.
-        let pointer = unsafe { alloc_zeroed(layout) };
-        match NonNull::new(pointer) {
-            Some(pointer) => Self { pointer, layout },
-            None => handle_alloc_error(layout),
-        }
+        let pointer = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(OutOfMemory)?;
+        ALLOCATED.fetch_add(size as u64, Ordering::Relaxed);
+        Ok(Self { pointer, layout })
     }
+}
+
+/// The system has no memory for a buffer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("out of memory")]
+pub struct OutOfMemory;
+
+impl From<OutOfMemory> for std::io::Error {
+    fn from(_: OutOfMemory) -> Self {
+        std::io::ErrorKind::OutOfMemory.into()
+    }
+}
+
+/// Bytes of all buffers, those kept for reuse included.
+pub(crate) fn allocated() -> u64 {
+    ALLOCATED.load(Ordering::Relaxed)
+}
+
+/// Keeps at most `bytes` for reuse from now on, or [`POOL_BYTES`] if that is less. Returns how many.
+pub(crate) fn limit_pool(bytes: u64) -> u64 {
+    let most = usize::try_from(bytes).unwrap_or(POOL_BYTES).min(POOL_BYTES);
+    Pool::lock().most = most;
+    most as u64
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
         // SAFETY: allocated in `new` with this very layout and not freed before.
         unsafe { dealloc(self.pointer.as_ptr(), self.layout) }
+        ALLOCATED.fetch_sub(self.layout.size() as u64, Ordering::Relaxed);
     }
 }
 
@@ -66,11 +91,14 @@ impl Drop for Block {
 struct Pool {
     classes: [Vec<Arc<Block>>; CLASSES],
     bytes: usize,
+    /// Most bytes that are kept.
+    most: usize,
 }
 
 static POOL: Mutex<Pool> = Mutex::new(Pool {
     classes: [const { Vec::new() }; CLASSES],
     bytes: 0,
+    most: POOL_BYTES,
 });
 
 impl Pool {
@@ -89,7 +117,7 @@ impl Pool {
     fn give(&mut self, class: usize, block: Arc<Block>) {
         self.bytes += block.layout.size();
         self.classes[class].push(block);
-        while self.bytes > POOL_BYTES {
+        while self.bytes > self.most {
             // Evict from the class that holds most, so that sizes no longer needed make room for those needed now.
             let most = self.classes.iter_mut().enumerate();
             let most = most.max_by_key(|(class, blocks)| blocks.len() << class);
@@ -111,11 +139,7 @@ impl Buffer {
     /// # Panics
     /// If `len` is above `isize::MAX - 4095`. Aborts when memory is exhausted, as `Vec` does.
     pub fn zeroed(len: usize) -> Self {
-        let (mut buffer, recycled) = Self::take(len);
-        if recycled {
-            buffer.fill(0);
-        }
-        buffer
+        Self::try_zeroed(len).unwrap_or_else(|OutOfMemory| abort_for(len))
     }
 
     /// `len` bytes with arbitrary contents, such as an earlier request's. The caller must overwrite every byte before
@@ -124,7 +148,35 @@ impl Buffer {
     /// # Panics
     /// As [`zeroed`](Self::zeroed).
     pub fn for_overwrite(len: usize) -> Self {
-        Self::take(len).0
+        Self::try_for_overwrite(len).unwrap_or_else(|OutOfMemory| abort_for(len))
+    }
+
+    /// As [`for_overwrite`](Self::for_overwrite), for a length that a client has chosen.
+    ///
+    /// # Errors
+    /// If the system has not so much memory.
+    pub fn try_for_overwrite(len: usize) -> Result<Self, OutOfMemory> {
+        Ok(Self::take(len)?.0)
+    }
+
+    /// As [`zeroed`](Self::zeroed), for a length that a client has chosen.
+    ///
+    /// # Errors
+    /// If the system has not so much memory.
+    pub fn try_zeroed(len: usize) -> Result<Self, OutOfMemory> {
+        let (mut buffer, recycled) = Self::take(len)?;
+        if recycled {
+            buffer.fill(0);
+        }
+        Ok(buffer)
+    }
+
+    /// Bytes of memory that a buffer of `len` bytes takes.
+    pub fn memory_of(len: u64) -> u64 {
+        match usize::try_from(len).ok().and_then(Pool::class) {
+            Some(class) => (BUFFER_ALIGN << class) as u64,
+            None => len,
+        }
     }
 
     /// Makes the buffer read-only and cheap to clone.
@@ -133,20 +185,31 @@ impl Buffer {
     }
 
     /// A buffer, and whether it may contain anything but zeroes.
-    fn take(len: usize) -> (Self, bool) {
+    fn take(len: usize) -> Result<(Self, bool), OutOfMemory> {
         let class = Pool::class(len);
         let found = class.and_then(|class| Pool::lock().take(class));
         let recycled = found.is_some();
-        let block = found.unwrap_or_else(|| {
-            let size = match class {
-                Some(class) => Some(BUFFER_ALIGN << class),
-                None => len.checked_next_multiple_of(BUFFER_ALIGN),
-            };
-            Arc::new(Block::new(size.expect("buffer length fits isize")))
-        });
+        let block = match found {
+            Some(block) => block,
+            None => {
+                let size = match class {
+                    Some(class) => BUFFER_ALIGN << class,
+                    None => len
+                        .checked_next_multiple_of(BUFFER_ALIGN)
+                        .ok_or(OutOfMemory)?,
+                };
+                Arc::new(Block::new(size)?)
+            }
+        };
         let block = ManuallyDrop::new(block);
-        (Self(SharedBuffer { block, len }), recycled)
+        Ok((Self(SharedBuffer { block, len }), recycled))
     }
+}
+
+/// Ends the process, as `Vec` does when memory is exhausted.
+fn abort_for(len: usize) -> ! {
+    let layout = Layout::from_size_align(len.max(1), BUFFER_ALIGN);
+    handle_alloc_error(layout.expect("buffer length fits isize"))
 }
 
 impl From<&[u8]> for Buffer {
@@ -258,17 +321,18 @@ mod tests {
         let mut pool = Pool {
             classes: [const { Vec::new() }; CLASSES],
             bytes: 0,
+            most: POOL_BYTES,
         };
         let sum = |pool: &Pool| -> usize {
             let blocks = pool.classes.iter().flatten();
             blocks.map(|block| block.layout.size()).sum()
         };
         for _ in 0..POOL_BYTES / 4096 + 100 {
-            pool.give(0, Arc::new(Block::new(4096)));
+            pool.give(0, Arc::new(Block::new(4096).unwrap()));
         }
         assert_eq!((sum(&pool), pool.bytes), (POOL_BYTES, POOL_BYTES));
         for class in [10, 1].repeat(100) {
-            pool.give(class, Arc::new(Block::new(4096 << class)));
+            pool.give(class, Arc::new(Block::new(4096 << class).unwrap()));
             assert!(sum(&pool) == pool.bytes && pool.bytes <= POOL_BYTES);
         }
         assert!(pool.classes[10].len() >= 2 && pool.classes[1].len() >= 100);

@@ -31,6 +31,7 @@ mod backend;
 mod buffer;
 mod condition;
 mod descriptor;
+mod memory;
 pub mod ram;
 mod request;
 mod schedule;
@@ -38,9 +39,10 @@ mod schedule;
 pub use backend::{
     Answer, Backend, BackendQueue, Capabilities, Logged, Mapped, Resizable, Tracked, flush,
 };
-pub use buffer::{BUFFER_ALIGN, Buffer, SharedBuffer};
+pub use buffer::{BUFFER_ALIGN, Buffer, OutOfMemory, SharedBuffer};
 pub use condition::{Condition, Trouble};
 pub use descriptor::descriptor;
+pub use memory::{MemoryBudget, MemoryCharge, MemoryClient, MemoryReservation};
 pub use request::{
     Allocation, Change, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters,
     MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE, Transfer,

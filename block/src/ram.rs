@@ -243,7 +243,7 @@ impl RamDiskState {
                 if len > MAX_REQUEST_BYTES {
                     return Err(Failure::TooLarge);
                 }
-                let mut data = Buffer::for_overwrite(len);
+                let mut data = Buffer::try_for_overwrite(len).map_err(|_| Failure::Io)?;
                 self.read(sector * SECTOR_SIZE, &mut data);
                 return Ok(Some(data));
             }

@@ -5,6 +5,7 @@ use std::time::Instant;
 use slab::Slab;
 
 use super::request::PendingChain;
+use crate::backend::MemoryCharge;
 use crate::latency::OperationKind;
 
 /// Cap on the payload bytes that a queue has in flight; above it, chains stay in the ring. One request may exceed it.
@@ -18,6 +19,8 @@ pub(super) struct InFlightRequest {
     pub(super) await_written: bool,
     /// When the request's batch was taken.
     pub(super) since: Instant,
+    /// The memory that it may take.
+    pub(super) charge: MemoryCharge,
 }
 
 /// Requests handed to the backend, by token.

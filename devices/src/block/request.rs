@@ -19,7 +19,7 @@ use virtio_bindings::virtio_blk::{
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, Permissions};
 
 use super::config::MAX_ERASE_SECTORS;
-use crate::backend::{Buffer, Operation, SECTOR_SIZE};
+use crate::backend::{Buffer, Operation, OutOfMemory, SECTOR_SIZE};
 use crate::latency::add;
 use crate::metrics::BlockMetrics;
 use crate::virtio::{
@@ -315,7 +315,8 @@ fn parse_write<G: GuestMemory>(
     let len = readable.len();
     let sectors = check_data_range(sector, len, rules)?;
     // `take` fills the whole buffer or fails.
-    let mut data = Buffer::for_overwrite(sectors as usize * SECTOR_SIZE as usize);
+    let bytes = sectors as usize * SECTOR_SIZE as usize;
+    let mut data = Buffer::try_for_overwrite(bytes).map_err(|OutOfMemory| BlockStatus::IoError)?;
     readable
         .take(memory, &mut data)
         .map_err(|MemoryFault| BlockStatus::IoError)?;

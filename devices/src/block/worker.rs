@@ -3,7 +3,7 @@
 //! ```text
 //!   all available chains, a batch ─▶ kick ─▶ completions ─▶ used index once, ≤ 1 interrupt
 //! ```
-//! Memory is bounded: chains stay in the ring while [32 MiB](super::in_flight::MAX_BYTES_IN_FLIGHT), or as many requests
+//! Memory is bounded: chains stay in the ring while the process has no memory for them, or while [32 MiB](super::in_flight::MAX_BYTES_IN_FLIGHT), or as many requests
 //! as the queue has descriptors, are in flight. Completions make room for more.
 
 use std::io;
@@ -16,14 +16,21 @@ use super::in_flight::{InFlightRequest, RequestTable};
 use super::request::{
     BlockAction, BlockRules, BlockStatus, Direction, ID_LEN, PendingChain, parse,
 };
-use crate::backend::{Backend, Completion, Operation};
+use crate::backend::{Backend, Completion, MemoryBudget, MemoryClient, Operation};
 use crate::event_loop::EventSet;
 use crate::latency::{OperationKind, add};
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
 use crate::reactor::{DiskPort, FIRST_OWN_EVENT, Next, Source, Turn};
 use crate::throttle::Throttle;
-use crate::virtio::{DriverPort, Features, QueueError, UsedBatch, UsedElement, Virtqueue};
+use crate::virtio::{
+    DriverPort, Features, NextChain, QueueError, UsedBatch, UsedElement, Virtqueue,
+};
+
+/// What a chain has besides its payload: the header and the status.
+const FRAME_BYTES: u64 = 17;
+/// How long a queue waits before it asks for memory again.
+const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// The driver has rung the queue's doorbell.
 const DOORBELL: usize = FIRST_OWN_EVENT;
@@ -52,6 +59,10 @@ pub(super) struct QueueWorker<M> {
     memory: M,
     port: DiskPort,
     in_flight: RequestTable,
+    /// The process's memory, of which each chain takes some.
+    budget: MemoryClient,
+    /// Since when the next chain waits for memory.
+    hungry_since: Option<Instant>,
     /// Whether the ring was empty after the last chains were taken.
     ring_emptied: bool,
     /// The number of chains taken so far, if the ring then reported another available chain.
@@ -79,6 +90,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
             queue,
             memory,
             port: DiskPort::open(&*config.backend, &config.throttle)?,
+            budget: MemoryBudget::of_process().client(),
+            hungry_since: None,
             ring_emptied: true,
             seen_available: None,
             completions: Vec::new(),
@@ -138,8 +151,10 @@ impl<M: DeviceMemory> QueueWorker<M> {
             return Ok(false);
         }
         if !self.ring_emptied {
-            // There was no room, or the turn was over. A completion will wake the worker; it needs no doorbells until then.
-            return Ok(self.in_flight.has_room()
+            // There was no room, or the turn was over. A completion will wake the worker, or the time if it waits for
+            // memory; it needs no doorbells until then.
+            return Ok(self.hungry_since.is_none()
+                && self.in_flight.has_room()
                 && !self.batch.is_full(self.queue.size())
                 && !self.port.is_holding());
         }
@@ -177,17 +192,18 @@ impl<M: DeviceMemory> QueueWorker<M> {
     ) -> Result<bool, QueueError> {
         let config = &self.config;
         let capabilities = config.backend.capabilities();
-        let rules = BlockRules {
+        let mut rules = BlockRules {
             features: config.features,
             read_only: capabilities.read_only,
             flush: capabilities.flush,
             flush_after_write: config.flush_after_write,
-            max_request: config.backend.max_request_bytes(),
+            max_request: 0,
             capacity: config.backend.sectors(),
             id: &config.id,
             max_descriptors: usize::from(config.max_size),
             metrics: &config.metrics,
         };
+        let max_request = config.backend.max_request_bytes();
         let size = self.queue.size();
         // One clock reading for all chains taken now.
         let mut since = None;
@@ -201,9 +217,24 @@ impl<M: DeviceMemory> QueueWorker<M> {
             {
                 return Ok(false);
             }
-            let Some(chain) = available.next() else {
-                return Ok(true);
+            let mut charge = None;
+            let next = available.next_if(|bytes| {
+                // A longer payload is refused, and takes no memory. So is one that becomes longer after this look.
+                let payload = bytes.saturating_sub(FRAME_BYTES).min(max_request as u64);
+                rules.max_request = payload as usize;
+                charge = self.budget.charge(payload);
+                charge.is_some()
+            });
+            let (chain, charge) = match (next, charge) {
+                (NextChain::Chain(chain), Some(charge)) => (chain, charge),
+                (NextChain::None, _) => return Ok(true),
+                _ => {
+                    let since = *self.hungry_since.get_or_insert_with(Instant::now);
+                    self.budget.wait_since(since);
+                    return Ok(false);
+                }
             };
+            self.hungry_since = None;
             self.batch.record_taken(chain.head());
             add(&config.metrics.requests, 1);
             let (pending, action) =
@@ -220,6 +251,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                         pending,
                         kind: OperationKind::of(&operation),
                         since: *since.get_or_insert_with(Instant::now),
+                        charge,
                     };
                     let token = self.in_flight.insert(request);
                     self.port.submit(token, operation);
@@ -277,6 +309,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     pending,
                     kind,
                     since,
+                    charge,
                     ..
                 } = request;
                 let time = now.get_or_insert_with(Instant::now).duration_since(since);
@@ -307,6 +340,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     Ok(used) => self.batch.push(used),
                     Err(error) => outcome = Err(error),
                 }
+                drop(data);
+                drop(charge);
             }
             completions.drain(..handled);
             if !self.port.has_submitted() {
@@ -378,6 +413,8 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
             Next::Work
         } else if more {
             Next::Take
+        } else if self.hungry_since.is_some() && !turn.is_stopping() {
+            Next::WaitUntil(Instant::now() + ASK_AGAIN)
         } else {
             Next::Wait
         }

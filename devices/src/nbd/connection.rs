@@ -11,11 +11,13 @@ use super::export::{ClientGuard, Export};
 use super::handshake::HandshakeResult;
 use super::protocol::command;
 use super::reply_queue::ReplyQueue;
-use super::request::{NbdAction, NbdRules, PendingRequest, check_request, refuse};
+use super::request::{
+    LongRead, NbdAction, NbdRules, PendingRequest, check_request, memory_of, refuse,
+};
 use super::request_reader::RequestReader;
 use super::seats::ConnectionSeat;
 use super::wire::Wire;
-use crate::backend::{Failure, SECTOR_SIZE};
+use crate::backend::{Failure, MemoryBudget, MemoryClient, SECTOR_SIZE};
 use crate::control::GateGuard;
 use crate::event_loop::EventSet;
 use crate::latency::add;
@@ -23,16 +25,36 @@ use crate::metrics::BlockMetrics;
 
 /// Cap on the bytes of requests in flight and unsent replies; above it the connection reads no more. One request may exceed it.
 const MAX_BYTES: usize = 32 << 20;
+/// Cap on the bytes of unsent headers and errors, which no charge covers; above it the connection reads no more.
+const MAX_HEADERS: usize = 64 << 10;
 /// How long a client may take to read its last replies when the server ends the connection.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most requests in flight on one connection.
 const MAX_REQUESTS: usize = 256;
+
+/// Since when the client takes the replies that were unsent then.
+struct UnsentReplies {
+    since: Instant,
+    /// The value of [`Connection::sent`] at which it has taken them.
+    until: u64,
+}
 
 /// A connection that has chosen its export.
 pub(super) struct Connection {
     wire: Wire,
     reader: RequestReader,
     replies: ReplyQueue,
+    max_step: usize,
+    memory: MemoryClient,
+    /// A read whose parts are taken one by one.
+    long_read: Option<LongRead>,
+    /// Since when the next request waits for memory.
+    hungry_since: Option<Instant>,
+    /// Bytes of replies that were sent, in all.
+    sent: u64,
+    unsent: Option<UnsentReplies>,
+    /// Since when a payload is arriving.
+    partial_since: Option<Instant>,
     /// Requests in flight, and the bytes of memory that they hold.
     requests: usize,
     bytes: usize,
@@ -58,6 +80,13 @@ impl Connection {
         Self {
             reader: RequestReader::new(handshake.framing, max_step),
             replies: ReplyQueue::default(),
+            max_step,
+            memory: MemoryBudget::of_process().client(),
+            long_read: None,
+            hungry_since: None,
+            sent: 0,
+            unsent: None,
+            partial_since: None,
             requests: 0,
             bytes: 0,
             closing: false,
@@ -83,16 +112,31 @@ impl Connection {
         self.requests
     }
 
+    /// Calls `leave`, in any thread, when the client has to leave because of the memory that it holds. The next
+    /// [`next`](Self::next) then fails.
+    pub(super) fn on_eviction(&self, leave: impl Fn() + Send + 'static) {
+        self.memory.on_eviction(leave);
+    }
+
+    /// Whether a request waits for memory: [`next`](Self::next) has to be called again soon.
+    pub(super) fn is_hungry(&self) -> bool {
+        self.hungry_since.is_some()
+    }
+
     /// Stops taking requests: the server stops, or the export is removed.
     pub(super) fn close(&mut self) {
         self.closing = true;
+        self.hungry_since = None;
+        if let Some(read) = self.long_read.take() {
+            read.cut_short(self.handshake.framing, &mut self.replies);
+        }
         self.deadline
             .get_or_insert_with(|| Instant::now() + CLOSE_TIMEOUT);
     }
 
     /// Whether the connection is closing and every request has been answered and sent.
     pub(super) fn is_over(&self) -> bool {
-        self.closing && self.requests == 0 && !self.has_unsent()
+        self.closing && self.requests == 0 && self.long_read.is_none() && !self.has_unsent()
     }
 
     pub(super) fn has_unsent(&self) -> bool {
@@ -113,11 +157,13 @@ impl Connection {
     }
 
     fn wants_requests(&self) -> bool {
-        !self.closing && self.has_room()
+        !self.closing && !self.is_hungry() && self.has_room()
     }
 
     fn has_room(&self) -> bool {
-        let full = self.bytes + self.replies.len() >= MAX_BYTES || self.requests >= MAX_REQUESTS;
+        let full = self.bytes + self.replies.len() >= MAX_BYTES
+            || self.replies.headers() >= MAX_HEADERS
+            || self.requests >= MAX_REQUESTS;
         !full && !self.export().gate.is_closed()
     }
 
@@ -130,6 +176,7 @@ impl Connection {
             return Ok(0);
         }
         match self.reader.receive(&mut self.wire) {
+            // Requests that it has sent before are carried out.
             Ok(0) => self.closing = true,
             Ok(read) => return Ok(read),
             Err(error)
@@ -143,20 +190,36 @@ impl Connection {
     /// are refused here. The request stays inside its export's gate until its last step has ended.
     ///
     /// # Errors
-    /// If the client breaks the protocol. Its earlier requests are carried out all the same.
+    /// If the client breaks the protocol, or has to leave because of the memory that it holds. Its earlier requests are
+    /// carried out all the same.
     pub(super) fn next(&mut self) -> Result<Option<PendingRequest>, ConnectionEnd> {
         if self.export().users.is_closed() {
             self.close();
         }
-        while !self.closing && self.has_room() {
+        if self.memory.is_evicted() {
+            return Err(ConnectionEnd::Greedy(self.memory.held()));
+        }
+        while (self.long_read.is_some() || !self.closing) && self.has_room() {
             // Enter the gate before parsing, so that a thread that closes the gate waits for this request.
             let Some(guard) = GateGuard::enter(&self.handshake.export.gate) else {
                 break;
             };
-            let broken = |_| ConnectionEnd::Broken("a request has the wrong magic number");
-            let Some(message) = self.reader.next().map_err(broken)? else {
-                break;
-            };
+            if let Some(read) = &mut self.long_read {
+                let Some(charge) = self.memory.charge(read.next_bytes()) else {
+                    drop(guard);
+                    self.wait_for_memory();
+                    break;
+                };
+                self.hungry_since = None;
+                let part = read.next_part(charge);
+                if read.next_bytes() == 0 {
+                    self.long_read = None;
+                }
+                guard.keep();
+                self.requests += 1;
+                self.bytes += part.bytes();
+                return Ok(Some(part));
+            }
             let export = &self.handshake.export;
             let rules = NbdRules {
                 backend: export.backend.as_ref(),
@@ -164,6 +227,23 @@ impl Connection {
                 framing: self.handshake.framing,
                 contexts: &self.handshake.contexts,
             };
+            let broken = |_| ConnectionEnd::Broken("a request has the wrong magic number");
+            let mut refused = false;
+            let (memory, contexts) = (&self.memory, rules.contexts.len());
+            let message = self.reader.next(|request| {
+                let bytes = memory_of(request, rules.framing, contexts, self.max_step);
+                let charge = memory.charge(bytes);
+                refused = charge.is_none();
+                charge
+            });
+            let Some(message) = message.map_err(broken)? else {
+                if refused {
+                    drop(guard);
+                    self.wait_for_memory();
+                }
+                break;
+            };
+            self.hungry_since = None;
             add(&export.metrics.requests, 1);
             count(&export.metrics, message.request.command);
             match check_request(message, &rules) {
@@ -173,6 +253,7 @@ impl Connection {
                     self.bytes += pending.bytes();
                     return Ok(Some(pending));
                 }
+                NbdAction::Split(read) => self.long_read = Some(read),
                 NbdAction::Refuse(request, error) => {
                     add(&export.metrics.errors, 1);
                     refuse(&request, error, rules.framing, &mut self.replies);
@@ -180,7 +261,39 @@ impl Connection {
                 NbdAction::Disconnect => self.closing = true,
             }
         }
+        self.note_slowness();
         Ok(None)
+    }
+
+    /// The next request waits for memory.
+    fn wait_for_memory(&mut self) {
+        let since = *self.hungry_since.get_or_insert_with(Instant::now);
+        self.memory.wait_since(since);
+    }
+
+    /// Notes since when what the client holds waits for the client.
+    fn note_slowness(&mut self) {
+        let before = (self.unsent.is_some(), self.partial_since.is_some());
+        let taken = |unsent: &UnsentReplies| self.sent >= unsent.until;
+        let renewed = self.unsent.as_ref().is_some_and(taken);
+        if self.replies.is_empty() {
+            self.unsent = None;
+        } else if self.unsent.is_none() || renewed {
+            self.unsent = Some(UnsentReplies {
+                since: Instant::now(),
+                until: self.sent + self.replies.len() as u64,
+            });
+        }
+        if self.reader.has_partial() {
+            self.partial_since.get_or_insert_with(Instant::now);
+        } else {
+            self.partial_since = None;
+        }
+        if renewed || before != (self.unsent.is_some(), self.partial_since.is_some()) {
+            let unsent = self.unsent.as_ref().map(|unsent| unsent.since);
+            let since = unsent.into_iter().chain(self.partial_since).min();
+            self.memory.set_slow_since(since);
+        }
     }
 
     /// Answers a request that [`next`](Self::next) has returned.
@@ -204,7 +317,12 @@ impl Connection {
     /// # Errors
     /// If the client is gone.
     pub(super) fn send(&mut self, most: usize) -> Result<(usize, bool), ConnectionEnd> {
-        Ok(self.replies.send(&mut self.wire, most)?)
+        let (sent, more) = self.replies.send(&mut self.wire, most)?;
+        self.sent += sent as u64;
+        if !more {
+            self.note_slowness();
+        }
+        Ok((sent, more))
     }
 
     /// Sends the TLS closure alert, if there is TLS and the socket takes it at once.

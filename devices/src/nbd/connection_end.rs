@@ -13,6 +13,9 @@ pub(super) enum ConnectionEnd {
     /// The client broke the protocol.
     #[error("{0}")]
     Broken(&'static str),
+    /// Others waited for the memory that the client held.
+    #[error("it held {0} bytes of requests and unread replies while others waited for memory")]
+    Greedy(u64),
     /// The socket failed.
     #[error(transparent)]
     Socket(#[from] io::Error),
@@ -30,7 +33,9 @@ pub(super) fn report(outcome: Result<(), ConnectionEnd>) {
         Err(ConnectionEnd::Socket(error)) if error.kind() == io::ErrorKind::InvalidData => {
             tracing::warn!("an NBD client was disconnected: TLS: {error}");
         }
-        Err(ConnectionEnd::Broken(why)) => tracing::warn!("an NBD client was disconnected: {why}"),
+        Err(end @ (ConnectionEnd::Broken(_) | ConnectionEnd::Greedy(_))) => {
+            tracing::warn!("an NBD client was disconnected: {end}");
+        }
         Err(ConnectionEnd::Socket(error)) => tracing::info!("an NBD client is gone: {error}"),
         Ok(()) | Err(ConnectionEnd::Gone) => {}
     }

@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use slab::Slab;
 
@@ -29,6 +29,9 @@ use crate::reactor::{
     Source, SourceHandle, Turn,
 };
 use crate::throttle::{Throttle, bytes_of};
+
+/// How long clients wait before they ask for memory again.
+const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// The sessions of a server, and their threads.
 pub(super) struct Pool {
@@ -113,7 +116,7 @@ enum SessionMessage {
     Connection(Box<Connection>, Option<Reservation>),
     /// What the export's `ExtentMapper` has found for the request with this token.
     Extents(usize, io::Result<Vec<Vec<ExtentStatus>>>),
-    /// The export's gate has opened or closed, or the export is being removed.
+    /// The export's gate has opened or closed, the export is being removed, or a client has to leave.
     Gate,
 }
 
@@ -173,6 +176,8 @@ struct Client {
     readable: bool,
     /// Whether the client is in [`DiskSession::dirty`].
     dirty: bool,
+    /// Whether the client is in [`DiskSession::hungry`].
+    hungry: bool,
     _reservation: Option<Reservation>,
 }
 
@@ -206,6 +211,10 @@ struct DiskSession {
     runnable: VecDeque<usize>,
     /// Clients that may have replies to send, or whose socket may have to be watched for other events.
     dirty: VecDeque<usize>,
+    /// Clients whose next request waits for memory, in the order of their turns.
+    hungry: VecDeque<usize>,
+    /// When they ask again.
+    ask_at: Option<Instant>,
     /// Completions being handled. Empty between turns, and kept for its allocation.
     completions: Vec<Completion>,
     /// Whether the server is stopping.
@@ -239,6 +248,8 @@ impl DiskSession {
             readable: VecDeque::new(),
             runnable: VecDeque::new(),
             dirty: VecDeque::new(),
+            hungry: VecDeque::new(),
+            ask_at: None,
             completions: Vec::new(),
             stopping: false,
             given_up: false,
@@ -259,8 +270,18 @@ impl DiskSession {
                     watched: EventSet::empty(),
                     readable: false,
                     dirty: false,
+                    hungry: false,
                     _reservation: reservation,
                 });
+                let inbox = Arc::downgrade(&self.inbox);
+                if let Some(connection) = &self.clients[key].connection {
+                    connection.on_eviction(move || {
+                        // A session that has ended does not care.
+                        let _ = inbox
+                            .upgrade()
+                            .map(|inbox| inbox.send(SessionMessage::Gate));
+                    });
+                }
                 self.port.set_clients(self.clients.len());
                 // The client's first requests may have been decrypted together with the end of the handshake.
                 self.mark_readable(key);
@@ -357,7 +378,32 @@ impl DiskSession {
             } = &**self.export;
             mapper.ask(backend, query, callback);
         }
+        let client = &mut self.clients[key];
+        if client
+            .connection
+            .as_ref()
+            .is_some_and(Connection::is_hungry)
+            && !client.hungry
+        {
+            client.hungry = true;
+            self.hungry.push_back(key);
+        }
         self.mark_dirty(key);
+    }
+
+    /// Lets the clients that wait for memory ask again.
+    fn ask_again(&mut self, turn: &mut Turn<'_>) {
+        if self.ask_at.take_if(|at| *at <= Instant::now()).is_none() {
+            return;
+        }
+        for _ in 0..self.hungry.len() {
+            if let Some(key) = self.hungry.pop_front()
+                && let Some(client) = self.clients.get_mut(key)
+            {
+                client.hungry = false;
+                self.take_requests(key, turn);
+            }
+        }
     }
 
     /// Submits the next step of a request.
@@ -545,6 +591,7 @@ impl DiskSession {
         }
         self.readable.retain(|&other| other != key);
         self.dirty.retain(|&other| other != key);
+        self.hungry.retain(|&other| other != key);
         self.clients.remove(key);
         self.port.set_clients(self.clients.len());
     }
@@ -575,6 +622,7 @@ impl Source for DiskSession {
         if turn.is_stopping() && !std::mem::replace(&mut self.stopping, true) {
             self.close_connections();
         }
+        self.ask_again(turn);
         let mut more = true;
         while more && !turn.is_over() {
             more = false;
@@ -609,7 +657,13 @@ impl Source for DiskSession {
                 self.update_client(key, turn);
             }
         }
-        let deadline = self.end_late(turn);
+        let mut deadline = self.end_late(turn);
+        if !self.hungry.is_empty() {
+            let at = *self
+                .ask_at
+                .get_or_insert_with(|| Instant::now() + ASK_AGAIN);
+            deadline = Some(deadline.map_or(at, |deadline| deadline.min(at)));
+        }
         if self.given_up || (self.clients.is_empty() && self.inbox.close()) {
             Next::End
         } else if self.port.has_submitted() || !self.dirty.is_empty() {

@@ -4,21 +4,27 @@ use std::collections::VecDeque;
 use std::io::{self, IoSlice};
 
 use super::wire::Wire;
-use crate::backend::Buffer;
+use crate::backend::{Buffer, MemoryCharge};
 
 /// Most pieces in one vectored write.
 const PIECES_AT_ONCE: usize = 32;
 
-enum Piece {
+enum Content {
     Bytes(Vec<u8>),
     Data(Buffer),
 }
 
+/// A part of the stream, and its memory, which is given back once it is sent.
+struct Piece {
+    content: Content,
+    _charge: Option<MemoryCharge>,
+}
+
 impl Piece {
     fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Bytes(bytes) => bytes,
-            Self::Data(buffer) => buffer,
+        match &self.content {
+            Content::Bytes(bytes) => bytes,
+            Content::Data(buffer) => buffer,
         }
     }
 }
@@ -31,6 +37,8 @@ pub(super) struct ReplyQueue {
     sent: usize,
     /// Unsent bytes of all pieces.
     bytes: usize,
+    /// Bytes of all pieces that are no data, the sent ones of the first piece included.
+    headers: usize,
 }
 
 impl ReplyQueue {
@@ -39,26 +47,47 @@ impl ReplyQueue {
         self.bytes
     }
 
+    /// Bytes of headers and errors, which no charge covers.
+    pub(super) fn headers(&self) -> usize {
+        self.headers
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.bytes == 0
     }
 
     /// Appends the bytes that `put` writes.
     pub(super) fn push_header(&mut self, put: impl FnOnce(&mut Vec<u8>)) {
-        if !matches!(self.pieces.back(), Some(Piece::Bytes(_))) {
-            self.pieces.push_back(Piece::Bytes(Vec::new()));
+        let last = self.pieces.back().map(|piece| &piece.content);
+        if !matches!(last, Some(Content::Bytes(_))) {
+            self.push(Content::Bytes(Vec::new()), None);
         }
-        if let Some(Piece::Bytes(bytes)) = self.pieces.back_mut() {
+        if let Some(Content::Bytes(bytes)) = self.pieces.back_mut().map(|piece| &mut piece.content)
+        {
             let before = bytes.len();
             put(bytes);
             self.bytes += bytes.len() - before;
+            self.headers += bytes.len() - before;
         }
     }
 
+    /// Appends the bytes that `put` writes, which `charge` covers.
+    pub(super) fn push_charged(&mut self, charge: MemoryCharge, put: impl FnOnce(&mut Vec<u8>)) {
+        self.push(Content::Bytes(Vec::new()), Some(charge));
+        self.push_header(put);
+    }
+
     /// Appends data, without a copy.
-    pub(super) fn push_data(&mut self, data: Buffer) {
+    pub(super) fn push_data(&mut self, data: Buffer, charge: MemoryCharge) {
         self.bytes += data.len();
-        self.pieces.push_back(Piece::Data(data));
+        self.push(Content::Data(data), Some(charge));
+    }
+
+    fn push(&mut self, content: Content, charge: Option<MemoryCharge>) {
+        self.pieces.push_back(Piece {
+            content,
+            _charge: charge,
+        });
     }
 
     /// Sends as much as the socket takes, at most `most` bytes. Returns the number of bytes, and whether the socket may
@@ -103,7 +132,10 @@ impl ReplyQueue {
             && self.sent >= piece.bytes().len()
         {
             self.sent -= piece.bytes().len();
-            self.pieces.pop_front();
+            if let Some(Content::Bytes(bytes)) = self.pieces.pop_front().map(|piece| piece.content)
+            {
+                self.headers -= bytes.len();
+            }
         }
         debug_assert!(
             self.bytes > 0 || (self.pieces.is_empty() && self.sent == 0),

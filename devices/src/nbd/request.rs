@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::extent_mapper::{ExtentQuery, ExtentStatus, MetaContext};
 use super::protocol::{
@@ -10,7 +11,9 @@ use super::protocol::{
 };
 use super::reply_queue::ReplyQueue;
 use super::request_reader::{NbdMessage, Payload};
-use crate::backend::{Backend, Buffer, Capabilities, Failure, Operation, SECTOR_SIZE};
+use crate::backend::{
+    Backend, Buffer, Capabilities, Failure, MemoryCharge, Operation, SECTOR_SIZE,
+};
 
 /// Most sectors zeroed or discarded in one step: a multiple of every block size, 1 TiB.
 const ZERO_STEP: u64 = 1 << 31;
@@ -32,6 +35,8 @@ pub(super) struct NbdRules<'a> {
 pub(super) enum NbdAction {
     /// Run it: it has steps, or an extent query.
     Run(PendingRequest),
+    /// Run its parts.
+    Split(LongRead),
     /// Answer it with this error.
     Refuse(NbdRequest, Error),
     /// The client sends no more requests.
@@ -49,6 +54,64 @@ pub(super) struct PendingRequest {
     await_written: bool,
     /// Whether the request was cut short because the server stops.
     cut: bool,
+    /// What the request is a part of, if it is one.
+    part: Option<ReadPart>,
+    /// The memory that it may take.
+    charge: MemoryCharge,
+}
+
+/// A part of a read.
+struct ReadPart {
+    offset: u64,
+    length: u64,
+    /// Parts that are not answered yet: the last one says that there are no more.
+    left: Arc<AtomicU64>,
+}
+
+/// A read whose data may be sent in several chunks: only its parts need memory, one by one.
+pub(super) struct LongRead {
+    request: NbdRequest,
+    /// Bytes that belong to parts taken so far.
+    taken: u64,
+    left: Arc<AtomicU64>,
+}
+
+impl LongRead {
+    /// The bytes of the next part; 0: there is none.
+    pub(super) fn next_bytes(&self) -> u64 {
+        (self.request.length - self.taken).min(READ_STEP as u64)
+    }
+
+    /// The next part. There is one.
+    pub(super) fn next_part(&mut self, charge: MemoryCharge) -> PendingRequest {
+        let (offset, length) = (self.request.offset + self.taken, self.next_bytes());
+        self.taken += length;
+        let left = Arc::clone(&self.left);
+        PendingRequest {
+            request: self.request,
+            work: Work::Read {
+                left: length / SECTOR_SIZE,
+                done: Vec::new(),
+            },
+            sector: offset / SECTOR_SIZE,
+            flush_after: false,
+            await_written: false,
+            cut: false,
+            part: Some(ReadPart {
+                offset,
+                length,
+                left,
+            }),
+            charge,
+        }
+    }
+
+    /// Refuses the parts that were not taken.
+    pub(super) fn cut_short(self, framing: Framing, out: &mut ReplyQueue) {
+        let parts = (self.request.length - self.taken).div_ceil(READ_STEP as u64);
+        let left = self.left.fetch_sub(parts, Ordering::Relaxed) - parts;
+        refuse_part(&self.request, Error::Shutdown, left == 0, framing, out);
+    }
 }
 
 /// What is left to do for a request.
@@ -88,7 +151,11 @@ pub(super) fn check_request(message: NbdMessage, rules: &NbdRules<'_>) -> NbdAct
 }
 
 fn check(message: NbdMessage, rules: &NbdRules<'_>) -> Result<NbdAction, Error> {
-    let NbdMessage { request, payload } = message;
+    let NbdMessage {
+        request,
+        payload,
+        charge,
+    } = message;
     let can = rules.capabilities;
     if request.command == command::DISCONNECT {
         return Ok(NbdAction::Disconnect);
@@ -110,6 +177,14 @@ fn check(message: NbdMessage, rules: &NbdRules<'_>) -> Result<NbdAction, Error> 
                 return Err(Error::Invalid);
             }
             let (done, left) = (Vec::new(), check_range(&request, rules, Error::Invalid)?);
+            if may_split(&request, rules.framing) {
+                let parts = request.length.div_ceil(READ_STEP as u64);
+                return Ok(NbdAction::Split(LongRead {
+                    request,
+                    taken: 0,
+                    left: Arc::new(parts.into()),
+                }));
+            }
             Work::Read { left, done }
         }
         command::WRITE => {
@@ -159,8 +234,43 @@ fn check(message: NbdMessage, rules: &NbdRules<'_>) -> Result<NbdAction, Error> 
         flush_after: durable || matches!(work, Work::Flush),
         await_written: changes && !durable,
         cut: false,
+        part: None,
+        charge,
         work,
     }))
+}
+
+/// Whether a read is long, and its data may be sent in several chunks.
+fn may_split(request: &NbdRequest, framing: Framing) -> bool {
+    framing != Framing::Simple
+        && request.flags & flag::DF == 0
+        && (READ_STEP as u64 + 1..=MAX_PAYLOAD).contains(&request.length)
+}
+
+/// Bytes of memory that a request may need beside what every request takes. A write's payload arrives in buffers of
+/// `max_step` bytes.
+pub(super) fn memory_of(
+    request: &NbdRequest,
+    framing: Framing,
+    contexts: usize,
+    max_step: usize,
+) -> u64 {
+    if request.has_payload(framing) && request.length <= MAX_PAYLOAD {
+        let whole = request.length / max_step as u64;
+        let rest = request.length % max_step as u64;
+        let rest = if rest > 0 { Buffer::memory_of(rest) } else { 0 };
+        return whole * Buffer::memory_of(max_step as u64) + rest;
+    }
+    match request.command {
+        command::READ if request.length <= MAX_PAYLOAD && !may_split(request, framing) => {
+            request.length
+        }
+        // Each extent as it is found, and as it is sent.
+        command::BLOCK_STATUS => {
+            (contexts.max(MAX_EXTENTS) * (size_of::<ExtentStatus>() + 16)) as u64
+        }
+        _ => 0,
+    }
 }
 
 fn check_writable(can: Capabilities) -> Result<(), Error> {
@@ -185,10 +295,16 @@ fn check_range(request: &NbdRequest, rules: &NbdRules<'_>, beyond: Error) -> Res
 }
 
 impl PendingRequest {
+    /// Bytes of the request, or of its part.
+    fn length(&self) -> u64 {
+        let part = self.part.as_ref();
+        part.map_or(self.request.length, |part| part.length)
+    }
+
     /// The most bytes of memory that the request holds.
     pub(super) fn bytes(&self) -> usize {
         match self.work {
-            Work::Read { .. } | Work::Write { .. } => self.request.length as usize,
+            Work::Read { .. } | Work::Write { .. } => self.length() as usize,
             Work::Zero { .. } | Work::Flush => 0,
             Work::Map { ref query, .. } => {
                 query.contexts.len() * query.most * size_of::<ExtentStatus>()
@@ -285,12 +401,20 @@ impl PendingRequest {
 
     /// Answers the request after its last step, or after a step that failed. Returns whether the request succeeded.
     pub(super) fn answer(
-        self,
+        mut self,
         result: Result<(), Failure>,
         framing: Framing,
         out: &mut ReplyQueue,
     ) -> bool {
+        let length = self.length();
         let request = &self.request;
+        let (offset, is_last) = match &self.part {
+            None => (request.offset, true),
+            Some(part) => {
+                let left = part.left.fetch_sub(1, Ordering::Relaxed) - 1;
+                (part.offset, left == 0)
+            }
+        };
         let error = match result {
             Ok(()) => self.cut.then_some(Error::Shutdown),
             Err(Failure::OutOfRange | Failure::TooLarge) => Some(Error::Invalid),
@@ -302,22 +426,29 @@ impl PendingRequest {
             _ => 0,
         };
         match (error, self.work) {
-            (Some(error), _) => return refuse(request, error, framing, out),
+            (Some(error), _) => return refuse_part(request, error, is_last, framing, out),
             // A read that returned less data than requested is an error too.
-            (None, Work::Read { .. }) if len as u64 != request.length => {
-                return refuse(request, Error::Io, framing, out);
+            (None, Work::Read { .. }) if len as u64 != length => {
+                return refuse_part(request, Error::Io, is_last, framing, out);
             }
             (None, Work::Read { done, .. }) => {
+                let flags = if is_last { chunk::DONE } else { 0 };
                 match framing {
                     Framing::Simple => out.push_header(|out| put_simple(out, request.cookie, None)),
                     _ => out.push_header(|out| {
-                        put_chunk(out, framing, chunk::OFFSET_DATA, request, 8 + len);
-                        out.extend(request.offset.to_be_bytes());
+                        let kind = (chunk::OFFSET_DATA, flags);
+                        put_chunk_with_flags(out, framing, kind, request, 8 + len);
+                        out.extend(offset.to_be_bytes());
                     }),
                 }
-                done.into_iter().for_each(|part| out.push_data(part));
+                for data in done {
+                    let charge = self.charge.split(data.len() as u64);
+                    out.push_data(data, charge);
+                }
             }
-            (None, Work::Map { extents, .. }) => answer_extents(request, &extents, framing, out),
+            (None, Work::Map { extents, .. }) => out.push_charged(self.charge, |out| {
+                answer_extents(request, &extents, framing, out);
+            }),
             (None, _) => out.push_header(|out| match framing {
                 Framing::Extended => put_chunk(out, framing, chunk::NONE, request, 0),
                 _ => put_simple(out, request.cookie, None),
@@ -339,6 +470,17 @@ pub(super) fn refuse(
     framing: Framing,
     out: &mut ReplyQueue,
 ) -> bool {
+    refuse_part(request, error, true, framing, out)
+}
+
+/// As [`refuse`]. `is_last`: no more chunks follow.
+fn refuse_part(
+    request: &NbdRequest,
+    error: Error,
+    is_last: bool,
+    framing: Framing,
+    out: &mut ReplyQueue,
+) -> bool {
     let chunked = match framing {
         Framing::Simple => false,
         Framing::Structured => matches!(request.command, command::READ | command::BLOCK_STATUS),
@@ -348,7 +490,8 @@ pub(super) fn refuse(
         if !chunked {
             return put_simple(out, request.cookie, Some(error));
         }
-        put_chunk(out, framing, chunk::ERROR, request, 6);
+        let flags = if is_last { chunk::DONE } else { 0 };
+        put_chunk_with_flags(out, framing, (chunk::ERROR, flags), request, 6);
         out.extend((error as u32).to_be_bytes());
         // The error message is empty.
         out.extend(0_u16.to_be_bytes());
@@ -361,32 +504,30 @@ fn answer_extents(
     request: &NbdRequest,
     contexts: &[Vec<ExtentStatus>],
     framing: Framing,
-    out: &mut ReplyQueue,
+    out: &mut Vec<u8>,
 ) {
-    out.push_header(|out| {
-        for (id, extents) in contexts.iter().enumerate() {
-            let is_last = id + 1 == contexts.len();
-            let flags = if is_last { chunk::DONE } else { 0 };
-            let id = (id as u32).to_be_bytes();
-            if framing == Framing::Extended {
-                let (kind, len) = (chunk::BLOCK_STATUS_EXTENDED, 8 + 16 * extents.len());
-                put_chunk_with_flags(out, framing, (kind, flags), request, len);
-                out.extend(id);
-                out.extend((extents.len() as u32).to_be_bytes());
-                for (sectors, state) in extents {
-                    out.extend((sectors * SECTOR_SIZE).to_be_bytes());
-                    out.extend(u64::from(*state).to_be_bytes());
-                }
-                continue;
-            }
-            let (kind, len) = (chunk::BLOCK_STATUS, 4 + 8 * extents.len());
+    for (id, extents) in contexts.iter().enumerate() {
+        let is_last = id + 1 == contexts.len();
+        let flags = if is_last { chunk::DONE } else { 0 };
+        let id = (id as u32).to_be_bytes();
+        if framing == Framing::Extended {
+            let (kind, len) = (chunk::BLOCK_STATUS_EXTENDED, 8 + 16 * extents.len());
             put_chunk_with_flags(out, framing, (kind, flags), request, len);
             out.extend(id);
+            out.extend((extents.len() as u32).to_be_bytes());
             for (sectors, state) in extents {
-                // The cast is lossless: no extent is longer than the requested range, whose length has 32 bits.
-                out.extend(((sectors * SECTOR_SIZE) as u32).to_be_bytes());
-                out.extend(state.to_be_bytes());
+                out.extend((sectors * SECTOR_SIZE).to_be_bytes());
+                out.extend(u64::from(*state).to_be_bytes());
             }
+            continue;
         }
-    });
+        let (kind, len) = (chunk::BLOCK_STATUS, 4 + 8 * extents.len());
+        put_chunk_with_flags(out, framing, (kind, flags), request, len);
+        out.extend(id);
+        for (sectors, state) in extents {
+            // The cast is lossless: no extent is longer than the requested range, whose length has 32 bits.
+            out.extend(((sectors * SECTOR_SIZE) as u32).to_be_bytes());
+            out.extend(state.to_be_bytes());
+        }
+    }
 }

@@ -5,7 +5,7 @@ use std::io;
 
 use super::protocol::{Framing, MAX_PAYLOAD, NbdRequest};
 use super::wire::Wire;
-use crate::backend::Buffer;
+use crate::backend::{Buffer, MemoryCharge, OutOfMemory};
 
 /// Size of the read buffer: room for thousands of requests without payload, or about thirty writes of 4 KiB.
 const BUFFER_LEN: usize = 128 << 10;
@@ -14,6 +14,8 @@ const BUFFER_LEN: usize = 128 << 10;
 pub(super) struct NbdMessage {
     pub(super) request: NbdRequest,
     pub(super) payload: Payload,
+    /// The memory that the request may take.
+    pub(super) charge: MemoryCharge,
 }
 
 /// The payload that followed a header.
@@ -22,7 +24,7 @@ pub(super) enum Payload {
     None,
     /// The data of a write, in buffers no longer than the backend takes in one operation.
     Data(VecDeque<Buffer>),
-    /// The payload was discarded: it was longer than [`MAX_PAYLOAD`].
+    /// The payload was discarded: it was longer than [`MAX_PAYLOAD`], or the system had no memory for it.
     Dropped,
 }
 
@@ -35,6 +37,7 @@ struct PartialRequest {
     filled: usize,
     /// Bytes of the payload that are still to arrive.
     left: u64,
+    charge: MemoryCharge,
 }
 
 /// The receiving half of a connection.
@@ -60,6 +63,11 @@ impl RequestReader {
         }
     }
 
+    /// Whether the payload of a request is still arriving.
+    pub(super) fn has_partial(&self) -> bool {
+        self.partial.is_some()
+    }
+
     /// Reads from the socket once; 0: the client sends no more. Call it when [`next`](Self::next) has returned `None`.
     pub(super) fn receive(&mut self, wire: &mut Wire) -> io::Result<usize> {
         if self.start == self.end
@@ -80,27 +88,38 @@ impl RequestReader {
         Ok(read)
     }
 
-    /// The next request that has arrived in full.
+    /// The next request that has arrived in full. `charge` takes the memory that a request may need; if it returns `None`,
+    /// the request waits.
     ///
     /// # Errors
     /// If a header has the wrong magic number: the rest of the stream cannot be parsed.
-    pub(super) fn next(&mut self) -> Result<Option<NbdMessage>, BadMagic> {
+    pub(super) fn next(
+        &mut self,
+        charge: impl FnOnce(&NbdRequest) -> Option<MemoryCharge>,
+    ) -> Result<Option<NbdMessage>, BadMagic> {
         if self.partial.is_none() {
             let len = NbdRequest::len(self.framing);
             let Some(header) = self.buffer[self.start..self.end].get(..len) else {
                 return Ok(None);
             };
             let request = NbdRequest::decode(header, self.framing).ok_or(BadMagic)?;
+            let Some(charge) = charge(&request) else {
+                return Ok(None);
+            };
             self.start += len;
             if !request.has_payload(self.framing) {
-                let payload = Payload::None;
-                return Ok(Some(NbdMessage { request, payload }));
+                return Ok(Some(NbdMessage {
+                    request,
+                    payload: Payload::None,
+                    charge,
+                }));
             }
             self.partial = Some(PartialRequest {
                 request,
                 buffers: (request.length <= MAX_PAYLOAD).then(VecDeque::new),
                 filled: 0,
                 left: request.length,
+                charge,
             });
         }
         while let Some(partial) = &mut self.partial
@@ -125,6 +144,7 @@ impl RequestReader {
         Ok(self.partial.take().map(|arrived| NbdMessage {
             request: arrived.request,
             payload: arrived.buffers.map_or(Payload::Dropped, Payload::Data),
+            charge: arrived.charge,
         }))
     }
 }
@@ -136,9 +156,16 @@ impl PartialRequest {
         let buffers = self.buffers.as_mut()?;
         if buffers.back().is_none_or(|last| last.len() == self.filled) {
             let len = (max_len as u64).min(self.left) as usize;
-            buffers.push_back(Buffer::for_overwrite(len));
+            match Buffer::try_for_overwrite(len) {
+                Ok(buffer) => buffers.push_back(buffer),
+                Err(OutOfMemory) => {
+                    self.buffers = None;
+                    return None;
+                }
+            }
             self.filled = 0;
         }
+        let buffers = self.buffers.as_mut()?;
         buffers.back_mut().map(|last| &mut last[self.filled..])
     }
 }

@@ -7,6 +7,8 @@ use std::collections::HashMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use crate::backend::{MemoryBudget, MemoryReservation};
+
 /// Most clients of one listener that have chosen an export.
 pub const MAX_CONNECTIONS: usize = 128;
 /// Most clients of one listener in the handshake.
@@ -14,9 +16,17 @@ const MAX_HANDSHAKES: usize = 128;
 /// Most of these from one address of the network.
 const MAX_FROM_ADDRESS: usize = 16;
 
+/// Bytes of memory that a client takes beside its requests: its thread in the handshake, then its read buffer and headers.
+const CLIENT_BYTES: u64 = 192 << 10;
+/// Bytes of memory that TLS takes besides.
+const TLS_BYTES: u64 = 128 << 10;
+
 /// The seats of a listener.
 #[derive(Clone, Default)]
-pub(super) struct Seats(Arc<Mutex<Taken>>);
+pub(super) struct Seats {
+    taken: Arc<Mutex<Taken>>,
+    tls: bool,
+}
 
 #[derive(Default)]
 struct Taken {
@@ -38,8 +48,14 @@ fn network(address: IpAddr) -> IpAddr {
 }
 
 impl Seats {
+    /// The seats of a listener whose clients may use TLS, or not.
+    pub(super) fn new(tls: bool) -> Self {
+        let taken = Arc::default();
+        Self { taken, tls }
+    }
+
     fn lock(&self) -> MutexGuard<'_, Taken> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A seat for the handshake of a client, which is at `address` unless it came by a Unix socket.
@@ -48,6 +64,9 @@ impl Seats {
     /// Why there is none.
     pub(super) fn handshake(&self, address: Option<IpAddr>) -> Result<HandshakeSeat, String> {
         let address = address.map(network);
+        let tls = if self.tls { TLS_BYTES } else { 0 };
+        let memory = MemoryBudget::of_process().reserve(CLIENT_BYTES + tls);
+        let memory = memory.ok_or("the process has no memory left for a client")?;
         let mut taken = self.lock();
         if taken.handshakes >= MAX_HANDSHAKES {
             return Err(format!(
@@ -67,6 +86,7 @@ impl Seats {
         Ok(HandshakeSeat {
             seats: self.clone(),
             address,
+            memory: Some(memory),
         })
     }
 }
@@ -75,17 +95,21 @@ impl Seats {
 pub(super) struct HandshakeSeat {
     seats: Seats,
     address: Option<IpAddr>,
+    memory: Option<MemoryReservation>,
 }
 
 impl HandshakeSeat {
     /// Changes it for the seat of a client that has chosen an export; `None`: all are taken.
-    pub(super) fn connection(self) -> Option<ConnectionSeat> {
+    pub(super) fn connection(mut self) -> Option<ConnectionSeat> {
         let mut taken = self.seats.lock();
         if taken.connections >= MAX_CONNECTIONS {
             return None;
         }
         taken.connections += 1;
-        Some(ConnectionSeat(self.seats.clone()))
+        Some(ConnectionSeat {
+            seats: self.seats.clone(),
+            _memory: self.memory.take(),
+        })
     }
 }
 
@@ -105,11 +129,14 @@ impl Drop for HandshakeSeat {
 }
 
 /// The seat of a client that has chosen an export.
-pub(super) struct ConnectionSeat(Seats);
+pub(super) struct ConnectionSeat {
+    seats: Seats,
+    _memory: Option<MemoryReservation>,
+}
 
 impl Drop for ConnectionSeat {
     fn drop(&mut self) {
-        self.0.lock().connections -= 1;
+        self.seats.lock().connections -= 1;
     }
 }
 

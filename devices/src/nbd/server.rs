@@ -164,7 +164,7 @@ fn accept_clients(
     stop: &Stop,
     pool: &Arc<Pool>,
 ) {
-    let seats = Seats::default();
+    let seats = Seats::new(!matches!(tls, Tls::Off));
     let mut handshakes = Threads::new("NBD");
     accept_each(
         listener,

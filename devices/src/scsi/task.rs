@@ -7,7 +7,7 @@ use super::order::OrderTicket;
 use super::plan::CommandPlan;
 use super::sense::{Sense, SenseData, Status};
 use super::unit::LogicalUnit;
-use crate::backend::{Buffer, Failure, Operation, SECTOR_SIZE};
+use crate::backend::{Buffer, Failure, Operation, OutOfMemory, SECTOR_SIZE};
 use crate::latency::OperationKind;
 
 /// The most operations that one command has in flight.
@@ -148,9 +148,16 @@ impl Task {
         if self.in_flight >= most {
             return TaskStep::InFlight;
         }
-        let operation = self.next_operation(unit, data, action);
-        self.in_flight += 1;
-        TaskStep::Submit(operation)
+        match self.next_operation(unit, data, action) {
+            Ok(operation) => {
+                self.in_flight += 1;
+                TaskStep::Submit(operation)
+            }
+            Err(OutOfMemory) => {
+                self.fail(unit, Sense::WRITE_ERROR);
+                idle
+            }
+        }
     }
 
     /// The next operation of `action`. An action may need several.
@@ -159,7 +166,7 @@ impl Task {
         unit: &LogicalUnit,
         data: &dyn DataBuffer,
         action: ScsiAction,
-    ) -> Operation {
+    ) -> Result<Operation, OutOfMemory> {
         let per_block = unit.sectors_per_block();
         let block = unit.block_size() as usize;
         let BlockRange { lba, blocks } = self.job.range;
@@ -168,7 +175,7 @@ impl Task {
         let sectors = blocks * per_block as u32;
         self.next_action += 1;
         self.after_read = None;
-        match action {
+        Ok(match action {
             ScsiAction::Flush => Operation::Flush,
             ScsiAction::Read(after) => {
                 self.after_read = Some(after);
@@ -176,7 +183,7 @@ impl Task {
             }
             ScsiAction::Write { from } => {
                 // `read` fills the whole buffer.
-                let mut payload = Buffer::for_overwrite(blocks as usize * block);
+                let mut payload = Buffer::try_for_overwrite(blocks as usize * block)?;
                 data.read(from, &mut payload);
                 let data = payload;
                 Operation::Write { sector, data }
@@ -185,7 +192,7 @@ impl Task {
                 let left = blocks as usize - self.progress;
                 let most = unit.max_transfer_bytes().min(MAX_FILL_BYTES) / block;
                 let part = left.min(most);
-                let mut payload = Buffer::for_overwrite(part * block);
+                let mut payload = Buffer::try_for_overwrite(part * block)?;
                 data.read(0, &mut payload[..block]);
                 let mut filled = block;
                 while filled < payload.len() {
@@ -228,7 +235,7 @@ impl Task {
                     sectors: range.blocks * per_block as u32,
                 }
             }
-        }
+        })
     }
 
     /// Takes the result of an operation of this task.
@@ -252,10 +259,14 @@ impl Task {
             (Err(failure), None) => Err(Sense::of(failure, Sense::WRITE_ERROR)),
         };
         if let Err(sense) = checked {
-            let sense = sense.data(unit.descriptor_sense());
-            self.failed = Some((Status::CheckCondition, Some(sense)));
-            self.data_in = None;
+            self.fail(unit, sense);
         }
+    }
+
+    fn fail(&mut self, unit: &LogicalUnit, sense: Sense) {
+        let sense = sense.data(unit.descriptor_sense());
+        self.failed = Some((Status::CheckCondition, Some(sense)));
+        self.data_in = None;
     }
 
     /// Handles the blocks that were read.

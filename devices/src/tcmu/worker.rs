@@ -4,7 +4,8 @@
 //! ```text
 //!   all commands, a batch ─▶ kick ─▶ completions ─▶ tail once, ≤ 1 write to the UIO device
 //! ```
-//! Memory is bounded: above [`MAX_BYTES_IN_FLIGHT`] or [`MAX_COMMANDS_IN_FLIGHT`] commands stay in the ring.
+//! Memory is bounded: above [`MAX_BYTES_IN_FLIGHT`] or [`MAX_COMMANDS_IN_FLIGHT`], or while a command waits for memory of
+//! the process, commands stay in the ring.
 
 #[cfg(test)]
 mod tests;
@@ -13,14 +14,14 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use slab::Slab;
 
 use super::device::WriteCacheHook;
 use super::{Command, CommandData, CommandRing, Device, Entry, Response, RingError, Ticket};
-use crate::backend::{Completion, Operation};
+use crate::backend::{Completion, MemoryBudget, MemoryCharge, MemoryClient, Operation};
 use crate::control::GateWatcher;
 use crate::event_loop::EventSet;
 use crate::latency::{OperationKind, add};
@@ -36,6 +37,9 @@ use crate::throttle::{Throttle, bytes_of};
 const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
 /// The most commands in flight.
 const MAX_COMMANDS_IN_FLIGHT: usize = 1024;
+
+/// How long a command waits before it asks for memory again.
+const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// The kernel has put commands into the ring.
 const COMMANDS: usize = FIRST_OWN_EVENT;
@@ -89,6 +93,8 @@ impl Worker {
             failed: false,
             in_flight: Slab::new(),
             bytes: 0,
+            memory: MemoryBudget::of_process().client(),
+            hungry: None,
             blocked: VecDeque::new(),
             retry_blocked: false,
             more: false,
@@ -137,6 +143,8 @@ struct InFlightCommand {
     data: CommandData,
     /// How much of [`MAX_BYTES_IN_FLIGHT`] it uses.
     bytes: usize,
+    /// The memory that it may take; `None`: it waits for that.
+    charge: Option<MemoryCharge>,
     since: Instant,
     /// Whether an operation of it was submitted while the disk had a volatile write cache.
     volatile: bool,
@@ -155,6 +163,9 @@ struct DeviceServer {
     failed: bool,
     in_flight: Slab<InFlightCommand>,
     bytes: usize,
+    memory: MemoryClient,
+    /// The newest command, if it waits for memory.
+    hungry: Option<usize>,
     /// Commands that wait for other commands of the unit, the oldest first.
     blocked: VecDeque<usize>,
     /// Whether a command has ended since the blocked ones were last tried.
@@ -187,7 +198,8 @@ impl DeviceServer {
         // One clock reading for all commands taken now.
         let mut since = None;
         self.more = false;
-        while self.in_flight.len() < MAX_COMMANDS_IN_FLIGHT
+        while self.hungry.is_none()
+            && self.in_flight.len() < MAX_COMMANDS_IN_FLIGHT
             && self.bytes < MAX_BYTES_IN_FLIGHT
             && !self.port.is_holding()
         {
@@ -240,10 +252,27 @@ impl DeviceServer {
             task,
             data,
             bytes,
+            charge: None,
             since,
             volatile: false,
         });
-        self.advance(key, turn);
+        self.hungry = Some(key);
+        self.feed(turn);
+    }
+
+    /// Begins the command that waits for memory, if there is some. A device that ends no longer waits.
+    fn feed(&mut self, turn: &mut Turn<'_>) {
+        let Some(key) = self.hungry else {
+            return;
+        };
+        let command = &mut self.in_flight[key];
+        command.charge = self.memory.charge(command.bytes as u64);
+        if command.charge.is_some() || self.failed || turn.is_stopping() {
+            self.hungry = None;
+            self.advance(key, turn);
+        } else {
+            self.memory.wait_since(command.since);
+        }
     }
 
     /// Submits the next operations of a command, or answers it.
@@ -278,6 +307,7 @@ impl DeviceServer {
             bytes,
             since,
             volatile,
+            charge: _charge,
         } = self.in_flight.remove(key);
         self.unsettled |= volatile;
         self.bytes -= bytes;
@@ -395,6 +425,7 @@ impl Source for DeviceServer {
     }
 
     fn take(&mut self, turn: &mut Turn<'_>) {
+        self.feed(turn);
         if self.failed {
             self.more = false;
             // A failed device would stay readable forever.
@@ -428,6 +459,8 @@ impl Source for DeviceServer {
             Next::Work
         } else if self.more {
             Next::Take
+        } else if self.hungry.is_some() {
+            Next::WaitUntil(Instant::now() + ASK_AGAIN)
         } else {
             Next::Wait
         }

@@ -25,4 +25,4 @@ pub(crate) use features::Features;
 pub(crate) use halves::{GuestRange, MemoryFault, ReadableBytes, split_chain, write_to_driver};
 pub(crate) use pool::{QueueHandle, QueueKind};
 pub(crate) use tracker::{Tracker, UsedElement};
-pub(crate) use virtqueue::{Chain, QueueError, QueueSetup, UsedBatch, Virtqueue};
+pub(crate) use virtqueue::{Chain, NextChain, QueueError, QueueSetup, UsedBatch, Virtqueue};

@@ -68,7 +68,7 @@ pub(crate) struct Virtqueue {
     resumed: VecDeque<u16>,
 }
 
-/// Iterates over the available chains. Those that were in flight before a restart come first, in their order.
+/// The available chains. Those that were in flight before a restart come first, in their order.
 pub(crate) struct AvailableChains<'a, G> {
     memory: &'a G,
     table: GuestAddress,
@@ -78,21 +78,48 @@ pub(crate) struct AvailableChains<'a, G> {
     resumed: &'a mut VecDeque<u16>,
 }
 
+/// The next available chain.
+pub(crate) enum NextChain<'a, G> {
+    Chain(Chain<'a, G>),
+    /// It stays in the ring.
+    Refused,
+    /// There is none.
+    None,
+}
+
+impl<'a, G: GuestMemory> AvailableChains<'a, G> {
+    /// The next chain, if `admit` takes it. `admit` gets the sum of its descriptors' lengths.
+    pub(crate) fn next_if(&mut self, admit: impl FnOnce(u64) -> bool) -> NextChain<'a, G> {
+        let resumed = self.resumed.pop_front();
+        let head = resumed.or_else(|| Some(self.ring.next()?.head_index()));
+        let Some(head) = head else {
+            return NextChain::None;
+        };
+        let chain = || Chain::new(self.memory, self.table, self.size, head);
+        if !admit(chain().map(|descriptor| u64::from(descriptor.len())).sum()) {
+            match resumed {
+                Some(head) => self.resumed.push_front(head),
+                None => self.ring.go_to_previous_position(),
+            }
+            return NextChain::Refused;
+        }
+        if resumed.is_none()
+            && let Some(tracker) = &mut self.tracker
+        {
+            tracker.mark(head);
+        }
+        NextChain::Chain(chain())
+    }
+}
+
 impl<'a, G: GuestMemory> Iterator for AvailableChains<'a, G> {
     type Item = Chain<'a, G>;
 
-    fn next(&mut self) -> Option<Self::Item> {
-        let head = match self.resumed.pop_front() {
-            Some(head) => head,
-            None => {
-                let head = self.ring.next()?.head_index();
-                if let Some(tracker) = &mut self.tracker {
-                    tracker.mark(head);
-                }
-                head
-            }
-        };
-        Some(Chain::new(self.memory, self.table, self.size, head))
+    fn next(&mut self) -> Option<Chain<'a, G>> {
+        match self.next_if(|_| true) {
+            NextChain::Chain(chain) => Some(chain),
+            NextChain::Refused | NextChain::None => None,
+        }
     }
 }
 

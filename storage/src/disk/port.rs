@@ -354,7 +354,7 @@ impl Port {
         let begun = self
             .reads
             .with(|reads| reads.begin(token, sector, sectors, parts));
-        Ok(match begun {
+        Ok(match begun? {
             Some(data) => RequestState::Ended(Some(data)),
             None => RequestState::InFlight,
         })

@@ -455,7 +455,7 @@ impl LookQueue {
         past.visit(range, &mut |seen| self.parts.push(past.part(seen)));
         let submit = |id, io| self.engine.submit(id, io);
         let parts = self.parts.drain(..);
-        let read = self.reads.begin(token, sector, sectors, parts, submit);
+        let read = self.reads.begin(token, sector, sectors, parts, submit)?;
         Ok(read.map(Some))
     }
 

@@ -101,6 +101,9 @@ pub(crate) struct InFlightReads {
 impl InFlightReads {
     /// Begins a read of `sectors` sectors from `sector` on, already accepted by [`check_read`]. `parts`: its parts, in
     /// order. `submit` takes operations for an engine, with ids below 2^63. Returns the data if no operation is needed.
+    ///
+    /// # Errors
+    /// If there is no memory for it, and no part of it was submitted. Otherwise it fails when its parts have ended.
     pub(crate) fn begin(
         &mut self,
         token: u64,
@@ -108,13 +111,14 @@ impl InFlightReads {
         sectors: u32,
         parts: impl Iterator<Item = ReadPart>,
         mut submit: impl FnMut(u64, Io),
-    ) -> Option<Buffer> {
+    ) -> Result<Option<Buffer>, Failure> {
         let len = sectors as usize * SECTOR_SIZE as usize;
         let key = self.reads.vacant_key();
         let mut whole = false;
         let mut buffer = None;
         let mut open = 0;
         let mut logged = SmallVec::new();
+        let mut failed = false;
         for part in parts {
             let skipped = part.sector - sector;
             let at = (skipped * SECTOR_SIZE) as usize;
@@ -124,11 +128,13 @@ impl InFlightReads {
                 Origin::Memory { payload, offset } => {
                     let bytes = &payload[offset..offset + bytes];
                     if whole {
-                        buffer = Some(Buffer::from(bytes))
-                    } else {
-                        buffer.get_or_insert_with(|| Buffer::zeroed(len))[at..at + bytes.len()]
-                            .copy_from_slice(bytes)
+                        buffer = Buffer::try_for_overwrite(len).ok();
                     }
+                    let Some(all) = whole_buffer(&mut buffer, len) else {
+                        failed = true;
+                        break;
+                    };
+                    all[at..at + bytes.len()].copy_from_slice(bytes);
                     continue;
                 }
                 Origin::Zero => continue,
@@ -140,29 +146,39 @@ impl InFlightReads {
                 }
                 Origin::File(file) => (ReadSource::File(file), part.sector * SECTOR_SIZE, bytes),
             };
+            let Ok(part) = Buffer::try_for_overwrite(bytes) else {
+                failed = true;
+                break;
+            };
             open += 1;
             let io = Io::Read {
                 source,
                 offset,
-                buffer: Buffer::for_overwrite(bytes),
+                buffer: part,
             };
             submit((key as u64) << 32 | skipped, io);
         }
-        if open == 0 {
-            return Some(buffer.unwrap_or_else(|| Buffer::zeroed(len)));
+        // Parts without an operation are zeroes.
+        if !failed && (open == 0 || !whole) {
+            failed = whole_buffer(&mut buffer, len).is_none();
         }
-        if !whole {
-            // Parts without an operation are zeroes.
-            buffer.get_or_insert_with(|| Buffer::zeroed(len));
+        if failed {
+            tracing::error!("a read of {len} bytes failed: out of memory");
         }
-        self.reads.insert(PendingRead {
-            token,
-            buffer,
-            open,
-            logged,
-            failed: false,
-        });
-        None
+        match open {
+            0 if failed => Err(Failure::Io),
+            0 => Ok(buffer),
+            _ => {
+                self.reads.insert(PendingRead {
+                    token,
+                    buffer,
+                    open,
+                    logged,
+                    failed,
+                });
+                Ok(None)
+            }
+        }
     }
 
     /// Handles the end of a part. Returns the read's completion if this was its last part. `path` names the disk in
@@ -207,6 +223,14 @@ impl InFlightReads {
     }
 }
 
+/// The buffer of a read of `len` bytes, zeroes at first; `None`: there is no memory for it.
+fn whole_buffer(buffer: &mut Option<Buffer>, len: usize) -> Option<&mut Buffer> {
+    if buffer.is_none() {
+        *buffer = Buffer::try_zeroed(len).ok();
+    }
+    buffer.as_mut()
+}
+
 /// The reads of a port, and the engine that carries them out.
 pub(crate) struct ReadQueue {
     /// The image of the port's disk, for messages.
@@ -241,7 +265,7 @@ impl ReadQueue {
         sector: u64,
         sectors: u32,
         parts: impl Iterator<Item = ReadPart>,
-    ) -> Option<Buffer> {
+    ) -> Result<Option<Buffer>, Failure> {
         let (engine, in_engine) = (&mut self.engine, &mut self.in_engine);
         self.reads.begin(token, sector, sectors, parts, |id, io| {
             *in_engine += 1;

@@ -88,7 +88,8 @@ impl RawShared {
                     return Err(Failure::TooLarge);
                 }
                 // The client gets the buffer only if the read fills it.
-                RawStep::read(offset, Buffer::for_overwrite(len as usize))
+                let data = Buffer::try_for_overwrite(len as usize).map_err(|_| Failure::Io)?;
+                RawStep::read(offset, data)
             }
             Operation::Write { sector, data } => {
                 if data.len() > MAX_REQUEST_BYTES
