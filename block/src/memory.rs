@@ -7,7 +7,8 @@
 //! ```
 //! A client may hold as much as is free, and no more (Choudhury and Hahne 1998, "Dynamic queue length thresholds"). One
 //! client alone gets half of the memory; of a hundred greedy ones each gets a hundredth, and as much is free for one that
-//! asks for little. What a request may need is charged before it is taken, so a request that was taken never waits for
+//! asks for little. The last eighth is kept for those: for clients that hold next to nothing, and for new ones. What a
+//! request may need is charged before it is taken, so a request that was taken never waits for
 //! memory.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -18,8 +19,12 @@ use crate::buffer::{self, Buffer};
 
 /// What a request takes besides its payload, in bytes.
 const REQUEST_BYTES: u64 = 512;
-/// How long a client waits for memory before another one is told to leave, and how long that one must have been slow.
+/// What a client may hold of the memory that is kept for those who ask for little, in bytes.
+const LITTLE: u64 = 64 << 10;
+/// How long a client waits for memory before another one is told to leave.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// How long that one must have been slow.
+const SLOW: Duration = Duration::from_millis(500);
 /// The time between two clients that are told to leave.
 const EVICTION_PAUSE: Duration = Duration::from_millis(100);
 
@@ -95,8 +100,8 @@ impl MemoryBudget {
         let lent = budget.lent.load(Ordering::Relaxed);
         let reserved = |reserved: u64| {
             let more = reserved.saturating_add(bytes);
-            let all = more.saturating_add(lent).saturating_add(limit / 16);
-            (limit == u64::MAX || all <= limit).then_some(more)
+            let left = lent.max(limit / 16);
+            (limit == u64::MAX || more.saturating_add(left) <= limit).then_some(more)
         };
         let taken = budget
             .reserved
@@ -180,7 +185,8 @@ impl MemoryClient {
         let in_buffers = reserved.saturating_add(buffer::allocated());
         let lend = |lent: u64| {
             let all = reserved.saturating_add(lent).saturating_add(bytes);
-            let fair = all.saturating_add(held).saturating_add(bytes) <= limit;
+            let little = held.saturating_add(bytes) <= LITTLE && all <= limit;
+            let fair = little || all.saturating_add(held).saturating_add(bytes) <= limit / 8 * 7;
             let there = in_buffers.saturating_add(bytes) <= limit;
             // Nobody who asks for much waits for ever: when nobody holds any, it gets what it asks for.
             (lent == 0 || (fair && there)).then(|| lent.saturating_add(bytes))
@@ -217,7 +223,7 @@ impl MemoryClient {
     }
 
     /// Says that the client has waited since `since` for a [`charge`](Self::charge). If that is long ago, the one that
-    /// holds most, more than this one, is told to leave, if it has been slow for as long.
+    /// holds most, more than this one, is told to leave, if it is slow.
     pub fn wait_since(&self, since: Instant) {
         let now = Instant::now();
         if now.duration_since(since) < PATIENCE {
@@ -233,7 +239,7 @@ impl MemoryClient {
             let standing = client.lock();
             let since = standing.slow_since.filter(|_| standing.leave.is_some());
             let leaving = client.leaving.load(Ordering::Relaxed);
-            !leaving && since.is_some_and(|since| now.duration_since(since) >= PATIENCE)
+            !leaving && since.is_some_and(|since| now.duration_since(since) >= SLOW)
         });
         let held = |client: &Arc<Client>| client.held.load(Ordering::Relaxed);
         let greediest = slow.max_by_key(|client| held(client));
@@ -306,7 +312,7 @@ mod tests {
         let budget = MemoryBudget::new(64 * MIB);
         let client = budget.client();
         let held: Vec<_> = std::iter::from_fn(|| client.charge(MIB)).collect();
-        assert_eq!(held.len(), 31);
+        assert_eq!(held.len(), 27);
         let large = budget.client();
         assert!(large.charge(100 * MIB).is_none());
         drop(held);
@@ -333,7 +339,7 @@ mod tests {
         let leave = Arc::clone(&told);
         slow.on_eviction(move || leave.store(true, Ordering::Relaxed));
         quick.on_eviction(|| panic!("it is not slow"));
-        let _quick = quick.charge(10 * MIB).unwrap();
+        let _quick = quick.charge(9 * MIB).unwrap();
         let mut held = slow.charge(8 * MIB).unwrap();
         let long_ago = Instant::now().checked_sub(PATIENCE).unwrap();
         slow.set_slow_since(Some(long_ago));

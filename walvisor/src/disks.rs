@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::{Backend, SECTOR_SIZE};
+use walvisor_devices::backend::{Backend, MemoryBudget, MemoryReservation, SECTOR_SIZE};
 use walvisor_devices::block::BlockConfig;
 use walvisor_storage::{
     CommitWait, Disk, DiskOptions, Image, Look, Point, RawCache, RawDisk, Retention, Store,
@@ -37,6 +37,8 @@ struct OpenLog {
     /// Its directory, with links resolved.
     directory: PathBuf,
     store: Store,
+    /// What the log may take of the process's memory.
+    _memory: Option<MemoryReservation>,
 }
 
 /// Where the data of a removed disk is.
@@ -80,6 +82,7 @@ impl OpenLogs {
         let one = std::slice::from_ref(spec);
         let failed = |error: walvisor_storage::Error| error.to_string();
         let Some(place) = self.log_of(spec) else {
+            check_free_memory(spec)?;
             let scratch = make_files(one).map_err(failed)?;
             let mut disks = self.open(one, cpus, scratch).map_err(failed)?;
             return disks.pop().ok_or_else(|| "no disk was opened".to_owned());
@@ -142,6 +145,8 @@ impl OpenLogs {
                 .collect();
             // `check` has already refused disks that disagree.
             let store_options = log_options(specs, &members).unwrap_or_default();
+            let memory =
+                MemoryBudget::of_process().reserve(memory_of_log(store_options.index_memory));
             let mut read = 0;
             let store = if reads_only(specs, &members) {
                 if !has_log(&log) {
@@ -174,7 +179,11 @@ impl OpenLogs {
                 backends.insert(*member, Arc::new(disk.clone()));
             }
             let directory = real_path(&log);
-            self.logs.push(OpenLog { directory, store });
+            self.logs.push(OpenLog {
+                directory,
+                store,
+                _memory: memory,
+            });
         }
         let disks = specs.iter().enumerate().map(|(index, spec)| {
             let backend = match (backends.remove(&index), spec.at) {
@@ -314,6 +323,54 @@ fn reads_only(specs: &[DiskSpec], members: &[usize]) -> bool {
     members.iter().all(|member| specs[*member].read_only)
 }
 
+/// What a log takes beside its index, in bytes: records on their way to the medium, and checksums.
+const LOG_BYTES: u64 = 6 << 20;
+
+/// What a log with an index of so many bytes may take of the process's memory. Looks may take as
+/// much as the index.
+fn memory_of_log(index: u64) -> u64 {
+    index.saturating_mul(2).saturating_add(LOG_BYTES)
+}
+
+/// What the logs of these disks take of a process with a memory limit of `limit` bytes.
+pub(crate) fn memory_of_logs(specs: &[DiskSpec], limit: u64) -> u64 {
+    let groups = group_by_log(specs);
+    let usual = index_memory(Some(limit), groups.len());
+    let indexes = groups.iter().map(|(_, members)| {
+        let given = members
+            .iter()
+            .find_map(|member| specs[*member].index_memory);
+        memory_of_log(given.unwrap_or(usual))
+    });
+    indexes.fold(0, u64::saturating_add)
+}
+
+/// The memory of an index that no disk of its log limits. Of a process with a memory limit, the
+/// indexes get a twelfth together.
+fn index_memory(limit: Option<u64>, logs: usize) -> u64 {
+    let most = StoreOptions::default().index_memory;
+    let share = limit.map_or(most, |limit| limit / 12 / logs.max(1) as u64);
+    share.clamp(1 << 20, most)
+}
+
+/// Refuses a disk whose log needs more memory than the process has.
+fn check_free_memory(spec: &DiskSpec) -> Result<(), String> {
+    let budget = MemoryBudget::of_process();
+    let Some(limit) = budget.limit().filter(|_| spec.log_directory().is_some()) else {
+        return Ok(());
+    };
+    let needed = memory_of_logs(std::slice::from_ref(spec), limit);
+    if budget.reserve(needed).is_some() {
+        return Ok(());
+    }
+    Err(format!(
+        "disk '{}': its log needs {needed} bytes of memory, and of this daemon's {limit} bytes {} are free: give the disk \
+         the log= of another one, or a smaller index-memory=, or the daemon a larger --memory-limit",
+        spec.name(),
+        budget.free()
+    ))
+}
+
 /// This machine's memory and swap together, in bytes.
 pub(crate) fn machine_memory() -> u64 {
     let memory = rustix::system::sysinfo();
@@ -377,13 +434,14 @@ pub fn check(specs: &[DiskSpec]) -> Result<(), String> {
 /// # Errors
 /// The key about which two disks disagree.
 fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'static str> {
+    let logs = group_by_log(specs).len();
     let specs = || members.iter().map(|member| &specs[*member]);
     let longest = common_value(specs().filter_map(|spec| spec.commit_wait.longest));
     let count = common_value(specs().filter_map(|spec| spec.commit_wait.count));
     let close_time =
         common_value(specs().filter_map(|spec| spec.close_time)).ok_or("close-seconds")?;
-    let index_memory = common_value(specs().filter_map(|spec| spec.index_memory));
-    let index_memory = index_memory.ok_or("index-memory")?;
+    let given = common_value(specs().filter_map(|spec| spec.index_memory)).ok_or("index-memory")?;
+    let limit = MemoryBudget::of_process().limit();
     let retain = common_value(specs().filter_map(|spec| spec.retain)).ok_or("retain")?;
     let on_full = common_value(specs().filter_map(|spec| spec.on_full)).ok_or("on-full")?;
     let usual = StoreOptions::default();
@@ -394,7 +452,7 @@ fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'
             count: count.ok_or("commit-wait-count")?,
         },
         close_time: Some(close_time.unwrap_or(DEFAULT_CLOSE_TIME)),
-        index_memory: index_memory.unwrap_or(usual.index_memory),
+        index_memory: given.unwrap_or_else(|| index_memory(limit, logs)),
         retain,
         ..usual
     })
@@ -408,7 +466,7 @@ fn common_value<T: PartialEq>(mut said: impl Iterator<Item = T>) -> Option<Optio
 }
 
 /// Groups the disks that write to a log by its directory, in the order of the first disk of each.
-fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
+pub(crate) fn group_by_log(specs: &[DiskSpec]) -> Vec<(PathBuf, Vec<usize>)> {
     let mut groups: Vec<(PathBuf, PathBuf, Vec<usize>)> = Vec::new();
     let written = |(_, spec): &(usize, &DiskSpec)| spec.at.is_none();
     for (index, spec) in specs.iter().enumerate().filter(written) {
@@ -462,7 +520,10 @@ fn look(
     scratch: Option<File>,
 ) -> Result<Arc<dyn Backend>, walvisor_storage::Error> {
     let log = spec.log_directory().unwrap_or_default();
-    let options = StoreOptions::default();
+    let options = StoreOptions {
+        index_memory: index_memory(MemoryBudget::of_process().limit(), 1),
+        ..StoreOptions::default()
+    };
     let look = Look::open(&disk_options(spec), &log, at, scratch, &options)?;
     Ok(Arc::new(look))
 }

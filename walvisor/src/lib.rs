@@ -17,6 +17,7 @@ pub mod disk_spec;
 pub mod disks;
 pub mod landlock;
 pub mod lio;
+pub mod memory_limit;
 pub mod metrics;
 pub mod net_spec;
 pub mod network;

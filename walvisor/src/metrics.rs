@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use walvisor_devices::backend::{Condition, LogCounters, Trouble};
+use walvisor_devices::backend::{Condition, LogCounters, MemoryBudget, Trouble};
 use walvisor_devices::block::{BlockCounts, BlockMetrics, LatencyCounts, OperationKind};
 use walvisor_devices::net::NetCounts;
 use walvisor_storage::{LogHistory, Snapshot};
@@ -243,8 +243,23 @@ impl DiskMetrics {
 /// The metrics of disks that were served to other programs, as text.
 pub fn render_served(disks: &[DiskMetrics]) -> String {
     let mut text = Text::default();
+    memory(&mut text);
     self::disks(&mut text, disks);
     text.0
+}
+
+/// Adds the memory that the process has lent and set aside, and its limit.
+fn memory(text: &mut Text) {
+    let budget = MemoryBudget::of_process();
+    let name = "walvisor_memory_used_bytes";
+    let help = "Memory that is set aside for the process, logs and clients, or that requests and unread replies hold.";
+    text.metric(name, "gauge", help);
+    text.sample(name, "", budget.used());
+    if let Some(limit) = budget.limit() {
+        let name = "walvisor_memory_limit_bytes";
+        text.metric(name, "gauge", "The memory limit of the process.");
+        text.sample(name, "", limit);
+    }
 }
 
 /// Adds all metrics of the disks and of their logs.

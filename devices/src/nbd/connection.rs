@@ -236,14 +236,16 @@ impl Connection {
                 refused = charge.is_none();
                 charge
             });
-            let Some(message) = message.map_err(broken)? else {
-                if refused {
-                    drop(guard);
-                    self.wait_for_memory();
-                }
+            let message = message.map_err(broken)?;
+            if refused {
+                drop(guard);
+                self.wait_for_memory();
+                break;
+            }
+            self.hungry_since = None;
+            let Some(message) = message else {
                 break;
             };
-            self.hungry_since = None;
             add(&export.metrics.requests, 1);
             count(&export.metrics, message.request.command);
             match check_request(message, &rules) {

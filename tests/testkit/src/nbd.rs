@@ -289,17 +289,36 @@ impl RawClient {
         self.send(&extended_request(flags, command, cookie, offset, length));
     }
 
-    /// The next reply.
+    /// The next reply. The data of a read may come in several chunks, in any order.
     pub fn reply(&mut self) -> Reply {
+        let (mut reply, mut done) = self.chunk();
+        let mut parts = vec![std::mem::take(&mut reply.data)];
+        while !done {
+            let (chunk, last) = self.chunk();
+            assert_eq!((chunk.kind, chunk.cookie), (reply.kind, reply.cookie));
+            parts.push(chunk.data);
+            done = last;
+        }
+        // The data of each chunk follows its offset.
+        parts.sort_by_key(|part| part[..8.min(part.len())].to_vec());
+        let rest = parts.split_off(1);
+        reply.data = parts.swap_remove(0);
+        rest.iter().for_each(|part| reply.data.extend(&part[8..]));
+        reply
+    }
+
+    /// The next chunk of a reply, and whether it is the last one.
+    fn chunk(&mut self) -> (Reply, bool) {
         let header = self.take(32);
-        assert_eq!(header[..6], [0x6e, 0x8a, 0x27, 0x8c, 0, 1], "{header:x?}");
+        assert_eq!(header[..5], [0x6e, 0x8a, 0x27, 0x8c, 0], "{header:x?}");
         let long = |at: usize| u64::from_be_bytes(header[at..at + 8].try_into().unwrap());
-        Reply {
+        let reply = Reply {
             kind: u16::from_be_bytes([header[6], header[7]]),
             cookie: long(8),
             offset: long(16),
             data: self.take(long(24) as usize),
-        }
+        };
+        (reply, header[5] == 1)
     }
 
     /// Sends a request with its payload, and waits for the reply. `false`: the connection has ended

@@ -462,6 +462,13 @@ fn table(stats: &Value) -> String {
         stats["pid"],
         text(&stats["state"])
     );
+    let mib = |value: &Value| value.as_u64().map(|bytes| bytes >> 20);
+    if let (Some(used), Some(limit)) = (
+        mib(&stats["memory"]["used_bytes"]),
+        mib(&stats["memory"]["limit_bytes"]),
+    ) {
+        lines += &format!("  memory: {used} of {limit} MiB\n");
+    }
     if let Some(exits) = stats["exits"].as_object() {
         let sum = |counts: &Value| -> u64 {
             let counts = counts.as_array().into_iter().flatten();

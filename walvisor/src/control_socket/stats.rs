@@ -1,7 +1,7 @@
 //! Statistics: as JSON with stable keys, and as Prometheus text.
 
 use serde_json::{Map, Value, json};
-use walvisor_devices::backend::{Backend, Condition, SECTOR_SIZE};
+use walvisor_devices::backend::{Backend, Condition, MemoryBudget, SECTOR_SIZE};
 use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::exits::ExitReason;
 
@@ -21,12 +21,14 @@ pub(super) fn json(controlled: &ControlledProcess) -> Value {
         "running"
     };
     let disks = controlled.disks();
+    let budget = MemoryBudget::of_process();
     let mut all = json!({
         "version": env!("CARGO_PKG_VERSION"),
         "kind": controlled.kind.name(),
         "pid": std::process::id(),
         "state": state,
         "uptime_us": controlled.started.elapsed().as_micros() as u64,
+        "memory": { "used_bytes": budget.used(), "limit_bytes": budget.limit() },
         "logs": logs(&disks),
         "disks": disks.iter().map(|listed| disk(listed)).collect::<Vec<_>>(),
     });

@@ -19,6 +19,7 @@ mod lifecycle;
 mod looking;
 mod looks;
 mod members;
+mod memory;
 mod qemu_locks;
 mod recovery;
 mod sandbox;

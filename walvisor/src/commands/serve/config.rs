@@ -3,6 +3,7 @@
 //!
 //! ```toml
 //! [defaults]                    # a disk takes those that fit its door and backend
+//! memory-limit = "2G"           # of the process
 //! door = "nbd"
 //! socket = "/run/walvisor/pool.sock"
 //! log = "/var/lib/walvisor/pool.wal"
@@ -29,12 +30,15 @@ use crate::control_socket::ControlledProcess;
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::AllowedPaths;
+use crate::size::parse_size;
 
 /// The file that describes the disks of a daemon, as of the last reading.
 pub(super) struct PoolFile {
     path: PathBuf,
     /// The door of a disk that names none.
     kind: DiskCommand,
+    /// The memory limit of the process.
+    memory_limit: Option<u64>,
     disks: Vec<PoolDisk>,
 }
 
@@ -53,9 +57,19 @@ impl PoolFile {
     /// # Errors
     /// If it can't be read, is not TOML, or has a disk that is wrong.
     pub(super) fn open(path: &Path, kind: DiskCommand) -> Result<Self, CommandError> {
-        let disks = read(path, kind)?;
+        let (memory_limit, disks) = read(path, kind)?;
         let path = std::path::absolute(path).map_err(CommandError::failed)?;
-        Ok(Self { path, kind, disks })
+        Ok(Self {
+            path,
+            kind,
+            memory_limit,
+            disks,
+        })
+    }
+
+    /// The memory limit of the process, if the file sets one.
+    pub(super) fn memory_limit(&self) -> Option<u64> {
+        self.memory_limit
     }
 
     /// The disks.
@@ -72,7 +86,15 @@ impl PoolFile {
     /// nothing. The next call retries the disks that could not be added or removed.
     pub(super) fn reload(&mut self, controlled: &ControlledProcess, hotplug: &Hotplug) {
         let wanted = match read(&self.path, self.kind) {
-            Ok(wanted) => wanted,
+            Ok((limit, wanted)) => {
+                if limit != self.memory_limit {
+                    tracing::warn!(
+                        "{}: memory-limit has changed; it takes effect at the next start",
+                        self.path.display()
+                    );
+                }
+                wanted
+            }
             Err(error) => {
                 tracing::error!("{error}; the disks stay as they are");
                 return;
@@ -141,14 +163,17 @@ pub(in crate::commands) fn check(path: &Path) -> Result<usize, CommandError> {
     Ok(specs.len())
 }
 
-/// The disks that the file describes.
-fn read(path: &Path, kind: DiskCommand) -> Result<Vec<PoolDisk>, CommandError> {
+/// The memory limit of the process, and the disks.
+type PoolContents = (Option<u64>, Vec<PoolDisk>);
+
+/// What the file describes.
+fn read(path: &Path, kind: DiskCommand) -> Result<PoolContents, CommandError> {
     let in_file = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
     let text = fs::read_to_string(path).map_err(|error| in_file(error.to_string()))?;
     parse(&text, kind).map_err(in_file)
 }
 
-fn parse(text: &str, kind: DiskCommand) -> Result<Vec<PoolDisk>, String> {
+fn parse(text: &str, kind: DiskCommand) -> Result<PoolContents, String> {
     let file: Table = text.parse().map_err(|error: toml::de::Error| {
         let before = &text[..error.span().map_or(0, |span| span.start)];
         let line = before.matches('\n').count() + 1;
@@ -165,6 +190,13 @@ fn parse(text: &str, kind: DiskCommand) -> Result<Vec<PoolDisk>, String> {
         Some(Value::Table(table)) => keys(table).map_err(|error| format!("[defaults]: {error}"))?,
         Some(_) => return Err("'defaults' is not a table: write [defaults]".to_owned()),
     };
+    let (limits, defaults): (Vec<_>, Vec<_>) = defaults
+        .into_iter()
+        .partition(|(key, _)| key == "memory-limit");
+    let limit = limits.first().map(|(_, text)| parse_size(text));
+    let limit = limit
+        .transpose()
+        .map_err(|error| format!("[defaults]: memory-limit: {error}"))?;
     let tables = match file.get("disk") {
         Some(Value::Array(tables)) if !tables.is_empty() => tables,
         Some(Value::Table(_)) => {
@@ -187,7 +219,8 @@ fn parse(text: &str, kind: DiskCommand) -> Result<Vec<PoolDisk>, String> {
         let spec = DiskSpec::from_keys(&keys, kind).map_err(named)?;
         Ok(PoolDisk { keys, spec })
     };
-    tables.iter().enumerate().map(disk).collect()
+    let disks: Result<_, String> = tables.iter().enumerate().map(disk).collect();
+    Ok((limit, disks?))
 }
 
 /// The keys of a table, with their values as texts of `--disk`.
@@ -215,8 +248,8 @@ mod tests {
 
     #[test]
     fn a_disk_takes_the_defaults_that_fit_it() {
-        let disks = parse(
-            "[defaults]\ndoor = 'nbd'\nsocket = 's'\nlog = 'pool.wal'\nclose-seconds = 5\n\
+        let (limit, disks) = parse(
+            "[defaults]\nmemory-limit = '2G'\ndoor = 'nbd'\nsocket = 's'\nlog = 'pool.wal'\nclose-seconds = 5\n\
              [[disk]]\npath = 'a.img'\nreadonly = true\n\
              [[disk]]\npath = 'b.img'\nport = 10809\n\
              [[disk]]\npath = 'c.img'\ndoor = 'tcmu'\n\
@@ -231,7 +264,7 @@ mod tests {
             "backend=ram,size=1M,door=nbd,socket=s",
         ]
         .map(|text| DiskSpec::parse(text, DiskCommand::Serve).unwrap());
-        assert_eq!(disks.len(), specs.len());
+        assert_eq!((limit, disks.len()), (Some(2 << 30), specs.len()));
         for (disk, spec) in disks.iter().zip(specs) {
             assert_eq!(disk.spec, spec);
         }
@@ -249,6 +282,11 @@ mod tests {
                 "[defaults]\ncashe = 'unsafe'\n[[disk]]\npath = 'a'\nsocket = 's'\n",
                 DiskCommand::Nbd,
                 "unknown key 'cashe'",
+            ),
+            (
+                "[defaults]\nmemory-limit = 'much'\n[[disk]]\npath = 'a'\n",
+                DiskCommand::Nbd,
+                "[defaults]: memory-limit: 'much' is not a size",
             ),
             (
                 "[[disk]]\npath = 'a'\nsocket = 's'\n[[disk]]\npath = 'b'\nqueues = 2\n",

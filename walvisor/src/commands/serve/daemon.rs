@@ -32,7 +32,9 @@ use crate::control_socket::{ControlledProcess, Power, Server as ControlServer};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks::{self, ScratchFiles};
 use crate::landlock::AllowedPaths;
+use crate::memory_limit;
 use crate::metrics::{DiskMetrics, render_served};
+use crate::size::parse_size;
 
 /// The arguments of every daemon.
 #[derive(Args, Debug)]
@@ -56,6 +58,10 @@ pub struct DaemonArguments {
     /// may be given several times
     #[arg(long = "disk-dir", value_name = "DIR", value_parser = parse_directory)]
     pub disk_dirs: Vec<PathBuf>,
+    /// Memory that the process may use, such as 512M: at the limit, the clients that ask for most
+    /// wait. Default: three quarters of what its cgroup and this machine have
+    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    pub memory_limit: Option<u64>,
     /// TLS of disks with door=nbd.
     #[command(flatten)]
     pub tls: TlsArguments,
@@ -117,6 +123,9 @@ impl DaemonArguments {
         let mut doors = Doors::new(&specs, self.mode, opens, &tls);
         doors.check(&specs).map_err(CommandError::Usage)?;
         disks::check(&specs).map_err(CommandError::Usage)?;
+        let limit = self.memory_limit;
+        let limit = limit.or_else(|| pool.as_ref()?.memory_limit());
+        let _memory = memory_limit::set(limit, &specs).map_err(CommandError::Usage)?;
         let metrics = self.process.metrics()?;
         let shutdown = Shutdown::prepare(self, &mut names, kind, started)?;
         doors.bind(&specs, &mut sockets, &mut names)?;

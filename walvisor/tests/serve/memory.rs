@@ -1,0 +1,189 @@
+//! Clients that take all memory they can get: the daemon stays within its limit, and the others are
+//! served.
+
+use std::fs;
+use std::io::Write;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use walvisor_testkit::nbd::{
+    FLUSH, PAYLOAD_LEN, READ, RawClient, SimpleClient, WRITE, request,
+};
+
+use super::{Daemon, MIB, WALVISOR, create, text, walvisor};
+
+/// What an NBD client may ask for.
+const LONGEST: u64 = 32 * MIB;
+
+/// A cgroup with a memory limit. Dropping this removes it; its processes must have ended.
+struct Cgroup(PathBuf);
+
+impl Cgroup {
+    /// `None`: this machine doesn't let the test make one.
+    fn with_memory(bytes: u64) -> Option<Self> {
+        let cgroups = fs::read_to_string("/proc/self/cgroup").ok()?;
+        let places = cgroups.lines().filter_map(|line| {
+            let mut fields = line.splitn(3, ':').skip(1);
+            let (controllers, path) = (fields.next()?, fields.next()?);
+            let (mount, file) = match controllers {
+                "" => ("/sys/fs/cgroup", "memory.max"),
+                "memory" => ("/sys/fs/cgroup/memory", "memory.limit_in_bytes"),
+                _ => return None,
+            };
+            Some((Path::new(mount).join(&path[1..]), file))
+        });
+        let mut places = places.chain([(Path::new("/sys/fs/cgroup").to_owned(), "memory.max")]);
+        places.find_map(|(above, file)| {
+            let path = above.join(format!("walvisor-test-{}", std::process::id()));
+            fs::create_dir(&path).ok()?;
+            let group = Self(path);
+            // Without the controller the directory has no such file, and none can be made there.
+            fs::write(group.0.join(file), bytes.to_string()).ok()?;
+            Some(group)
+        })
+    }
+}
+
+impl Drop for Cgroup {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// The most memory that the daemon had resident so far, in bytes.
+fn peak(daemon: &Daemon) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{}/status", daemon.child.id())).unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
+    let kib: u64 = line
+        .unwrap()
+        .trim()
+        .trim_end_matches(" kB")
+        .parse()
+        .unwrap();
+    kib << 10
+}
+
+/// A daemon with ten disks, each with a log of its own, at the socket `s`: in a cgroup of 256 MiB if
+/// there can be one, else with the limit that it would take from that.
+fn ten_disks(dir: &Path) -> (Daemon, Option<Cgroup>) {
+    let mut arguments = String::new();
+    for disk in 0..10 {
+        create(dir, &format!("{disk}.img"), "64M");
+        arguments += &format!(" --disk path={disk}.img,socket=s");
+    }
+    let group = Cgroup::with_memory(256 * MIB);
+    let mut command = Command::new("sh");
+    match &group {
+        Some(group) => {
+            let procs = group.0.join("cgroup.procs");
+            let script = format!(
+                "echo $$ > {} && exec {WALVISOR} serve nbd --control c{arguments}",
+                procs.display()
+            );
+            command.args(["-c", &script]);
+        }
+        None => {
+            println!("no cgroup: --memory-limit instead");
+            let script =
+                format!("exec {WALVISOR} serve nbd --memory-limit 192M --control c{arguments}");
+            command.args(["-c", &script]);
+        }
+    }
+    command.stdin(Stdio::null());
+    (
+        Daemon::start_telling(dir, &mut command, Stdio::piped(), 10),
+        group,
+    )
+}
+
+/// Sends what the socket takes, without waiting.
+fn send_some(client: &mut UnixStream, bytes: &[u8]) {
+    client.set_nonblocking(true).unwrap();
+    let _ = client.write(bytes);
+    client.set_nonblocking(false).unwrap();
+}
+
+/// A client that asks for ten times the longest read and reads no reply, with or without structured
+/// replies, or announces the longest write and sends only some of it.
+fn greedy(dir: &Path, number: usize) -> UnixStream {
+    let (path, export) = (dir.join("s"), format!("{}.img", number % 10));
+    match number % 3 {
+        0 => {
+            let mut client = RawClient::extended_to(&path, &export);
+            for cookie in 0..10 {
+                client.request(0, READ, cookie, 0, LONGEST);
+            }
+            client.socket
+        }
+        1 => {
+            let mut client = SimpleClient::connect(&path, &export).unwrap();
+            let asks = request(0, READ, 0, 0, LONGEST as u32).repeat(10);
+            client.stream.write_all(&asks).unwrap();
+            client.stream
+        }
+        _ => {
+            let mut client = RawClient::extended_to(&path, &export);
+            client.request(PAYLOAD_LEN, WRITE, 0, 0, LONGEST);
+            send_some(&mut client.socket, &vec![7; 4 << 20]);
+            client.socket
+        }
+    }
+}
+
+#[test]
+fn clients_that_take_all_memory_leave_the_daemon_and_others_alive() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let (daemon, group) = ten_disks(dir);
+    let path = dir.join("s");
+    let mut victim = RawClient::extended_to(&path, "0.img");
+    let mut clients: Vec<_> = (0..120).map(|number| greedy(dir, number)).collect();
+    for cookie in 0..200 {
+        victim.write(cookie, cookie % 16 * 4096, &[cookie as u8; 4096]);
+        victim.flush(cookie);
+        // Those that announced a write send more of it.
+        let number = cookie as usize % 120;
+        if number % 3 == 2 {
+            send_some(&mut clients[number], &vec![7; 1 << 20]);
+        }
+    }
+    // A large request waits, until the greediest client has left.
+    let large = vec![9; 16 << 20];
+    victim.write(1, 16 << 20, &large);
+    victim.request(0, READ, 2, 16 << 20, large.len() as u64);
+    assert!(victim.reply().data[8..] == large);
+    let stats = walvisor(dir, "ctl c stats");
+    println!("{}", text(&stats.stdout));
+    assert!(text(&stats.stdout).contains(" of 192 MiB\n"));
+    let peak = peak(&daemon);
+    println!(
+        "at most {} MiB resident, in a cgroup: {}",
+        peak >> 20,
+        group.is_some()
+    );
+    assert!(peak <= 192 * MIB * 11 / 10, "{} MiB", peak >> 20);
+    victim.request(0, FLUSH, 3, 0, 0);
+    assert_eq!(victim.reply().kind, 0);
+    drop(clients);
+    let errors = daemon.stop();
+    println!("{errors}");
+    let told = "an NBD client was disconnected: it held ";
+    assert!(errors.contains(told), "{errors}");
+}
+
+#[test]
+fn a_limit_that_is_too_small_for_the_disks_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "a.img", "1M");
+    let serve = "serve nbd --disk path=a.img,socket=s";
+    let refused = walvisor(dir, &format!("{serve} --memory-limit 16M"));
+    assert_eq!(refused.status.code(), Some(2));
+    let told = text(&refused.stderr);
+    let begin = "walvisor: --memory-limit 16M: the process and its logs need ";
+    assert!(told.starts_with(begin), "{told}");
+    let least = told[begin.len()..].split(':').next().unwrap();
+    let arguments = format!("--disk path=a.img,socket=s --memory-limit {least}");
+    assert_eq!(Daemon::start(dir, &arguments).stop(), "");
+}
