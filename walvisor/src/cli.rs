@@ -12,6 +12,7 @@ use tracing_subscriber::prelude::*;
 use crate::commands::{self, CommandError};
 use crate::disk_spec::{DiskCommand, disk_help};
 use crate::net_spec::net_help;
+use crate::repeats::{self, RepeatFilter};
 
 /// The whole command line.
 #[derive(Debug, Parser)]
@@ -80,6 +81,7 @@ pub fn main(started: Instant) -> ExitCode {
 /// Prints the error of a command, if any, on one line of stderr. Returns the exit status of
 /// `program`: 0 done, 1 failed, 2 wrong usage.
 pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
+    repeats::flush(true);
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
@@ -97,8 +99,8 @@ pub fn end(program: &str, result: Result<(), CommandError>) -> ExitCode {
 pub const WARNINGS: &str = "warn,virtio_queue=off";
 
 /// Prints warnings on stderr, one line each: failures that do not end the command, such as a failed
-/// log, a checkpoint that will be retried, or a device that a guest broke. `RUST_LOG` overrides the
-/// filter `otherwise`.
+/// log, a checkpoint that will be retried, or a device that a guest broke. The same one is shown a
+/// few times a minute, and then counted. `RUST_LOG` overrides the filter `otherwise`.
 ///
 /// # Panics
 /// If it is called twice.
@@ -108,7 +110,8 @@ pub fn show_warnings(otherwise: &str) {
         .with_writer(std::io::stderr)
         .with_ansi(false)
         .with_target(false)
-        .without_time();
+        .without_time()
+        .with_filter(RepeatFilter);
     tracing_subscriber::registry()
         .with(filter(asked.as_deref(), otherwise))
         .with(lines)

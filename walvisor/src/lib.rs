@@ -24,4 +24,5 @@ pub mod network;
 pub mod point;
 pub mod processor_time;
 pub mod progress;
+mod repeats;
 pub mod size;

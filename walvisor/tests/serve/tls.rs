@@ -2,12 +2,15 @@
 //! nothing.
 
 use std::fs;
+use std::io::Write;
+use std::net::TcpStream;
 use std::path::Path;
+use std::process::Command;
 
 use walvisor_testkit::nbd::RawClient;
 use walvisor_tests::{have, run_sessions};
 
-use super::{Daemon, create, foreign, run_client, text, walvisor};
+use super::{Daemon, WALVISOR, create, foreign, run_client, text, walvisor};
 
 const STARTTLS: u32 = 5;
 const TLS_REQUIRED: u32 = (1 << 31) + 5;
@@ -312,4 +315,47 @@ fn bad_certificates_are_one_line_errors() {
         fs::copy(dir.join(from).join(file), dir.join("mixed").join(file)).unwrap();
     }
     run_sessions("certificates", dir, []);
+}
+
+/// Someone who holds no certificate, and connects again and again.
+#[test]
+fn strangers_fill_no_log() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    if !certificates(dir) {
+        return;
+    }
+    create(dir, "disk.img", "1M");
+    let mut command = Command::new(WALVISOR);
+    command.args([
+        "serve",
+        "nbd",
+        "--disk",
+        "path=disk.img,port=0",
+        "--tls-certificates",
+        "pki",
+        "--tls-verify-peer",
+    ]);
+    let told = fs::File::create(dir.join("told")).unwrap();
+    let daemon = Daemon::start_telling(dir, &mut command, told.into(), 1);
+    let address = daemon.uri().strip_prefix("nbds://").expect("TLS");
+    let (address, _) = address.split_once('/').unwrap();
+    for number in 0..5000 {
+        let mut socket = TcpStream::connect(address).unwrap();
+        // Some say nothing, some garbage, and some ask for TLS and then say garbage.
+        let _ = match number % 3 {
+            0 => Ok(()),
+            1 => socket.write_all(&[0xff; 64]),
+            _ => socket.write_all(b"\0\0\0\x03IHAVEOPT\0\0\0\x05\0\0\0\0garbage"),
+        };
+    }
+    daemon.stop();
+    let told = fs::read_to_string(dir.join("told")).unwrap();
+    println!("{told}");
+    assert!(told.lines().count() < 60, "{told}");
+    let counts = told.lines().filter_map(|line| {
+        let (count, _) = line.split_once(" more like this in the last minute: ")?;
+        count.split_whitespace().last()?.parse::<u64>().ok()
+    });
+    assert!(counts.sum::<u64>() > 1000, "{told}");
 }

@@ -34,6 +34,7 @@ use crate::disks::{self, ScratchFiles};
 use crate::landlock::AllowedPaths;
 use crate::memory_limit;
 use crate::metrics::{DiskMetrics, render_served};
+use crate::repeats;
 use crate::size::parse_size;
 
 /// The arguments of every daemon.
@@ -266,7 +267,9 @@ impl Shutdown {
         let server = server.map(|listener| ControlServer::start(listener, Arc::clone(&controlled)));
         let server = server.transpose().map_err(CommandError::failed)?;
         let ended = loop {
-            match (waiter.wait(&self.signals, EventSet::IN, None), &mut pool) {
+            let minute = Some(Instant::now() + repeats::MINUTE);
+            match (waiter.wait(&self.signals, EventSet::IN, minute), &mut pool) {
+                (Ok(WakeReason::TimedOut), _) => repeats::flush(false),
                 (Ok(WakeReason::Ready), Some(pool)) => match self.signals.take() {
                     Ok(libc::SIGHUP) => pool.reload(&controlled, hotplug),
                     taken => break taken.map(|_| ()),
