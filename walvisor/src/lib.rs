@@ -22,6 +22,7 @@ pub mod metrics;
 pub mod net_spec;
 pub mod network;
 pub mod point;
+pub mod privileges;
 pub mod processor_time;
 pub mod progress;
 mod repeats;

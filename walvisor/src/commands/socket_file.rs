@@ -8,7 +8,10 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::fs::{AtFlags, FlockOperation, Mode, Stat, chmodat, fchmod, flock, statat, unlinkat};
+use rustix::fs::{
+    AtFlags, FlockOperation, Gid, Mode, Stat, Uid, chmodat, chownat, fchmod, flock, statat,
+    unlinkat,
+};
 use rustix::io::Errno;
 use rustix::net::{
     AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with,
@@ -152,6 +155,17 @@ pub struct SocketFile {
 }
 
 impl SocketFile {
+    /// Makes another user the owner of the socket.
+    pub(super) fn give_to(&self, uid: u32, gid: u32) -> io::Result<()> {
+        let Some(Name { place, .. }) = &self.name else {
+            return Ok(());
+        };
+        let (uid, gid) = (Uid::from_raw(uid), Gid::from_raw(gid));
+        let flags = AtFlags::SYMLINK_NOFOLLOW;
+        chownat(&place.directory, &place.name, Some(uid), Some(gid), flags)?;
+        Ok(())
+    }
+
     /// Gives the name away, so that dropping this value does not remove it.
     pub(super) fn into_name(mut self) -> Option<Name> {
         self.name.take()

@@ -33,6 +33,15 @@ impl SocketNames {
         self.own.push(file);
     }
 
+    /// Gives the sockets that have been added to another user.
+    ///
+    /// # Errors
+    /// If the system refuses.
+    pub fn give_to(&self, (uid, gid): (u32, u32)) -> io::Result<()> {
+        let mut names = self.own.iter();
+        names.try_for_each(|file| file.give_to(uid, gid))
+    }
+
     /// Hands all names that have been added to a child, which removes them however this process
     /// ends. So this process may give up the right to remove files. Call it once, while the process
     /// has one thread.

@@ -20,6 +20,7 @@ mod looking;
 mod looks;
 mod members;
 mod memory;
+mod privileges;
 mod qemu_locks;
 mod recovery;
 mod sandbox;

@@ -7,9 +7,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
-use walvisor_testkit::nbd::{
-    FLUSH, PAYLOAD_LEN, READ, RawClient, SimpleClient, WRITE, request,
-};
+use walvisor_testkit::nbd::{FLUSH, PAYLOAD_LEN, READ, RawClient, SimpleClient, WRITE, request};
 
 use super::{Daemon, MIB, WALVISOR, create, text, walvisor};
 
