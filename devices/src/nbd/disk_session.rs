@@ -215,8 +215,12 @@ struct DiskSession {
     hungry: VecDeque<usize>,
     /// When they ask again.
     ask_at: Option<Instant>,
-    /// Completions being handled. Empty between turns, and kept for its allocation.
+    /// Completions still to handle, the next one last. Empty between turns, unless a panic has ended the turn.
     completions: Vec<Completion>,
+    /// The client whose connection the session works on: a panic costs it alone.
+    serving: Option<usize>,
+    /// Clients lost by a panic.
+    panicked: Vec<usize>,
     /// Whether the server is stopping.
     stopping: bool,
     /// Whether the session serves no more.
@@ -251,6 +255,8 @@ impl DiskSession {
             hungry: VecDeque::new(),
             ask_at: None,
             completions: Vec::new(),
+            serving: None,
+            panicked: Vec::new(),
             stopping: false,
             given_up: false,
         };
@@ -335,7 +341,10 @@ impl DiskSession {
         let Some(connection) = &mut client.connection else {
             return;
         };
-        match connection.receive() {
+        self.serving = Some(key);
+        let received = connection.receive();
+        self.serving = None;
+        match received {
             Ok(read) => {
                 turn.charge(read);
                 self.take_requests(key, turn);
@@ -352,7 +361,10 @@ impl DiskSession {
             let Some(connection) = &mut self.clients[key].connection else {
                 return;
             };
-            let pending = match connection.next() {
+            self.serving = Some(key);
+            let next = connection.next();
+            self.serving = None;
+            let pending = match next {
                 Ok(Some(pending)) => pending,
                 Ok(None) => break,
                 Err(ended) => return self.disconnect(key, Err(ended), turn),
@@ -496,7 +508,9 @@ impl DiskSession {
         let client = &mut self.clients[key];
         match &mut client.connection {
             Some(connection) => {
+                self.serving = Some(key);
                 connection.answer(pending, result);
+                self.serving = None;
                 // There may be room now for requests that have already arrived.
                 self.take_requests(key, turn);
             }
@@ -516,7 +530,10 @@ impl DiskSession {
         let Some(connection) = &mut client.connection else {
             return;
         };
-        let more = match connection.send(turn.left()) {
+        self.serving = Some(key);
+        let sent = connection.send(turn.left());
+        self.serving = None;
+        let more = match sent {
             Ok((sent, more)) => {
                 turn.charge(sent);
                 more
@@ -583,6 +600,26 @@ impl DiskSession {
         self.remove_if_idle(key);
     }
 
+    /// Ends the connections that a panic has left in an unknown state. Their requests in flight are still carried out.
+    fn drop_panicked(&mut self, turn: &mut Turn<'_>) {
+        for key in std::mem::take(&mut self.panicked) {
+            let in_flight = self.in_flight.iter();
+            let abandoned = in_flight
+                .filter(|(_, request)| request.client == key)
+                .count();
+            let Some(client) = self.clients.get_mut(key) else {
+                continue;
+            };
+            client.abandoned = abandoned;
+            if let Some(connection) = client.connection.take()
+                && !client.watched.is_empty()
+            {
+                turn.unwatch(&connection);
+            }
+            self.remove_if_idle(key);
+        }
+    }
+
     /// Removes a client that is gone and has no requests in flight.
     fn remove_if_idle(&mut self, key: usize) {
         let client = &self.clients[key];
@@ -616,6 +653,7 @@ impl Source for DiskSession {
     }
 
     fn take(&mut self, turn: &mut Turn<'_>) {
+        self.drop_panicked(turn);
         for message in self.inbox.take() {
             self.handle(message, turn);
         }
@@ -642,12 +680,11 @@ impl Source for DiskSession {
     }
 
     fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
-        let mut completions = std::mem::take(&mut self.completions);
-        self.port.completions(&mut completions);
-        for Completion { token, result } in completions.drain(..) {
+        self.port.completions(&mut self.completions);
+        self.completions.reverse();
+        while let Some(Completion { token, result }) = self.completions.pop() {
             self.end_step(token as usize, result, turn);
         }
-        self.completions = completions;
         // Each client once: one whose replies did not fit the turn is at the end of the list again.
         for _ in 0..self.dirty.len() {
             if turn.is_over() {
@@ -683,6 +720,16 @@ impl Source for DiskSession {
         self.moving
     }
 
+    fn survive(&mut self, reason: &str) -> bool {
+        let Some(key) = self.serving.take() else {
+            return false;
+        };
+        let name = self.export.name();
+        tracing::error!("NBD export '{name}': a client was disconnected: {reason}");
+        self.panicked.push(key);
+        true
+    }
+
     fn give_up(&mut self, reason: &str) {
         let name = self.export.name();
         let clients = self.clients.len();
@@ -710,5 +757,96 @@ fn kind(command: u16) -> Option<OperationKind> {
         command::TRIM => Some(OperationKind::Discard),
         command::WRITE_ZEROES => Some(OperationKind::WriteZeroes),
         _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::backend::ram::RamDisk;
+    use crate::backend::{Backend, BackendQueue, Capabilities};
+    use crate::nbd::handshake::HandshakeResult;
+    use crate::nbd::protocol::Framing;
+    use crate::nbd::seats::Seats;
+    use crate::nbd::wire::Wire;
+
+    /// A disk that panics once when a connection checks a request.
+    struct PanickingDisk {
+        ram: RamDisk,
+        panics: Arc<AtomicBool>,
+    }
+
+    impl Backend for PanickingDisk {
+        fn sectors(&self) -> u64 {
+            self.ram.sectors()
+        }
+
+        fn capabilities(&self) -> Capabilities {
+            assert!(
+                !self.panics.swap(false, Ordering::SeqCst),
+                "a test asked for it"
+            );
+            self.ram.capabilities()
+        }
+
+        fn write_cache(&self) -> bool {
+            self.ram.write_cache()
+        }
+
+        fn set_write_cache(&self, on: bool) {
+            self.ram.set_write_cache(on);
+        }
+
+        fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
+            self.ram.open_queue()
+        }
+    }
+
+    #[test]
+    fn a_panic_costs_the_client_that_is_served_and_no_other() {
+        let panics = Arc::new(AtomicBool::new(false));
+        let disk = PanickingDisk {
+            ram: RamDisk::new(8),
+            panics: Arc::clone(&panics),
+        };
+        let export = Arc::new(Export::new("disk", "", Arc::new(disk)));
+        let pool = Pool {
+            threads: ReactorPool::with_threads("test", 1),
+            sessions: Mutex::default(),
+        };
+        let connect = || {
+            let (ours, theirs) = UnixStream::pair().unwrap();
+            ours.set_nonblocking(true).unwrap();
+            let handshake = HandshakeResult {
+                export: ExportGuard::enter(&export).unwrap(),
+                framing: Framing::Simple,
+                contexts: Arc::new([]),
+            };
+            let seat = Seats::default().handshake(None).unwrap().connection();
+            let wire = Wire::new(ours.into());
+            pool.serve(Connection::new(handshake, wire, seat.unwrap()))
+                .unwrap();
+            theirs
+        };
+        let clients = [connect(), connect(), connect()];
+        let flush = |mut client: &UnixStream| {
+            let mut request = [0; 28];
+            request[..4].copy_from_slice(&0x2560_9513_u32.to_be_bytes());
+            request[7] = command::FLUSH as u8;
+            client.write_all(&request).unwrap();
+            client.read_exact(&mut [0; 16])
+        };
+        assert!(clients.iter().all(|client| flush(client).is_ok()));
+        panics.store(true, Ordering::SeqCst);
+        assert!(flush(&clients[1]).is_err());
+        assert!(flush(&clients[0]).is_ok() && flush(&clients[2]).is_ok());
+        assert!(flush(&connect()).is_ok());
+        drop(clients);
+        drop(pool);
+        export.users.close();
     }
 }

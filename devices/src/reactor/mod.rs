@@ -102,6 +102,12 @@ pub(crate) trait Source: Send {
     /// Bytes that these requests move.
     fn bytes_in_flight(&self) -> usize;
 
+    /// A call of the source has panicked, because of `reason`. Returns whether that costs only a part of the source, which
+    /// has been given up, and the rest goes on.
+    fn survive(&mut self, _reason: &str) -> bool {
+        false
+    }
+
     /// Serves no more, because of `reason`: a panic, or an error of the system.
     fn give_up(&mut self, reason: &str);
 }
@@ -279,7 +285,7 @@ impl Reactor {
         }
     }
 
-    /// Serves sources until none is left. A panic costs only the source in which it happens.
+    /// Serves sources until none is left. A panic costs only the source in which it happens, or a part of it.
     fn serve(&mut self) {
         while let Err(reason) = catch_unwind(AssertUnwindSafe(|| self.run())) {
             self.remove_panicked(&*reason);
@@ -559,22 +565,27 @@ impl Reactor {
         drop(slot);
     }
 
-    /// Removes the source that has panicked; the others keep running.
+    /// Removes the source that has panicked, unless it survives; the others keep running.
     fn remove_panicked(&mut self, reason: &(dyn Any + Send)) {
         let text = reason.downcast_ref::<&str>().copied();
         let text = text.or_else(|| reason.downcast_ref::<String>().map(String::as_str));
+        let reason = format!(
+            "its worker has panicked: {}",
+            text.unwrap_or("no reason was given")
+        );
         let key = self.current;
-        if let Some(source) = self
-            .slots
-            .get_mut(key)
-            .and_then(|slot| slot.source.as_mut())
-        {
-            source.give_up(&format!(
-                "its worker has panicked: {}",
-                text.unwrap_or("no reason was given")
-            ));
+        let slot = self.slots.get_mut(key);
+        let source = slot.and_then(|slot| slot.source.as_mut());
+        let survives = source.is_some_and(|source| {
+            let survives = source.survive(&reason);
+            if !survives {
+                source.give_up(&reason);
+            }
+            survives
+        });
+        if !survives {
+            self.remove(key);
         }
-        self.remove(key);
         // The panic may have ended a round. Each source gets a turn, and looks at what it has.
         self.in_round.clear();
         self.waiting.clear();
