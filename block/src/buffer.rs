@@ -13,7 +13,9 @@ pub const BUFFER_ALIGN: usize = 4096;
 
 /// Most bytes that the pool keeps for reuse, in the whole process: what one queue may have in flight.
 const POOL_BYTES: usize = 32 << 20;
-/// Bytes of all blocks, those kept for reuse included.
+/// What a block takes beside its bytes: the allocator's note before it makes it begin a page later.
+const BLOCK_OVERHEAD: u64 = BUFFER_ALIGN as u64;
+/// Bytes of memory of all blocks, those kept for reuse included.
 static ALLOCATED: AtomicU64 = AtomicU64::new(0);
 /// Sizes that are recycled: `BUFFER_ALIGN << class`, so up to 4 MiB. Longer ones are rare and go to the system.
 const CLASSES: usize = 11;
@@ -51,7 +53,7 @@ impl Block {
         let layout = Layout::from_size_align(size, BUFFER_ALIGN).map_err(|_| OutOfMemory)?;
         // SAFETY: the layout's size is at least BUFFER_ALIGN, never zero.
         let pointer = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(OutOfMemory)?;
-        ALLOCATED.fetch_add(size as u64, Ordering::Relaxed);
+        ALLOCATED.fetch_add(size as u64 + BLOCK_OVERHEAD, Ordering::Relaxed);
         Ok(Self { pointer, layout })
     }
 }
@@ -72,18 +74,23 @@ pub(crate) fn allocated() -> u64 {
     ALLOCATED.load(Ordering::Relaxed)
 }
 
-/// Keeps at most `bytes` for reuse from now on, or [`POOL_BYTES`] if that is less. Returns how many.
-pub(crate) fn limit_pool(bytes: u64) -> u64 {
-    let most = usize::try_from(bytes).unwrap_or(POOL_BYTES).min(POOL_BYTES);
+/// Keeps buffers that take at most `memory` bytes for reuse from now on, or [`POOL_BYTES`] of them if that is less.
+/// Returns how much memory they may take.
+pub(crate) fn limit_pool(memory: u64) -> u64 {
+    // The overhead of the smallest buffers is as large as they are.
+    let most = usize::try_from(memory / 2)
+        .unwrap_or(POOL_BYTES)
+        .min(POOL_BYTES);
     Pool::lock().most = most;
-    most as u64
+    2 * most as u64
 }
 
 impl Drop for Block {
     fn drop(&mut self) {
         // SAFETY: allocated in `new` with this very layout and not freed before.
         unsafe { dealloc(self.pointer.as_ptr(), self.layout) }
-        ALLOCATED.fetch_sub(self.layout.size() as u64, Ordering::Relaxed);
+        let bytes = self.layout.size() as u64 + BLOCK_OVERHEAD;
+        ALLOCATED.fetch_sub(bytes, Ordering::Relaxed);
     }
 }
 
@@ -173,10 +180,11 @@ impl Buffer {
 
     /// Bytes of memory that a buffer of `len` bytes takes.
     pub fn memory_of(len: u64) -> u64 {
-        match usize::try_from(len).ok().and_then(Pool::class) {
+        let block = match usize::try_from(len).ok().and_then(Pool::class) {
             Some(class) => (BUFFER_ALIGN << class) as u64,
             None => len,
-        }
+        };
+        block.saturating_add(BLOCK_OVERHEAD)
     }
 
     /// Makes the buffer read-only and cheap to clone.

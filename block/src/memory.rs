@@ -65,8 +65,10 @@ impl MemoryBudget {
     }
 
     /// Sets the limit in bytes. [`Buffer`](crate::Buffer)s that are kept for reuse take a sixteenth of it at most, which
-    /// is reserved. Call it once, before anything is charged.
+    /// is reserved; longer ones go back to the system at once. Call it once, before anything is charged.
     pub fn set_limit(&self, bytes: u64) {
+        // Otherwise the allocator keeps large blocks that are free. SAFETY: this sets a number of the allocator.
+        unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, 256 << 10) };
         self.0.limit.store(bytes, Ordering::Relaxed);
         let pool = buffer::limit_pool(bytes / 16);
         self.0.reserved.fetch_add(pool, Ordering::Relaxed);
@@ -179,7 +181,12 @@ impl MemoryClient {
     pub fn charge(&self, payload: u64) -> Option<MemoryCharge> {
         let budget = &self.0.budget.0;
         let limit = budget.limit.load(Ordering::Relaxed);
-        let bytes = Buffer::memory_of(payload).saturating_add(REQUEST_BYTES);
+        let buffers = if payload > 0 {
+            Buffer::memory_of(payload)
+        } else {
+            0
+        };
+        let bytes = buffers.saturating_add(REQUEST_BYTES);
         let held = self.held();
         let reserved = budget.reserved.load(Ordering::Relaxed);
         let in_buffers = reserved.saturating_add(buffer::allocated());
@@ -301,7 +308,7 @@ mod tests {
         assert!(budget.used() <= 256 * MIB);
         let modest = budget.client();
         let little = modest.charge(4096).unwrap();
-        assert_eq!(modest.held(), 4096 + REQUEST_BYTES);
+        assert_eq!(modest.held(), 8192 + REQUEST_BYTES);
         assert!(budget.reserve(200 * MIB).is_none());
         drop((little, held, reserved));
         assert_eq!(budget.used(), 0);
@@ -326,7 +333,7 @@ mod tests {
         let mut charge = client.charge(4 * MIB).unwrap();
         let piece = charge.split(MIB);
         drop(charge);
-        assert_eq!(client.held(), MIB);
+        assert_eq!(client.held(), MIB + 4096);
         drop(piece);
         assert_eq!((client.held(), budget.used()), (0, 0));
     }

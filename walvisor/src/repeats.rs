@@ -21,7 +21,7 @@ pub const MINUTE: Duration = Duration::from_secs(60);
 /// How often it is shown in this time.
 const SHOWN: u64 = 5;
 /// How many texts of one place are told apart. Further ones count as one.
-const TEXTS: usize = 32;
+const TEXTS: usize = 64;
 
 static REPEATS: Mutex<Option<Repeats>> = Mutex::new(None);
 

@@ -6,6 +6,8 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
 use super::connection_end::ConnectionEnd;
 use super::export::{ClientGuard, Export};
 use super::handshake::HandshakeResult;
@@ -121,6 +123,13 @@ impl Connection {
     /// Whether a request waits for memory: [`next`](Self::next) has to be called again soon.
     pub(super) fn is_hungry(&self) -> bool {
         self.hungry_since.is_some()
+    }
+
+    /// Whether the client is gone. A socket that is not watched does not tell.
+    pub(super) fn is_hung_up(&self) -> bool {
+        let mut socket = [PollFd::new(self, PollFlags::empty())];
+        let now = Timespec::default();
+        poll(&mut socket, Some(&now)).is_ok_and(|ready| ready > 0)
     }
 
     /// Stops taking requests: the server stops, or the export is removed.

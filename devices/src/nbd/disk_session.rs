@@ -413,7 +413,12 @@ impl DiskSession {
                 && let Some(client) = self.clients.get_mut(key)
             {
                 client.hungry = false;
-                self.take_requests(key, turn);
+                let connection = client.connection.as_ref();
+                if connection.is_some_and(Connection::is_hung_up) {
+                    self.disconnect(key, Err(ConnectionEnd::Gone), turn);
+                } else {
+                    self.take_requests(key, turn);
+                }
             }
         }
     }

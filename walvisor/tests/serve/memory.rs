@@ -103,10 +103,10 @@ fn send_some(client: &mut UnixStream, bytes: &[u8]) {
 }
 
 /// A client that asks for ten times the longest read and reads no reply, with or without structured
-/// replies, or announces the longest write and sends only some of it.
+/// replies, or for many short ones, or announces the longest write and sends only some of it.
 fn greedy(dir: &Path, number: usize) -> UnixStream {
     let (path, export) = (dir.join("s"), format!("{}.img", number % 10));
-    match number % 3 {
+    match number % 4 {
         0 => {
             let mut client = RawClient::extended_to(&path, &export);
             for cookie in 0..10 {
@@ -118,6 +118,12 @@ fn greedy(dir: &Path, number: usize) -> UnixStream {
             let mut client = SimpleClient::connect(&path, &export).unwrap();
             let asks = request(0, READ, 0, 0, LONGEST as u32).repeat(10);
             client.stream.write_all(&asks).unwrap();
+            client.stream
+        }
+        2 => {
+            let mut client = SimpleClient::connect(&path, &export).unwrap();
+            let asks = request(0, READ, 0, 0, 512).repeat(1 << 14);
+            send_some(&mut client.stream, &asks);
             client.stream
         }
         _ => {
@@ -142,7 +148,7 @@ fn clients_that_take_all_memory_leave_the_daemon_and_others_alive() {
         victim.flush(cookie);
         // Those that announced a write send more of it.
         let number = cookie as usize % 120;
-        if number % 3 == 2 {
+        if number % 4 == 3 {
             send_some(&mut clients[number], &vec![7; 1 << 20]);
         }
     }
