@@ -9,7 +9,7 @@ use std::path::Path;
 /// Modules of `block`, from the ground up. A folder is a layer.
 const BLOCK: &[&[&str]] = &[
     &["buffer", "condition", "descriptor", "schedule"],
-    &["request"],
+    &["memory", "request"],
     &["backend"],
     &["ram"],
 ];
@@ -68,12 +68,15 @@ const WALVISOR: &[&[&str]] = &[
         "net_spec",
         "network",
         "point",
+        "privileges",
         "processor_time",
         "progress",
+        "repeats",
         "size",
     ],
     &["landlock", "lio"],
     &["demo", "disks", "metrics"],
+    &["memory_limit"],
     &["control_socket"],
     &["commands"],
     &["cli"],

@@ -38,7 +38,7 @@ pub enum Command {
     /// Create, inspect, copy and resize disks.
     Disk(commands::disk::DiskArguments),
     /// Serve disks to other programs.
-    Serve(commands::serve::ServeArguments),
+    Serve(Box<commands::serve::ServeArguments>),
     /// Check the file of 'walvisor serve --config'.
     Config(commands::config::ConfigArguments),
     /// Control a running VM or daemon.
