@@ -139,7 +139,7 @@ fn a_root_image_boots_with_a_second_disk_and_a_network() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     root_image(dir);
-    run(dir, "truncate", &["-s", "8M", "second.img"]);
+    client(dir, "truncate", &["-s", "8M", "second.img"]);
     let port = format!("port={}", serve_once("a page of the host"));
     let words = [
         "disk.img",
