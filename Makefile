@@ -159,7 +159,7 @@ GUESTS_BESIDE = test-emulated $(NATIVE:%=test-of-%)
 .PHONY: test-all $(BESIDE) test-emulated test-workspace test-interleavings test-embedded
 names = $(basename $(notdir $(wildcard $(1:%=%/*.rs)))) $(notdir $(patsubst %/main.rs,%,$(wildcard $(1:%=%/*/main.rs))))
 GUESTS = $(call names,$(addprefix tests/,promises doors guests install tree) benches/tests)
-EMULATED = linux linux_disks kill linux_boot vhost_user jobs own_guest
+EMULATED = linux linux_disks kill linux_boot vhost_user jobs own_guest linux_net
 LONG = power_cut database nbd_kernel drbd tcmu_kernel scsi_conformance
 NATIVE = $(LONG) $(sort $(filter-out $(EMULATED) $(LONG),$(GUESTS)))
 COMPUTING = $(filter-out $(GUESTS),$(call names,$(addsuffix /tests,block storage guest-images)))

@@ -23,7 +23,8 @@ impl Keeper {
     pub(crate) fn close(&mut self) -> Result<bool> {
         self.reclaim();
         self.refuse_failed()?;
-        self.end_exports()?;
+        // If this fails, the records are safe all the same.
+        let ended = self.end_exports();
         // Into the log first, where it is safe even if the checkpoint fails.
         let newest = self.log.lock().pipeline.appended();
         if !planted(Mutant::CutUndrained) && self.drain(newest).is_err() {
@@ -33,6 +34,7 @@ impl Keeper {
             self.await_readers();
             self.drain(newest)?;
         }
+        ended?;
         if planted(Mutant::ClosedEarly) {
             self.disks
                 .iter()

@@ -35,7 +35,10 @@ const WARN_PERCENT: u128 = 80;
 fn who_needs(keeper: &KeeperState, lsn: u64) -> String {
     let mut inside_rewinds = keeper.inside_rewinds.iter();
     match inside_rewinds.find(|snapshot| snapshot.lsn == lsn) {
-        _ if keeper.is_held_briefly() => {
+        found
+            if keeper.is_held_briefly()
+                || found.is_some_and(|snapshot| snapshot.name.is_of_export()) =>
+        {
             "an export, or a restore in place, needs the log; wait until it has ended, or end the export (export-cancel)".to_owned()
         }
         Some(Snapshot { name, .. }) => {
