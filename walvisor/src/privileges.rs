@@ -6,10 +6,10 @@
 //! Disks are opened afterwards, so what the user may not do with them fails at the start, and not when a log grows.
 
 use std::ffi::{CStr, CString};
-use std::fs;
+use std::fs::{self, Metadata};
 use std::io;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, absolute};
 
 use rustix::process::{DumpableBehavior, geteuid, set_dumpable_behavior};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
@@ -40,6 +40,10 @@ impl ServiceUser {
             .map_err(|_| "give a group as a number".to_owned())?;
         if let Ok(uid) = user.parse() {
             let gid = group.unwrap_or(uid);
+            // To the system it means "unchanged".
+            if [uid, gid].contains(&u32::MAX) {
+                return Err("4294967295 is nobody: give another number".to_owned());
+            }
             return Ok(Self {
                 name: text.to_owned(),
                 uid,
@@ -123,7 +127,7 @@ fn groups_of(name: &str, gid: u32) -> Vec<u32> {
 
 /// Gives up all capabilities, and becomes `user` if there is one. Call it while there is one thread.
 ///
-/// Root keeps CAP_DAC_OVERRIDE if one of `paths`, or the directory where it will be made, belongs to somebody else.
+/// Root keeps CAP_DAC_OVERRIDE if it may need it for one of `paths`: see [`needs_override`].
 ///
 /// # Errors
 /// If the system refuses.
@@ -132,7 +136,7 @@ pub fn drop_root<'a>(
     mut paths: impl Iterator<Item = &'a Path>,
 ) -> io::Result<()> {
     rustix::thread::set_no_new_privs(true)?;
-    let kept = if user.is_none() && paths.any(belongs_to_another) {
+    let kept = if user.is_none() && paths.any(needs_override) {
         CapabilitySet::DAC_OVERRIDE
     } else {
         CapabilitySet::empty()
@@ -161,22 +165,23 @@ pub fn drop_root<'a>(
     Ok(())
 }
 
-/// Whether a file, or the directory where it will be made, belongs to another user than this process's.
-fn belongs_to_another(path: &Path) -> bool {
-    let found = path.ancestors().map(|path| {
-        let path = if path == Path::new("") {
-            Path::new(".")
-        } else {
-            path
-        };
-        fs::metadata(path).ok()
-    });
-    let owner = found.flatten().next().map(|found| found.uid());
-    owner.is_some_and(|owner| owner != geteuid().as_raw())
+/// Whether a path, a directory on the way to it, or a file in it belongs to another user than this process's, or is closed to
+/// its own.
+fn needs_override(path: &Path) -> bool {
+    let me = geteuid().as_raw();
+    let closed = |found: io::Result<Metadata>| {
+        found.is_ok_and(|found| found.uid() != me || found.mode() & 0o600 != 0o600)
+    };
+    let path = absolute(path).unwrap_or_else(|_| path.to_owned());
+    let inside = fs::read_dir(&path).into_iter().flatten().flatten();
+    path.ancestors().map(fs::metadata).any(closed)
+        || inside.map(|entry| entry.metadata()).any(closed)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::{PermissionsExt, chown};
+
     use super::*;
 
     #[test]
@@ -186,7 +191,14 @@ mod tests {
         assert_eq!(parse("root:7"), Ok((0, 7)));
         assert_eq!(parse("1234"), Ok((1234, 1234)));
         assert_eq!(parse("1234:5"), Ok((1234, 5)));
-        for wrong in ["", "no such user", "root:wheel", "1:2:3"] {
+        for wrong in [
+            "",
+            "no such user",
+            "root:wheel",
+            "1:2:3",
+            "4294967295:1",
+            "1:4294967295",
+        ] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
         let root = ServiceUser::parse("root").unwrap();
@@ -194,12 +206,26 @@ mod tests {
     }
 
     #[test]
-    fn a_file_or_the_place_for_it_belongs_to_somebody() {
-        let dir = tempfile::tempdir().unwrap();
-        assert!(!belongs_to_another(&dir.path().join("not/there")));
-        if geteuid().is_root() {
-            std::os::unix::fs::chown(dir.path(), Some(1234), None).unwrap();
-            assert!(belongs_to_another(&dir.path().join("not/there")));
+    fn root_keeps_its_override_for_what_is_not_its_own() {
+        if !geteuid().is_root() {
+            return;
         }
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("place");
+        fs::create_dir(&place).unwrap();
+        let image = place.join("image");
+        fs::write(&image, "").unwrap();
+        let all = [dir.path(), &place, &image, &place.join("not/there")];
+        assert!(all.iter().all(|path| !needs_override(path)));
+        // A directory of somebody else on the way, which root's own image and log lie in.
+        chown(&place, Some(1234), None).unwrap();
+        assert!(all.iter().all(|path| needs_override(path)));
+        chown(&place, Some(0), None).unwrap();
+        // A file of somebody else in a directory.
+        chown(&image, Some(1234), None).unwrap();
+        assert!(needs_override(&place) && needs_override(&image));
+        chown(&image, Some(0), None).unwrap();
+        fs::set_permissions(&image, fs::Permissions::from_mode(0o440)).unwrap();
+        assert!(needs_override(&image));
     }
 }

@@ -126,15 +126,22 @@ impl Repeats {
     }
 }
 
-/// The text with one 0 in place of each number.
+/// The text with one 0 in place of each number. Those that end a word or begin a file's name stay: they tell disks apart.
 fn without_numbers(text: &str) -> String {
     let mut key = String::with_capacity(text.len());
+    let (mut before, mut named) = (' ', false);
     for character in text.chars() {
-        match character {
-            '0'..='9' if key.ends_with('0') => {}
-            '0'..='9' => key.push('0'),
-            other => key.push(other),
+        if !character.is_ascii_digit() {
+            key.push(character);
+        } else if before.is_ascii_digit() {
+            if named {
+                key.push(character);
+            }
+        } else {
+            named = before.is_alphabetic() || "_-/".contains(before);
+            key.push(if named { character } else { '0' });
         }
+        before = character;
     }
     key
 }
@@ -170,6 +177,8 @@ mod tests {
             (0..3412).filter(|number| admit(place(), &format!("disk 'a': {number} s"), start).0);
         assert_eq!(shown.count() as u64, SHOWN);
         assert!(admit(place(), "disk 'b': 1 s", start).0, "another disk");
+        let disks = (10..40).filter(|disk| admit(place(), &format!("/vm{disk}: 1 s"), start).0);
+        assert_eq!(disks.count(), 30, "others");
         let (_, told) = admit(place(), "disk 'a': 9 s", start + MINUTE);
         assert_eq!(
             told,

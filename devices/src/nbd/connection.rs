@@ -165,6 +165,12 @@ impl Connection {
         self.wants_requests() && self.wire.may_have_data()
     }
 
+    /// Whether requests, or parts of a long read, may be waiting that were received already.
+    pub(super) fn has_received(&self) -> bool {
+        let waiting = self.long_read.is_some() || self.reader.has_data();
+        waiting && (self.wants_requests() || self.long_read.is_some() && self.has_room())
+    }
+
     fn wants_requests(&self) -> bool {
         !self.closing && !self.is_hungry() && self.has_room()
     }

@@ -538,17 +538,18 @@ impl DiskSession {
         self.serving = Some(key);
         let sent = connection.send(turn.left());
         self.serving = None;
-        let more = match sent {
+        let (sent, more) = match sent {
             Ok((sent, more)) => {
                 turn.charge(sent);
-                more
+                (sent, more)
             }
             Err(ended) => return self.disconnect(key, Err(ended), turn),
         };
         if connection.is_over() {
             return self.disconnect(key, Ok(()), turn);
         }
-        let has_decrypted = connection.has_decrypted();
+        // What it received before its replies took all room makes no socket readable.
+        let has_more = connection.has_decrypted() || sent > 0 && connection.has_received();
         let wanted = connection.interest();
         let event = FIRST_OWN_EVENT + key;
         let watched = match (client.watched.is_empty(), wanted.is_empty()) {
@@ -565,7 +566,7 @@ impl DiskSession {
             Ok(()) => client.watched = wanted,
             Err(error) => return self.disconnect(key, Err(error.into()), turn),
         }
-        if has_decrypted {
+        if has_more {
             self.mark_readable(key);
         }
         if more {

@@ -63,6 +63,11 @@ impl RequestReader {
         }
     }
 
+    /// Whether bytes were received that are not taken.
+    pub(super) fn has_data(&self) -> bool {
+        self.start < self.end
+    }
+
     /// Whether the payload of a request is still arriving.
     pub(super) fn has_partial(&self) -> bool {
         self.partial.is_some()

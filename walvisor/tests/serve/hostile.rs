@@ -6,9 +6,11 @@ use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use walvisor_testkit::nbd::{BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES};
+use walvisor_testkit::nbd::{
+    BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES, extended_request,
+};
 
-use super::{Daemon, create, noise};
+use super::{Daemon, MIB, create, noise, text, walvisor};
 
 const PAYLOAD: u16 = 1 << 5;
 const ERROR: u16 = (1 << 15) + 1;
@@ -257,4 +259,33 @@ fn a_client_that_never_stops_sending_does_not_delay_shutdown() {
     assert!(stopping.elapsed() < Duration::from_secs(45));
     asker.join().unwrap();
     reader.join().unwrap();
+}
+
+/// Replies take all room while the client reads nothing; what it had asked for before goes on once it reads.
+#[test]
+fn reads_that_wait_for_room_go_on_once_the_client_reads() {
+    const READS: u64 = 3;
+    const LENGTH: u64 = 32 * MIB;
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    fs::write(dir.join("raw"), noise((READS * LENGTH) as usize)).unwrap();
+    let imported = walvisor(dir, "disk import disk.img raw");
+    assert!(imported.status.success(), "{}", text(&imported.stderr));
+    let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
+    let mut client = RawClient::extended(&dir.join("s"));
+    let request = |number| extended_request(0, READ, number, number * LENGTH, LENGTH);
+    let requests: Vec<u8> = (0..READS).flat_map(request).collect();
+    client.send(&requests);
+    // Long enough for the daemon to fill all room; if it is not, the test proves less.
+    thread::sleep(Duration::from_secs(1));
+    let (mut ended, mut bytes) = (0, 0);
+    while ended < READS {
+        let header = client.take(32);
+        ended += u64::from(header[5] & 1);
+        let length = u64::from_be_bytes(header[24..].try_into().unwrap());
+        bytes += client.take(length as usize).len() as u64;
+    }
+    assert!(bytes >= READS * LENGTH, "{bytes}");
+    drop(client);
+    assert_eq!(daemon.stop(), "");
 }
