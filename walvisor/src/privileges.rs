@@ -127,7 +127,8 @@ fn groups_of(name: &str, gid: u32) -> Vec<u32> {
 
 /// Gives up all capabilities, and becomes `user` if there is one. Call it while there is one thread.
 ///
-/// Root keeps CAP_DAC_OVERRIDE if it may need it for one of `paths`: see [`needs_override`].
+/// Root keeps CAP_DAC_OVERRIDE if one of `paths`, a directory on the way to it, or a file in it belongs to somebody else, or is
+/// closed to root.
 ///
 /// # Errors
 /// If the system refuses.
