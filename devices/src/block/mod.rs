@@ -61,8 +61,8 @@ use crate::reactor::DedicatedThread;
 use crate::status::DeviceStatus;
 use crate::throttle::Throttle;
 use crate::virtio::{
-    DeviceType, DriverPort, Features, QueueHandle, QueueKind, QueueStart, VirtioDevice, Virtqueue,
-    give_up, read_space,
+    ActiveQueue, DeviceType, DriverPort, Features, QueueHandle, QueueKind, QueueStart,
+    VirtioDevice, Virtqueue, give_up, read_space,
 };
 
 pub use crate::latency::{LATENCY_CLASSES, Latencies, LatencyCounts, OperationKind};
@@ -403,8 +403,9 @@ impl VirtioDevice for VirtioBlock {
         };
         let driver = DriverPort::new(Self::TYPE.name, queue.index, queue.doorbell, status);
         let outcome = driver.outcome();
+        let active = ActiveQueue::new(driver, ring);
         QueueHandle::start(&self.workers, QueueKind::Disk(dedicated), move || {
-            Ok((QueueWorker::open(config, driver, ring, memory)?, outcome))
+            Ok((QueueWorker::open(config, active, memory)?, outcome))
         })
     }
 }

@@ -3,8 +3,9 @@
 //! ```text
 //!   all available chains, a batch ─▶ kick ─▶ completions ─▶ used index once, ≤ 1 interrupt
 //! ```
-//! Memory is bounded: chains stay in the ring while the process has no memory for them, or while [32 MiB](super::in_flight::MAX_BYTES_IN_FLIGHT), or as many requests
-//! as the queue has descriptors, are in flight. Completions make room for more.
+//! Memory is bounded. Chains stay in the ring while the process has no memory for them, and while
+//! [32 MiB](super::in_flight::MAX_BYTES_IN_FLIGHT), or as many requests as the queue has descriptors, are in flight.
+//! Completions make room for more.
 
 use std::io;
 use std::sync::Arc;
@@ -23,9 +24,7 @@ use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
 use crate::reactor::{DiskPort, FIRST_OWN_EVENT, Next, Source, Turn};
 use crate::throttle::Throttle;
-use crate::virtio::{
-    DriverPort, Features, NextChain, QueueError, UsedBatch, UsedElement, Virtqueue,
-};
+use crate::virtio::{ActiveQueue, Features, NextChain, QueueError, UsedBatch, UsedElement};
 
 /// What a chain has besides its payload: the header and the status.
 const FRAME_BYTES: u64 = 17;
@@ -54,8 +53,7 @@ pub(super) struct WorkerConfig {
 /// Serves one queue: the driver's rings on one side, a queue of the backend on the other.
 pub(super) struct QueueWorker<M> {
     config: WorkerConfig,
-    driver: DriverPort,
-    queue: Virtqueue,
+    queue: ActiveQueue,
     memory: M,
     port: DiskPort,
     in_flight: RequestTable,
@@ -63,10 +61,6 @@ pub(super) struct QueueWorker<M> {
     budget: MemoryClient,
     /// Since when the next chain waits for memory.
     hungry_since: Option<Instant>,
-    /// Whether the ring was empty after the last chains were taken.
-    ring_emptied: bool,
-    /// The number of chains taken so far, if the ring then reported another available chain.
-    seen_available: Option<u16>,
     /// Completions not handled yet.
     completions: Vec<Completion>,
     /// Chains to publish next.
@@ -78,22 +72,14 @@ impl<M: DeviceMemory> QueueWorker<M> {
     ///
     /// # Errors
     /// If the disk or the system refuses.
-    pub(super) fn open(
-        config: WorkerConfig,
-        driver: DriverPort,
-        queue: Virtqueue,
-        memory: M,
-    ) -> io::Result<Self> {
+    pub(super) fn open(config: WorkerConfig, queue: ActiveQueue, memory: M) -> io::Result<Self> {
         Ok(Self {
-            in_flight: RequestTable::new(queue.size()),
-            driver,
+            in_flight: RequestTable::new(queue.ring.size()),
             queue,
             memory,
             port: DiskPort::open(&*config.backend, &config.throttle)?,
             budget: MemoryBudget::of_process().client(),
             hungry_since: None,
-            ring_emptied: true,
-            seen_available: None,
             completions: Vec::new(),
             batch: UsedBatch::new(config.in_order),
             config,
@@ -116,7 +102,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
     }
 
     fn fail(&mut self, error: &dyn std::fmt::Display) {
-        self.driver.fail(error);
+        self.queue.fail(error);
         self.batch.clear();
     }
 
@@ -125,15 +111,10 @@ impl<M: DeviceMemory> QueueWorker<M> {
         memory: &G,
         turn: &mut Turn<'_>,
     ) -> Result<bool, QueueError> {
-        self.queue.disable_doorbell(memory)?;
-        self.ring_emptied = self.take_available(memory, turn)?;
-        // Without this check the worker would retry an unreadable ring forever.
-        match self.seen_available.take() {
-            Some(before) if self.ring_emptied && self.queue.chains_taken() == before => {
-                Err(QueueError::Unreadable)
-            }
-            _ => Ok(false),
-        }
+        self.queue.begin_taking(memory)?;
+        let emptied = self.take_available(memory, turn)?;
+        self.queue.end_taking(emptied)?;
+        Ok(false)
     }
 
     fn answer_batch<G: GuestMemory>(
@@ -142,25 +123,23 @@ impl<M: DeviceMemory> QueueWorker<M> {
         turn: &mut Turn<'_>,
     ) -> Result<bool, QueueError> {
         self.complete(memory, turn)?;
-        let running = !turn.is_stopping();
-        if self.queue.publish(memory, self.batch.ready_elements())? && running {
-            self.driver.interrupt();
-        }
+        let stopping = turn.is_stopping();
+        let ready = self.batch.ready_elements();
+        self.queue.publish(memory, ready, stopping)?;
         self.batch.clear();
-        if !running || !self.completions.is_empty() {
+        if stopping || !self.completions.is_empty() {
             return Ok(false);
         }
-        if !self.ring_emptied {
+        if !self.queue.is_emptied() {
             // There was no room, or the turn was over. A completion will wake the worker, or the time if it waits for
             // memory; it needs no doorbells until then.
             return Ok(self.hungry_since.is_none()
                 && self.in_flight.has_room()
-                && !self.batch.is_full(self.queue.size())
+                && !self.batch.is_full(self.queue.ring.size())
                 && !self.port.is_holding());
         }
-        let available = self.poll(memory, turn)? || self.queue.enable_doorbell(memory)?;
-        self.seen_available = available.then(|| self.queue.chains_taken());
-        Ok(available)
+        let found = self.poll(memory, turn)?;
+        self.queue.wait(memory, found)
     }
 
     /// Polls the ring for the configured time, with doorbells off; `true`: a chain is available. Does not poll while
@@ -171,7 +150,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
         }
         let start = Instant::now();
         let found = loop {
-            if self.queue.has_available(memory)? {
+            if self.queue.ring.has_available(memory)? {
                 break true;
             }
             if turn.is_stopping() || start.elapsed() >= self.config.poll {
@@ -204,10 +183,10 @@ impl<M: DeviceMemory> QueueWorker<M> {
             metrics: &config.metrics,
         };
         let max_request = config.backend.max_request_bytes();
-        let size = self.queue.size();
+        let size = self.queue.ring.size();
         // One clock reading for all chains taken now.
         let mut since = None;
-        let mut available = self.queue.available(memory)?;
+        let mut available = self.queue.ring.available(memory)?;
         loop {
             // The disk's limits hold at most one request of each queue; further ones stay in the ring.
             if !self.in_flight.has_room()
@@ -288,7 +267,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 }
                 handled += 1;
                 let token = *token;
-                let broken = self.driver.is_broken();
+                let broken = self.queue.driver.is_broken();
                 if !broken && result.is_ok() && self.in_flight.take_flush_after(token) {
                     // The second half of a writethrough write, or of a SECURE_ERASE.
                     self.port.submit_unlimited(token, Operation::Flush);
@@ -313,7 +292,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     ..
                 } = request;
                 let time = now.get_or_insert_with(Instant::now).duration_since(since);
-                let queue = usize::from(self.driver.index());
+                let queue = usize::from(self.queue.driver.index());
                 self.config.metrics.latencies.count(queue, kind, time);
                 if broken {
                     pending.abandon();
@@ -378,7 +357,7 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
     }
 
     fn begin(&mut self, turn: &mut Turn<'_>) -> io::Result<()> {
-        self.driver.watch(turn, DOORBELL)?;
+        self.queue.driver.watch(turn, DOORBELL)?;
         self.port.watch(turn)
     }
 
@@ -386,12 +365,15 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
         if event != DOORBELL {
             self.port.ready(event);
         } else if !stopping {
-            add(&self.config.metrics.doorbells, self.driver.take_rings());
+            add(
+                &self.config.metrics.doorbells,
+                self.queue.driver.take_rings(),
+            );
         }
     }
 
     fn take(&mut self, turn: &mut Turn<'_>) {
-        if !self.driver.is_broken() && !turn.is_stopping() {
+        if !self.queue.driver.is_broken() && !turn.is_stopping() {
             self.run_step(|queue, memory| queue.take_batch(memory, turn));
         }
     }
@@ -402,7 +384,7 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
     }
 
     fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
-        let more = if self.driver.is_broken() {
+        let more = if self.queue.driver.is_broken() {
             self.run_step(|queue, memory| queue.complete(memory, turn).map(|()| false))
         } else {
             self.run_step(|queue, memory| queue.answer_batch(memory, turn))
@@ -430,11 +412,5 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
 
     fn give_up(&mut self, reason: &str) {
         self.fail(&reason);
-    }
-}
-
-impl<M> Drop for QueueWorker<M> {
-    fn drop(&mut self) {
-        self.driver.record_taken(self.queue.chains_taken());
     }
 }

@@ -1,9 +1,9 @@
 //! virtio-net (virtio 1.2, 5.1): one queue pair, a MAC address, an MTU, a link that may go down, and no offloads.
 //!
 //! ```text
-//!   driver ─▶ queue 1 ─▶ TransmitWorker ─▶ FrameSender ───┐
-//!                                                         ├─ Link ─ passt, a tap device, another program
-//!   driver ◀─ queue 0 ◀─ ReceiveWorker ◀── FrameReceiver ─┘
+//!   driver ─▶ queue 1 ─▶ OutboundTraffic ─▶ FrameSender ───┐
+//!                                                          ├─ Link ─ passt, a tap device, another program
+//!   driver ◀─ queue 0 ◀─ InboundTraffic ◀── FrameReceiver ─┘
 //! ```
 //! Each side waits for the other: while the driver has no buffer, the link is not read, and while the link takes nothing,
 //! chains stay in the ring. A frame that does not fit is dropped and counted. If the program behind the link ends, the
@@ -20,11 +20,12 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod inbound;
 mod link;
 mod mac;
 mod metrics;
-mod receive;
-mod transmit;
+mod outbound;
+mod worker;
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -41,13 +42,14 @@ use crate::metrics::InterruptCounter;
 use crate::status::{DRIVER_OK, DeviceStatus};
 use crate::throttle::Throttle;
 use crate::virtio::{
-    DeviceType, DriverPort, Features, QueueHandle, QueueKind, QueueStart, VirtioDevice, Virtqueue,
-    WorkerPool, give_up, read_space,
+    ActiveQueue, DeviceType, DriverPort, Features, QueueHandle, QueueKind, QueueStart,
+    VirtioDevice, Virtqueue, WorkerPool, give_up, read_space,
 };
 
+use inbound::InboundTraffic;
 use link::{FrameReceiver, FrameSender};
-use receive::ReceiveWorker;
-use transmit::TransmitWorker;
+use outbound::OutboundTraffic;
+use worker::{NetQueue, NetWorker};
 
 pub use link::Link;
 pub use mac::{MacAddress, ParseMacError};
@@ -282,41 +284,25 @@ impl VirtioDevice for VirtioNet {
             Arc::clone(&status),
         );
         let outcome = driver.outcome();
-        let served = Served {
-            driver,
-            ring,
-            memory,
+        let is_receive = queue.index == RECEIVE_QUEUE;
+        let queue = NetQueue {
+            active: ActiveQueue::new(driver, ring),
             shared: Arc::clone(&self.shared),
             status,
             max_descriptors: self.config.queue_size.into(),
+            batch: Vec::new(),
         };
-        if queue.index == RECEIVE_QUEUE {
-            let receiver = Arc::clone(&self.receiver);
-            QueueHandle::start(&self.workers, QueueKind::Network, move || {
-                Ok((ReceiveWorker::new(served, receiver), outcome))
+        let (workers, kind) = (&self.workers, QueueKind::Network);
+        if is_receive {
+            let traffic = InboundTraffic::new(Arc::clone(&self.receiver));
+            QueueHandle::start(workers, kind, move || {
+                Ok((NetWorker::new(queue, memory, traffic), outcome))
             })
         } else {
-            let sender = Arc::clone(&self.sender);
-            QueueHandle::start(&self.workers, QueueKind::Network, move || {
-                Ok((TransmitWorker::new(served, sender), outcome))
+            let traffic = OutboundTraffic::new(Arc::clone(&self.sender));
+            QueueHandle::start(workers, kind, move || {
+                Ok((NetWorker::new(queue, memory, traffic), outcome))
             })
         }
-    }
-}
-
-/// A queue that is being served.
-struct Served<M> {
-    driver: DriverPort,
-    ring: Virtqueue,
-    memory: M,
-    shared: Arc<Shared>,
-    status: Arc<DeviceStatus>,
-    /// The most descriptors of a chain.
-    max_descriptors: usize,
-}
-
-impl<M> Drop for Served<M> {
-    fn drop(&mut self) {
-        self.driver.record_taken(self.ring.chains_taken());
     }
 }

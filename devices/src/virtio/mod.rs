@@ -4,10 +4,11 @@
 //! ```text
 //!   transport ─▶ VirtioDevice ── start_queue ─▶ QueueHandle      the owner's side
 //!                                                   │
-//!                     a thread of a WorkerPool: worker ── Virtqueue ── split_chain      the rings
-//!                                                 └── DriverPort                        doorbell, interrupt
+//!           a thread of a WorkerPool: worker ── ActiveQueue ── Virtqueue ── split_chain      the rings
+//!                                                    └── DriverPort                          doorbell, interrupt
 //! ```
 
+mod active_queue;
 mod device;
 mod driver_port;
 mod features;
@@ -19,6 +20,7 @@ mod virtqueue;
 pub use device::VirtioDevice;
 pub use pool::{Starter, WorkerPool};
 
+pub(crate) use active_queue::ActiveQueue;
 pub(crate) use device::{DeviceType, QueueStart, read_space};
 pub(crate) use driver_port::{DriverPort, give_up};
 pub(crate) use features::Features;

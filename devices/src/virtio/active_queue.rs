@@ -1,0 +1,100 @@
+//! A queue that a worker serves: its rings, and the driver's side of it.
+
+use std::fmt;
+
+use vm_memory::GuestMemory;
+
+use super::driver_port::DriverPort;
+use super::tracker::UsedElement;
+use super::virtqueue::{QueueError, Virtqueue};
+
+/// See the module's documentation. In each turn a worker [begins](Self::begin_taking) to take chains,
+/// [ends](Self::end_taking) that, and [publishes](Self::publish) what it has used. If the ring is empty then, it
+/// [waits](Self::wait) for the driver.
+pub(crate) struct ActiveQueue {
+    pub(crate) driver: DriverPort,
+    pub(crate) ring: Virtqueue,
+    /// Whether the ring was empty after the last chains were taken.
+    emptied: bool,
+    /// The number of chains taken so far, if the ring then reported another available chain.
+    seen_available: Option<u16>,
+}
+
+impl ActiveQueue {
+    pub(crate) fn new(driver: DriverPort, ring: Virtqueue) -> Self {
+        Self {
+            driver,
+            ring,
+            emptied: true,
+            seen_available: None,
+        }
+    }
+
+    /// Turns doorbells off while chains are taken.
+    ///
+    /// # Errors
+    /// If the rings can't be accessed.
+    pub(crate) fn begin_taking<G: GuestMemory>(&mut self, memory: &G) -> Result<(), QueueError> {
+        self.ring.disable_doorbell(memory)
+    }
+
+    /// `emptied`: the ring has no more chains.
+    ///
+    /// # Errors
+    /// If it has reported one that can't be read. Without this check the worker would try again forever.
+    pub(crate) fn end_taking(&mut self, emptied: bool) -> Result<(), QueueError> {
+        self.emptied = emptied;
+        match self.seen_available.take() {
+            Some(before) if emptied && self.ring.chains_taken() == before => {
+                Err(QueueError::Unreadable)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the ring was empty after the last chains were taken.
+    pub(crate) fn is_emptied(&self) -> bool {
+        self.emptied
+    }
+
+    /// Publishes used chains, and interrupts the driver if it wants that, unless the worker is `stopping`.
+    ///
+    /// # Errors
+    /// If the rings can't be accessed.
+    pub(crate) fn publish<G: GuestMemory>(
+        &mut self,
+        memory: &G,
+        used: &[UsedElement],
+        stopping: bool,
+    ) -> Result<(), QueueError> {
+        if self.ring.publish(memory, used)? && !stopping {
+            self.driver.interrupt();
+        }
+        Ok(())
+    }
+
+    /// Turns doorbells on, unless a chain was `found` already. `true`: there is one to take.
+    ///
+    /// # Errors
+    /// If the rings can't be accessed.
+    pub(crate) fn wait<G: GuestMemory>(
+        &mut self,
+        memory: &G,
+        found: bool,
+    ) -> Result<bool, QueueError> {
+        let available = found || self.ring.enable_doorbell(memory)?;
+        self.seen_available = available.then(|| self.ring.chains_taken());
+        Ok(available)
+    }
+
+    /// Gives up the queue: the driver has to reset the device.
+    pub(crate) fn fail(&self, error: &dyn fmt::Display) {
+        self.driver.fail(error);
+    }
+}
+
+impl Drop for ActiveQueue {
+    fn drop(&mut self) {
+        self.driver.record_taken(self.ring.chains_taken());
+    }
+}
