@@ -120,7 +120,7 @@ impl MemoryBudget {
             budget: self.clone(),
             held: AtomicU64::new(0),
             leaving: AtomicBool::new(false),
-            standing: Mutex::default(),
+            eviction: Mutex::default(),
         });
         let mut clients = self.0.lock();
         clients.all.retain(|client| client.strong_count() > 0);
@@ -157,12 +157,12 @@ struct Client {
     held: AtomicU64,
     /// Whether it has to leave.
     leaving: AtomicBool,
-    standing: Mutex<Standing>,
+    eviction: Mutex<Eviction>,
 }
 
-/// How a client that may be told to leave stands.
+/// Whether a client may be told to leave, and how.
 #[derive(Default)]
-struct Standing {
+struct Eviction {
     /// Since when what the client holds waits for the client itself: it reads no reply, or does not send what it
     /// announced.
     slow_since: Option<Instant>,
@@ -171,12 +171,15 @@ struct Standing {
 }
 
 impl Client {
-    fn lock(&self) -> MutexGuard<'_, Standing> {
-        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Eviction> {
+        self.eviction.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl MemoryClient {
+    /// How long a client that was refused should wait before it asks again.
+    pub const RETRY: Duration = Duration::from_millis(5);
+
     /// Takes memory for a request with a payload of `payload` bytes. `None`: the client has to wait.
     pub fn charge(&self, payload: u64) -> Option<MemoryCharge> {
         let budget = &self.0.budget.0;
@@ -243,8 +246,8 @@ impl MemoryClient {
         }
         let all: Vec<_> = clients.all.iter().filter_map(Weak::upgrade).collect();
         let slow = all.iter().filter(|client| {
-            let standing = client.lock();
-            let since = standing.slow_since.filter(|_| standing.leave.is_some());
+            let eviction = client.lock();
+            let since = eviction.slow_since.filter(|_| eviction.leave.is_some());
             let leaving = client.leaving.load(Ordering::Relaxed);
             !leaving && since.is_some_and(|since| now.duration_since(since) >= SLOW)
         });

@@ -28,8 +28,6 @@ use crate::virtio::{ActiveQueue, Features, NextChain, QueueError, UsedBatch, Use
 
 /// What a chain has besides its payload: the header and the status.
 const FRAME_BYTES: u64 = 17;
-/// How long a queue waits before it asks for memory again.
-const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// The driver has rung the queue's doorbell.
 const DOORBELL: usize = FIRST_OWN_EVENT;
@@ -396,7 +394,7 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
         } else if more {
             Next::Take
         } else if self.hungry_since.is_some() && !turn.is_stopping() {
-            Next::WaitUntil(Instant::now() + ASK_AGAIN)
+            Next::WaitUntil(Instant::now() + MemoryClient::RETRY)
         } else {
             Next::Wait
         }

@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use slab::Slab;
 
@@ -20,7 +20,7 @@ use super::export::{Export, ExportGuard};
 use super::extent_mapper::ExtentStatus;
 use super::protocol::command;
 use super::request::PendingRequest;
-use crate::backend::{Answer, Buffer, Completion, Failure};
+use crate::backend::{Answer, Buffer, Completion, Failure, MemoryClient};
 use crate::control::GateWatcher;
 use crate::event_loop::EventSet;
 use crate::latency::OperationKind;
@@ -29,9 +29,6 @@ use crate::reactor::{
     Source, SourceHandle, Turn,
 };
 use crate::throttle::{Throttle, bytes_of};
-
-/// How long clients wait before they ask for memory again.
-const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// The sessions of a server, and their threads.
 pub(super) struct Pool {
@@ -302,6 +299,19 @@ impl DiskSession {
         }
     }
 
+    /// Lets a client's connection work for itself: a panic costs that client alone. `None`: the connection is gone.
+    fn with_connection<T>(
+        &mut self,
+        key: usize,
+        work: impl FnOnce(&mut Connection) -> T,
+    ) -> Option<T> {
+        let connection = self.clients.get_mut(key)?.connection.as_mut()?;
+        self.serving = Some(key);
+        let done = work(connection);
+        self.serving = None;
+        Some(done)
+    }
+
     fn client_keys(&self) -> Vec<usize> {
         self.clients.iter().map(|(key, _)| key).collect()
     }
@@ -338,18 +348,13 @@ impl DiskSession {
             return;
         };
         client.readable = false;
-        let Some(connection) = &mut client.connection else {
-            return;
-        };
-        self.serving = Some(key);
-        let received = connection.receive();
-        self.serving = None;
-        match received {
-            Ok(read) => {
+        match self.with_connection(key, Connection::receive) {
+            None => {}
+            Some(Ok(read)) => {
                 turn.charge(read);
                 self.take_requests(key, turn);
             }
-            Err(ended) => self.disconnect(key, Err(ended), turn),
+            Some(Err(ended)) => self.disconnect(key, Err(ended), turn),
         }
     }
 
@@ -358,16 +363,11 @@ impl DiskSession {
         // One clock reading for all of them.
         let mut since = None;
         loop {
-            let Some(connection) = &mut self.clients[key].connection else {
-                return;
-            };
-            self.serving = Some(key);
-            let next = connection.next();
-            self.serving = None;
-            let pending = match next {
-                Ok(Some(pending)) => pending,
-                Ok(None) => break,
-                Err(ended) => return self.disconnect(key, Err(ended), turn),
+            let pending = match self.with_connection(key, Connection::next) {
+                None => return,
+                Some(Ok(Some(pending))) => pending,
+                Some(Ok(None)) => break,
+                Some(Err(ended)) => return self.disconnect(key, Err(ended), turn),
             };
             turn.charge_request(0);
             let query = pending.query();
@@ -510,19 +510,13 @@ impl DiskSession {
             latencies.count(0, kind, since.elapsed());
         }
         self.export.gate.leave();
-        let client = &mut self.clients[key];
-        match &mut client.connection {
-            Some(connection) => {
-                self.serving = Some(key);
-                connection.answer(pending, result);
-                self.serving = None;
-                // There may be room now for requests that have already arrived.
-                self.take_requests(key, turn);
-            }
-            None => {
-                client.abandoned -= 1;
-                self.remove_if_idle(key);
-            }
+        let answered = self.with_connection(key, |connection| connection.answer(pending, result));
+        if answered.is_some() {
+            // There may be room now for requests that have already arrived.
+            self.take_requests(key, turn);
+        } else {
+            self.clients[key].abandoned -= 1;
+            self.remove_if_idle(key);
         }
     }
 
@@ -532,18 +526,16 @@ impl DiskSession {
             return;
         };
         client.dirty = false;
-        let Some(connection) = &mut client.connection else {
+        let (sent, more) =
+            match self.with_connection(key, |connection| connection.send(turn.left())) {
+                None => return,
+                Some(Ok((sent, more))) => (sent, more),
+                Some(Err(ended)) => return self.disconnect(key, Err(ended), turn),
+            };
+        turn.charge(sent);
+        let client = &mut self.clients[key];
+        let Some(connection) = &client.connection else {
             return;
-        };
-        self.serving = Some(key);
-        let sent = connection.send(turn.left());
-        self.serving = None;
-        let (sent, more) = match sent {
-            Ok((sent, more)) => {
-                turn.charge(sent);
-                (sent, more)
-            }
-            Err(ended) => return self.disconnect(key, Err(ended), turn),
         };
         if connection.is_over() {
             return self.disconnect(key, Ok(()), turn);
@@ -554,13 +546,13 @@ impl DiskSession {
         let event = FIRST_OWN_EVENT + key;
         let watched = match (client.watched.is_empty(), wanted.is_empty()) {
             _ if client.watched == wanted => Ok(()),
-            (true, _) => turn.watch(&*connection, event, wanted),
+            (true, _) => turn.watch(connection, event, wanted),
             // A watched socket reports a hang-up again and again, even if nothing is read from it or written to it.
             (_, true) => {
-                turn.unwatch(&*connection);
+                turn.unwatch(connection);
                 Ok(())
             }
-            _ => turn.rewatch(&*connection, wanted),
+            _ => turn.rewatch(connection, wanted),
         };
         match watched {
             Ok(()) => client.watched = wanted,
@@ -704,7 +696,7 @@ impl Source for DiskSession {
         if !self.hungry.is_empty() {
             let at = *self
                 .ask_at
-                .get_or_insert_with(|| Instant::now() + ASK_AGAIN);
+                .get_or_insert_with(|| Instant::now() + MemoryClient::RETRY);
             deadline = Some(deadline.map_or(at, |deadline| deadline.min(at)));
         }
         if self.given_up || (self.clients.is_empty() && self.inbox.close()) {

@@ -14,7 +14,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::io::Errno;
 use slab::Slab;
@@ -37,9 +37,6 @@ use crate::throttle::{Throttle, bytes_of};
 const MAX_BYTES_IN_FLIGHT: usize = 32 << 20;
 /// The most commands in flight.
 const MAX_COMMANDS_IN_FLIGHT: usize = 1024;
-
-/// How long a command waits before it asks for memory again.
-const ASK_AGAIN: Duration = Duration::from_millis(5);
 
 /// The kernel has put commands into the ring.
 const COMMANDS: usize = FIRST_OWN_EVENT;
@@ -460,7 +457,7 @@ impl Source for DeviceServer {
         } else if self.more {
             Next::Take
         } else if self.hungry.is_some() {
-            Next::WaitUntil(Instant::now() + ASK_AGAIN)
+            Next::WaitUntil(Instant::now() + MemoryClient::RETRY)
         } else {
             Next::Wait
         }
