@@ -9,8 +9,7 @@
 //! Either way, a FLUSH of the guest is durable in the log.
 
 use std::io::{BufRead, BufReader};
-use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -19,7 +18,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use rustix::io::{Errno, FdFlags, fcntl_setfd};
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, getpid, kill_process, waitid};
 use walvisor::net_spec::{NetLink, NetSpec};
 use walvisor::network;
@@ -133,9 +132,7 @@ impl OwnGuest {
             }
         }
     }
-}
 
-impl OwnGuest {
     /// Tells `walvisor run` or `serve` where to listen, and where to write metrics.
     fn give_files(&self, command: &mut Command) {
         for (option, path) in [("--control", &self.control), ("--metrics", &self.metrics)] {
@@ -173,22 +170,18 @@ impl NestedNetwork {
         let unusable =
             |reason: &dyn std::fmt::Display| Error::Unusable(format!("--net {spec}: {reason}"));
         let parsed = NetSpec::parse(spec).map_err(|error| unusable(&error))?;
-        let NetLink::Passt { host, tcp, udp } = &parsed.link else {
+        let NetLink::Passt(options) = &parsed.link else {
             return Err(unusable(&"a nested guest has only passt: give passt"));
         };
-        let pair = UnixStream::pair().map_err(|error| unusable(&error))?;
-        let (ours, theirs) = (OwnedFd::from(pair.0), OwnedFd::from(pair.1));
-        // Only passt inherits this end, which is closed here before anything else starts. QEMU inherits the other one.
-        fcntl_setfd(&theirs, FdFlags::empty()).map_err(|error| unusable(&error))?;
-        let ports = [("-t", tcp), ("-u", udp)];
-        let mut passt = network::passt(parsed.mtu, *host, ports, theirs.as_raw_fd());
-        passt.spawn().map_err(|source| Error::Start {
-            command: command_text(&passt),
+        // QEMU inherits the socket.
+        let started = network::start_passt(parsed.mtu, options);
+        let (socket, _) = started.map_err(|source| Error::Start {
+            command: "passt".to_owned(),
             source,
         })?;
         let mac = network::address(&parsed, 0, image);
         Ok(Self {
-            socket: Arc::new(ours),
+            socket: Arc::new(socket.into()),
             keys: format!(",mac={mac},mtu={}", parsed.mtu),
         })
     }

@@ -13,18 +13,22 @@ use walvisor_vmm::disk::{Notifications, TransportKind};
 
 use crate::disk_spec::split_parts;
 
+/// What a passt lets through, besides the guest's own connections.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PasstOptions {
+    /// Whether the guest reaches services of this machine's loopback at its gateway's address.
+    pub host: bool,
+    /// Ports of this machine whose TCP connections go to the guest, as passt's `-t` takes them.
+    pub tcp: Option<String>,
+    /// Ports of this machine whose UDP packets go to the guest, as passt's `-u` takes them.
+    pub udp: Option<String>,
+}
+
 /// What a guest's network device is connected to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum NetLink {
     /// A passt of its own, which carries out the guest's connections as this user.
-    Passt {
-        /// Whether the guest reaches services of this machine's loopback at its gateway's address.
-        host: bool,
-        /// Ports of this machine whose TCP connections go to the guest, as passt's `-t` takes them.
-        tcp: Option<String>,
-        /// Ports of this machine whose UDP packets go to the guest, as passt's `-u` takes them.
-        udp: Option<String>,
-    },
+    Passt(PasstOptions),
     /// A tap device of this name.
     Tap(String),
     /// A program that listens on this Unix socket.
@@ -118,8 +122,8 @@ const KEYS: &[Key] = &[
         default: "off",
         help: "The guest reaches services on this machine's loopback at its gateway's address",
         set: |spec, text| match &mut spec.link {
-            NetLink::Passt { host, .. } => {
-                *host = switch(text)?;
+            NetLink::Passt(passt) => {
+                passt.host = switch(text)?;
                 Some(())
             }
             _ => None,
@@ -132,7 +136,7 @@ const KEYS: &[Key] = &[
         default: "none",
         help: "TCP connections to these ports of this machine go to the guest",
         set: |spec, text| match &mut spec.link {
-            NetLink::Passt { tcp, .. } => ports(tcp, text),
+            NetLink::Passt(passt) => ports(&mut passt.tcp, text),
             _ => None,
         },
         passt: true,
@@ -143,7 +147,7 @@ const KEYS: &[Key] = &[
         default: "none",
         help: "UDP packets to these ports of this machine go to the guest",
         set: |spec, text| match &mut spec.link {
-            NetLink::Passt { udp, .. } => ports(udp, text),
+            NetLink::Passt(passt) => ports(&mut passt.udp, text),
             _ => None,
         },
         passt: true,
@@ -208,11 +212,7 @@ impl NetSpec {
             .split_first()
             .map_or(("", &[][..]), |(first, rest)| (first.as_str(), rest));
         let link = match first.split_once('=') {
-            None if first == "passt" => NetLink::Passt {
-                host: false,
-                tcp: None,
-                udp: None,
-            },
+            None if first == "passt" => NetLink::Passt(PasstOptions::default()),
             Some(("tap", name)) if !name.is_empty() => NetLink::Tap(name.to_owned()),
             Some(("stream", path)) if !path.is_empty() => NetLink::Stream(PathBuf::from(path)),
             _ => return Err(NetSpecError::Link(first.to_owned())),
@@ -234,7 +234,7 @@ impl NetSpec {
                 return Err(NetSpecError::Twice(key.name));
             }
             given.push(name);
-            if key.passt && !matches!(spec.link, NetLink::Passt { .. }) {
+            if key.passt && !matches!(spec.link, NetLink::Passt(_)) {
                 return Err(NetSpecError::NotPasst(key.name));
             }
             (key.set)(&mut spec, value).ok_or(NetSpecError::Value {
@@ -301,19 +301,19 @@ mod tests {
     #[test]
     fn a_spec_has_a_link_and_keys() {
         let spec = NetSpec::parse("passt").unwrap();
-        let defaults = NetLink::Passt {
+        let defaults = NetLink::Passt(PasstOptions {
             host: false,
             tcp: None,
             udp: None,
-        };
+        });
         assert_eq!((spec.link, spec.mac, spec.mtu), (defaults, None, 1500));
         let text = "passt,host=on,tcp=2222:22,,80,mac=02:00:00:00:00:0a,mtu=9000,transport=pci";
         let spec = NetSpec::parse(text).unwrap();
-        let link = NetLink::Passt {
+        let link = NetLink::Passt(PasstOptions {
             host: true,
             tcp: Some("2222:22,80".to_owned()),
             udp: None,
-        };
+        });
         assert_eq!((spec.link, spec.mtu), (link, 9000));
         assert_eq!(spec.mac.unwrap().to_string(), "02:00:00:00:00:0a");
         assert_eq!(spec.transport, TransportKind::Pci);

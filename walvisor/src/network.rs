@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsRawFd, RawFd};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
@@ -12,7 +12,7 @@ use std::process::{Child, Command, Stdio};
 use rustix::io::{FdFlags, fcntl_setfd};
 use walvisor_devices::net::{Link, MacAddress, NetConfig};
 
-use crate::net_spec::{NetLink, NetSpec};
+use crate::net_spec::{NetLink, NetSpec, PasstOptions};
 
 /// The program of Debian's package `passt`.
 const PASST: &str = "passt";
@@ -36,10 +36,11 @@ impl OpenNetwork {
     pub fn open(spec: &NetSpec, index: usize, place: &Path) -> Result<Self, String> {
         let mac = address(spec, index, place);
         let (link, passt) = match &spec.link {
-            NetLink::Passt { host, tcp, udp } => {
-                let ports = [("-t", tcp), ("-u", udp)];
-                let (link, passt) = start_passt(spec.mtu, *host, ports)?;
-                (link, Some(passt))
+            NetLink::Passt(options) => {
+                let started = start_passt(spec.mtu, options);
+                let (socket, passt) = started.map_err(cannot_start_passt)?;
+                let link = Link::stream(socket).map_err(cannot_start_passt)?;
+                (link.named(PASST), Some(passt))
             }
             NetLink::Tap(name) => (open_tap(name)?, None),
             NetLink::Stream(path) => (connect(path)?, None),
@@ -76,22 +77,27 @@ pub fn address(spec: &NetSpec, index: usize, place: &Path) -> MacAddress {
     spec.mac.unwrap_or_else(|| default_mac(place, index))
 }
 
-/// A passt that is connected to the other end of `socket`, which it has to inherit, with its ports
-/// (`-t` and `-u`). It ends when that end is closed.
-pub fn passt(mtu: u16, host: bool, ports: [(&str, &Option<String>); 2], socket: RawFd) -> Command {
+/// Starts a passt, and returns the socket that it is connected to. It ends when that is closed, however this process ends.
+///
+/// # Errors
+/// If the system refuses, or there is no program passt.
+pub fn start_passt(mtu: u16, options: &PasstOptions) -> io::Result<(UnixStream, Child)> {
+    let (ours, theirs) = UnixStream::pair()?;
+    // Only passt inherits this end: it is closed here before the process starts another one.
+    fcntl_setfd(&theirs, FdFlags::empty())?;
     let mut command = Command::new(PASST);
     command
         .args(["--foreground", "--quiet"])
         .args(["--mtu", &mtu.to_string()])
-        .args(["--fd", &socket.to_string()]);
+        .args(["--fd", &theirs.as_raw_fd().to_string()]);
     if rustix::process::geteuid().is_root() {
         // What it does anyway, with a warning.
         command.args(["--runas", "nobody"]);
     }
-    if !host {
+    if !options.host {
         command.arg("--no-map-gw");
     }
-    for (option, list) in ports {
+    for (option, list) in [("-t", &options.tcp), ("-u", &options.udp)] {
         if let Some(list) = list {
             command.args([option, list]);
         }
@@ -101,18 +107,11 @@ pub fn passt(mtu: u16, host: bool, ports: [(&str, &Option<String>); 2], socket: 
         .stdout(Stdio::null())
         // Ctrl-C in the terminal asks the guest to power down, and that takes its network.
         .process_group(0);
-    command
+    Ok((ours, command.spawn()?))
 }
 
-/// Starts a passt that is connected to the returned link. It ends when the link is closed, however
-/// this process ends.
-fn start_passt(
-    mtu: u16,
-    host: bool,
-    ports: [(&str, &Option<String>); 2],
-) -> Result<(Link, Child), String> {
-    let failed = |error: io::Error| {
-        match error.kind() {
+fn cannot_start_passt(error: io::Error) -> String {
+    match error.kind() {
         io::ErrorKind::NotFound => {
             "--net passt: there is no program passt: install it (Debian: apt-get install passt), or \
              give tap=NAME"
@@ -120,14 +119,6 @@ fn start_passt(
         }
         _ => format!("--net passt: cannot start passt: {error}"),
     }
-    };
-    let (ours, theirs) = UnixStream::pair().map_err(failed)?;
-    let link = Link::stream(ours).map_err(failed)?.named(PASST);
-    // Only passt inherits this end: it is closed here before the process starts another one.
-    fcntl_setfd(&theirs, FdFlags::empty()).map_err(|error| failed(error.into()))?;
-    let child = passt(mtu, host, ports, theirs.as_raw_fd()).spawn();
-    let child = child.map_err(failed)?;
-    Ok((link, child))
 }
 
 fn open_tap(name: &str) -> Result<Link, String> {
