@@ -7,7 +7,7 @@ use std::fs::File;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use support::{Place, Random, fill, flush, modify, run};
+use support::{Place, Random, fill, flush, modify, run, wait_until};
 use walvisor_storage::{
     Disk, DiskOptions, Error, Operation, Point, Port, Retention, Store, StoreOptions, Transfer,
     create_disk,
@@ -70,18 +70,6 @@ fn saved_files(place: &Place) -> usize {
     names.filter(|name| name.starts_with("saved-")).count()
 }
 
-/// Whether `reached` comes true in time.
-fn in_time(mut reached: impl FnMut() -> bool) -> bool {
-    let limit = Instant::now() + Duration::from_secs(60);
-    while !reached() {
-        if Instant::now() > limit {
-            return false;
-        }
-        std::thread::sleep(Duration::from_millis(1));
-    }
-    true
-}
-
 /// A guest that fills the log.
 #[derive(Default)]
 struct Guest {
@@ -130,6 +118,15 @@ impl Guest {
     }
 }
 
+/// Ends the guest, also when the test fails.
+struct EndGuard<'a>(&'a Guest);
+
+impl Drop for EndGuard<'_> {
+    fn drop(&mut self) {
+        self.0.ended.store(true, Ordering::Relaxed);
+    }
+}
+
 /// Exports the disk, and calls `each` after each part. After the first call a guest begins to write, and each part waits for
 /// it, unless the log is full.
 fn export_beside_writer(
@@ -140,6 +137,7 @@ fn export_beside_writer(
 ) -> Result<Transfer, Error> {
     let guest = Guest::default();
     std::thread::scope(|scope| {
+        let end = EndGuard(&guest);
         let writer = scope.spawn(|| guest.write(&mut disk.open_port().unwrap()));
         let mut progress = |_, _| {
             let goes_on = each(&guest);
@@ -158,10 +156,11 @@ fn export_beside_writer(
         guest.begun.store(true, Ordering::Relaxed);
         // However the export ended, writes go on.
         let goal = guest.written() + 2 * ROOM;
-        let goes_on = in_time(|| guest.written() > goal || writer.is_finished());
-        guest.ended.store(true, Ordering::Relaxed);
+        wait_until("writes to go on", || {
+            guest.written() > goal || writer.is_finished()
+        });
+        drop(end);
         writer.join().expect("no write fails");
-        assert!(goes_on, "writes have stopped");
         done
     })
 }
@@ -221,7 +220,7 @@ fn an_export_that_is_given_up_leaves_nothing() {
     let mut each = |_: &Guest| !saved();
     let error = export_beside_writer(disk, None, target, &mut each).unwrap_err();
     assert!(error.to_string().contains("it was given up"), "{error}");
-    assert!(in_time(|| !saved()));
+    wait_until("the saved files to go", || !saved());
     assert!(disk.snapshots().is_empty());
     store.close().unwrap();
 }

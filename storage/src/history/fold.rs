@@ -34,13 +34,14 @@ const WARN_PERCENT: u128 = 80;
 /// Who needs the records after this LSN, and what to do about it.
 fn who_needs(keeper: &KeeperState, lsn: u64) -> String {
     let mut inside_rewinds = keeper.inside_rewinds.iter();
-    match inside_rewinds.find(|snapshot| snapshot.lsn == lsn) {
-        found
-            if keeper.is_held_briefly()
-                || found.is_some_and(|snapshot| snapshot.name.is_of_export()) =>
-        {
-            "an export, or a restore in place, needs the log; wait until it has ended, or end the export (export-cancel)".to_owned()
-        }
+    let snapshot = inside_rewinds.find(|snapshot| snapshot.lsn == lsn);
+    let exported = snapshot.is_some_and(|snapshot| snapshot.name.is_of_export());
+    if exported || keeper.is_held_briefly() {
+        return "an export, or a restore in place, needs the log; wait until it has ended, or end the export \
+                (export-cancel)"
+            .to_owned();
+    }
+    match snapshot {
         Some(Snapshot { name, .. }) => {
             format!("snapshot '{name}' needs the log; delete it with 'snapshot-delete {name}'")
         }
@@ -85,7 +86,7 @@ impl Keeper {
                 drop(state);
                 let full = starved || index >= log.index_limit;
                 return match pinned {
-                    // Writers wait for that.
+                    // Writers wait until that has ended.
                     Some(_) if briefly => Ok(()),
                     Some(lsn) if full => {
                         Err(self.pinned_error("no segment of the log can be freed", lsn))

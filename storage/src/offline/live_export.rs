@@ -118,7 +118,7 @@ impl Drop for KeptPoint<'_> {
 
 /// How far an export has come, in bytes.
 #[derive(Clone, Copy, Default)]
-struct ExportProgress {
+struct CopyProgress {
     /// Bytes of the disk that were copied or found to be holes.
     passed: u64,
     copied: u64,
@@ -126,7 +126,7 @@ struct ExportProgress {
     synced: u64,
 }
 
-impl ExportProgress {
+impl CopyProgress {
     /// Syncs the copy, and drops its cached pages: a large copy must not fill memory with dirty pages.
     fn sync(&mut self, to: NamedFile<'_>) -> Result<()> {
         self.synced = self.copied;
@@ -185,7 +185,7 @@ impl Disk {
                 Err(ended_early("it was given up"))
             }
         };
-        let mut done = ExportProgress::default();
+        let mut done = CopyProgress::default();
         loop {
             let copying = sync::now();
             let until = copying + COPY_SHARE * copying.duration_since(opening);
@@ -216,7 +216,7 @@ fn copy_while(
     layers: Layers<'_>,
     to: NamedFile<'_>,
     size: u64,
-    done: &mut ExportProgress,
+    done: &mut CopyProgress,
     go_on: &mut dyn FnMut(u64) -> Result<bool>,
 ) -> Result<()> {
     for part in layers.data(done.passed..size, KERNEL_COPY_BYTES) {

@@ -8,7 +8,7 @@ use walvisor_storage::{
     Store, StoreOptions, create_disk, export_disk, inspect, rewind_disk,
 };
 
-use crate::support::{Random, copy_image, copy_log, mark, modify, read, restored, wait_all};
+use crate::support::{Random, copy_killed, modify, read, restored, wait_all};
 
 pub(crate) const NAMES: [&str; 2] = ["a", "b"];
 pub(crate) const SECTORS: u64 = 256;
@@ -106,25 +106,11 @@ impl Bench {
         drop(store);
     }
 
-    /// The log and the images as a kill would leave them now take the places of these, which are returned. If a checkpoint
-    /// writes the control file or a mark meanwhile, the copy is repeated, since it would mix two moments.
+    /// The log and the images as a kill would leave them now take the places of these, which are returned.
     pub(crate) fn take_copy(&mut self) -> tempfile::TempDir {
-        let image = |name: &str| self.dir.path().join(name);
-        let state = || {
-            let control = std::fs::read(self.log().join("control")).unwrap();
-            (control, NAMES.map(|name| mark(&image(name))))
-        };
-        let copy = loop {
-            let (copy, before) = (tempfile::tempdir().unwrap(), state());
-            std::fs::create_dir(copy.path().join("log")).unwrap();
-            copy_log(&self.log(), &copy.path().join("log"));
-            for name in NAMES {
-                copy_image(&image(name), &copy.path().join(name));
-            }
-            if state() == before {
-                break copy;
-            }
-        };
+        let copy = tempfile::tempdir().unwrap();
+        let images = NAMES.map(|name| (self.dir.path().join(name), copy.path().join(name)));
+        copy_killed(&self.log(), &copy.path().join("log"), &images);
         std::mem::replace(&mut self.dir, copy)
     }
 

@@ -44,30 +44,15 @@ impl Place {
         Self { _dir: dir, disk }
     }
 
-    /// Copies the files as a process killed now would leave them. If a checkpoint writes the control file or the
-    /// image's mark meanwhile, the copy is repeated, since it would mix two moments.
+    /// Copies the files as a process killed now would leave them.
     pub fn crash(&self) -> Self {
-        let dir = tempfile::tempdir().unwrap();
-        let disk = dir.path().join("disk.img");
-        let (from, to) = (self.log(), default_log_dir(&disk));
-        std::fs::create_dir(&to).unwrap();
-        let state = || {
-            (
-                std::fs::read(from.join("control")).unwrap(),
-                mark(&self.disk),
-            )
-        };
-        loop {
-            let before = state();
-            for entry in std::fs::read_dir(&to).unwrap() {
-                std::fs::remove_file(entry.unwrap().path()).unwrap();
-            }
-            copy_log(&from, &to);
-            copy_image(&self.disk, &disk);
-            if state() == before {
-                return Self { _dir: dir, disk };
-            }
-        }
+        let copy = Self::empty();
+        copy_killed(
+            &self.log(),
+            &copy.log(),
+            &[(self.disk.clone(), copy.disk.clone())],
+        );
+        copy
     }
 
     pub fn log(&self) -> PathBuf {
@@ -88,6 +73,29 @@ impl Place {
 
     pub fn open(&self) -> Store {
         self.open_with(EngineKind::Auto, CacheMode::Writeback)
+    }
+}
+
+/// Copies a log, and images to other paths, as a process killed now would leave them. If a checkpoint writes the control
+/// file or a mark meanwhile, the copy is repeated, since it would mix two moments.
+pub fn copy_killed(from: &Path, to: &Path, images: &[(PathBuf, PathBuf)]) {
+    std::fs::create_dir(to).unwrap();
+    let state = || {
+        let marks: Vec<_> = images.iter().map(|(image, _)| mark(image)).collect();
+        (std::fs::read(from.join("control")).unwrap(), marks)
+    };
+    loop {
+        let before = state();
+        for entry in std::fs::read_dir(to).unwrap() {
+            std::fs::remove_file(entry.unwrap().path()).unwrap();
+        }
+        copy_log(from, to);
+        for (image, copy) in images {
+            copy_image(image, copy);
+        }
+        if state() == before {
+            return;
+        }
     }
 }
 

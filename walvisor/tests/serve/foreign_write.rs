@@ -4,43 +4,33 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::Path;
-use std::process::Command;
 use std::thread;
 use std::time::Duration;
 
 use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::process::succeed;
 use walvisor_tests::have;
 
-use super::{Daemon, noise, text, walvisor};
+use super::{Daemon, client, noise, text, walvisor};
 
 const SIZE: u64 = 2 << 30;
 /// Where the client writes: in the middle of the file system's free space.
-const AT: u64 = 1_500_000_256;
+const AT: u64 = 1_500_000_256 / 512 * 512;
 
 /// A disk of 2 GiB with a file system, and a write that only its log has.
 fn killed(dir: &Path) {
     let raw = dir.join("raw");
     File::create(&raw).unwrap().set_len(SIZE).unwrap();
-    run(Command::new("mkfs.ext4").arg("-q").arg(&raw));
-    let imported = walvisor(dir, "disk import disk.img raw");
-    assert!(imported.status.success(), "{}", text(&imported.stderr));
+    client(dir, "mkfs.ext4", &["-q", "raw"]);
+    succeed(dir, "disk import disk.img raw");
     fs::remove_file(raw).unwrap();
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
-    let mut client = RawClient::extended(&dir.join("s"));
-    client.write(1, AT / 512 * 512, &noise(4096));
-    client.flush(2);
+    let mut nbd = RawClient::extended(&dir.join("s"));
+    nbd.write(1, AT, &noise(4096));
+    nbd.flush(2);
     daemon.kill();
     // The image's time counts if it is more than five seconds later.
     thread::sleep(Duration::from_secs(6));
-}
-
-fn run(command: &mut Command) {
-    let output = command.output().unwrap();
-    assert!(
-        output.status.success(),
-        "{command:?}: {}",
-        text(&output.stderr)
-    );
 }
 
 /// What each command says now.
@@ -63,13 +53,6 @@ fn told(dir: &Path) -> String {
     told
 }
 
-#[track_caller]
-fn done(dir: &Path, arguments: &str) -> String {
-    let output = walvisor(dir, arguments);
-    assert!(output.status.success(), "{}", text(&output.stderr));
-    text(&output.stdout)
-}
-
 #[test]
 fn a_file_that_a_mount_adds_to_a_killed_disks_image_is_not_overwritten() {
     if !have("mkfs.ext4", "e2fsprogs") {
@@ -78,24 +61,20 @@ fn a_file_that_a_mount_adds_to_a_killed_disks_image_is_not_overwritten() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     killed(dir);
-    assert!(done(dir, "disk check disk.img").contains("1 record"));
+    assert!(succeed(dir, "disk check disk.img").contains("1 record"));
     let mounted = dir.join("mounted");
     fs::create_dir(&mounted).unwrap();
     let with_file = |act: &dyn Fn(&Path)| {
-        let image = dir.join("disk.img");
-        run(Command::new("mount")
-            .args(["-o", "loop"])
-            .arg(image)
-            .arg(&mounted));
+        client(dir, "mount", &["-o", "loop", "disk.img", "mounted"]);
         act(&mounted.join("mine"));
-        run(Command::new("umount").arg(&mounted));
+        client(dir, "umount", &["mounted"]);
     };
     with_file(&|file| fs::write(file, "kept").unwrap());
     told(dir);
-    let discarded = done(dir, "disk discard disk.img --yes");
+    let discarded = succeed(dir, "disk discard disk.img --yes");
     assert!(discarded.contains("discarded 1 record"), "{discarded}");
     with_file(&|file| assert_eq!(fs::read_to_string(file).unwrap(), "kept"));
-    assert!(done(dir, "disk check disk.img").contains("clean"));
+    assert!(succeed(dir, "disk check disk.img").contains("clean"));
 }
 
 #[test]
@@ -106,14 +85,14 @@ fn an_image_of_which_only_the_time_has_changed_can_be_used_again() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     killed(dir);
-    run(Command::new("touch").arg(dir.join("disk.img")));
+    client(dir, "touch", &["disk.img"]);
     let told = told(dir);
     let touch = told.split_once("set it back with: ").unwrap().1;
     let touch = touch.split_once(')').unwrap().0;
-    run(Command::new("sh").args(["-c", touch]).current_dir(dir));
-    done(dir, "disk checkpoint disk.img");
+    client(dir, "sh", &["-c", touch]);
+    succeed(dir, "disk checkpoint disk.img");
     let mut found = vec![0; 4096];
     let image = File::open(dir.join("disk.img")).unwrap();
-    image.read_exact_at(&mut found, AT / 512 * 512).unwrap();
+    image.read_exact_at(&mut found, AT).unwrap();
     assert!(found == noise(4096));
 }

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 use walvisor_testkit::nbd::{
     BLOCK_STATUS, FLUSH, READ, RawClient, WRITE, WRITE_ZEROES, extended_request,
 };
+use walvisor_testkit::process::succeed;
 
-use super::{Daemon, MIB, create, noise, text, walvisor};
+use super::{Daemon, MIB, create, noise};
 
 const PAYLOAD: u16 = 1 << 5;
 const ERROR: u16 = (1 << 15) + 1;
@@ -269,8 +270,7 @@ fn reads_that_wait_for_room_go_on_once_the_client_reads() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     fs::write(dir.join("raw"), noise((READS * LENGTH) as usize)).unwrap();
-    let imported = walvisor(dir, "disk import disk.img raw");
-    assert!(imported.status.success(), "{}", text(&imported.stderr));
+    succeed(dir, "disk import disk.img raw");
     let daemon = Daemon::start(dir, "--disk path=disk.img,socket=s");
     let mut client = RawClient::extended(&dir.join("s"));
     let request = |number| extended_request(0, READ, number, number * LENGTH, LENGTH);
