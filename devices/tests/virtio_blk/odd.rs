@@ -24,9 +24,6 @@ on_every_transport!(
 );
 
 const LIVE: u8 = ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK;
-const NEXT: u16 = 1;
-const WRITE: u16 = 2;
-const INDIRECT_TABLE: u16 = 4;
 
 fn live(kind: Kind) -> Driver {
     Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING)

@@ -14,7 +14,8 @@ use walvisor_devices::net::{Link, NetConfig, NetMetrics, VirtioNet};
 use walvisor_devices::transport::{MmioTransport, PciTransport};
 
 pub use walvisor_testkit::virtio::{
-    DRIVER_OK, EVENT_IDX, MEMORY_END, Memory, NEEDS_RESET, Piece, Ring, VERSION_1, guest_memory,
+    BROKEN_CHAINS, DRIVER_OK, EVENT_IDX, MEMORY_END, Memory, NEEDS_RESET, Piece, Ring, VERSION_1,
+    guest_memory,
 };
 pub use walvisor_testkit::{PATIENCE, wait_until};
 

@@ -4,10 +4,6 @@ use vm_memory::{Bytes, GuestAddress};
 
 use crate::driver::*;
 
-const NEXT: u16 = 1;
-const WRITE: u16 = 2;
-const INDIRECT_TABLE: u16 = 4;
-
 on_both_transports!(
     frames_of_a_wrong_length_are_dropped,
     frames_for_a_buffer_that_is_too_small_are_dropped,
@@ -88,48 +84,11 @@ fn frames_for_a_buffer_that_is_too_small_are_dropped(kind: Kind) {
 }
 
 fn broken_chains_need_a_reset(kind: Kind) {
-    type RingEdit = fn(&mut Ring, u64);
-    let offences: [(&str, RingEdit); 8] = [
-        ("a descriptor that follows itself", |ring, at| {
-            ring.set_descriptor(0, at, 16, NEXT, 0);
-        }),
-        ("a loop of two, both writable", |ring, at| {
-            ring.set_descriptor(0, at, 16, NEXT | WRITE, 1);
-            ring.set_descriptor(1, at, 16, NEXT | WRITE, 0);
-        }),
-        ("a next descriptor beyond the table", |ring, at| {
-            ring.set_descriptor(0, at, 16, NEXT, ring.size);
-        }),
-        ("writable before readable", |ring, at| {
-            ring.set_descriptor(0, at, 1, NEXT | WRITE, 1);
-            ring.set_descriptor(1, at, 16, 0, 0);
-        }),
-        ("more than 2^32 bytes", |ring, at| {
-            ring.set_descriptor(0, at, 16, NEXT, 1);
-            ring.set_descriptor(1, at, u32::MAX, NEXT | WRITE, 2);
-            ring.set_descriptor(2, at, u32::MAX, WRITE, 0);
-        }),
-        ("an indirect table in an indirect table", |ring, at| {
-            ring.set_descriptor(0, at, 32, INDIRECT_TABLE, 0);
-            ring.write_descriptor(at, 0, at + 64, 16, NEXT, 1);
-            ring.write_descriptor(at, 1, at, 32, INDIRECT_TABLE, 0);
-        }),
-        ("an indirect table outside memory", |ring, _| {
-            ring.set_descriptor(0, MEMORY_END, 32, INDIRECT_TABLE, 0);
-        }),
-        ("an indirect chain longer than the queue", |ring, at| {
-            ring.set_descriptor(0, at, 65535 * 16, INDIRECT_TABLE, 0);
-            for index in 0..65534 {
-                ring.write_descriptor(at, index, at, 1, NEXT, index + 1);
-            }
-            ring.write_descriptor(at, 65534, at, 1, WRITE, 0);
-        }),
-    ];
     let (mut driver, mut peer) = Driver::start(kind, config(), EVERYTHING);
     for queue in [RECEIVE, TRANSMIT] {
-        for (what, offence) in offences {
+        for (what, offence) in BROKEN_CHAINS {
             let scratch = driver.allocate(1 << 20);
-            offence(&mut driver.rings[queue], scratch.0);
+            offence(&driver.rings[queue], scratch.0);
             driver.rings[queue].offer(0);
             driver.rings[queue].publish();
             driver.notify(queue);

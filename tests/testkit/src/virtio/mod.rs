@@ -13,7 +13,7 @@ use vmm_sys_util::eventfd::EventFd;
 use crate::vhost_user;
 
 pub use driver::{Answer, BlockDriver, PostedRequest, segment};
-pub use ring::{Piece, Ring};
+pub use ring::{BROKEN_CHAINS, INDIRECT_TABLE, NEXT, Piece, Ring, RingEdit, WRITE};
 
 /// Device status: the guest has noticed the device.
 pub const ACKNOWLEDGE: u8 = 1;

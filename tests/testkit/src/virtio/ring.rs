@@ -4,11 +4,14 @@ use std::sync::atomic::{Ordering, fence};
 
 use vm_memory::{Bytes, GuestAddress};
 
-use super::Memory;
+use super::{MEMORY_END, Memory};
 
-const NEXT: u16 = 1;
-const WRITE: u16 = 2;
-const INDIRECT: u16 = 4;
+/// The chain goes on at the descriptor's `next` field.
+pub const NEXT: u16 = 1;
+/// The device writes the buffer.
+pub const WRITE: u16 = 2;
+/// The buffer is a table of descriptors.
+pub const INDIRECT_TABLE: u16 = 4;
 
 /// One descriptor's buffer.
 #[derive(Clone, Copy, Debug)]
@@ -139,7 +142,7 @@ impl Ring {
         let indices: Vec<u16> = (0..pieces.len() as u16).collect();
         self.fill(table.0, &indices, pieces);
         let head = self.free.pop().expect("a free descriptor");
-        self.set_descriptor(head, table.0, pieces.len() as u32 * 16, INDIRECT, 0);
+        self.set_descriptor(head, table.0, pieces.len() as u32 * 16, INDIRECT_TABLE, 0);
         self.chains[usize::from(head)] = vec![head];
         self.offer(head);
         head
@@ -280,3 +283,47 @@ impl Ring {
         )
     }
 }
+
+/// Writes descriptors into a ring. A megabyte of memory at the address is free for buffers and tables.
+pub type RingEdit = fn(&Ring, u64);
+
+/// Chains from descriptor 0 on that make a device of any kind ask for a reset.
+pub const BROKEN_CHAINS: [(&str, RingEdit); 9] = [
+    ("a descriptor that follows itself", |ring, at| {
+        ring.set_descriptor(0, at, 16, NEXT, 0);
+    }),
+    ("a loop of two, both writable", |ring, at| {
+        ring.set_descriptor(0, at, 16, NEXT | WRITE, 1);
+        ring.set_descriptor(1, at, 16, NEXT | WRITE, 0);
+    }),
+    ("a next descriptor beyond the table", |ring, at| {
+        ring.set_descriptor(0, at, 16, NEXT, ring.size);
+    }),
+    ("writable before readable", |ring, at| {
+        ring.set_descriptor(0, at, 1, NEXT | WRITE, 1);
+        ring.set_descriptor(1, at, 16, 0, 0);
+    }),
+    ("more than 2^32 bytes", |ring, at| {
+        ring.set_descriptor(0, at, 16, NEXT, 1);
+        ring.set_descriptor(1, at, u32::MAX, NEXT | WRITE, 2);
+        ring.set_descriptor(2, at, u32::MAX, WRITE, 0);
+    }),
+    ("an indirect table in an indirect table", |ring, at| {
+        ring.set_descriptor(0, at, 32, INDIRECT_TABLE, 0);
+        ring.write_descriptor(at, 0, at + 64, 16, NEXT, 1);
+        ring.write_descriptor(at, 1, at, 32, INDIRECT_TABLE, 0);
+    }),
+    ("an indirect table that is no multiple of 16", |ring, at| {
+        ring.set_descriptor(0, at, 33, INDIRECT_TABLE, 0);
+    }),
+    ("an indirect table outside memory", |ring, _| {
+        ring.set_descriptor(0, MEMORY_END, 32, INDIRECT_TABLE, 0);
+    }),
+    ("an indirect chain longer than the queue", |ring, at| {
+        ring.set_descriptor(0, at, 65535 * 16, INDIRECT_TABLE, 0);
+        for index in 0..65534 {
+            ring.write_descriptor(at, index, at, 1, NEXT, index + 1);
+        }
+        ring.write_descriptor(at, 65534, at, 1, WRITE, 0);
+    }),
+];
