@@ -23,6 +23,7 @@ use crate::format::{
 use crate::history::saved::read_saved;
 use crate::index::{Piece, Place};
 use crate::log::disk_state::DiskState;
+use crate::log::image::Image;
 use crate::medium::checksum;
 use crate::medium::directory::Medium;
 use crate::medium::file::{CachedFile, DataFile, Engine, ReadFile, Segment};
@@ -376,7 +377,7 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     let disks = control.control.disks.iter();
     let states: Vec<Arc<DiskState>> = disks
         .map(|disk| {
-            let base = Arc::new(files.file(0));
+            let base = Image::new(Arc::new(files.file(0)), None);
             Arc::new(DiskState::new(disk, &DiskOptions::new(path), base))
         })
         .collect();

@@ -53,7 +53,7 @@ class Control:
         for slot in (data[:SLOT], data[SLOT : 2 * SLOT]):
             if len(slot) != SLOT or not sealed(slot, b"WALVCTRL"):
                 continue
-            check_version(slot, path, (2, 3, 4, 5))
+            check_version(slot, path, (2, 3, 4, 5, 6))
             if newest is None or struct.unpack_from("<Q", slot, 16) > struct.unpack_from("<Q", newest, 16):
                 newest = slot
         if newest is None:

@@ -389,10 +389,13 @@ pub(crate) fn register(
     let same = |disk: &DiskEntry| disk.path(&control.home) == path;
     let mut place = disks.iter().position(same).unwrap_or(disks.len());
     let applied = control.control.header.checkpoint_lsn.get();
+    let spilled = disks.get(place).map(|old| old.id.get());
+    let spilled = spilled.is_some_and(|id| control.control.is_spilled(id));
+    let disks = &mut control.control.disks;
     if let Some(old) = disks.get_mut(place)
-        && old.void_lsn.get() > applied
+        && (old.void_lsn.get() > applied || spilled)
     {
-        // The log still holds void records of that disk; without the entry, they would be records of no disk.
+        // The log still holds void records of that disk, or a spill file; without the entry, they would be of no disk.
         old.path_len = U16::new(0);
         place = disks.len();
     }

@@ -242,6 +242,29 @@ impl Control {
         noted == 0 || found == 0 || [noted, seconds].contains(&found)
     }
 
+    /// Whether a disk's image lacks bytes that are in its spill file.
+    pub(crate) fn is_spilled(&self, disk_id: u32) -> bool {
+        self.image(disk_id)
+            .is_some_and(|image| image.spilled.get() != 0)
+    }
+
+    /// Records whether a disk's image lacks bytes that are in its spill file.
+    ///
+    /// # Errors
+    /// If there is no room for the entry.
+    pub(crate) fn set_spilled(&mut self, disk_id: u32, spilled: bool) -> Result<()> {
+        if !spilled && !self.is_spilled(disk_id) {
+            return Ok(());
+        }
+        let image = self.image_mut(disk_id).ok_or_else(|| {
+            invalid(
+                "the log's control file has no room to record that an image is failing".to_owned(),
+            )
+        })?;
+        image.spilled = U32::new(u32::from(spilled));
+        Ok(())
+    }
+
     /// A disk joins the log at LSN `newest`.
     ///
     /// # Errors

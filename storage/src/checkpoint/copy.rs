@@ -13,17 +13,17 @@
 use std::collections::{HashMap, VecDeque};
 use std::iter::Peekable;
 use std::ops::Range;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::checkpoint::pace::{CopyPace, IN_FLIGHT_RUNS};
 use crate::checkpoint::readahead::Readahead;
 use crate::checkpoint::runs::{Run, Stripes};
-use crate::error::{Error, Result};
+use crate::error::{Error, ErrorKind, Result};
 use crate::index::{ExtentMap, Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::cost::MediumCost;
-use crate::medium::file::{Chunk, Engine, Io, IoCompletion, MAX_CHUNKS, ReadSource};
+use crate::medium::file::{Chunk, DataFile, Engine, Io, IoCompletion, MAX_CHUNKS, ReadSource};
 use crate::medium::holes::DataRanges;
 use crate::medium::segment::LogRead;
 use crate::mutant::{Mutant, planted};
@@ -37,6 +37,15 @@ const IN_FLIGHT_BYTES: usize = 8 << 20;
 const TEND: Duration = Duration::from_millis(20);
 /// How often a copy ahead of schedule checks whether it still is.
 pub(crate) const SHORT: Duration = Duration::from_millis(1);
+
+/// Mean time of a write above which an image is too slow, if writers wait for the copy and the log's own syncs take less
+/// than a tenth of it.
+const SLOW_WRITE: Duration = Duration::from_millis(100);
+const SLOW_AGAINST_SYNC: u32 = 10;
+/// After a longer time between two looks at operations, nothing is known of how long they took.
+const AWAY: Duration = Duration::from_millis(50);
+/// Most writes in flight to an image that is slow, or has not answered one of this copy yet.
+const FIRST_WRITES: usize = 4;
 
 /// A run in flight.
 struct InFlightRun<'a> {
@@ -58,7 +67,8 @@ struct InFlightRun<'a> {
     reads: usize,
     /// A part can't be read, so the run is not written.
     damaged: bool,
-    writing: bool,
+    /// When its write began.
+    writing: Option<Instant>,
 }
 
 /// A part of a run.
@@ -106,6 +116,19 @@ impl DamagedExtents {
     }
 }
 
+/// A disk whose image could not be written, or is too slow, with the first error.
+pub(crate) struct FailedImage {
+    pub disk: Arc<DiskState>,
+    pub error: Error,
+}
+
+/// The writes to one image that have ended.
+#[derive(Default)]
+struct WriteTimes {
+    count: u32,
+    total: Duration,
+}
+
 /// The state of one copy: runs to come and in flight, and results so far.
 struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     log: &'a Log,
@@ -132,6 +155,15 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     cut: bool,
     /// The damaged extents, by disk.
     damaged: Vec<DamagedExtents>,
+    failed_images: Vec<FailedImage>,
+    /// By disk number.
+    times: HashMap<u32, WriteTimes>,
+    /// Whether an image that is too slow counts as failed.
+    spares_slow: bool,
+    /// When it last looked for operations that have ended.
+    looked: Instant,
+    /// It had not looked for so long that times of operations mean nothing.
+    away: bool,
 }
 
 /// A disk and its frozen index layer, which is not empty.
@@ -139,24 +171,29 @@ pub(crate) type FrozenLayer = (Arc<DiskState>, Arc<ExtentMap>);
 
 /// How a copy ended.
 pub(crate) enum CopyOutcome {
-    /// Everything is copied and durable, except damaged extents, which stay in the log.
+    /// Everything is copied and durable, except damaged extents, which stay in the log, and except what is of disks
+    /// whose images failed: of that, any part may be copied, and nothing is known to be durable.
     Complete(Vec<DamagedExtents>),
     /// The time limit ran out. Parts of the layers may be copied, nothing is in flight, and the images are neither
     /// marked nor synced. The damaged extents are those found so far.
     TimeUp(Vec<DamagedExtents>),
 }
 
-/// Copies frozen layers to their base images, then marks and syncs the images. `urgent_work` is called regularly, with
+/// Copies frozen layers to their base images, or spill files, then marks and syncs those. Appends to `failed` the images
+/// that could not be written; the copy goes on with the others. `spares_slow`: images that are much slower than the log,
+/// while writers wait, fail too. `urgent_work` is called regularly, with
 /// a function that it may call to let the copy make progress. `over` is called before each run; once it returns
 /// `true`, nothing more is copied.
 ///
 /// # Errors
-/// If anything but an extent's checksum fails. Parts of the layers may then be copied, and nothing is in flight.
+/// If the log can't be read, or a spill file not be written. Parts of the layers may then be copied, and nothing is in
+/// flight.
 pub(crate) fn copy(
     log: &Log,
     layers: &[FrozenLayer],
     mut pace: CopyPace,
     medium: MediumCost,
+    (failed, spares_slow): (&mut Vec<FailedImage>, bool),
     mut urgent_work: impl FnMut(&mut dyn FnMut()),
     mut over: impl FnMut() -> bool,
 ) -> Result<CopyOutcome> {
@@ -198,10 +235,15 @@ pub(crate) fn copy(
         failed: None,
         cut,
         damaged: Vec::new(),
+        failed_images: Vec::new(),
+        times: HashMap::new(),
+        spares_slow,
+        looked: sync::now(),
+        away: false,
     };
     while !copier.has_ended() {
         if planted(Mutant::BaseSyncTooEarly) && copier.failed.is_none() {
-            let _ = sync_bases(layers);
+            let _ = copier.sync_images(layers);
         }
         urgent_work(&mut || {
             copier.advance(&mut over);
@@ -214,8 +256,9 @@ pub(crate) fn copy(
         Some(error) => return Err(error),
         None if copier.cut => return Ok(CopyOutcome::TimeUp(copier.damaged)),
         None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
-        None => sync_bases(layers)?,
+        None => copier.sync_images(layers)?,
     }
+    failed.append(&mut copier.failed_images);
     Ok(CopyOutcome::Complete(copier.damaged))
 }
 
@@ -225,6 +268,11 @@ fn runs(
     medium: MediumCost,
 ) -> impl Iterator<Item = (&Arc<DiskState>, Run)> {
     layers.iter().flat_map(move |(disk, layer)| {
+        let mut medium = medium;
+        if disk.base.is_spilled() {
+            // No stripes: what fills their gaps may be in the image.
+            medium.operation = 0;
+        }
         Stripes::new(layer.iter(), medium).map(move |run| (disk, run))
     })
 }
@@ -236,13 +284,6 @@ pub(crate) fn cost(layers: &[FrozenLayer], medium: MediumCost) -> u64 {
         .sum()
 }
 
-fn sync_bases(layers: &[FrozenLayer]) -> Result<()> {
-    layers.iter().try_for_each(|(disk, _)| {
-        // The mark gets the image's new generation, and the sync makes it durable together with the data.
-        disk.mark(true).map(drop)
-    })
-}
-
 fn chunk(buffer: Buffer) -> Chunk {
     Chunk {
         len: buffer.len(),
@@ -251,6 +292,76 @@ fn chunk(buffer: Buffer) -> Chunk {
 }
 
 impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
+    /// Whether a disk's image has failed, so that nothing more is written to it.
+    fn has_failed(&self, disk: &DiskState) -> bool {
+        let mut failed = self.failed_images.iter();
+        failed.any(|failed| failed.disk.id == disk.id)
+    }
+
+    /// Notes the first error of an image; of a spill file, it ends the copy.
+    fn fail(&mut self, disk: &Arc<DiskState>, error: Error) {
+        if disk.base.is_spilled() {
+            self.failed.get_or_insert(error);
+        } else if !self.has_failed(disk) {
+            let disk = disk.clone();
+            self.failed_images.push(FailedImage { disk, error });
+        }
+    }
+
+    /// Marks and syncs the images that have not failed, and commits spill files.
+    ///
+    /// # Errors
+    /// If a spill file can't be committed.
+    fn sync_images(&mut self, layers: &[FrozenLayer]) -> Result<()> {
+        for (disk, _) in layers {
+            if let Some(spill) = disk.base.spill() {
+                spill.commit(&*self.log.medium.files())?;
+            } else if !self.has_failed(disk)
+                // The mark gets the image's new generation, and the sync makes it durable together with the data.
+                && let Err(error) = disk.mark(true)
+            {
+                self.fail(disk, error);
+            }
+        }
+        Ok(())
+    }
+
+    /// How long writes to a disk's image take, if the disk is one of several and any has been waited for: the mean, or
+    /// as long as the oldest has been in flight.
+    fn write_time(&self, disk: &DiskState) -> Duration {
+        let times = self.times.get(&disk.id).filter(|_| self.spares_slow);
+        let mean = times.map_or(Duration::ZERO, |times| times.total / times.count);
+        let writes = self.flights.values();
+        let writes = writes.filter(|flight| flight.disk.id == disk.id && self.spares_slow);
+        let oldest = writes.filter_map(|flight| flight.writing).min();
+        oldest.map_or(mean, |oldest| mean.max(sync::now() - oldest))
+    }
+
+    /// Why a disk's image is too slow, if it is: writers wait for this copy, and the log's own medium is much faster.
+    fn too_slow(&self, disk: &DiskState) -> Option<Error> {
+        let time = self.write_time(disk);
+        if time < SLOW_WRITE || self.away || disk.base.is_spilled() {
+            return None;
+        }
+        let state = self.log.lock();
+        let waited_for = state.ring.holds_back() || state.ring.is_starved();
+        let log_is_slow = time < state.commit_delay.sync_time() * SLOW_AGAINST_SYNC;
+        (waited_for && !log_is_slow).then(|| {
+            let (path, ms) = (disk.path.display(), time.as_millis());
+            let message =
+                format!("{path}: its image takes {ms} ms a write, and other disks wait for it");
+            Error::new(ErrorKind::Io, message)
+        })
+    }
+
+    /// Whether a run of this disk may start: not many while its image is slow, or has not answered yet.
+    fn may_start(&self, disk: &DiskState) -> bool {
+        let is_known = self.times.contains_key(&disk.id) || disk.base.is_spilled();
+        let writes = self.flights.values();
+        is_known && self.write_time(disk) < SLOW_WRITE
+            || writes.filter(|flight| flight.disk.id == disk.id).count() < FIRST_WRITES
+    }
+
     /// Whether nothing is in flight and nothing more will be.
     fn has_ended(&mut self) -> bool {
         let last = self.again.is_empty() && self.runs.peek().is_none();
@@ -261,13 +372,24 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     /// anything to do. Does not wait.
     fn advance(&mut self, over: &mut impl FnMut() -> bool) -> bool {
         let most = self.pace.max_runs(self.log, self.done);
-        let mut begun = false;
+        self.away = sync::now() - self.looked > AWAY;
+        let mut begun = self.end_operations();
         while self.failed.is_none()
             && !self.cut
             && self.flights.len() < most
             && self.memory < IN_FLIGHT_BYTES
             && self.cost < self.pace.queue()
         {
+            let next = self.again.front().or_else(|| self.runs.peek());
+            if let Some(disk) = next.map(|(disk, _)| *disk)
+                && !self.has_failed(disk)
+            {
+                if let Some(error) = self.too_slow(disk) {
+                    self.fail(disk, error);
+                } else if !self.may_start(disk) {
+                    break;
+                }
+            }
             let again = self.again.pop_front();
             // The work of a run from a split stripe was counted with the stripe.
             let counted = again.is_some();
@@ -278,19 +400,26 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             if !self.cut {
                 let cost = run.cost(self.medium.operation);
                 self.done += if counted { 0 } else { cost };
-                self.start(disk, run, cost);
+                if !self.has_failed(disk) {
+                    self.start(disk, run, cost);
+                }
                 begun = true;
             }
         }
         self.engine.enter();
+        begun |= self.end_operations();
+        self.looked = sync::now();
+        begun
+    }
+
+    /// Handles operations that have ended. Returns whether there were any.
+    fn end_operations(&mut self) -> bool {
         self.event.clear();
         let mut ended = Vec::new();
         self.engine.poll(&mut ended);
-        begun |= !ended.is_empty();
-        for end in ended {
-            self.end(end);
-        }
-        begun
+        let any = !ended.is_empty();
+        ended.into_iter().for_each(|end| self.end(end));
+        any
     }
 
     /// Sleeps until an operation may have ended, or the pace may allow another.
@@ -324,12 +453,14 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                     self.again.push_front((disk, rest));
                 }
                 self.known = KnownData::default();
-                let zeroed = disk
-                    .base
-                    .zero_range(range.start, saved - range.start, unmap);
-                self.failed = zeroed
-                    .map_err(|error| Error::io("zero a part of the base image", &disk.path, error))
-                    .err();
+                let (spill, len) = (disk.base.spill(), saved - range.start);
+                let file = spill
+                    .as_ref()
+                    .map_or(disk.base.file(), |spill| spill.data());
+                match file.zero_range(range.start, len, unmap) {
+                    Ok(()) => note_spilled(disk, range.start, len),
+                    Err(error) => self.fail(disk, image_error("zero", disk, sector, error)),
+                }
                 return;
             }
         };
@@ -355,7 +486,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             fill: None,
             reads: 0,
             damaged: false,
-            writing: false,
+            writing: None,
             pieces: Vec::new(),
         };
         let id = |part: usize| number * MAX_CHUNKS as u64 + part as u64;
@@ -388,7 +519,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             flight.reads += 1;
             flight.memory += span.next_multiple_of(BUFFER_ALIGN);
             let io = Io::Read {
-                source: ReadSource::File(disk.base.clone()),
+                source: ReadSource::File(disk.base.file().clone()),
                 offset: sector * SECTOR_SIZE,
                 buffer: Buffer::for_overwrite(span),
             };
@@ -406,7 +537,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     /// Writes a run, all of which is now in memory, to the base image.
     fn write(&mut self, number: u64, flight: &mut InFlightRun<'_>) {
         self.count_write();
-        flight.writing = true;
+        flight.writing = Some(sync::now());
         let mut chunks: Vec<_> = flight.chunks.drain(..).filter_map(RunPart::read).collect();
         if let Some(mut stripe) = flight.fill.take() {
             for (piece, part) in flight.pieces.iter().zip(chunks) {
@@ -415,8 +546,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             }
             chunks = vec![chunk(stripe)];
         }
+        let base = &flight.disk.base;
+        let spill = base.spill();
         let write = Io::Write {
-            base: flight.disk.base.clone(),
+            base: spill.map_or_else(|| base.file().clone(), |spill| spill.data().clone()),
             offset: flight.sector * SECTOR_SIZE,
             chunks,
         };
@@ -482,12 +615,18 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         let number = end.id / MAX_CHUNKS as u64;
         let part = (end.id % MAX_CHUNKS as u64) as usize;
         let mut flight = self.flights.remove(&number).expect("a run in flight");
-        let was_written = flight.writing;
+        let was_written = flight.writing.is_some();
+        if let Some(begun) = flight.writing.filter(|_| !self.away) {
+            let times = self.times.entry(flight.disk.id).or_default();
+            times.count += 1;
+            times.total += sync::now().duration_since(begun);
+        }
         match end.result {
             Ok(_) if was_written => {
                 let counters = &self.log.counters;
                 let bytes = flight.bytes as u64;
                 counters.base_bytes.fetch_add(bytes, Ordering::Relaxed);
+                note_spilled(flight.disk, flight.sector * SECTOR_SIZE, bytes);
             }
             Ok(buffer) if part == flight.pieces.len() => flight.fill = buffer,
             // The gaps of the stripe can't be read, and its parts don't need them.
@@ -499,20 +638,21 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                     self.note_damage(flight.disk, error);
                 }
             }
+            Err(error) if was_written => {
+                let error = image_error("write", flight.disk, flight.sector, error);
+                self.fail(flight.disk, error);
+            }
             Err(error) => {
-                self.failed.get_or_insert_with(|| {
-                    if was_written {
-                        Error::io("write the base image", &flight.disk.path, error)
-                    } else {
-                        Error::io("read the log", &self.log.dir, error)
-                    }
-                });
+                let dir = &self.log.dir;
+                self.failed
+                    .get_or_insert_with(|| Error::io("read the log", dir, error));
             }
         }
         if !was_written {
             flight.reads -= 1;
             // After an error, no further run is written.
-            if flight.reads == 0 && self.failed.is_none() {
+            let failed = self.failed.is_some() || self.has_failed(flight.disk);
+            if flight.reads == 0 && !failed {
                 if flight.damaged {
                     self.leave(&mut flight);
                 } else {
@@ -520,12 +660,31 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 }
             }
         }
-        if flight.reads > 0 || (flight.writing && !was_written) {
+        if flight.reads > 0 || (flight.writing.is_some() && !was_written) {
             drop(self.flights.insert(number, flight))
         } else {
             self.memory -= flight.memory;
             self.cost -= flight.cost;
         }
+    }
+}
+
+/// Notes that bytes of a disk were written, if that was to a spill file.
+fn note_spilled(disk: &DiskState, offset: u64, len: u64) {
+    if let Some(spill) = disk.base.spill() {
+        spill.note(offset / SECTOR_SIZE..(offset + len) / SECTOR_SIZE);
+    }
+}
+
+/// The error for a part of an image, or of its spill file, that can't be written.
+fn image_error(what: &str, disk: &DiskState, sector: u64, error: std::io::Error) -> Error {
+    let (doing, spill) = (
+        format!("{what} the base image at sector {sector}"),
+        disk.base.spill(),
+    );
+    match spill {
+        None => Error::io(&doing, &disk.path, error),
+        Some(spill) => Error::io("write the spill file", &spill.paths().data, error),
     }
 }
 
@@ -565,8 +724,6 @@ impl KnownData {
 #[cfg(test)]
 #[cfg(not(feature = "shuttle"))]
 mod tests {
-    use std::os::unix::fs::FileExt;
-
     use super::*;
     use crate::{DiskOptions, Store, StoreOptions, create_disk};
 
@@ -582,9 +739,9 @@ mod tests {
         let image = std::fs::File::options().write(true).open(&path).unwrap();
         let mut expected = vec![1; 2 * MIB];
         expected[MIB / 4..MIB / 2].fill(0);
-        image.write_all_at(&expected[..MIB / 4], 0).unwrap();
+        DataFile::write_all_at(&image, &expected[..MIB / 4], 0).unwrap();
         let rest = MIB / 2;
-        image.write_all_at(&expected[rest..], rest as u64).unwrap();
+        DataFile::write_all_at(&image, &expected[rest..], rest as u64).unwrap();
         drop(image);
         let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
         let disk = &store.disks()[0].state;
@@ -607,7 +764,11 @@ mod tests {
             ..MediumCost::USUAL
         };
         let layers = [(disk.clone(), Arc::new(layer))];
-        let copied = copy(log, &layers, pace, medium, |_| {}, || false).unwrap();
+        let (failed, no_work) = (&mut Vec::new(), |_: &mut dyn FnMut()| {});
+        let copied = copy(log, &layers, pace, medium, (failed, false), no_work, || {
+            false
+        })
+        .unwrap();
         assert!(matches!(copied, CopyOutcome::Complete(damaged) if damaged.is_empty()));
         // One of 1 MiB, three of 256 KiB, and sixteen blocks.
         let writes = log.counters.base_writes.load(Ordering::Relaxed);

@@ -53,13 +53,17 @@ impl Disk {
     }
 
     /// Copies everything written so far to the base images of the disk's log, while requests go on. Returns the LSN up
-    /// to which the images now hold everything.
+    /// to which the images now hold everything. Images of other disks that fail don't count: what they lack is in spill
+    /// files.
     ///
     /// # Errors
-    /// If the log had failed, is being closed, or the copy fails. Nothing is lost.
+    /// If the log had failed, is being closed, or the copy fails, or this disk's image does. Nothing is lost.
     pub fn checkpoint(&self) -> Result<u64> {
         let newest = self.log.lock().pipeline.appended();
         self.log.order(KeeperTask::Checkpoint(newest))?;
+        if self.state.base.is_spilled() {
+            self.log.order(KeeperTask::CopyBack(self.state.clone()))?;
+        }
         Ok(newest)
     }
 
@@ -352,7 +356,7 @@ impl Backend for Disk {
     }
 
     fn condition(&self) -> Condition {
-        self.log.condition()
+        self.log.condition_of(&self.state)
     }
 
     fn end_pauses(&self) {

@@ -350,7 +350,7 @@ impl Port {
         let parts = self
             .pieces
             .drain(..)
-            .map(|piece| ReadPart::of(piece, &disk.base));
+            .flat_map(|piece| ReadPart::of(piece, &disk.base));
         let begun = self
             .reads
             .with(|reads| reads.begin(token, sector, sectors, parts));

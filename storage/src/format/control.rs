@@ -4,8 +4,8 @@ use zerocopy::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use super::sealed::{
-    CRC_AT, DecodeResult, Uuid, VERSION, VERSION_REPLACED, VERSION_REWOUND, VERSION_SAVED, counted,
-    crc_without, seal,
+    CRC_AT, DecodeResult, Uuid, VERSION, VERSION_REPLACED, VERSION_REWOUND, VERSION_SAVED,
+    VERSION_SPILLED, counted, crc_without, seal,
 };
 use crate::Buffer;
 use crate::mutant::{Mutant, planted};
@@ -29,7 +29,7 @@ const MAX_DISKS: usize = (CONTROL_SLOT
 /// [`ImageHeader`] with its [`ImageEntry`]s. An older program writes the last two as zero. The version keeps out
 /// programs that can't handle the contents: [`VERSION_REWOUND`] if there are rewinds, [`VERSION_SAVED`] if a snapshot
 /// has saved files or is of one disk, [`VERSION_REPLACED`] if a snapshot is of another image of a disk than the present
-/// one.
+/// one, [`VERSION_SPILLED`] if a disk has a spill file.
 ///
 /// The control file is the log's root: rewritten (other slot, next generation, then fdatasync) when a checkpoint
 /// ends, before any segment that it frees is reused. A torn slot fails its CRC, and then the other slot counts.
@@ -214,7 +214,8 @@ pub(crate) struct ImageHeader {
 pub(crate) struct ImageEntry {
     /// The disk's number.
     pub disk_id: U32,
-    pub reserved: U32,
+    /// 1 if the image lacks bytes that are in the disk's spill file, else 0.
+    pub spilled: U32,
     /// The disk has no past before this LSN: it was not on the log, or had another image. 0: no limit.
     pub since_lsn: U64,
     /// When the log last wrote to the image, in nanoseconds since 1970, by the image's file system. 0: unknown, or the
@@ -323,7 +324,9 @@ impl Control {
             let mut images = self.images.iter();
             images.any(|image| entry.has(image.disk_id.get()) && image.since_lsn > entry.lsn)
         };
-        if self.snapshots.iter().any(other) {
+        if self.images.iter().any(|image| image.spilled.get() != 0) {
+            VERSION_SPILLED
+        } else if self.snapshots.iter().any(other) {
             VERSION_REPLACED
         } else if snapshots.any(saved) {
             VERSION_SAVED
@@ -388,7 +391,7 @@ impl Control {
             return DecodeResult::Invalid;
         }
         let version = std::mem::replace(&mut header.version, U32::new(VERSION));
-        if !(VERSION..=VERSION_REPLACED).contains(&version.get()) {
+        if !(VERSION..=VERSION_SPILLED).contains(&version.get()) {
             return DecodeResult::Version(version.get());
         }
         let tables = || {
@@ -535,10 +538,16 @@ mod tests {
             let snapshot = &read.snapshots[1];
             assert!(snapshot.saved > 0 || snapshot.disk_id > 0 && read.rewinds.len() == 1);
         }
+        let mut spilled = control(2, vec![rewind(3, 10)]);
+        spilled.images.push(ImageEntry {
+            spilled: U32::new(1),
+            ..ImageEntry::new_zeroed()
+        });
+        assert_eq!(version(&spilled.encode()), 6);
         let mut later = control(1, Vec::new()).encode();
-        later[8] = 6;
+        later[8] = 7;
         seal(&mut later);
-        assert!(matches!(Control::decode(&later), DecodeResult::Version(6)));
+        assert!(matches!(Control::decode(&later), DecodeResult::Version(7)));
     }
 
     #[test]

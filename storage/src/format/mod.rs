@@ -14,6 +14,7 @@
 mod control;
 mod sealed;
 mod segment;
+mod spill;
 
 pub(crate) use control::{
     CONTROL_MAGIC, CONTROL_SLOT, Control, ControlHeader, DiskEntry, HistoryHeader, ImageEntry,
@@ -27,3 +28,4 @@ pub(crate) use segment::{
     MAX_DESCRIPTORS, SEGMENT_MAGIC, SegmentHeader, SummaryFooter, batch_header_len, header_len,
     summary_len,
 };
+pub(crate) use spill::{SpillRange, decode_spill_map, encode_spill_map};

@@ -13,6 +13,8 @@ pub(crate) const VERSION_SAVED: u32 = 4;
 /// The version of a control slot with a snapshot of another image of a disk than the present one. It may have all of
 /// the above.
 pub(crate) const VERSION_REPLACED: u32 = 5;
+/// The version of a control slot with a disk that has a spill file. It may have all of the above.
+pub(crate) const VERSION_SPILLED: u32 = 6;
 /// LSNs, commit IDs, sequences and generations stay below this limit. Counting never reaches it, and adding one never
 /// overflows.
 pub(crate) const NUMBER_LIMIT: u64 = 1 << 60;

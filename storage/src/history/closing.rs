@@ -44,7 +44,17 @@ impl Keeper {
             let state = self.log.lock();
             state.keeps_history() && state.pipeline.unapplied() > 0
         };
-        let whole = !keeps && self.checkpoint(true, true)?;
+        let copied = if keeps {
+            Ok(false)
+        } else {
+            self.checkpoint(true, true)
+        };
+        let spilled = !self.end_spills();
+        let whole = match copied {
+            // What was copied back may have made room.
+            Err(_) if !spilled => self.checkpoint(true, true)?,
+            copied => copied?,
+        };
         if !whole {
             // Records in the control file that the log is durable.
             self.control.write()?;
@@ -55,10 +65,9 @@ impl Keeper {
             return Ok(false);
         }
         // Only after the control file says that the log has no records for them.
-        self.disks
-            .iter()
-            .try_for_each(|disk| disk.mark(false).map(drop))?;
-        Ok(whole)
+        let mut complete = self.disks.iter().filter(|disk| !disk.base.is_spilled());
+        complete.try_for_each(|disk| disk.mark(false).map(drop))?;
+        Ok(whole && !spilled)
     }
 
     /// Removes the points that are kept for exports. The exports see that the log is closing, and fail.
@@ -80,7 +89,7 @@ impl Keeper {
             return;
         }
         for disk in &self.disks {
-            let written = match written(disk.base.as_ref()) {
+            let written = match written(disk.base.file().as_ref()) {
                 0 => continue,
                 nanoseconds => UNIX_EPOCH + Duration::from_nanos(nanoseconds),
             };

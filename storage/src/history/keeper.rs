@@ -21,12 +21,13 @@ use zerocopy::little_endian::U64;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
-use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer, copy};
+use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::history::machine::{CopyEvent, Phase};
 use crate::history::saved_file::SavedFileWriter;
+use crate::history::spill::CopyBack;
 use crate::history::troubles::Troubles;
 use crate::index::ExtentMap;
 use crate::log::commit::Commit;
@@ -54,9 +55,9 @@ pub(super) fn settle(control: &mut Control, new_generations: &[NewGeneration]) {
     for (disk, parts) in new_generations {
         if let Some(entry) = control.disk_mut(disk.id) {
             entry.settle();
-            entry.take_samples(disk.base.as_ref(), *parts);
+            entry.take_samples(disk.base.file().as_ref(), *parts);
         }
-        control.set_written(disk.id, written(disk.base.as_ref()));
+        control.set_written(disk.id, written(disk.base.file().as_ref()));
     }
 }
 
@@ -81,6 +82,10 @@ pub(crate) struct Keeper {
     pub(super) saving: Option<SavedFileWriter>,
     /// The LSN of the snapshot whose saved records this keeper has made durable, and how many there are.
     pub(super) saved: (u64, u32),
+    /// The last copy failed.
+    pub(super) step_failed: bool,
+    /// What is being copied back from spill files.
+    pub(super) copies_back: Vec<CopyBack>,
     /// It was reported that the log has no room for all the history it should keep.
     pub(super) shortened: bool,
     /// It was reported that history which must stay has almost filled the log.
@@ -110,6 +115,8 @@ impl Keeper {
             phase: Phase::Idle,
             saving: None,
             saved: (0, 0),
+            step_failed: false,
+            copies_back: Vec::new(),
             shortened: false,
             crowded: false,
         })
@@ -130,6 +137,8 @@ impl Keeper {
             self.serve_orders();
             // A failed checkpoint waits for its retry. A segment file that is needed is made all the same.
             let done = if paused {
+                // This may make room.
+                self.copy_spills_back();
                 self.log.preallocate_segment(false, || {})
             } else {
                 self.step(false)
@@ -164,6 +173,10 @@ impl Keeper {
             let lock = &self.log.state;
             state = sync::wait_timeout_while(wanted, lock, state, RETRY, |state| !urgent(state));
             *paused = urgent(&state);
+        } else if self.has_spills() {
+            let idle = |state: &LogState| !urgent(state) && !state.keeper.checkpoint;
+            let (lock, pause) = (&self.log.state, self.until_copy_back());
+            state = sync::wait_timeout_while(wanted, lock, state, pause, |state| idle(state));
         } else {
             while !urgent(&state) && !state.keeper.checkpoint && !state.ring.has_readers() {
                 state = wanted.wait(state).expect("log state lock");
@@ -200,7 +213,11 @@ impl Keeper {
             if done.is_err() {
                 self.log.refuse_stuck();
             }
+            self.step_failed = done.is_err();
+            self.copy_spills_back();
             done?;
+        } else {
+            self.copy_spills_back();
         }
         preallocated
     }
@@ -371,12 +388,14 @@ impl Keeper {
             return Ok(());
         }
         let reach = self.reach(lsn);
+        // What goes to a spill file changes no image.
+        let written = || layers.iter().filter(|(disk, _)| !disk.base.is_spilled());
         // In both slots: if one rots, the other still says that the base images may be ahead of a damaged log.
         self.control.change_both(|control| {
             // The copy includes the rewinds that follow. An earlier, unfinished checkpoint may have copied more.
             let copying = control.header.copying_lsn.get().max(reach);
             control.header.copying_lsn = U64::new(copying);
-            for (disk, layer) in layers {
+            for (disk, layer) in written() {
                 if let Some(entry) = control.disk_mut(disk.id) {
                     if entry.generation == entry.next_generation {
                         entry.announce(1);
@@ -388,8 +407,8 @@ impl Keeper {
                 control.set_written(disk.id, 0);
             }
         })?;
-        let parts = layers.iter().map(|(_, layer)| written_parts(layer));
-        let disks = layers.iter().map(|(disk, _)| disk.clone());
+        let parts = written().map(|(_, layer)| written_parts(layer));
+        let disks = written().map(|(disk, _)| disk.clone());
         self.new_generations = disks.zip(parts).collect();
         self.copying = Some(lsn);
         self.log.lock().pass_horizon(self.control.control.horizon());
@@ -445,10 +464,8 @@ impl Keeper {
         self.enter(CopyEvent::Saved);
         self.announce(lsn, layers)?;
         self.enter(CopyEvent::Announced);
-        let log = self.log.clone();
-        let urgent_work = |meanwhile: &mut dyn FnMut()| self.do_urgent_work(meanwhile);
-        let over = || log.lock().keeper.is_over();
-        let copied = copy(&log, layers, pace, medium, urgent_work, over)?;
+        self.grow_spills(layers)?;
+        let copied = self.copy_or_spill(layers, pace, medium)?;
         if let CopyOutcome::Complete(_) = copied {
             self.enter(CopyEvent::Copied);
         }

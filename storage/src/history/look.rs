@@ -15,6 +15,7 @@ use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 
 use slab::Slab;
+use smallvec::SmallVec;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::snapshot::{SavedFiles, Snapshot};
@@ -30,12 +31,13 @@ use crate::index::allocation::{disk_extents, push, push_piece};
 use crate::index::{ExtentMap, IndexMemory, Piece};
 use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::disk_state::DiskState;
+use crate::log::image::Image;
 use crate::log::pin::{Pin, PinnedLog};
 use crate::log::reads::{InFlightReads, Origin, ReadPart, check_range, check_read};
 use crate::log::ring::LiveSegment;
 use crate::log::state::Log;
 use crate::medium::engine;
-use crate::medium::file::{Chunk, DataFile, Engine, Io, IoCompletion};
+use crate::medium::file::{Chunk, Engine, Io, IoCompletion};
 use crate::medium::filesystem::{FileSystem, shared_files};
 use crate::recovery::live::read_live;
 use crate::recovery::replay::read_live_disk;
@@ -62,7 +64,7 @@ pub struct Look {
 pub(crate) struct PastDisk {
     pub path: PathBuf,
     pub sectors: u64,
-    pub base: Arc<dyn DataFile>,
+    pub base: Arc<Image>,
     pub extents: ExtentMap,
     pub scratch: Option<Scratch>,
     /// The log's segments, and their size in bytes.
@@ -186,18 +188,18 @@ impl PastDisk {
         }
     }
 
-    /// A part for a read.
-    fn part(&self, seen: LookPiece) -> ReadPart {
+    /// The parts for a read.
+    fn parts(&self, seen: LookPiece) -> SmallVec<[ReadPart; 1]> {
         match (seen, &self.scratch) {
             (LookPiece::Past(piece), _) => ReadPart::of(piece, &self.base),
-            (LookPiece::Changed(sectors, content), scratch) => ReadPart {
+            (LookPiece::Changed(sectors, content), scratch) => SmallVec::from_buf([ReadPart {
                 sector: sectors.start,
                 sectors: sectors.end - sectors.start,
                 origin: match (content, scratch) {
                     (ScratchContent::Written, Some(scratch)) => Origin::File(scratch.file()),
                     _ => Origin::Zero,
                 },
-            },
+            }]),
         }
     }
 }
@@ -452,7 +454,7 @@ impl LookQueue {
         let past = &self.past;
         check_read(sector, sectors, past.sectors)?;
         let range = sector..sector + u64::from(sectors);
-        past.visit(range, &mut |seen| self.parts.push(past.part(seen)));
+        past.visit(range, &mut |seen| self.parts.extend(past.parts(seen)));
         let submit = |id, io| self.engine.submit(id, io);
         let parts = self.parts.drain(..);
         let read = self.reads.begin(token, sector, sectors, parts, submit)?;

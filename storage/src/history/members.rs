@@ -83,6 +83,7 @@ impl Keeper {
         } else {
             // Mark it as closed only after the control file says that the log has no records for it.
             self.copy_records(disk)
+                .and_then(|()| self.bring_up_to_date(disk))
                 .and_then(|()| self.mark_closed(disk))
         };
         if let Err(error) = removed {
@@ -108,7 +109,7 @@ impl Keeper {
         }
         if closed.is_ok() {
             // It is complete, and may be used with another log.
-            LogLocation::remove(disk.base.as_ref());
+            LogLocation::remove(disk.base.file().as_ref());
         }
         closed
     }

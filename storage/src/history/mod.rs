@@ -25,4 +25,5 @@ pub(crate) mod saved;
 pub(crate) mod saved_file;
 mod saving;
 pub(crate) mod scratch;
+mod spill;
 mod troubles;

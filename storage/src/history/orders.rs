@@ -33,6 +33,7 @@ impl Keeper {
         let phase = self.phase();
         let done = match task {
             KeeperTask::Checkpoint(lsn) => self.checkpoint_to(lsn, false),
+            KeeperTask::CopyBack(disk) => self.bring_up_to_date(&disk),
             KeeperTask::Export(lsn, disk, export) => self.begin_export(lsn, &disk, export),
             KeeperTask::Grow(disk, size) => self.grow(&disk, size),
             KeeperTask::Add(options, adopt, added) => self.add(&options, adopt).map(|disk| {
@@ -212,7 +213,7 @@ impl Keeper {
                 }
                 // Changing the length counts as a write.
                 let written = match resizing {
-                    0 => written(disk.base.as_ref()),
+                    0 if !disk.base.is_spilled() => written(disk.base.file().as_ref()),
                     _ => 0,
                 };
                 control.set_written(disk.id, written);
@@ -223,7 +224,12 @@ impl Keeper {
             return Ok(());
         }
         set(old_size, 1)?;
-        set_size(disk.base.as_ref(), &disk.path, size)?;
+        let sized = set_size(disk.base.file().as_ref(), &disk.path, size);
+        if let (Err(_), Some(spill)) = (&sized, disk.base.spill()) {
+            // Its sync may have taken the error of what was being copied back.
+            spill.count_all_as_written();
+        }
+        sized?;
         set(size, 0)?;
         disk.sectors.store(size / SECTOR_SIZE, Ordering::Release);
         Ok(())

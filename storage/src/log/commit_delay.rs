@@ -107,6 +107,11 @@ impl CommitDelay {
         self.sync_time < QUICK && self.phase == Phase::Idle && self.has_enough(1, false)
     }
 
+    /// How long a sync takes, smoothed.
+    pub(crate) fn sync_time(&self) -> Duration {
+        self.sync_time
+    }
+
     /// Whether a group has to keep waiting; otherwise the leader calls [`try_start`](Self::try_start).
     pub(crate) fn must_wait(&self, waiting: usize, complete: bool) -> bool {
         self.deadline().is_some() && !self.has_enough(waiting, complete)

@@ -3,17 +3,17 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
-use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::catalog::rewind::Timeline;
 use crate::error::{Error, Result};
 use crate::format::{DiskEntry, RewindEntry, Uuid};
 use crate::index::Index;
 use crate::log::export::Export;
-use crate::medium::file::DataFile;
+use crate::log::image::Image;
 use crate::medium::mark::ImageMark;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
+use crate::{Condition, SECTOR_SIZE, Trouble};
 
 /// A disk as all threads see it.
 #[derive(Debug)]
@@ -23,7 +23,7 @@ pub(crate) struct DiskState {
     pub path: PathBuf,
     /// Capacity. It grows while the disk is open.
     pub sectors: AtomicU64,
-    pub base: Arc<dyn DataFile>,
+    pub base: Arc<Image>,
     /// The generation in the base image's mark, or in the mark that will be written next.
     pub generation: AtomicU64,
     pub read_only: bool,
@@ -45,17 +45,19 @@ pub(crate) struct DiskState {
     pub index: RwLock<Index>,
     /// The running exports of the base image.
     pub exports: Mutex<Vec<Arc<Export>>>,
+    /// Why the image can't be brought up to date, while that is so.
+    pub image_trouble: Mutex<Option<Trouble>>,
 }
 
 impl DiskState {
     /// The state of a disk from its control file entry; `base` is the image that belongs to the entry.
-    pub(crate) fn new(entry: &DiskEntry, options: &DiskOptions, base: Arc<dyn DataFile>) -> Self {
+    pub(crate) fn new(entry: &DiskEntry, options: &DiskOptions, base: Image) -> Self {
         Self {
             id: entry.id.get(),
             uuid: entry.disk,
             path: options.path.clone(),
             sectors: AtomicU64::new(entry.size.get() / SECTOR_SIZE),
-            base,
+            base: Arc::new(base),
             generation: AtomicU64::new(entry.next_generation.get()),
             read_only: options.read_only,
             no_flush: options.cache == CacheMode::Unsafe,
@@ -68,6 +70,7 @@ impl DiskState {
             last_lsn: AtomicU64::new(0),
             index: RwLock::default(),
             exports: Mutex::default(),
+            image_trouble: Mutex::default(),
         }
     }
 
@@ -105,11 +108,34 @@ impl DiskState {
             generation: self.generation.load(Ordering::Relaxed),
             open,
         };
-        let marked = self.base.write_mark(Some(&mark));
+        let marked = self.base.file().write_mark(Some(&mark));
         let marked = marked.map_err(|error| Error::io("mark", &self.path, error))?;
-        let synced = self.base.sync_all();
+        let synced = self.base.file().sync_all();
         synced.map_err(|error| Error::io("sync the base image", &self.path, error))?;
         Ok(marked)
+    }
+
+    /// Notes that the image can't be brought up to date. Returns whether that is new.
+    pub(crate) fn note_trouble(&self, error: &Error) -> bool {
+        let mut trouble = self.image_trouble.lock().expect("trouble lock");
+        let now = Trouble::now(error, false);
+        let since = trouble.as_ref().map_or(now.since, |known| known.since);
+        trouble.replace(Trouble { since, ..now }).is_none()
+    }
+
+    /// Notes that the image is up to date. Returns whether it had been in trouble.
+    pub(crate) fn end_trouble(&self) -> bool {
+        self.image_trouble
+            .lock()
+            .expect("trouble lock")
+            .take()
+            .is_some()
+    }
+
+    /// The condition of the image.
+    pub(crate) fn condition(&self) -> Condition {
+        let trouble = self.image_trouble.lock().expect("trouble lock").clone();
+        trouble.map_or(Condition::Ok, Condition::CopyFailing)
     }
 
     /// True if no rewind, discard or change of image lies between this LSN and now.

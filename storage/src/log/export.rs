@@ -16,6 +16,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use crate::error::{Error, ErrorKind, Result, invalid};
+use crate::log::image::Image;
 use crate::medium::copying::{COPY_BYTES, NamedFile, copy};
 use crate::medium::file::{DataFile, size_error};
 use crate::medium::holes::DataRanges;
@@ -32,7 +33,7 @@ pub(crate) const SYNC_BYTES: u64 = 64 << 20;
 /// See the module's documentation.
 #[derive(Debug)]
 pub(crate) struct Export {
-    base: Arc<dyn DataFile>,
+    base: Arc<Image>,
     path: PathBuf,
     target: File,
     progress: Mutex<ExportProgress>,
@@ -64,7 +65,7 @@ impl Export {
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`] if the file is not regular or not empty.
-    pub(crate) fn new(base: &Arc<dyn DataFile>, path: &Path, target: File) -> Result<Self> {
+    pub(crate) fn new(base: &Arc<Image>, path: &Path, target: File) -> Result<Self> {
         refuse_unfit(&target)?;
         Ok(Self {
             base: base.clone(),

@@ -44,6 +44,8 @@ pub(crate) struct RewindRequest {
 pub(crate) enum KeeperTask {
     /// Bring the base images up to this LSN.
     Checkpoint(u64),
+    /// Copy a disk's spill file back to its image.
+    CopyBack(Arc<DiskState>),
     /// Bring the base images to one LSN, this one or later, and begin the disk's export.
     Export(u64, Arc<DiskState>, Arc<Export>),
     /// Grow a disk to this many bytes; never shrinks it.

@@ -455,6 +455,7 @@ fn add(segments: &mut Vec<Arc<Segment>>, segment: &Arc<Segment>) {
 #[cfg(test)]
 #[cfg(not(feature = "shuttle"))]
 pub(crate) mod tests {
+    use crate::log::image::Image;
     use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use zerocopy::FromZeros;
@@ -483,7 +484,7 @@ pub(crate) mod tests {
         let disk = DiskState::new(
             &DiskEntry::new_zeroed(),
             &DiskOptions::new("disk"),
-            Arc::new(tempfile::tempfile().unwrap()),
+            Image::new(Arc::new(tempfile::tempfile().unwrap()), None),
         );
         let (disk, segment) = (Arc::new(disk), segment());
         let mut pipeline = Pipeline::new(1, 0, 0, 1);

@@ -9,6 +9,7 @@ use slab::Slab;
 use smallvec::SmallVec;
 
 use crate::index::{Piece, Place};
+use crate::log::image::Image;
 use crate::log::waiters::{Mailbox, PortReads};
 use crate::medium::file::{DataFile, Engine, Io, IoCompletion, ReadSource};
 use crate::medium::segment::LogRead;
@@ -38,8 +39,8 @@ pub(crate) enum Origin {
 }
 
 impl ReadPart {
-    /// The part for a piece of an index over the image `base`.
-    pub(crate) fn of(piece: Piece, base: &Arc<dyn DataFile>) -> Self {
+    /// The parts for a piece of an index over the image `base`.
+    pub(crate) fn of(piece: Piece, base: &Image) -> SmallVec<[Self; 1]> {
         let Piece {
             sector,
             sectors,
@@ -50,13 +51,23 @@ impl ReadPart {
             Some(Place::Memory { payload, offset }) => Origin::Memory { payload, offset },
             Some(Place::Log { segment, offset }) => Origin::Log(LogRead::new(segment, offset, len)),
             Some(Place::Zero { .. }) => Origin::Zero,
-            None => Origin::File(base.clone()),
+            None => {
+                let mut parts = SmallVec::new();
+                base.visit(sector..sector + sectors, |part, file| {
+                    parts.push(Self {
+                        sector: part.start,
+                        sectors: part.end - part.start,
+                        origin: Origin::File(file.clone()),
+                    });
+                });
+                return parts;
+            }
         };
-        Self {
+        SmallVec::from_buf([Self {
             sector,
             sectors,
             origin,
-        }
+        }])
     }
 }
 

@@ -17,6 +17,7 @@ use crate::log::clock::LogClock;
 use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::commit_delay::CommitDelay;
 use crate::log::counters::Counters;
+use crate::log::disk_state::DiskState;
 use crate::log::orders::{KeeperOrder, KeeperState, KeeperTask};
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
@@ -254,6 +255,16 @@ impl Log {
                 let waits = state.keeper.pauses && trouble.name() == Condition::NO_SPACE;
                 trouble.clone().with_writes(full && !waits, full && waits)
             }
+        }
+    }
+
+    /// The condition of one of the log's disks: the log's, or that of its image alone.
+    pub(crate) fn condition_of(&self, disk: &DiskState) -> Condition {
+        match (self.condition(), disk.condition()) {
+            (Condition::Ok | Condition::CopyingBehind, trouble) if trouble != Condition::Ok => {
+                trouble
+            }
+            (condition, _) => condition,
         }
     }
 

@@ -22,6 +22,8 @@ use crate::format::DiskEntry;
 use crate::history::point::Point;
 use crate::log::commit::Commit;
 use crate::log::disk_state::DiskState;
+use crate::log::image::Image;
+use crate::log::spill::Spill;
 use crate::medium::file::{DataFile, set_size};
 use crate::medium::filesystem::{self, OpenMode, PathKind, files};
 use crate::medium::lock::Access;
@@ -353,15 +355,20 @@ fn accept(
     unapplied: &UnappliedByDisk,
 ) -> Result<()> {
     let path = &base.options.path;
-    match unapplied.get(&entry.id.get()) {
-        Some(records) => {
+    let records = unapplied.get(&entry.id.get());
+    let held = match records {
+        Some(records) => Some(count(records.records)),
+        None if control.control.is_spilled(entry.id.get()) => Some("a spill file".to_owned()),
+        None => None,
+    };
+    match held {
+        Some(held) => {
             if let Some(why) = base.why_not(control, entry)? {
                 return Err(wrong_log_error(format!(
-                    "{}: {why}; the log in {} holds {} of its disk; put the image that they belong to back, or \
+                    "{}: {why}; the log in {} holds {held} of its disk; put the image that they belong to back, or \
                      discard them with: {}",
                     path.display(),
                     log_dir.display(),
-                    count(records.records),
                     discard_command(path, log_dir),
                 )));
             }
@@ -611,6 +618,7 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     let disk_id = control.control.disks[place].id.get();
     // Unknown until it is certain what the medium has.
     control.control.set_written(disk_id, 0);
+    let spilled = control.control.is_spilled(disk_id);
     let entry = &mut control.control.disks[place];
     let own = base.is_of(entry, &control.home);
     entry.settle();
@@ -628,11 +636,20 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
         // The entry's mark and samples describe the image on the medium. A power cut may take what a killed process
         // left in the page cache, and then the image would be refused.
         let settled = base.file.sync_all().and_then(|()| base.file.drop_cache());
-        settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
+        let settled =
+            settled.map_err(|error| Error::io("sync the base image", &base.options.path, error));
+        match settled {
+            // It may still be failing. What it has besides the spill file was synced before.
+            Err(error) if spilled => tracing::warn!("{error}"),
+            settled => settled?,
+        }
     }
     entry.renew_samples(base.file.as_ref());
-    let mut state = DiskState::new(entry, &base.options, base.file.into());
-    let written = written(state.base.as_ref());
+    let spill = Spill::of(control, disk_id, OpenMode::Existing)?;
+    let entry = &control.control.disks[place];
+    let image = Image::new(base.file.into(), spill);
+    let mut state = DiskState::new(entry, &base.options, image);
+    let written = written(state.base.file().as_ref());
     control.control.set_written(disk_id, written);
     state.since_lsn = control.control.since(disk_id);
     let rewinds = control.control.rewinds_of(state.id).copied();
@@ -664,14 +681,20 @@ pub(crate) fn adopt(
         control.control.images.clone(),
     );
     let entered = enter_alone(base, control, open, log_dir, newest).and_then(|state| {
-        announce_open(control, &state, salt);
+        if !state.base.is_spilled() {
+            announce_open(control, &state, salt);
+        }
         control.write()?;
         Ok(state)
     });
     let state = entered.inspect_err(|_| {
         (control.control.disks, control.control.images) = before;
     })?;
-    LogLocation::of(control).write(state.base.as_ref(), &state.path);
+    if state.base.is_spilled() {
+        // Its mark says that it is open, and may be impossible to write.
+        return Ok(state);
+    }
+    LogLocation::of(control).write(state.base.file().as_ref(), &state.path);
     // As at open, the mark must be durable before the first record is logged.
     let marked = state.mark(true)?;
     let settled = control.change(|control| {

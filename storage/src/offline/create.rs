@@ -244,7 +244,8 @@ pub(crate) fn refuse_unapplied(path: &Path, log_dir: &Path, log: &ControlFile) -
     };
     let medium = directory(log_dir, EngineKind::Blocking);
     let (_, unapplied) = read_log_until(&medium, log_dir, &log.control, u64::MAX)?;
-    if unapplied.contains_key(&old.id.get()) {
+    let id = old.id.get();
+    if unapplied.contains_key(&id) || log.control.is_spilled(id) {
         Err(Error::new(
             ErrorKind::WrongLog,
             format!(

@@ -14,8 +14,10 @@ use crate::catalog::options::DiskOptions;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::DiskEntry;
 use crate::log::commit::Commit;
+use crate::log::spill::{Spill, SpillPaths};
 use crate::medium::directory::{directory, directory_to_read};
 use crate::medium::engine::EngineKind;
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::Access;
 use crate::medium::mark::{ImageMark, hex};
 use crate::mutant::{Mutant, planted};
@@ -31,7 +33,7 @@ pub struct DiscardReport {
     pub image: Option<PathBuf>,
     /// Records of the disk that were not in its image; `None` (unknown) if there was no log.
     pub records: Option<u64>,
-    /// Bytes of the payloads of those records; `None` if there was no log.
+    /// Bytes of the payloads of those records, and of the disk's spill file; `None` if there was no log.
     pub payload_bytes: Option<u64>,
     /// Whether the image at the path can now be opened as the disk.
     pub image_fits: bool,
@@ -58,6 +60,7 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     let (scan, mut unapplied) = read_for_recovery(&medium, log_dir, &mut control, &mut |_, _| {})?;
     let entry = control.control.disks[place];
     let given_up = unapplied.remove(&entry.id.get()).unwrap_or_default();
+    let spilled = spilled_bytes(&control, &entry);
     // LSNs seen on the medium are never reused, so a record that is void now stays void.
     let newest = scan.max_lsn.max(scan.last.lsn);
     let fits = base.filter(|base| base.size_fits(&entry) && !is_another(base, &control, place));
@@ -69,10 +72,16 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
         // Whatever image it is.
         check_past(base, place, &mut control, lsn)?;
     }
+    if control.control.is_spilled(entry.id.get()) {
+        // Its past needs what is in the spill file.
+        let ended = control.control.end_past(entry.id.get(), lsn);
+        ended.map_err(|error| error.of_file(log_dir))?;
+    }
     // Without its records, the disk is not what it was at the newest one, so its new state gets an LSN of its own.
     let taken = control.control.take_lsn(entry.id.get(), lsn, unix_us);
     let taken = taken.map_err(|error| error.of_file(log_dir))?;
     let newest = newest.max(taken);
+    let entry_id = entry.id.get();
     // In both slots: if one rots, the other must not bring the records back.
     control.change_both(|control| {
         let next_lsn = control.header.next_lsn.get().max(newest + 1);
@@ -89,7 +98,10 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
                 entry.generation = U64::new(mark.generation);
             }
         }
+        let none = control.set_spilled(entry_id, false);
+        none.expect("forgetting needs no room");
     })?;
+    SpillPaths::new(log_dir, &entry.disk).remove(&*files());
     if let Some(base) = &fits {
         let mark = ImageMark {
             disk: entry.disk,
@@ -112,7 +124,12 @@ pub fn discard_log(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
             control.set_written(settled.id.get(), written);
         })?;
     }
-    Ok(report(&entry, &control, &given_up, fits.is_some()))
+    Ok(report(
+        &entry,
+        &control,
+        (&given_up, spilled),
+        fits.is_some(),
+    ))
 }
 
 /// What [`discard_log`] would do. Changes nothing.
@@ -130,22 +147,29 @@ pub fn plan_discard(path: &Path, log_dir: &Path) -> Result<DiscardReport> {
     let (_, mut unapplied) = read_log_until(&medium, log_dir, &control.control, u64::MAX)?;
     let entry = &control.control.disks[place];
     let given_up = unapplied.remove(&entry.id.get()).unwrap_or_default();
+    let spilled = spilled_bytes(&control, entry);
     let fits =
         base.is_some_and(|base| base.size_fits(entry) && !is_another(&base, &control, place));
-    Ok(report(entry, &control, &given_up, fits))
+    Ok(report(entry, &control, (&given_up, spilled), fits))
+}
+
+/// Bytes in a disk's spill file, which may be damaged.
+fn spilled_bytes(control: &ControlFile, entry: &DiskEntry) -> u64 {
+    let spill = Spill::of(control, entry.id.get(), OpenMode::Read);
+    spill.ok().flatten().map_or(0, |spill| spill.bytes())
 }
 
 fn report(
     entry: &DiskEntry,
     control: &ControlFile,
-    given_up: &UnappliedRecords,
+    (given_up, spilled): (&UnappliedRecords, u64),
     image_fits: bool,
 ) -> DiscardReport {
     DiscardReport {
         disk: hex(&entry.disk),
         image: Some(entry.path(&control.home)),
         records: Some(given_up.records),
-        payload_bytes: Some(given_up.payload_bytes),
+        payload_bytes: Some(given_up.payload_bytes + spilled),
         image_fits,
     }
 }

@@ -14,9 +14,10 @@ use crate::error::{Error, Result};
 use crate::history::horizon::LogHistory;
 use crate::history::saved::{self, snapshots};
 use crate::index::IndexMemory;
+use crate::log::spill::Spill;
 use crate::medium::directory::directory_to_read;
 use crate::medium::file::Segment;
-use crate::medium::filesystem::files;
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::Access;
 use crate::offline::attach::OpenBase;
 use crate::parallel::Progress;
@@ -102,6 +103,8 @@ pub struct DiskReport {
     /// Whether the image carries a disk's mark. If so, an image without a log is complete, because the disk was closed;
     /// if not, that is unknown, because a copy may have lost the mark.
     pub marked: bool,
+    /// Bytes that the image lacks because it failed, and that are in a spill file beside the log.
+    pub spilled: u64,
     /// The log; `None` for a raw image that has none.
     pub log: Option<LogReport>,
 }
@@ -116,6 +119,7 @@ pub struct DiskReport {
 /// | `control` | both slots; one that is right is enough, as after a power cut |
 /// | `segment-...` | every header and payload of those that hold records which are not in the base images, and their lengths |
 /// | `saved-...` | every header and payload that the control file counts, and that none is missing |
+/// | `spill-...` | that the map is whole; the bytes have no checksums |
 /// | the base image | its mark (else its inode), its length, its samples, and the time of the last write, if snapshots need it; it has no checksums |
 ///
 /// It leaves out files that none of them trusts: unused segments, `.new` files, and saved files of deleted snapshots.
@@ -155,6 +159,7 @@ pub fn inspect_with_progress(
             size,
             allocated,
             marked,
+            spilled: 0,
             log: None,
         });
     };
@@ -168,7 +173,10 @@ pub fn inspect_with_progress(
     )?;
     let found = base.find(&control, log_dir, &unapplied)?;
     let snapshot_faults = snapshot_faults(&base, &control, found, log_dir)?;
-    let size = control.control.disks[found].size.get();
+    let entry = &control.control.disks[found];
+    let (size, id) = (entry.size.get(), entry.id.get());
+    let spill = Spill::of(&control, id, OpenMode::Read)?;
+    let spilled = spill.map_or(0, |spill| spill.bytes());
     let header = &control.control.header;
     let sectors = |block: &DamagedBlock| {
         let mut disks = control.control.disks.iter();
@@ -227,6 +235,7 @@ pub fn inspect_with_progress(
         size,
         allocated,
         marked,
+        spilled,
         log: Some(log),
     })
 }

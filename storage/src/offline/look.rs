@@ -11,8 +11,11 @@ use crate::history::look::{LogHold, Look, PastDisk, points, sized};
 use crate::history::point::Point;
 use crate::index::IndexMemory;
 use crate::log::commit::{PositionCache, SavedExtentsCache};
+use crate::log::image::Image;
+use crate::log::spill::Spill;
 use crate::medium::copying::NamedFile;
 use crate::medium::engine;
+use crate::medium::filesystem::OpenMode;
 use crate::offline::view::{Layers, View};
 use crate::sync::Arc;
 
@@ -40,6 +43,10 @@ impl Look {
             points(&log.control, disk_id, view.last_lsn)
         });
         let files = log.map_or_else(SavedFiles::default, |(log, _)| log.control.saved_files());
+        let spill = match log {
+            Some((log, _)) => Spill::of(log, disk_id, OpenMode::Read)?,
+            None => None,
+        };
         let past = PastDisk {
             live: view.live,
             segment_size: log.map_or(0, |(log, _)| log.control.header.segment_size.get()),
@@ -53,7 +60,7 @@ impl Look {
             scratch: sized(scratch, view.size, &disk.path)?,
             path: disk.path.clone(),
             sectors: view.size / SECTOR_SIZE,
-            base: view.base.file.into(),
+            base: Arc::new(Image::new(view.base.file.into(), spill)),
             extents: view.extents,
             hold: LogHold::Closed {
                 engine,

@@ -235,6 +235,7 @@ fn open_emptied(
             extents,
             rewound,
             last_lsn,
+            reader,
             ..
         } = View::open(path, log_dir, Access::Write, None)?;
         let Some((mut control, place)) = log else {
@@ -255,7 +256,7 @@ fn open_emptied(
         if planted(Mutant::LeaveUncopied) {
             return Ok((base, control, place));
         }
-        if extents.is_empty() && !rewound && !void && entry.resizing == 0 {
+        if extents.is_empty() && !rewound && !void && !reader.is_spilled() && entry.resizing == 0 {
             // A killed process may have left this checkpoint LSN in the page cache only. If power failed after the image gets
             // its new mark, the old log would have the records again and refuse the image.
             control.confirm()?;
@@ -265,7 +266,7 @@ fn open_emptied(
             break;
         }
         // The extents keep the segments open, and so locked.
-        drop((base, control, extents));
+        drop((base, control, extents, reader));
         copy_closed(path, log_dir, detached)?;
     }
     Err(Error::new(

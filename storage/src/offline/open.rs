@@ -19,13 +19,15 @@ use crate::log::commit_delay::CommitDelay;
 use crate::log::committer::Writer;
 use crate::log::counters::Counters;
 use crate::log::disk_state::DiskState;
+use crate::log::image::Image;
 use crate::log::pipeline::Pipeline;
 use crate::log::ring::SegmentRing;
+use crate::log::spill::Spill;
 use crate::log::state::{Log, LogState, PanicGuard};
 use crate::medium::directory::{Directory, Medium, directory, directory_to_read};
 use crate::medium::engine::{self, EngineKind};
 use crate::medium::file::{Appender, Segment};
-use crate::medium::filesystem;
+use crate::medium::filesystem::{self, OpenMode};
 use crate::medium::lock::Access;
 use crate::medium::pace::{Pace, SlowAppender};
 use crate::offline::attach::{OpenBase, announce_open, attach, find};
@@ -164,21 +166,24 @@ impl Store {
                 read_only: true,
                 ..base.options
             };
-            let control = &control.control;
-            let mut state = DiskState::new(&control.disks[place], &options, base.file.into());
-            state.rewinds = Mutex::new(control.rewinds_of(state.id).copied().collect());
-            state.since_lsn = control.since(state.id);
+            let known = &control.control;
+            let entry = &known.disks[place];
+            let spill = Spill::of(&control, entry.id.get(), OpenMode::Read)?;
+            let image = Image::new(base.file.into(), spill);
+            let mut state = DiskState::new(entry, &options, image);
+            state.rewinds = Mutex::new(known.rewinds_of(state.id).copied().collect());
+            state.since_lsn = known.since(state.id);
             let mut index = state.index_mut();
             index.active = unapplied.remove(&state.id).unwrap_or_default().extents;
             index.count_in(&log.counters.index);
             drop(index);
-            Disk {
+            Ok(Disk {
                 log: log.clone(),
                 state: Arc::new(state),
-            }
+            })
         });
         Ok(Self {
-            disks: disks.collect(),
+            disks: disks.collect::<Result<_>>()?,
             log,
             keeper: None,
             writer: None,
@@ -294,6 +299,15 @@ pub(crate) fn copy_closed(path: &Path, log_dir: &Path, detached: &[PathBuf]) -> 
         )));
     }
     keeper.close()?;
+    let mut spilled = keeper.disks.iter();
+    if let Some(disk) = spilled.find(|disk| disk.base.is_spilled()) {
+        let trouble = disk.condition();
+        let why = trouble
+            .trouble()
+            .map_or("", |trouble| trouble.error.as_str());
+        let message = format!("{}: its image is failing: {why}", disk.path.display());
+        return Err(Error::new(ErrorKind::Io, message));
+    }
     // This also releases the locks.
     drop((log, disks, keeper));
     Ok(())
@@ -338,7 +352,10 @@ fn assemble(
     read: (Scan, UnappliedByDisk),
     options: &StoreOptions,
 ) -> Result<(Arc<Log>, Keeper)> {
-    for state in states {
+    // The mark of an image with a spill file says that it is open, and may be impossible to write.
+    let marked = states.iter().filter(|state| !state.base.is_spilled());
+    let marked: Vec<_> = marked.collect();
+    for state in &marked {
         announce_open(&mut control, state, medium.salt());
     }
     let history = &mut control.control.history;
@@ -349,13 +366,13 @@ fn assemble(
     let (scan, free) = recover(&mut control, states, read, keeps_history)?;
     let location = LogLocation::of(&control);
     for state in states {
-        location.write(state.base.as_ref(), &state.path);
+        location.write(state.base.file().as_ref(), &state.path);
     }
     // The marks must be durable before the first record is logged.
-    let marked = states.iter().map(|state| state.mark(true));
-    let marked = marked.collect::<Result<Vec<_>>>()?;
+    let attributes = marked.iter().map(|state| state.mark(true));
+    let attributes = attributes.collect::<Result<Vec<_>>>()?;
     control.change(|control| {
-        for (state, marked) in states.iter().zip(marked) {
+        for (state, marked) in marked.iter().zip(attributes) {
             if let Some(entry) = control.disk_mut(state.id) {
                 entry.marked = u8::from(marked);
                 entry.settle();
@@ -371,6 +388,7 @@ fn assemble(
     }
     let mut keeper = Keeper::new(log.clone(), states.to_vec(), control, recovered)?;
     keeper.remove_saved();
+    keeper.remove_stale_spills();
     Ok((log, keeper))
 }
 

@@ -110,9 +110,10 @@ fn resize(
     Ok(done)
 }
 
-/// Whether the log has records of the disk that are not in its image and that count, or may count again.
+/// Whether the log has records of the disk that are not in its image and that count, or may count again; or a spill file
+/// has them.
 fn holds_records(view: &View) -> bool {
-    view.rewound || !view.extents.is_empty()
+    view.rewound || !view.extents.is_empty() || view.reader.is_spilled()
 }
 
 fn refuse_loss(view: &View, size: u64, lose_data: bool) -> Result<()> {

@@ -12,10 +12,12 @@ use crate::format::DiskEntry;
 use crate::history::point::Point;
 use crate::history::saved::read_saved;
 use crate::index::{ExtentMap, Piece, Place};
+use crate::log::image::Image;
 use crate::log::ring::LiveSegment;
+use crate::log::spill::Spill;
 use crate::medium::copying::{COPY_BYTES, NamedFile, parts};
 use crate::medium::directory::{Directory, directory_to_read};
-use crate::medium::file::{DataFile, Segment};
+use crate::medium::file::Segment;
 use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::holes::DataRanges;
 use crate::medium::lock::Access;
@@ -41,7 +43,7 @@ pub(crate) struct View {
     /// Whether the disk was rewound, so that the log has records that do not count but may again.
     pub rewound: bool,
     /// The base image through the page cache, because holes need not be aligned to the medium's sectors.
-    reader: Box<dyn DataFile>,
+    pub reader: Image,
 }
 
 /// Where the bytes of a range of the disk are.
@@ -297,6 +299,10 @@ impl View {
         let path = &base.options.path;
         let reader = files().open(path, OpenMode::Read);
         let reader = reader.map_err(|error| Error::io("open the disk", path, error))?;
+        let spill = match &log {
+            Some(log) => Spill::of(&log.control, log.entry().id.get(), OpenMode::Read)?,
+            None => None,
+        };
         let mut view = Self {
             size: base.size,
             base,
@@ -305,7 +311,7 @@ impl View {
             live: Vec::new(),
             last_lsn: 0,
             rewound: false,
-            reader,
+            reader: Image::new(reader.into(), spill),
         };
         if let Some(mut log) = log {
             (view.size, view.extents) = (log.entry().size.get(), log.take_extents());
@@ -344,7 +350,7 @@ impl View {
     /// The base image, through the page cache.
     pub(crate) fn reader(&self) -> NamedFile<'_> {
         NamedFile {
-            file: self.reader.as_ref(),
+            file: &self.reader,
             path: &self.base.options.path,
         }
     }

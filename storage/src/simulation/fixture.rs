@@ -14,7 +14,7 @@ use crate::catalog::control::{ControlFile, open_control, read_control};
 use crate::catalog::options::{CacheMode, DiskOptions};
 use crate::catalog::retention::Retention;
 use crate::disk::handle::Disk;
-use crate::format::{Control, ControlHeader, DiskEntry};
+use crate::format::{Control, ControlHeader, DecodeResult, DiskEntry, decode_spill_map};
 use crate::history::keeper::Keeper;
 use crate::log::clock::{ClockReading, LogClock};
 use crate::log::committer::Leader;
@@ -22,6 +22,7 @@ use crate::log::group::Group;
 use crate::log::state::Log;
 use crate::medium::file::{AppendResult, AppendStats, Appender, Engine, Io, SyncScope};
 use crate::medium::lock::Access;
+use crate::medium::mark::hex;
 use crate::mutant::PLANTED;
 use crate::offline::attach::OpenBase;
 use crate::offline::open::open_log;
@@ -269,12 +270,37 @@ impl Fixture {
         }
     }
 
-    /// The contents of the base images, without the log.
+    /// The contents of the base images and their spill files, without the log.
     pub(super) fn bases(&self) -> DiskContents {
+        let control = control_of(&self.medium);
+        let control = control.ok().map(|control| control.control);
         let values = |disk: usize| {
             let path = self.image(disk);
+            let entry = control
+                .as_ref()
+                .and_then(|control| self.entry(control, disk));
             let world = self.medium.lock();
-            world.bytes(&path).sectors().map(value_of).collect()
+            let mut values: Vec<_> = world.bytes(&path).sectors().map(value_of).collect();
+            if let (Some(control), Some(entry)) = (&control, entry)
+                && control.is_spilled(entry.id.get())
+            {
+                let name = format!("spill-{}", hex(&entry.disk));
+                let at = |name: String| world.bytes(&Path::new(LOG).join(name)).to_vec();
+                let map = at(format!("{name}.map"));
+                let DecodeResult::Valid(map) =
+                    decode_spill_map(&control.header.log, &entry.disk, &map)
+                else {
+                    panic!("a committed map");
+                };
+                let data = at(name);
+                for range in map {
+                    let first = range.sector.get() as usize;
+                    for sector in first..first + range.sectors.get() as usize {
+                        values[sector] = value_of(&data[sector * 512..][..512]);
+                    }
+                }
+            }
+            values
         };
         (0..self.shape.disks).map(values).collect()
     }

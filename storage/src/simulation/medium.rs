@@ -220,6 +220,8 @@ pub(super) struct World {
     pub base_full: bool,
     /// Whether there is no space for another segment file.
     pub log_full: bool,
+    /// The file of an image whose writes and syncs fail. Any part of a write may be in the cache.
+    pub failing_image: Option<usize>,
     /// Whether creating a segment file panics.
     pub create_panics: bool,
     /// Whether writes to base images never end.
@@ -274,6 +276,7 @@ impl World {
             forgetful: false,
             base_full: false,
             log_full: false,
+            failing_image: None,
             create_panics: false,
             base_blocked: false,
             blocking: false,
@@ -512,7 +515,8 @@ impl World {
         );
         let to_cache = to_cache || self.buffered;
         let full = self.base_full && self.files[file].name.starts_with("base");
-        let fits = if full {
+        let broken = self.failing_image == Some(file);
+        let fits = if full || broken {
             self.random.below((bytes.len() / SECTOR) as u64 + 1) as usize * SECTOR
         } else {
             bytes.len()
@@ -551,7 +555,7 @@ impl World {
         }
         // The write during which power is lost is in the cache too, because any part of it may have reached the medium.
         self.tick()?;
-        match (fails, full) {
+        match (fails || broken, full) {
             (true, _) => self.fail("write"),
             (false, true) => Err(no_space()),
             (false, false) => Ok(()),
@@ -740,6 +744,9 @@ impl World {
         let len = self.files[file].current.len();
         self.write_back_range(file, &range.clone().unwrap_or(0..len));
         self.report_error(descriptor)?;
+        if self.failing_image == Some(file) {
+            return self.fail("image");
+        }
         let counts = !self.fail_control || self.files[file].name.as_ref() == "control";
         if counts && due(&mut self.fail_sync) {
             let readable = self
@@ -843,7 +850,12 @@ impl World {
     pub(super) fn damage(&mut self) {
         let logs: Vec<usize> = (0..self.files.len())
             .filter(|&i| self.names.leads_to(i) && self.files[i].current.len() > 0)
-            .filter(|&i| !self.files[i].name.starts_with("base"))
+            .filter(|&i| {
+                // Images and what spills from them have no checksums.
+                let name = &self.files[i].name;
+                let spilled = name.starts_with("spill-") && !name.contains('.');
+                !name.starts_with("base") && !spilled
+            })
             .collect();
         let file = logs[self.random.below(logs.len() as u64) as usize];
         let sectors = (self.files[file].current.len() / SECTOR) as u64;
@@ -917,6 +929,7 @@ impl World {
         self.failed_read = false;
         self.short_writes = false;
         (self.base_full, self.log_full) = (false, false);
+        self.failing_image = None;
         self.events.clear();
     }
 }

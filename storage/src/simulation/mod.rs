@@ -52,6 +52,8 @@ mod sealed;
 #[cfg(not(feature = "shuttle"))]
 mod space;
 #[cfg(not(feature = "shuttle"))]
+mod spill;
+#[cfg(not(feature = "shuttle"))]
 mod written;
 
 use std::ops::Range;

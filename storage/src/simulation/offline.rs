@@ -210,6 +210,7 @@ impl History {
             Ok::<_, Violation>(entry.map(|entry| entry.void_lsn.get()))
         };
         let (before, image) = (void(self)?, self.fixture.image(disk));
+        let spilled = self.has_spilled(disk)?;
         let run = || discard_log(&image, Path::new(LOG));
         let done = match self.run_command(kept, "giving up records", run, |_| false)? {
             CommandOutcome::Done(done) if !done.image_fits => {
@@ -224,8 +225,19 @@ impl History {
             given_up.insert(disk);
             let newest = void(self)?.unwrap_or(0);
             self.given_up.push((disk, newest));
+            if spilled {
+                // Its past needs what was in the spill file.
+                self.replaced[disk] = u64::MAX;
+            }
         }
         Ok(())
+    }
+
+    /// Whether a disk's image lacks bytes that are in a spill file.
+    fn has_spilled(&self, disk: usize) -> std::result::Result<bool, Violation> {
+        let control = self.control()?;
+        let entry = self.fixture.entry(&control, disk);
+        Ok(entry.is_some_and(|entry| control.is_spilled(entry.id.get())))
     }
 
     /// Whether the log's table has the images' present paths; an interrupted process may have left others.

@@ -189,6 +189,12 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
         report.size,
         report.allocated
     );
+    if report.spilled > 0 {
+        say!(
+            "lacks      {} bytes, which are in a spill file beside the log: the image could not be written",
+            report.spilled
+        );
+    }
     let Some(log) = report.log else {
         say!("log        none: {}", without_log(&report));
         return Ok(());
@@ -444,6 +450,7 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
         "disk": path,
         "size_bytes": report.size,
         "allocated_bytes": report.allocated,
+        "spilled_bytes": report.spilled,
         "marked": report.marked,
         "clean": clean,
         "log": log,

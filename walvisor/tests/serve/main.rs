@@ -8,6 +8,7 @@ mod crash;
 mod documents;
 mod doors;
 mod export;
+mod failing_image;
 mod foreign_write;
 mod formats;
 mod history;

@@ -1,0 +1,276 @@
+//! Images that fail for a while, beside one that works: the other disk does not notice, and nothing is lost.
+
+use super::fixture::{Fixture, RunningStore, Shape, carry_out as end, filled};
+use super::medium::{LOG, World};
+use crate::mutant::{Mutant, PLANTED};
+use crate::{Backend, CommitWait, Condition, Failure, Operation, Port, Retention};
+use std::path::Path;
+
+const SECTORS: u64 = 256;
+const SEGMENTS: u32 = 8;
+const WRITE: u64 = 8;
+
+fn open(world: u64) -> (Fixture, RunningStore) {
+    let fixture = Fixture::new(World::new(world), Shape::two_disks(SECTORS, SEGMENTS));
+    let running = opened(&fixture);
+    (fixture, running)
+}
+
+fn opened(fixture: &Fixture) -> RunningStore {
+    let running = fixture.open(false, CommitWait::NONE);
+    running.expect("a log that opens")
+}
+
+fn break_image(fixture: &Fixture, disk: Option<usize>) {
+    let path = disk.map(|disk| fixture.image(disk));
+    let mut world = fixture.medium.lock();
+    world.failing_image = path.and_then(|path| world.names.get(&path));
+}
+
+fn write(number: u32) -> Operation {
+    let sector = u64::from(number) * WRITE % SECTORS;
+    let data = filled(number, WRITE);
+    Operation::Write { sector, data }
+}
+
+fn durably(
+    running: &mut RunningStore,
+    port: &mut Port,
+    operation: Operation,
+) -> Result<(), Failure> {
+    end(running, port, operation)?;
+    end(running, port, Operation::Flush)?;
+    // The keeper is on time: it begins when half of the log is in use, not when it is full.
+    let _ = running.keeper.step(false);
+    Ok(())
+}
+
+/// Names of spill files in the log's directory.
+fn spills(fixture: &Fixture) -> usize {
+    let _files = fixture.medium.enter();
+    let names = crate::medium::filesystem::files()
+        .names(Path::new(LOG))
+        .unwrap();
+    names
+        .iter()
+        .filter(|name| crate::log::spill::is_spill(name))
+        .count()
+}
+
+#[test]
+fn a_failing_image_does_not_stop_the_other_disk_and_loses_nothing() {
+    for crash in [false, true] {
+        let (mut fixture, mut running) = open(1);
+        let [mut sick, mut well] = [0, 1].map(|disk| running.disks[disk].open_port().unwrap());
+        break_image(&fixture, Some(0));
+        // Many times the log's room.
+        for number in 1..1000 {
+            durably(&mut running, &mut well, write(number)).unwrap();
+            if number % 3 == 0 {
+                durably(&mut running, &mut sick, write(number)).unwrap();
+            }
+        }
+        assert!(running.log().counters.snapshot().checkpoints > 10);
+        let conditions = [0, 1].map(|disk| running.disks[disk].condition());
+        let told = conditions[0].trouble().expect("a failing image");
+        assert!(told.error.contains("at sector"), "{}", told.error);
+        assert!(matches!(conditions[0], Condition::CopyFailing(_)));
+        assert_eq!(conditions[1], Condition::Ok);
+        assert_eq!(spills(&fixture), 2);
+        let all = running.read().unwrap();
+        drop((sick, well));
+        if crash {
+            drop(running);
+            fixture.lose_power();
+            // Its image is moved too.
+            fixture.moves = true;
+            break_image(&fixture, Some(0));
+            running = opened(&fixture);
+            assert_eq!(running.read().unwrap(), all);
+        }
+        break_image(&fixture, None);
+        running.keeper.close().unwrap();
+        assert_eq!(running.disks[0].condition(), Condition::Ok);
+        assert_eq!((fixture.bases(), spills(&fixture)), (all, 0));
+    }
+}
+
+/// A close leaves what the image lacks in the spill file, and closes the other disk for good.
+#[test]
+fn a_log_is_closed_and_opened_again_with_a_failing_image() {
+    let (fixture, mut running) = open(2);
+    let [mut sick, mut well] = [0, 1].map(|disk| running.disks[disk].open_port().unwrap());
+    break_image(&fixture, Some(0));
+    for number in 1..40 {
+        durably(&mut running, &mut sick, write(number)).unwrap();
+        durably(&mut running, &mut well, write(number)).unwrap();
+    }
+    let all = running.read().unwrap();
+    drop((sick, well));
+    assert!(!running.keeper.close().unwrap());
+    drop(running);
+    let images = [0, 1].map(|disk| fixture.image(disk));
+    let open = |disk: usize| {
+        let world = fixture.medium.lock();
+        let file = world.names.get(&images[disk]).unwrap();
+        world.files[file].mark().unwrap().open
+    };
+    assert_eq!([open(0), open(1)], [true, false]);
+    assert_eq!(fixture.bases()[1], all[1]);
+    fixture.medium.lock().restart();
+    break_image(&fixture, None);
+    let mut running = opened(&fixture);
+    assert_eq!(running.read().unwrap(), all);
+    running.keeper.step(true).unwrap();
+    assert!(running.keeper.close().unwrap());
+    assert_eq!((fixture.bases(), spills(&fixture)), (all, 0));
+}
+
+/// Images fail and recover at any time, and power is cut at any time: what a disk was when its last FLUSH ended is
+/// there, whether or not the log keeps history.
+fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
+    let (mut spilled, mut cuts) = (0, 0);
+    let mut random = walvisor_testkit::Random(seed);
+    let (mut fixture, running) = open(seed);
+    drop(running);
+    fixture.medium.lock().restart();
+    fixture.retain = retain;
+    let mut running = opened(&fixture);
+    let mut model = running.read().map_err(|_| "the first read")?;
+    for step in 0..100 {
+        let number = step + 1;
+        match random.below(40) {
+            0 => break_image(&fixture, Some(random.below(2) as usize)),
+            1 | 2 => break_image(&fixture, None),
+            3 => drop(running.keeper.step(true)),
+            4 => fixture.medium.lock().ticks = Some(random.below(60)),
+            5 => {
+                // Without a FLUSH before, only what was durable must be there: so each change below has one.
+                let closed = running.keeper.close();
+                drop(running);
+                if fixture.medium.lock().crashed {
+                    fixture.lose_power();
+                } else {
+                    if matches!(closed, Ok(true))
+                        && fixture.bases() != model
+                        && retain == Retention::Nothing
+                    {
+                        return Err(format!("step {step}: closed images are not the disks"));
+                    }
+                    fixture.medium.lock().restart();
+                }
+                running = reopened(&fixture)?;
+            }
+            _ => {
+                let disk = random.below(2) as usize;
+                let sectors = 1 + random.below(24);
+                let sector = random.below(SECTORS - sectors);
+                let range = sector as usize..(sector + sectors) as usize;
+                let zero = random.below(6) == 0;
+                let operation = if zero {
+                    Operation::Discard {
+                        sector,
+                        sectors: sectors as u32,
+                    }
+                } else {
+                    Operation::Write {
+                        sector,
+                        data: filled(number, sectors),
+                    }
+                };
+                let opened = running.disks[disk].open_port();
+                let ended = opened
+                    .map_err(|_| Failure::Io)
+                    .and_then(|mut port| durably(&mut running, &mut port, operation));
+                let mut next = model.clone();
+                next[disk][range].fill(if zero { 0 } else { number });
+                let crashed = fixture.medium.lock().crashed;
+                if ended.is_ok() {
+                    model = next;
+                } else if crashed {
+                    cuts += 1;
+                    drop(running);
+                    fixture.lose_power();
+                    running = reopened(&fixture)?;
+                    let found = running.read().map_err(|_| "reading after a cut")?;
+                    if found == next {
+                        model = next;
+                    }
+                } else {
+                    // It may have been applied all the same; a failed log has to be opened again.
+                    drop(running);
+                    fixture.medium.lock().restart();
+                    running = reopened(&fixture)?;
+                    let found = running.read().map_err(|_| "reading after an error")?;
+                    if found == next {
+                        model = next;
+                    }
+                }
+            }
+        }
+        if fixture.medium.lock().crashed {
+            cuts += 1;
+            drop(running);
+            fixture.lose_power();
+            running = reopened(&fixture)?;
+        }
+        spilled += running
+            .disks
+            .iter()
+            .filter(|disk| disk.state.base.is_spilled())
+            .count() as u32;
+        let found = running
+            .read()
+            .map_err(|failure| format!("step {step}: {failure}"))?;
+        if found != model {
+            return Err(format!("step {step}: {found:?}\nnot {model:?}"));
+        }
+    }
+    break_image(&fixture, None);
+    fixture.medium.lock().ticks = None;
+    // History would stay in the log.
+    let _ = running
+        .keeper
+        .change_history(|control| Retention::Nothing.set(control));
+    running
+        .keeper
+        .step(true)
+        .map_err(|error| error.to_string())?;
+    running.keeper.close().map_err(|error| error.to_string())?;
+    if fixture.bases() != model || spills(&fixture) > 0 {
+        return Err("the images are not the disks in the end".to_owned());
+    }
+    Ok((spilled, cuts))
+}
+
+fn reopened(fixture: &Fixture) -> Result<RunningStore, String> {
+    let running = fixture.open(false, CommitWait::NONE);
+    running.map_err(|error| format!("it does not open: {error}"))
+}
+
+#[test]
+fn nothing_that_was_flushed_is_lost_however_images_fail() {
+    for retain in [Retention::Nothing, Retention::All] {
+        let (mut spilled, mut cuts) = (0, 0);
+        for seed in super::seeds("WALVISOR_HISTORIES", 100) {
+            let run = random_run(seed, retain);
+            let (more, cut) = run.unwrap_or_else(|wrong| panic!("seed {seed}: {wrong}"));
+            (spilled, cuts) = (spilled + more, cuts + cut);
+        }
+        println!("{retain:?}: {spilled} steps with a spill file, {cuts} power cuts");
+        assert!(spilled > 10 && cuts > 10, "{spilled}, {cuts}");
+    }
+}
+
+#[test]
+fn planted_faults_of_spill_files_are_noticed() {
+    for mutant in [Mutant::SpillUncommitted, Mutant::CopyBackUnsynced] {
+        let noticed = |seed| {
+            PLANTED.set(Some(mutant));
+            let run = std::panic::catch_unwind(|| random_run(seed, Retention::Nothing));
+            PLANTED.set(None);
+            !matches!(run, Ok(Ok(_)))
+        };
+        assert!((1..200).any(noticed), "{mutant:?}");
+    }
+}

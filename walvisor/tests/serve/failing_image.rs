@@ -1,0 +1,138 @@
+//! One of two disks on a log can't be copied to its image, because that image's file system is full. The other disk goes
+//! on for as long as it likes, and nothing is lost.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::Value;
+use walvisor_storage::{StoreOptions, create_disk};
+use walvisor_testkit::MemoryFs;
+use walvisor_testkit::nbd::{FLUSH, READ, SimpleClient, WRITE};
+
+use super::{Daemon, MIB, noise, text, walvisor};
+
+const LENGTH: u64 = MIB / 16;
+
+fn write(client: &mut SimpleClient, place: u64) {
+    let mut data = noise(LENGTH as usize);
+    let written = client.end(WRITE, place * LENGTH, LENGTH as usize, &mut data, false);
+    written.unwrap();
+}
+
+fn flush(client: &mut SimpleClient) {
+    client.end(FLUSH, 0, 0, &mut [], false).unwrap();
+}
+
+#[track_caller]
+fn expect_written(client: &mut SimpleClient, places: impl Iterator<Item = u64>) {
+    for place in places {
+        let mut found = vec![0; LENGTH as usize];
+        let read = client.end(READ, place * LENGTH, found.len(), &mut found, false);
+        assert!(
+            read.is_ok() && found == noise(LENGTH as usize),
+            "place {place}"
+        );
+    }
+}
+
+fn stats(dir: &Path) -> Value {
+    let output = walvisor(dir, "ctl ctl stats --json");
+    serde_json::from_slice(&output.stdout).unwrap()
+}
+
+fn condition(dir: &Path, name: &str) -> Value {
+    let stats = stats(dir);
+    let mut disks = stats["disks"].as_array().unwrap().iter();
+    let disk = disks.find(|disk| disk["name"] == name).unwrap();
+    disk["condition"].clone()
+}
+
+#[test]
+fn a_full_file_system_under_one_image_does_not_stop_the_other_disk() {
+    let Some(small) = MemoryFs::tmpfs("size=1m") else {
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let options = StoreOptions {
+        segment_size: 4 * MIB,
+        max_segments: 16,
+        ..StoreOptions::default()
+    };
+    let image = small.path().join("sick.img");
+    for image in [&image, &dir.join("well.img")] {
+        create_disk(image, 32 * MIB, &dir.join("log"), &options).unwrap();
+    }
+    let arguments = format!(
+        "--control ctl --disk path={},log=log,socket=s,serial=sick --disk path=well.img,log=log,socket=s,serial=well",
+        image.display()
+    );
+    let connect = |export: &str| SimpleClient::connect(&dir.join("s"), export).unwrap();
+    let mut daemon = Daemon::start(dir, &arguments);
+    // Killed and stopped in between, with the file system still full.
+    for (round, places) in [0..24, 24..48, 48..72].into_iter().enumerate() {
+        let (mut sick, mut well) = (connect("sick"), connect("well"));
+        let all = places.end;
+        places.for_each(|place| write(&mut sick, place));
+        flush(&mut sick);
+        // Twice the log's room.
+        for number in 0..2048 {
+            write(&mut well, number % 256);
+            flush(&mut well);
+        }
+        let told = condition(dir, "sick");
+        assert_eq!(told["name"], "copy_failing", "{told}");
+        assert_eq!(told["refuses_writes"], false, "{told}");
+        assert_eq!(condition(dir, "well")["name"], "ok");
+        assert!(stats(dir)["logs"][0]["checkpoints"].as_u64().unwrap() > 2);
+        expect_written(&mut sick, 0..all);
+        expect_written(&mut well, 0..256);
+        let failed = text(&walvisor(dir, "ctl ctl checkpoint --disk sick").stderr);
+        assert!(failed.contains("No space left"), "{failed}");
+        let removed = text(&walvisor(dir, "ctl ctl remove-disk sick").stderr);
+        assert!(removed.contains("No space left"), "{removed}");
+        drop((sick, well));
+        match round {
+            0 => daemon.kill(),
+            1 => {
+                let errors = daemon.stop();
+                assert!(
+                    errors.contains("copied back once the image can be written"),
+                    "{errors}"
+                );
+                assert!(
+                    errors.contains("closed while its image lacks bytes"),
+                    "{errors}"
+                );
+                let command = format!("disk info {} --log log", image.display());
+                let info = text(&walvisor(dir, &command).stdout);
+                assert!(info.contains("in a spill file beside the log"), "{info}");
+                let well = text(&walvisor(dir, "disk check well.img --log log").stdout);
+                assert!(well.contains("clean"), "{well}");
+            }
+            _ => break,
+        }
+        daemon = Daemon::start(dir, &arguments);
+    }
+    small.remount("size=64m");
+    let output = walvisor(dir, "ctl ctl checkpoint --disk sick");
+    assert!(output.status.success(), "{}", text(&output.stderr));
+    assert_eq!(condition(dir, "sick")["name"], "ok");
+    let mut sick = connect("sick");
+    write(&mut sick, 500);
+    flush(&mut sick);
+    drop(sick);
+    let errors = daemon.stop();
+    assert!(errors.contains("has everything"), "{errors}");
+    let names = fs::read_dir(dir.join("log")).unwrap();
+    let mut names = names.map(|name| name.unwrap().file_name());
+    assert!(!names.any(|name| name.to_string_lossy().starts_with("spill")));
+    let bytes = fs::read(&image).unwrap();
+    for place in (0..72).chain([500]) {
+        let at = (place * LENGTH) as usize;
+        assert!(
+            bytes[at..][..LENGTH as usize] == noise(LENGTH as usize),
+            "place {place}"
+        );
+    }
+}
