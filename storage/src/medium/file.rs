@@ -397,6 +397,13 @@ pub(crate) enum Io {
         offset: u64,
         chunks: Vec<Chunk>,
     },
+    /// Make a range of a raw image read as zeroes, and free its space if `unmap`. Fails with
+    /// [`Unsupported`](io::ErrorKind::Unsupported) if the file system can't do that itself.
+    Zero {
+        file: Arc<File>,
+        range: Range<u64>,
+        unmap: bool,
+    },
     /// Start write-back of a part of a segment, as [`CachedFile::write_back`].
     WriteBack(WriteBack),
 }
@@ -426,7 +433,7 @@ impl Io {
                 offset,
                 chunks,
             } => Some((base.as_ref(), *offset, chunks)),
-            Self::Read { .. } | Self::WriteBack(_) => None,
+            Self::Read { .. } | Self::Zero { .. } | Self::WriteBack(_) => None,
         }
     }
 
@@ -606,6 +613,7 @@ pub(crate) fn run(mut io: Io) -> (io::Result<Option<Buffer>>, Vec<Chunk>) {
             buffer,
         } => read_exact(&source, offset, buffer).map(Some),
         Io::Write { .. } => Ok(None),
+        Io::Zero { file, range, unmap } => host::zero(&file, range, unmap).map(|()| None),
     });
     (ended, list)
 }

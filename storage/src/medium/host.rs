@@ -124,15 +124,29 @@ pub(super) fn write_back(file: &File, range: Range<u64>) -> io::Result<()> {
 /// Makes a range read as zeroes: by punching a hole if `unmap`, otherwise by zeroing extents. On a file system with
 /// neither, overwrites only non-zero data, so that the file takes no more space.
 pub(super) fn zero_range(file: &File, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-    let flags = if unmap {
-        FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE
-    } else {
-        FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE
-    };
-    match rustix::fs::fallocate(file, flags, offset, len) {
-        Err(Errno::OPNOTSUPP) => overwrite_data(file, offset, len),
-        other => Ok(other?),
+    match zero(file, offset..offset + len, unmap) {
+        Err(error) if error.kind() == io::ErrorKind::Unsupported => {
+            overwrite_data(file, offset, len)
+        }
+        other => other,
     }
+}
+
+/// The fallocate mode that makes a range read as zeroes.
+pub(super) fn zero_mode(unmap: bool) -> FallocateFlags {
+    let how = if unmap {
+        FallocateFlags::PUNCH_HOLE
+    } else {
+        FallocateFlags::ZERO_RANGE
+    };
+    how | FallocateFlags::KEEP_SIZE
+}
+
+/// Makes a range read as zeroes, if the file system can do that itself.
+pub(super) fn zero(file: &File, range: Range<u64>, unmap: bool) -> io::Result<()> {
+    let len = range.end - range.start;
+    let zero = || rustix::fs::fallocate(file, zero_mode(unmap), range.start, len);
+    Ok(rustix::io::retry_on_intr(zero)?)
 }
 
 /// Zeroes the non-zero bytes in a range. Holes stay holes, and zero bytes cost no write.

@@ -16,6 +16,7 @@ use crate::medium::host;
 use crate::medium::lock::{self, Access, Holder};
 use crate::medium::mark::{ImageMark, hex};
 use crate::offline::other_format::refuse_other_format;
+use crate::sync::Arc;
 use crate::{Extent, SECTOR_SIZE};
 
 /// A raw image, open for I/O without a log. It is locked like a disk with a log, so that no other process of this
@@ -23,7 +24,7 @@ use crate::{Extent, SECTOR_SIZE};
 #[derive(Debug)]
 pub struct Image {
     path: PathBuf,
-    file: File,
+    file: Arc<File>,
     bytes: u64,
     read_only: bool,
 }
@@ -66,7 +67,7 @@ impl Image {
         Ok(Self {
             path: path.to_owned(),
             bytes: disk_len(&file, path)?,
-            file,
+            file: Arc::new(file),
             read_only,
         })
     }
@@ -80,6 +81,11 @@ impl Image {
     /// [`Buffer`](crate::Buffer).
     pub fn file(&self) -> &File {
         &self.file
+    }
+
+    /// The file, for engines.
+    pub(crate) fn shared_file(&self) -> Arc<File> {
+        self.file.clone()
     }
 
     /// Whether the image is open for reading only.

@@ -2,36 +2,30 @@
 //! wait at the same time.
 //!
 //! ```text
-//!   RawQueue ──▶ RawTask: read, write, zeroes ──▶ io_uring, one a queue       (uring.rs)
-//!      ▲           │                         └──▶ else a thread, one a queue  (threads.rs)
-//!      │           └──▶ sync ──▶ a thread, one a disk                         (sync.rs)
+//!   RawQueue ──▶ Engine: read, write, zeroes           (medium/engine/)
+//!      ▲  └────▶ sync ──▶ a thread, one a disk         (sync.rs)
 //!      └──── completions ◀── mailbox, event descriptor
 //! ```
 //! It promises what the file system does: a FLUSH makes every request completed before it durable. A crash may leave a
 //! torn write, which a disk with a log never does.
 
+mod queue;
 mod shared;
 mod sync;
-mod task;
-mod threads;
-mod uring;
 
 use std::io;
-use std::os::fd::BorrowedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-use shared::{RawMailbox, RawShared, TaskRunner, Work, locked};
+use queue::RawQueue;
+use shared::{RawMailbox, RawShared, locked};
 use sync::Syncer;
-use task::{RawStep, RawTask};
-use threads::BlockingRunner;
-use uring::UringRunner;
-use vmm_sys_util::eventfd::{EFD_CLOEXEC, EFD_NONBLOCK, EventFd};
 
-use crate::medium::engine::probe;
+use crate::medium::engine::{create, probe};
+use crate::sync::Event;
 use crate::{
-    Backend, BackendQueue, Capabilities, Completion, Condition, EngineKind, Extent, Image, Mapped,
-    Operation, Resizable, SECTOR_SIZE,
+    Backend, BackendQueue, Capabilities, Condition, EngineKind, Extent, Image, Mapped, Resizable,
+    SECTOR_SIZE,
 };
 
 /// When a write completes, and whether a FLUSH syncs.
@@ -127,24 +121,18 @@ impl Backend for RawDisk {
     }
 
     fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
+        let event = Event::new()?;
+        let engine = create(self.engine, &event)?;
         let mailbox = Arc::new(RawMailbox {
             ended: Mutex::default(),
-            event: EventFd::new(EFD_NONBLOCK | EFD_CLOEXEC)?,
+            event,
         });
-        let ring = (self.engine != EngineKind::Blocking)
-            .then(|| UringRunner::new(&mailbox.event, &self.shared).ok());
-        let runner: Box<dyn TaskRunner> = match ring.flatten() {
-            Some(runner) => Box::new(runner),
-            None => Box::new(BlockingRunner::new(&mailbox, &self.shared)?),
-        };
-        Ok(Box::new(RawQueue {
-            syncer: self.syncer()?,
-            shared: Arc::clone(&self.shared),
-            runner,
+        Ok(Box::new(RawQueue::new(
+            Arc::clone(&self.shared),
+            engine,
+            self.syncer()?,
             mailbox,
-            moved: Vec::new(),
-            done: Vec::new(),
-        }))
+        )))
     }
 
     fn resizable(&self) -> Option<&dyn Resizable> {
@@ -192,59 +180,6 @@ impl Mapped for RawDisk {
     }
 }
 
-/// One queue of a raw disk.
-struct RawQueue {
-    shared: Arc<RawShared>,
-    runner: Box<dyn TaskRunner>,
-    syncer: Arc<Syncer>,
-    mailbox: Arc<RawMailbox>,
-    /// Scratch list for ended tasks.
-    moved: Vec<(RawTask, io::Result<()>)>,
-    /// Completions of requests that needed no I/O.
-    done: Vec<Completion>,
-}
-
-impl BackendQueue for RawQueue {
-    fn submit(&mut self, token: u64, operation: Operation) {
-        let durably = !self.shared.write_cache.load(Ordering::Acquire) && !self.shared.no_sync;
-        let result = match self.shared.begin(operation) {
-            Ok(Work::Move(step)) => {
-                let durably = durably && !matches!(step, RawStep::Read { .. });
-                return self.runner.submit(RawTask {
-                    token,
-                    step,
-                    durably,
-                });
-            }
-            Ok(Work::Sync) => return self.syncer.submit(token, &self.mailbox),
-            Ok(Work::Nothing) => Ok(None),
-            Err(failure) => Err(failure),
-        };
-        self.done.push(Completion { token, result });
-    }
-
-    fn kick(&mut self) {
-        self.runner.enter();
-    }
-
-    fn event(&self) -> BorrowedFd<'_> {
-        walvisor_block::descriptor(&self.mailbox.event)
-    }
-
-    fn completions(&mut self, done: &mut Vec<Completion>) {
-        // Clear the event first; a later completion sets it again.
-        let _ = self.mailbox.event.read();
-        done.append(&mut self.done);
-        self.runner.poll(&mut self.moved);
-        for (task, result) in self.moved.drain(..) {
-            match result {
-                Ok(()) if task.durably => self.syncer.submit(task.token, &self.mailbox),
-                result => done.push(self.shared.end(task, result)),
-            }
-        }
-        done.append(&mut locked(&self.mailbox.ended));
-    }
-}
-
 #[cfg(test)]
+#[cfg(not(feature = "shuttle"))]
 mod tests;

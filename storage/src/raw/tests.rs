@@ -4,12 +4,11 @@ use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
-use rustix::io::Errno;
 use walvisor_testkit::Random;
 use walvisor_testkit::queue::{fill, wait};
 
 use super::*;
-use crate::{Allocation, Buffer, Failure, MAX_REQUEST_BYTES};
+use crate::{Allocation, Buffer, Failure, MAX_REQUEST_BYTES, Operation};
 
 const SECTORS: u64 = 16384;
 const SECTOR: usize = SECTOR_SIZE as usize;
@@ -282,31 +281,6 @@ fn a_truncated_image_fails_reads_and_nothing_else() {
         assert_eq!(end(client.run(read(100, 8))), Err(Failure::Io));
         assert!(client.run(read(0, 8)).is_ok());
     });
-}
-
-#[test]
-fn a_partial_step_is_continued() {
-    let ends = |step: RawStep, moved| {
-        let mut task = RawTask {
-            token: 0,
-            step,
-            durably: false,
-        };
-        task.advance(moved).map(|ended| ended.map_err(|e| e.kind()))
-    };
-    let done = Some(Ok(()));
-    let data = || Buffer::zeroed(1024);
-    for step in [RawStep::write(0, data()), RawStep::read(0, data())] {
-        assert_eq!(ends(step, Ok(1024)), done);
-    }
-    assert_eq!(ends(RawStep::zeroes(0, 512, true), Ok(0)), done);
-    for moved in [Ok(512), Err(Errno::INTR)] {
-        for step in [RawStep::write(0, data()), RawStep::read(0, data())] {
-            assert_eq!(ends(step, moved), None);
-        }
-    }
-    let broken = ends(RawStep::write(0, data()), Err(Errno::IO));
-    assert!(matches!(broken, Some(Err(_))));
 }
 
 /// A block device of sectors of 4096 bytes, so that a raw disk writes it through the page cache; once it is

@@ -181,7 +181,7 @@ impl SimulatedMedium {
                 offset,
                 chunks,
             } => file::write_chunks(base.as_ref(), offset, &chunks, 0, false).map(|()| None),
-            Io::WriteBack(_) => file::run(io).0,
+            Io::Zero { .. } | Io::WriteBack(_) => file::run(io).0,
         }
     }
 }

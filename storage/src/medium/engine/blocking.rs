@@ -42,7 +42,7 @@ impl BlockingEngine {
         if jobs.is_some_and(|jobs| jobs.send((id, io)).is_ok()) {
             Ok(())
         } else {
-            Err(io::Error::other("the log's thread has ended"))
+            Err(io::Error::other("the thread that writes has ended"))
         }
     }
 }
@@ -52,7 +52,7 @@ impl WriterThread {
         let (jobs, todo) = channel::<(u64, Io)>();
         let (report, ended) = channel();
         let thread = thread::Builder::new()
-            .name("log-write".into())
+            .name("disk-write".into())
             .spawn(move || {
                 while let Ok((id, io)) = todo.recv() {
                     let (result, _) = run(io);

@@ -1,12 +1,14 @@
 //! The io_uring engine: one system call for all reads and writes of a turn.
 
 use std::io;
+use std::os::fd::AsRawFd;
 
 use io_uring::{opcode, types};
 use rustix::io::Errno;
 
 use crate::Buffer;
 use crate::medium::file::{Engine, Io, IoCompletion, run, write_chunks};
+use crate::medium::host;
 use crate::medium::io_ring::IoRing;
 use crate::sync::Event;
 
@@ -51,14 +53,12 @@ impl UringEngine {
             slices.0.clear();
             self.slices.push(slices);
         }
-        // An operation that was interrupted, or not started for lack of memory, has moved nothing. Plain calls carry it
-        // out, as they finish a short one.
-        let moved = match moved {
-            Err(Errno::INTR | Errno::AGAIN) => Ok(0),
-            moved => moved,
+        let result = match moved {
+            Ok(moved) => end(io, moved),
+            // It was interrupted, or not started for lack of memory. Plain calls carry it out.
+            Err(Errno::INTR | Errno::AGAIN) => run(io).0,
+            Err(error) => Err(error.into()),
         };
-        let result = moved.map_err(io::Error::from);
-        let result = result.and_then(|moved| end(io, moved));
         self.done.push(IoCompletion { id, result });
     }
 }
@@ -73,6 +73,7 @@ fn end(io: Io, moved: usize) -> io::Result<Option<Buffer>> {
             offset,
             chunks,
         } => write_chunks(base.as_ref(), offset, &chunks, moved, false).map(|()| None),
+        Io::Zero { .. } => Ok(None),
         other => run(other).0,
     }
 }
@@ -103,6 +104,12 @@ impl Engine for UringEngine {
                 let fd = types::Fd(base.raw_fd());
                 let write = opcode::Writev::new(fd, slices.0.as_ptr(), slices.0.len() as u32);
                 write.offset(*offset).build()
+            }
+            Io::Zero { file, range, unmap } => {
+                let fd = types::Fd(file.as_raw_fd());
+                let zero = opcode::Fallocate::new(fd, range.end - range.start);
+                let mode = host::zero_mode(*unmap).bits() as i32;
+                zero.offset(range.start).mode(mode).build()
             }
             // Appends are done by the thread that needs them.
             Io::Append { .. } | Io::WriteBack(_) => {
@@ -143,9 +150,9 @@ mod tests {
         if let Err(error) = crate::medium::io_ring::probe() {
             return println!("skipped: no io_uring here: {error}");
         }
-        let file = tempfile::tempfile().unwrap();
-        DataFile::write_all_at(&file, &[7; 512], 0).unwrap();
-        let base: Arc<dyn DataFile> = Arc::new(file);
+        let file = Arc::new(tempfile::tempfile().unwrap());
+        DataFile::write_all_at(file.as_ref(), &[7; 1024], 0).unwrap();
+        let base: Arc<dyn DataFile> = file.clone();
         let event = Event::new().unwrap();
         let mut engine = UringEngine::new(&event).unwrap();
         for (error, done) in [
@@ -173,5 +180,19 @@ mod tests {
                 )
             }
         }
+        let zero = InFlightIo {
+            id: 1,
+            io: Io::Zero {
+                file,
+                range: 512..1024,
+                unmap: true,
+            },
+            slices: IoVecs::default(),
+        };
+        engine.account(zero, Err(Errno::INTR));
+        assert!(engine.done.pop().unwrap().result.is_ok());
+        let mut bytes = [1; 1024];
+        base.read_exact_at(&mut bytes, 0).unwrap();
+        assert!(bytes[..512] == [7; 512] && bytes[512..] == [0; 512]);
     }
 }
