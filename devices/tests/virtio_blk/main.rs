@@ -8,6 +8,7 @@ mod control;
 mod event_index;
 mod features;
 mod gate;
+mod guest_cases;
 mod hostile;
 mod lifecycle;
 mod mmio;

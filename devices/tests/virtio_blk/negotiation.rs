@@ -1,8 +1,8 @@
 //! Features, status and configuration space (virtio 1.2, 2.1, 2.2, 2.5, 5.2.3 to 5.2.5).
 
 use virtio_bindings::virtio_blk::*;
+use walvisor_devices::backend::MAX_REQUEST_BYTES;
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::{Backend, MAX_REQUEST_BYTES};
 use walvisor_devices::block::{BlockConfig, BlockError, VirtioBlock};
 
 use crate::driver::*;
@@ -10,10 +10,7 @@ use crate::gate::Gate;
 
 on_both_transports!(
     every_feature_is_offered_and_may_be_refused,
-    a_choice_that_was_not_offered_is_refused,
-    the_status_only_grows_and_in_order,
     the_configuration_space_says_what_the_disk_is,
-    only_writeback_can_be_written,
     a_resize_changes_the_generation_and_interrupts,
     queue_registers_do_not_change_while_enabled,
 );
@@ -51,71 +48,6 @@ fn every_feature_is_offered_and_may_be_refused(kind: Kind) {
     assert_eq!(offered & changes, 0);
 }
 
-fn a_choice_that_was_not_offered_is_refused(kind: Kind) {
-    let mut driver = Driver::attach(kind, RamDisk::new(64), config(1));
-    let offered = driver.registers.device_features();
-    for (choice, accepted) in [
-        (VERSION_1, true),
-        (offered, true),
-        (offered & !VERSION_1, false),
-        (0, false),
-        (VERSION_1 | 1 << VIRTIO_BLK_F_RO, false),
-        (VERSION_1 | 1 << 63, false),
-    ] {
-        driver.registers.set_status(0);
-        driver.registers.set_status(ACKNOWLEDGE);
-        driver.registers.set_status(ACKNOWLEDGE | DRIVER);
-        driver.registers.set_driver_features(choice);
-        driver
-            .registers
-            .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK);
-        let status = driver.registers.status();
-        assert_eq!(status & FEATURES_OK != 0, accepted, "{choice:#x}");
-        assert_eq!(status & !FEATURES_OK, ACKNOWLEDGE | DRIVER);
-    }
-    // The choice is fixed from FEATURES_OK on.
-    driver.negotiate(EVERYTHING);
-    driver.registers.set_driver_features(0);
-    driver
-        .registers
-        .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK | DRIVER_OK);
-    driver.registers.write_config(32, &[0]);
-    assert_eq!(
-        driver.read_config::<1>(32),
-        [0],
-        "CONFIG_WCE is still negotiated"
-    );
-}
-
-fn the_status_only_grows_and_in_order(kind: Kind) {
-    let gate = Gate::new(RamDisk::new(64));
-    let mut driver = Driver::attach(kind, gate.clone(), config(1));
-    driver.registers.set_status(FEATURES_OK);
-    assert_eq!(
-        driver.registers.status(),
-        0,
-        "FEATURES_OK comes after DRIVER"
-    );
-    driver.registers.set_status(ACKNOWLEDGE | DRIVER);
-    driver.registers.set_status(DRIVER_OK);
-    assert_eq!(
-        driver.registers.status(),
-        ACKNOWLEDGE | DRIVER,
-        "DRIVER_OK comes last"
-    );
-    assert_eq!(gate.queues(), 0);
-    driver.registers.set_status(NEEDS_RESET | DRIVER);
-    assert_eq!(
-        driver.registers.status(),
-        ACKNOWLEDGE | DRIVER,
-        "NEEDS_RESET is the device's"
-    );
-    driver.registers.set_status(128);
-    assert_eq!(driver.registers.status(), ACKNOWLEDGE | DRIVER | 128);
-    driver.registers.set_status(0);
-    assert_eq!(driver.registers.status(), 0);
-}
-
 fn the_configuration_space_says_what_the_disk_is(kind: Kind) {
     let gate = Gate::new(RamDisk::new(8));
     gate.set_sectors(0x1_2345_6789);
@@ -148,27 +80,6 @@ fn the_configuration_space_says_what_the_disk_is(kind: Kind) {
     assert_eq!(u32_at(&mut driver, 68), 8, "secure_erase_sector_alignment");
     assert_eq!(driver.read_config::<8>(70), [0; 8]);
     assert_eq!(driver.read_config::<4>(0xe00), [0; 4]);
-}
-
-fn only_writeback_can_be_written(kind: Kind) {
-    let disk = RamDisk::new(64);
-    let mut driver = Driver::attach(kind, disk.clone(), config(1));
-    driver.registers.write_config(32, &[0]);
-    assert!(disk.write_cache(), "nothing was negotiated");
-    driver.negotiate(EVERYTHING & !CONFIG_WCE);
-    driver.registers.write_config(32, &[0]);
-    assert!(disk.write_cache(), "CONFIG_WCE was not negotiated");
-    driver.negotiate(EVERYTHING);
-    let before: [u8; 60] = driver.read_config(0);
-    for offset in (0..80).filter(|&offset| offset != 32) {
-        driver.registers.write_config(offset, &[0x5a]);
-    }
-    driver.registers.write_config(30, &[0; 4]);
-    driver.registers.write_config(0, &[0xff; 60]);
-    assert_eq!(driver.read_config::<60>(0), before);
-    driver.registers.write_config(32, &[0]);
-    assert!(!disk.write_cache());
-    assert_eq!(driver.read_config::<1>(32), [0]);
 }
 
 fn a_resize_changes_the_generation_and_interrupts(kind: Kind) {

@@ -19,7 +19,6 @@ on_every_transport!(
     the_configuration_is_read_at_every_width_and_offset_from_the_start,
     features_are_negotiated_anew_after_a_reset,
     a_doorbell_of_a_queue_that_is_not_ready_does_nothing,
-    a_legacy_driver_gets_nowhere,
     a_reset_between_any_two_steps_leaves_a_device_that_works,
 );
 
@@ -277,41 +276,6 @@ fn a_doorbell_of_a_queue_that_is_not_ready_does_nothing(kind: Kind) {
     driver.registers.notify(2);
     wait_until("an answer", || driver.rings[1].used_index() == 1);
     assert_eq!(driver.answer(&posted, 1).status, OK);
-}
-
-fn a_legacy_driver_gets_nowhere(kind: Kind) {
-    let gate = Gate::new(RamDisk::new(64));
-    gate.open();
-    let mut driver = Driver::attach(kind, gate.clone(), config(1));
-    let offered = driver.registers.device_features();
-    // 3.1.2: a legacy driver sets no FEATURES_OK, chooses only the low 32 bits, and sets up the queues before
-    // DRIVER_OK.
-    driver.registers.set_status(ACKNOWLEDGE);
-    driver.registers.set_status(ACKNOWLEDGE | DRIVER);
-    driver.registers.set_driver_features(offered & 0xffff_ffff);
-    let at = driver.allocate(Ring::bytes(64));
-    let ring = Ring::new(driver.memory.clone(), 64, at, false);
-    driver.registers.set_queue(0, 64, ring.addresses());
-    driver.rings.push(ring);
-    driver
-        .registers
-        .set_status(ACKNOWLEDGE | DRIVER | DRIVER_OK);
-    assert_eq!(driver.registers.status(), ACKNOWLEDGE | DRIVER);
-    driver.post(0, VIRTIO_BLK_T_FLUSH, 0, &[], 0);
-    driver.rings[0].publish();
-    driver.registers.notify(0);
-    thread::sleep(A_WHILE / 5);
-    assert_eq!((gate.queues(), driver.rings[0].used_index()), (0, 0));
-    // A driver that knows FEATURES_OK but not VERSION_1 is refused (2.2.2, 6.2).
-    driver
-        .registers
-        .set_status(ACKNOWLEDGE | DRIVER | FEATURES_OK);
-    assert_eq!(driver.registers.status(), ACKNOWLEDGE | DRIVER);
-    driver.registers.set_status(LIVE);
-    assert_eq!(driver.registers.status(), ACKNOWLEDGE | DRIVER);
-    assert_eq!(gate.queues(), 0);
-    driver.initialise(EVERYTHING);
-    driver.flush(0);
 }
 
 fn a_reset_between_any_two_steps_leaves_a_device_that_works(kind: Kind) {

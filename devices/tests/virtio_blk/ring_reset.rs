@@ -10,7 +10,6 @@ on_both_transports!(
     a_queue_is_reset_and_set_up_anew_while_the_other_runs,
     a_queue_reset_goes_on_until_its_requests_have_ended,
     a_device_reset_ends_a_queue_reset,
-    without_the_feature_a_queue_reset_does_nothing,
     a_queue_that_never_ran_can_be_reset,
     a_queue_reset_while_the_device_is_paused_begins_anew,
     a_queue_with_a_broken_ring_can_be_reset_and_the_device_still_asks_for_a_reset,
@@ -112,22 +111,6 @@ fn a_device_reset_ends_a_queue_reset(kind: Kind) {
     opener.join().expect("the opener");
     driver.initialise(EVERYTHING);
     driver.flush(0);
-}
-
-fn without_the_feature_a_queue_reset_does_nothing(kind: Kind) {
-    let mut driver = Driver::start(kind, RamDisk::new(64), config(1), EVERYTHING & !RING_RESET);
-    driver.registers.reset_queue(0);
-    assert!(!driver.registers.queue_resetting(0) && driver.registers.queue_enabled(0));
-    driver.write(0, 1, &[1; 512]);
-    driver.registers.set_status(0);
-    driver.registers.reset_queue(0);
-    driver.initialise(EVERYTHING);
-    // A queue that does not exist.
-    for queue in [1, 7, u16::MAX] {
-        driver.registers.reset_queue(queue);
-        assert!(!driver.registers.queue_resetting(queue));
-    }
-    assert_eq!(driver.read(0, 1, 512), [1; 512]);
 }
 
 fn a_queue_that_never_ran_can_be_reset(kind: Kind) {

@@ -12,6 +12,7 @@
 //! ```
 //!
 //! The library builds on the host too: its tests run there, and the VMM takes the [`contract`] and the `IMAGE` from it.
+//! Over a [`Bus`](register::Bus) its drivers and the conformance cases run against a device in the same process.
 #![cfg_attr(not(test), no_std)]
 
 /// The image: a static ELF executable, whose entry takes the address of a [`contract::BootInfo`].

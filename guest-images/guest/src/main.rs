@@ -24,7 +24,7 @@ use walvisor_guest::load;
 use walvisor_guest::memory::Arena;
 use walvisor_guest::mmio::Mmio;
 use walvisor_guest::pci::Pci;
-use walvisor_guest::register::{write_port, write_port16};
+use walvisor_guest::register::{Registers, write_port, write_port16};
 use walvisor_guest::transport::Transport;
 
 global_asm!(
@@ -70,12 +70,13 @@ extern "C" fn main(boot: u64) -> ! {
         Task::Load(_) => &["mmio"],
         Task::Job | Task::Conformance => &["mmio", "pci"],
     };
+    // SAFETY: the VMM's words and the BARs say where its devices are, which is outside of memory.
+    let registers = |address| unsafe { Registers::new(address) };
     for &transport in transports {
         // SAFETY: no other code uses the RAM after the image, and a device that was reset no longer accesses it.
         let mut arena = unsafe { free_memory(&info) };
         let outcome = match transport {
-            // SAFETY: the VMM's words say where its devices are.
-            "mmio" => unsafe { Mmio::find(&info, &mut controller) }.and_then(|mut mmio| {
+            "mmio" => Mmio::find(&info, registers, &mut controller).and_then(|mut mmio| {
                 writeln!(
                     Console,
                     "mmio: block device at {:#x}, line {}",
@@ -84,8 +85,7 @@ extern "C" fn main(boot: u64) -> ! {
                 .ok();
                 drive(&info, &mut mmio, &controller, &mut arena, 1)
             }),
-            // SAFETY: as above.
-            _ => unsafe { Pci::find(&info, &mut controller) }.and_then(|mut pci| {
+            _ => Pci::find(&info, registers, &mut controller).and_then(|mut pci| {
                 writeln!(
                     Console,
                     "pci: block device 00:{:02x}.0, {} MSI-X vectors",

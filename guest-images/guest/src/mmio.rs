@@ -44,18 +44,19 @@ pub struct Mmio {
 }
 
 impl Mmio {
-    /// Looks for a block device in the slots that `info` names, and connects its interrupt.
+    /// Looks for a block device in the slots that `info` names, and connects its interrupt. `registers` gives the
+    /// registers at an address.
     ///
     /// # Errors
     /// [`Error::NoDevice`] if there is none.
-    ///
-    /// # Safety
-    /// `info` is right: those addresses are device registers, not memory.
-    pub unsafe fn find(info: &BootInfo, interrupts: &mut dyn Interrupts) -> Result<Self, Error> {
+    pub fn find(
+        info: &BootInfo,
+        registers: impl Fn(u64) -> Registers,
+        interrupts: &mut dyn Interrupts,
+    ) -> Result<Self, Error> {
         for (slot, line) in (0..).zip(info.mmio_lines).filter(|&(_, line)| line != 0) {
             let address = info.mmio_base + slot * SLOT;
-            // SAFETY: the caller guarantees that the slots are device registers.
-            let registers = unsafe { Registers::new(address) };
+            let registers = registers(address);
             if registers.read32(MAGIC) == MAGIC_VALUE
                 && registers.read32(VERSION) == VERSION_2
                 && registers.read32(DEVICE_ID) == BLOCK_DEVICE

@@ -89,16 +89,16 @@ impl ConfigSpace for Registers {
 
 impl Pci {
     /// Looks for a block device on bus 0, enables its memory BARs and its MSI-X, and gives each vector a message of
-    /// its own.
+    /// its own. `registers` gives the registers at an address.
     ///
     /// # Errors
     /// [`Error::NoDevice`] if there is no block device, [`Error::Pci`] if it is not a complete virtio function.
-    ///
-    /// # Safety
-    /// `info` gives the right address of the ECAM, and the BARs lie outside of memory.
-    pub unsafe fn find(info: &BootInfo, interrupts: &mut dyn Interrupts) -> Result<Self, Error> {
-        // SAFETY: the caller guarantees the address of the ECAM.
-        let bus = unsafe { Registers::new(info.ecam) };
+    pub fn find(
+        info: &BootInfo,
+        registers: impl Fn(u64) -> Registers,
+        interrupts: &mut dyn Interrupts,
+    ) -> Result<Self, Error> {
+        let bus = registers(info.ecam);
         let (device, function) = (0..DEVICES)
             .map(|device| (device, bus.at(device * DEVICE_STRIDE)))
             .find(|(_, function)| {
@@ -110,8 +110,10 @@ impl Pci {
 
         let command = COMMAND_MEMORY | COMMAND_BUS_MASTER | COMMAND_NO_INTX;
         function.write16(COMMAND, function.read16(COMMAND) | command);
-        // SAFETY: the caller guarantees that the BARs lie outside of memory.
-        let map = |location: Location| unsafe { window(&function, location) };
+        let map = |location: Location| {
+            let address = bar_address(&function, location.bar)?;
+            Ok(registers(address + u64::from(location.offset)))
+        };
 
         let table = map(capabilities.msix_table)?;
         let vectors = capabilities.msix_vectors;
@@ -144,12 +146,9 @@ impl Pci {
     }
 }
 
-/// The registers at `location`.
-///
-/// # Safety
-/// The BARs lie outside of memory.
-unsafe fn window(function: &Registers, location: Location) -> Result<Registers, Error> {
-    let bar = function.at(BAR0 + u64::from(location.bar) * 4);
+/// Where BAR number `index` lies.
+fn bar_address(function: &Registers, index: u8) -> Result<u64, Error> {
+    let bar = function.at(BAR0 + u64::from(index) * 4);
     let low = bar.read32(0);
     if low & BAR_IO != 0 {
         return Err(Error::Pci("a structure lies in an I/O BAR"));
@@ -157,13 +156,12 @@ unsafe fn window(function: &Registers, location: Location) -> Result<Registers, 
     // A 64-bit BAR takes two slots, so it cannot begin in the last slot.
     let high = match low & BAR_64 {
         0 => 0,
-        _ if location.bar < 5 => bar.read32(4),
+        _ if index < 5 => bar.read32(4),
         _ => return Err(Error::Pci("a 64-bit BAR in the last slot")),
     };
     match u64::from(low & !BAR_FLAGS) | u64::from(high) << 32 {
         0 => Err(Error::Pci("a BAR has no address")),
-        // SAFETY: the caller guarantees that the BARs lie outside of memory.
-        address => Ok(unsafe { Registers::new(address + u64::from(location.offset)) }),
+        address => Ok(address),
     }
 }
 

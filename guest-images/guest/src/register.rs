@@ -2,6 +2,14 @@
 
 use core::arch::asm;
 
+/// Devices that a program reaches by calls, without a virtual machine.
+pub trait Bus: core::fmt::Debug {
+    /// Reads `bytes` at `address`, in one access.
+    fn read(&self, address: u64, bytes: &mut [u8]);
+    /// Writes `bytes` at `address`, in one access.
+    fn write(&self, address: u64, bytes: &[u8]);
+}
+
 /// A block of memory-mapped registers.
 ///
 /// Each access is a single MOV in inline assembly. A VMM's instruction decoder knows MOV, while the compiler may use
@@ -9,12 +17,19 @@ use core::arch::asm;
 #[derive(Clone, Copy, Debug)]
 pub struct Registers {
     base: u64,
+    /// What carries out the accesses, instead of MOV.
+    bus: Option<&'static dyn Bus>,
 }
 
 macro_rules! access {
     ($read:ident, $write:ident, $type:ty, $class:ident, $load:literal, $store:literal, $bits:literal) => {
         #[doc = concat!("Reads the ", $bits, "-bit register at `offset`.")]
         pub fn $read(&self, offset: u64) -> $type {
+            if let Some(bus) = self.bus {
+                let mut bytes = [0; size_of::<$type>()];
+                bus.read(self.base + offset, &mut bytes);
+                return <$type>::from_le_bytes(bytes);
+            }
             let value: $type;
             // SAFETY: `new` requires that the block is device registers, where a read has no effect on
             // the program's own memory.
@@ -26,6 +41,9 @@ macro_rules! access {
 
         #[doc = concat!("Writes the ", $bits, "-bit register at `offset`.")]
         pub fn $write(&self, offset: u64, value: $type) {
+            if let Some(bus) = self.bus {
+                return bus.write(self.base + offset, &value.to_le_bytes());
+            }
             // SAFETY: as above; what the device then does to memory is covered by the regions handed to it.
             unsafe {
                 asm!($store, in(reg) self.base + offset, in($class) value, options(nostack, preserves_flags));
@@ -40,7 +58,15 @@ impl Registers {
     /// # Safety
     /// Every offset that is used is a device register, not memory that the program uses otherwise.
     pub unsafe fn new(base: u64) -> Self {
-        Self { base }
+        Self { base, bus: None }
+    }
+
+    /// The registers from `base` on, of the devices on `bus`.
+    pub fn on(bus: &'static dyn Bus, base: u64) -> Self {
+        Self {
+            base,
+            bus: Some(bus),
+        }
     }
 
     access!(
@@ -116,6 +142,7 @@ impl Registers {
     pub fn at(&self, offset: u64) -> Self {
         Self {
             base: self.base + offset,
+            ..*self
         }
     }
 }

@@ -93,6 +93,8 @@ fn status_grows(bench: &mut Bench<'_>) -> Verdict {
     expect(status::DRIVER, 3)?;
     expect(status::NEEDS_RESET | 1, 3)?;
     expect(status::DRIVER_OK, 3)?;
+    // FAILED.
+    expect(128, 131)?;
     expect(0, 0)
 }
 
@@ -169,14 +171,16 @@ fn every_width(bench: &mut Bench<'_>) -> Verdict {
 fn read_only(bench: &mut Bench<'_>) -> Verdict {
     bench.start(ALL)?;
     let space = bench.transport.space();
-    let sectors = bench.sectors;
-    for at in (0..128).filter(|at| !(32..34).contains(at)) {
-        space.write8(at, 0xff);
+    let before: [u8; 128] = core::array::from_fn(|at| space.read8(at as u64));
+    for at in (0..128).filter(|&at| at != 32) {
+        space.write8(at, 0x5a);
     }
     space.write_qword(0, u64::MAX);
+    space.write32(30, 0);
     space.write32(0xe00, u32::MAX);
-    let found = bench.transport.config64(0);
-    check(found == sectors, "capacity", found)?;
+    for (at, byte) in (0..).zip(before) {
+        check(space.read8(at) == byte, "written at", at)?;
+    }
     bench.load_beyond()
 }
 

@@ -288,6 +288,16 @@ fn reset_not_negotiated(bench: &mut Bench<'_>) -> Verdict {
         "the queue is reset",
         0,
     )?;
+    // Nor do queues exist that do not.
+    for queue in [7, u16::MAX] {
+        bench.transport.reset_queue(queue);
+        let resets = bench.transport.queue_resetting(queue);
+        check(
+            !resets,
+            "a queue that does not exist is reset",
+            queue.into(),
+        )?;
+    }
     flushes(bench, 0, 4);
     bench.send(0);
     all_ok(bench, 0, 4)

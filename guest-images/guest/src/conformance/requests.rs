@@ -20,6 +20,7 @@ pub(super) const CASES: &[Case] = &[
     ("beyond-the-end", beyond_the_end),
     ("zero-length", zero_length),
     ("length-of-no-sector", no_sector),
+    ("header-too-short", short_header),
     ("request-too-large", too_large),
     ("data-outside-memory", outside_memory),
 ];
@@ -216,6 +217,8 @@ fn not_negotiated(bench: &mut Bench<'_>) -> Verdict {
     for request in [kind::DISCARD, kind::WRITE_ZEROES, kind::SECURE_ERASE] {
         erase(bench, request, (0, 8, 0), UNSUPP)?;
     }
+    // A FLUSH still works.
+    bench.expect((kind::FLUSH, 0), &[], OK)?;
     bench.store(0, SECTOR, 1)?;
     bench.load(0, SECTOR, 1)
 }
@@ -283,6 +286,25 @@ fn no_sector(bench: &mut Bench<'_>) -> Verdict {
         }
     }
     bench.load(0, 2 * SECTOR, 77)
+}
+
+/// A header that is too short has no type.
+fn short_header(bench: &mut Bench<'_>) -> Verdict {
+    use super::ring::{NEXT, WRITE};
+    bench.start(ALL)?;
+    for bytes in [1, 8, 15] {
+        bench.head(0, kind::FLUSH, 0);
+        let (header, status) = (bench.header(0), bench.status_byte(0));
+        let ring = &mut bench.rings[0];
+        ring.describe(0, header, bytes, NEXT, 1);
+        ring.describe(1, status, 1, WRITE, 0);
+        ring.offer(0);
+        bench.send(0);
+        bench.wait(0, 1)?;
+        bench.take(0);
+        check(bench.answer(0) == IOERR, "status", bench.answer(0).into())?;
+    }
+    Ok(())
 }
 
 fn too_large(bench: &mut Bench<'_>) -> Verdict {
