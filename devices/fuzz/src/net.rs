@@ -9,23 +9,20 @@
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use libfuzzer_sys::fuzz_target;
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 use walvisor_devices::net::{Link, NetConfig, NetCounts, NetMetrics, VirtioNet};
-use walvisor_devices::transport::MmioTransport;
 use walvisor_devices_fuzz::bounded::BoundedAllocator;
 use walvisor_devices_fuzz::chain::{gather, scatter, walk};
+use walvisor_devices_fuzz::guest::{MEMORY, QUEUE_SIZE};
 use walvisor_devices_fuzz::input::Input;
+use walvisor_devices_fuzz::machine::{LIVE, Machine, NEEDS_RESET};
 
 /// A receiver reads 128 KiB at once, and nothing else may need more.
 #[global_allocator]
 static ALLOCATOR: BoundedAllocator<{ 128 << 10 }, { 2 << 20 }> = BoundedAllocator {};
 
-const QUEUE_SIZE: u16 = 16;
-const MEMORY: usize = 64 << 10;
 /// The rings of a queue take this much; tables for indirect descriptors follow those of both.
 const RINGS: u64 = 0x400;
 const AVAILABLE: u64 = 0x200;
@@ -35,9 +32,6 @@ const TABLES: [u64; 2] = [0x800, 0xa00];
 const BUFFERS: u64 = 0x1000;
 const MOST_STEPS: usize = 24;
 
-const EVENT_IDX: u32 = 1 << 29;
-const LIVE: u32 = 15;
-const NEEDS_RESET: u32 = 64;
 const TRANSMIT: usize = 1;
 const HEADER: u64 = 12;
 const MOST_FRAME: u64 = 1518;
@@ -71,11 +65,9 @@ const ODD_PLACES: [u64; 6] = [
 ];
 
 struct Driver {
-    transport: MmioTransport<Arc<GuestMemoryMmap>, VirtioNet>,
-    memory: Arc<GuestMemoryMmap>,
+    machine: Machine<VirtioNet>,
     metrics: Arc<NetMetrics>,
     peer: UnixStream,
-    event_idx: bool,
     /// The available index of each queue. Between steps the used index equals it.
     indices: [u16; 2],
     /// Gives each frame other bytes.
@@ -91,15 +83,11 @@ impl Driver {
         };
         let device = VirtioNet::new(Link::stream(ours).expect("a link"), config).expect("a device");
         let metrics = device.metrics();
-        let ranges = [(GuestAddress(0), MEMORY)];
-        let memory = Arc::new(GuestMemoryMmap::from_ranges(&ranges).expect("guest memory"));
         let irq = EventFd::new(EFD_NONBLOCK).expect("an eventfd");
         let mut driver = Self {
-            transport: MmioTransport::new(device, Arc::clone(&memory), irq),
-            memory,
+            machine: Machine::new(device, irq, options & 1 != 0),
             metrics,
             peer,
-            event_idx: options & 1 != 0,
             indices: [0; 2],
             frames: 0,
         };
@@ -107,37 +95,13 @@ impl Driver {
         driver
     }
 
-    /// Takes the device from reset to DRIVER_OK, with empty rings (virtio 1.2, 3.1.1).
+    /// Takes the device from reset to DRIVER_OK, with empty rings.
     fn start(&mut self) {
-        self.set(0x70, 0);
-        assert_eq!(self.get(0x70), 0, "the device does not reset");
-        self.write(0, &[0; BUFFERS as usize]);
+        self.machine.reset();
+        self.machine.write(0, &[0; BUFFERS as usize]);
         self.indices = [0; 2];
-        self.set(0x70, 3);
-        for half in [0, 1] {
-            self.set(0x14, half);
-            let offered = self.get(0x10);
-            self.set(0x24, half);
-            let unwanted = if half == 0 && !self.event_idx {
-                EVENT_IDX
-            } else {
-                0
-            };
-            self.set(0x20, offered & !unwanted);
-        }
-        self.set(0x70, 11);
-        for queue in 0..2 {
-            self.set(0x30, queue as u32);
-            self.set(0x38, QUEUE_SIZE.into());
-            let rings = queue as u64 * RINGS;
-            for (register, area) in [(0x80, 0), (0x90, AVAILABLE), (0xa0, USED)] {
-                self.set(register, (rings + area) as u32);
-                self.set(register + 4, 0);
-            }
-            self.set(0x44, 1);
-        }
-        self.set(0x70, LIVE);
-        assert_eq!(self.get(0x70), LIVE, "the device does not start");
+        let rings = [0, RINGS].map(|rings| [rings, rings + AVAILABLE, rings + USED]);
+        self.machine.start(&rings);
     }
 
     fn step(&mut self, input: &mut Input) {
@@ -147,10 +111,10 @@ impl Driver {
         }
         let queue = usize::from(kind & 1);
         let frame = if queue == TRANSMIT {
-            self.write(BUFFERS, &[0; HEADER as usize]);
+            self.machine.write(BUFFERS, &[0; HEADER as usize]);
             // Flags and gso_type.
             let header = input.byte();
-            self.write(BUFFERS, &[header & !2, header >> 1 & 1]);
+            self.machine.write(BUFFERS, &[header & !2, header >> 1 & 1]);
             Vec::new()
         } else {
             self.frames = self.frames.wrapping_add(1);
@@ -158,37 +122,11 @@ impl Driver {
         };
         let shape = input.byte();
         let head = u16::from(shape >> 4);
-        self.lay_chain(queue, head, shape & 15, input);
+        let (table, chain) = (queue as u64 * RINGS, (head, shape & 15));
+        let place = |input: &mut Input| input.pick(&ODD_PLACES, |byte| BUFFERS + byte * 0x60);
+        self.machine
+            .lay_chain(table, TABLES, chain, input, &LENGTHS, place);
         self.exchange(queue, head, &frame);
-    }
-
-    /// Writes descriptors from `head` on; where the input says so, the rest go into an indirect table.
-    fn lay_chain(&mut self, queue: usize, head: u16, count: u8, input: &mut Input) {
-        let (mut table, mut index, mut entries) = (queue as u64 * RINGS, head, QUEUE_SIZE);
-        let mut tables = TABLES.into_iter();
-        for left in (0..count).rev() {
-            let address = input.pick(&ODD_PLACES, |byte| BUFFERS + byte * 0x60);
-            let len = LENGTHS[usize::from(input.byte() & 15)];
-            let flags = input.byte();
-            if flags & 2 != 0
-                && let Some(indirect) = tables.next()
-            {
-                let odd = u32::from(flags >> 5 & 1);
-                let len = (u32::from(left) + 1) * 16 + odd;
-                self.descriptor(table, index, indirect, len, 4, 0);
-                (table, index, entries) = (indirect, 0, u16::from(left) + 1);
-            }
-            let next = match flags >> 3 & 3 {
-                1 => index,
-                2 => 200,
-                _ => (index + 1) % entries,
-            };
-            // The last descriptor has no NEXT flag, unless the input inverts the flag.
-            let has_next = (left > 0) ^ (flags & 4 != 0);
-            let bits = u16::from(has_next) | u16::from(flags & 1) << 1;
-            self.descriptor(table, index, address, len, bits, next);
-            index = (index + 1) % entries;
-        }
     }
 
     /// Has the device carry out the chain at `head`, with `frame` if it is a buffer, and compares with what it should do.
@@ -203,36 +141,35 @@ impl Driver {
             self.peer.write_all(frame).expect("a frame");
             if frame.len() as u64 > MOST_FRAME {
                 // It needs no buffer to be dropped.
-                self.wait(|now, _| now.receive_drops > counts.receive_drops);
+                self.wait(|_, now| now.receive_drops > counts.receive_drops);
                 return;
             }
         }
         let slot = rings + AVAILABLE + 4 + u64::from(before % QUEUE_SIZE) * 2;
-        self.write(slot, &head.to_le_bytes());
+        self.machine.write(slot, &head.to_le_bytes());
         self.indices[queue] = before.wrapping_add(1);
-        let index = GuestAddress(rings + AVAILABLE + 2);
-        self.memory
-            .store(self.indices[queue].to_le(), index, Ordering::SeqCst)
-            .expect("available index");
-        let mut memory = self.bytes();
-        self.set(0x50, queue as u32);
+        self.machine
+            .set_index(rings + AVAILABLE, self.indices[queue]);
+        let mut memory = self.machine.bytes();
+        self.machine.notify(queue as u32);
 
         let Some((readable, writable)) = walk(&memory, rings, head, QUEUE_SIZE) else {
-            self.wait(|_, status| status & NEEDS_RESET != 0);
-            assert_eq!(self.used_index(queue), before, "a broken chain was used");
+            self.wait(|machine, _| machine.status() & NEEDS_RESET != 0);
+            assert_eq!(
+                self.machine.index(rings + USED),
+                before,
+                "a broken chain was used"
+            );
             self.start();
             if queue != TRANSMIT {
                 self.take_waiting(frame);
             }
             return;
         };
-        let used = GuestAddress(rings + USED + 2);
-        let memory_now = Arc::clone(&self.memory);
         let wanted = self.indices[queue];
-        self.wait(move |_, status| {
-            assert_eq!(status, LIVE, "a chain that can be answered");
-            let index: u16 = memory_now.load(used, Ordering::SeqCst).expect("used index");
-            u16::from_le(index) == wanted
+        self.wait(|machine, _| {
+            assert_eq!(machine.status(), LIVE, "a chain that can be answered");
+            machine.index(rings + USED) == wanted
         });
         let mut any = Vec::new();
         let (written, counted) = if queue == TRANSMIT {
@@ -299,7 +236,7 @@ impl Driver {
             )
         };
         assert_eq!(of(now), of(counted), "counters");
-        let mut bytes = self.bytes();
+        let mut bytes = self.machine.bytes();
         for (start, len) in any {
             let range = start..start + len;
             memory[range.clone()].copy_from_slice(&bytes[range]);
@@ -325,19 +262,13 @@ impl Driver {
     /// The frame that found a broken chain is still there.
     fn take_waiting(&mut self, frame: &[u8]) {
         let (at, len) = (BUFFERS, 0x1000);
-        self.descriptor(0, 0, at, len, 2, 0);
-        self.write(AVAILABLE + 4, &[0; 2]);
-        self.write(AVAILABLE + 2, &1_u16.to_le_bytes());
+        self.machine.describe(0, 0, at, len, 2, 0);
+        self.machine.write(AVAILABLE + 4, &[0; 2]);
+        self.machine.write(AVAILABLE + 2, &1_u16.to_le_bytes());
         self.indices[0] = 1;
-        self.set(0x50, 0);
-        let memory = Arc::clone(&self.memory);
-        self.wait(move |_, _| {
-            let used: u16 = memory
-                .load(GuestAddress(USED + 2), Ordering::SeqCst)
-                .expect("used index");
-            u16::from_le(used) == 1
-        });
-        let bytes = self.bytes();
+        self.machine.notify(0);
+        self.wait(|machine, _| machine.index(USED) == 1);
+        let bytes = self.machine.bytes();
         let from = (at + HEADER) as usize;
         assert_eq!(
             &bytes[from..from + frame.len()],
@@ -361,11 +292,11 @@ impl Driver {
         let len = usize::from(input.byte()) * 8;
         let mut bytes = vec![0; len];
         bytes.fill_with(|| input.byte());
-        self.write(0, &bytes);
+        self.machine.write(0, &bytes);
         let doorbells = self.metrics.counts().doorbells;
-        self.set(0x50, 0);
-        self.set(0x50, 1);
-        self.wait(|counts, _| counts.doorbells >= doorbells + 2);
+        self.machine.notify(0);
+        self.machine.notify(1);
+        self.wait(|_, counts| counts.doorbells >= doorbells + 2);
         self.start();
         // Whole frames may have been sent out of any memory.
         self.peer.set_nonblocking(true).expect("a mode");
@@ -385,52 +316,10 @@ impl Driver {
     }
 
     /// Waits for the device. libFuzzer's timeout finds a hang.
-    fn wait(&mut self, happened: impl Fn(NetCounts, u32) -> bool) {
-        loop {
-            let status = self.get(0x70);
-            if happened(self.metrics.counts(), status) {
-                return;
-            }
+    fn wait(&mut self, happened: impl Fn(&mut Machine<VirtioNet>, NetCounts) -> bool) {
+        while !happened(&mut self.machine, self.metrics.counts()) {
             std::thread::yield_now();
         }
-    }
-
-    fn used_index(&self, queue: usize) -> u16 {
-        let at = GuestAddress(queue as u64 * RINGS + USED + 2);
-        u16::from_le(self.memory.load(at, Ordering::SeqCst).expect("used index"))
-    }
-
-    fn descriptor(&self, table: u64, index: u16, address: u64, len: u32, flags: u16, next: u16) {
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&address.to_le_bytes());
-        bytes[8..12].copy_from_slice(&len.to_le_bytes());
-        bytes[12..14].copy_from_slice(&flags.to_le_bytes());
-        bytes[14..].copy_from_slice(&next.to_le_bytes());
-        self.write(table + u64::from(index) * 16, &bytes);
-    }
-
-    fn bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![0; MEMORY];
-        self.memory
-            .read_slice(&mut bytes, GuestAddress(0))
-            .expect("guest memory");
-        bytes
-    }
-
-    fn write(&self, at: u64, bytes: &[u8]) {
-        self.memory
-            .write_slice(bytes, GuestAddress(at))
-            .expect("guest memory");
-    }
-
-    fn get(&mut self, register: u64) -> u32 {
-        let mut bytes = [0; 4];
-        self.transport.read(register, &mut bytes);
-        u32::from_le_bytes(bytes)
-    }
-
-    fn set(&mut self, register: u64, value: u32) {
-        self.transport.write(register, &value.to_le_bytes());
     }
 }
 

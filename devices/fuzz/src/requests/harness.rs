@@ -4,21 +4,19 @@
 //! `kind u8, sector u8, sectors u8, flags u8, head and number of descriptors u8` and its descriptors `place u8, length u8,
 //! flags u8`, or 0xff, a length, and three times as many bytes for the table and the available ring.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock};
 
-use vm_memory::{Bytes, GuestAddress, GuestMemoryMmap};
 use vmm_sys_util::eventfd::EventFd;
 use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::backend::{Backend, Operation};
 use walvisor_devices::block::{BlockConfig, BlockMetrics, VirtioBlock};
-use walvisor_devices::transport::MmioTransport;
+use walvisor_devices_fuzz::guest::{MEMORY, QUEUE_SIZE, SECTOR};
 use walvisor_devices_fuzz::input::Input;
+use walvisor_devices_fuzz::machine::{LIVE, Machine, NEEDS_RESET};
 
-use crate::model::{Model, QUEUE_SIZE, SECTOR, SERIAL, Verdict};
+use crate::model::{Model, SERIAL, Verdict};
 
 const SECTORS: u64 = 64;
-const MEMORY: usize = 64 << 10;
 /// The first page holds the rings and two tables for indirect descriptors. Requests lie after it.
 const RINGS: usize = 0x1000;
 const TABLE: u64 = 0x100;
@@ -28,10 +26,6 @@ const INDIRECT_TABLES: [u64; 2] = [0x800, 0xa00];
 /// Address of a request's header; an erase segment follows the header.
 const HEADER: u64 = RINGS as u64;
 const MOST_STEPS: usize = 24;
-
-const EVENT_IDX: u32 = 1 << 29;
-const LIVE: u32 = 15;
-const NEEDS_RESET: u32 = 64;
 
 const KINDS: [u32; 8] = [0, 1, 4, 8, 11, 13, 14, 10];
 const LENGTHS: [u32; 16] = [
@@ -87,12 +81,10 @@ pub fn run(input: &[u8]) {
 }
 
 struct Driver {
-    transport: MmioTransport<Arc<GuestMemoryMmap>>,
+    machine: Machine<VirtioBlock>,
     irq: EventFd,
-    memory: Arc<GuestMemoryMmap>,
     disk: RamDisk,
     metrics: Arc<BlockMetrics>,
-    event_idx: bool,
     /// The available index. Between requests the used index equals it.
     index: u16,
     model: Model,
@@ -115,15 +107,10 @@ impl Driver {
         };
         let device = VirtioBlock::new(Arc::new(disk.clone()), config).expect("a device");
         let metrics = device.metrics();
-        // Two adjacent regions, so that buffers can cross the border between them.
-        let half = MEMORY / 2;
-        let regions = [0, half].map(|start| (GuestAddress(start as u64), half));
-        let memory = Arc::new(GuestMemoryMmap::from_ranges(&regions).expect("guest memory"));
-        memory
-            .write_slice(&MIXED[RINGS..], GuestAddress(RINGS as u64))
-            .expect("memory");
         let irq = EventFd::new(0).expect("an eventfd");
         let line = irq.try_clone().expect("an eventfd");
+        let machine = Machine::new(device, line, options & 1 != 0);
+        machine.write(RINGS as u64, &MIXED[RINGS..]);
         let model = Model {
             disk: if read_only {
                 contents
@@ -135,12 +122,10 @@ impl Driver {
             any: Vec::new(),
         };
         let mut driver = Self {
-            transport: MmioTransport::new(device, Arc::clone(&memory), line),
+            machine,
             irq,
-            memory,
             disk,
             metrics,
-            event_idx: options & 1 != 0,
             index: 0,
             model,
         };
@@ -148,39 +133,13 @@ impl Driver {
         driver
     }
 
-    /// Takes the device from reset to DRIVER_OK, with empty rings (virtio 1.2, 3.1.1).
+    /// Takes the device from reset to DRIVER_OK, with empty rings.
     fn start(&mut self) {
-        self.reset();
-        self.write(0, &[0; RINGS]);
+        self.machine.reset();
+        self.machine.write(0, &[0; RINGS]);
         self.index = 0;
-        self.set(0x70, 3);
-        for half in [0, 1] {
-            self.set(0x14, half);
-            let offered = self.get(0x10);
-            self.set(0x24, half);
-            let unwanted = if half == 0 && !self.event_idx {
-                EVENT_IDX
-            } else {
-                0
-            };
-            self.set(0x20, offered & !unwanted);
-        }
-        self.set(0x70, 11);
-        self.set(0x38, QUEUE_SIZE.into());
-        for (register, address) in [(0x80, TABLE), (0x90, AVAILABLE), (0xa0, USED)] {
-            self.set(register, address as u32);
-            self.set(register + 4, 0);
-        }
-        self.set(0x44, 1);
-        self.set(0x70, LIVE);
-        assert_eq!(self.get(0x70), LIVE, "the device does not start");
-        self.model.memory = self.bytes();
-    }
-
-    /// Resets the device from any state.
-    fn reset(&mut self) {
-        self.set(0x70, 0);
-        assert_eq!(self.get(0x70), 0, "the device does not reset");
+        self.machine.start(&[[TABLE, AVAILABLE, USED]]);
+        self.model.memory = self.machine.bytes();
     }
 
     fn request(&mut self, kind: u8, input: &mut Input) {
@@ -193,60 +152,27 @@ impl Driver {
         header[16..24].copy_from_slice(&sector.to_le_bytes());
         header[24..28].copy_from_slice(&u32::from(sectors).to_le_bytes());
         header[28..].copy_from_slice(&u32::from(flags).to_le_bytes());
-        self.write(HEADER, &header);
+        self.machine.write(HEADER, &header);
         let shape = input.byte();
         let head = u16::from(shape >> 4);
-        self.lay_chain(head, shape & 15, input);
-        self.write(
+        let place = |input: &mut Input| {
+            input.pick(&ODD_PLACES, |byte| match byte {
+                0..128 => HEADER + byte * 16,
+                _ => 0x2000 + (byte - 128) * 0x180,
+            })
+        };
+        let chain = (head, shape & 15);
+        self.machine
+            .lay_chain(TABLE, INDIRECT_TABLES, chain, input, &LENGTHS, place);
+        self.machine.write(
             AVAILABLE + 4 + u64::from(self.index % QUEUE_SIZE) * 2,
             &head.to_le_bytes(),
         );
         // With EVENT_IDX, this asks for an interrupt for this chain.
         let used_event = AVAILABLE + 4 + u64::from(QUEUE_SIZE) * 2;
-        self.write(used_event, &self.index.to_le_bytes());
-        self.model.memory = self.bytes();
+        self.machine.write(used_event, &self.index.to_le_bytes());
+        self.model.memory = self.machine.bytes();
         self.execute(head);
-    }
-
-    /// Writes descriptors from `head` on; where the input says so, the rest go into an indirect table.
-    fn lay_chain(&mut self, head: u16, count: u8, input: &mut Input) {
-        let (mut table, mut index, mut entries) = (TABLE, head, QUEUE_SIZE);
-        let mut tables = INDIRECT_TABLES.into_iter();
-        for left in (0..count).rev() {
-            let address = input.pick(&ODD_PLACES, |byte| match byte {
-                0..128 => HEADER + byte * 16,
-                _ => 0x2000 + (byte - 128) * 0x180,
-            });
-            let len = LENGTHS[usize::from(input.byte() & 15)];
-            let flags = input.byte();
-            if flags & 2 != 0
-                && let Some(indirect) = tables.next()
-            {
-                let odd = u32::from(flags >> 5 & 1);
-                let len = (u32::from(left) + 1) * 16 + odd;
-                self.descriptor(table, index, indirect, len, 4, 0);
-                (table, index, entries) = (indirect, 0, u16::from(left) + 1);
-            }
-            let next = match flags >> 3 & 3 {
-                1 => index,
-                2 => 200,
-                _ => (index + 1) % entries,
-            };
-            // The last descriptor has no NEXT flag, unless the input inverts the flag.
-            let has_next = (left > 0) ^ (flags & 4 != 0);
-            let bits = u16::from(has_next) | u16::from(flags & 1) << 1;
-            self.descriptor(table, index, address, len, bits, next);
-            index = (index + 1) % entries;
-        }
-    }
-
-    fn descriptor(&self, table: u64, index: u16, address: u64, len: u32, flags: u16, next: u16) {
-        let mut bytes = [0; 16];
-        bytes[..8].copy_from_slice(&address.to_le_bytes());
-        bytes[8..12].copy_from_slice(&len.to_le_bytes());
-        bytes[12..14].copy_from_slice(&flags.to_le_bytes());
-        bytes[14..].copy_from_slice(&next.to_le_bytes());
-        self.write(table + u64::from(index) * 16, &bytes);
     }
 
     /// Has the device and the model carry out the chain at `head`, and compares.
@@ -256,25 +182,22 @@ impl Driver {
         let verdict = self.model.execute(TABLE, head);
         self.publish(self.index);
         // The device interrupts for an answer, and for DEVICE_NEEDS_RESET. libFuzzer's timeout finds a hang.
-        while self.used_index() == before && self.get(0x70) & NEEDS_RESET == 0 {
+        while self.machine.index(USED) == before && self.machine.status() & NEEDS_RESET == 0 {
             // libFuzzer's alarm may interrupt the read.
             let _ = self.irq.read();
         }
-        let status = self.get(0x70);
+        let status = self.machine.status();
         let answered = match verdict {
             Verdict::Broken => {
-                assert_eq!(self.used_index(), before, "a broken chain was used");
+                assert_eq!(self.machine.index(USED), before, "a broken chain was used");
                 assert_eq!(status, LIVE | NEEDS_RESET, "a broken chain");
                 false
             }
             Verdict::Answered { written } => {
                 assert_eq!(status, LIVE, "a chain that can be answered");
-                assert_eq!(self.used_index(), self.index, "used index");
-                let mut element = [0; 8];
-                let slot = u64::from(before % QUEUE_SIZE);
-                self.memory
-                    .read_slice(&mut element, GuestAddress(USED + 4 + slot * 8))
-                    .expect("used ring");
+                assert_eq!(self.machine.index(USED), self.index, "used index");
+                let slot = USED as usize + 4 + usize::from(before % QUEUE_SIZE) * 8;
+                let element = &self.machine.bytes()[slot..slot + 8];
                 let mut expected = [0; 8];
                 expected[..2].copy_from_slice(&head.to_le_bytes());
                 expected[4..].copy_from_slice(&written.to_le_bytes());
@@ -290,7 +213,7 @@ impl Driver {
 
     /// Compares guest memory, except the used ring, and the disk with the model.
     fn compare(&mut self) {
-        let mut bytes = self.bytes();
+        let mut bytes = self.machine.bytes();
         for (start, len) in std::mem::take(&mut self.model.any) {
             let range = start..start + len;
             self.model.memory[range.clone()].copy_from_slice(&bytes[range]);
@@ -307,9 +230,9 @@ impl Driver {
         let len = usize::from(input.byte()) * 3;
         let mut bytes = vec![0; len];
         bytes.fill_with(|| input.byte());
-        self.write(TABLE, &bytes);
+        self.machine.write(TABLE, &bytes);
         let doorbells = self.metrics.counts().doorbells;
-        self.set(0x50, 0);
+        self.machine.notify(0);
         while self.metrics.counts().doorbells == doorbells {
             std::thread::yield_now();
         }
@@ -326,30 +249,18 @@ impl Driver {
         let data = 0x2000 + (160 - 128) * 0x180;
         let sector = 9 * SECTOR;
         assert_eq!(
-            self.bytes()[data..data + SECTOR],
+            self.machine.bytes()[data..data + SECTOR],
             self.model.disk[sector..sector + SECTOR],
             "a read after all that"
         );
-        self.reset();
+        self.machine.reset();
     }
 
     fn publish(&mut self, index: u16) {
-        let at = GuestAddress(AVAILABLE + 2);
-        self.memory
-            .store(index.to_le(), at, Ordering::SeqCst)
-            .expect("available index");
-        let index = index.to_le_bytes();
-        let at = at.0 as usize;
-        self.model.memory[at..at + 2].copy_from_slice(&index);
-        self.set(0x50, 0);
-    }
-
-    fn used_index(&self) -> u16 {
-        let index = self
-            .memory
-            .load(GuestAddress(USED + 2), Ordering::SeqCst)
-            .expect("used index");
-        u16::from_le(index)
+        self.machine.set_index(AVAILABLE, index);
+        let at = AVAILABLE as usize + 2;
+        self.model.memory[at..at + 2].copy_from_slice(&index.to_le_bytes());
+        self.machine.notify(0);
     }
 
     fn contents(&self) -> Vec<u8> {
@@ -360,30 +271,6 @@ impl Driver {
         queue.completions(&mut done);
         let data = done.remove(0).result.expect("a read").expect("data");
         data.to_vec()
-    }
-
-    fn bytes(&self) -> Vec<u8> {
-        let mut bytes = vec![0; MEMORY];
-        self.memory
-            .read_slice(&mut bytes, GuestAddress(0))
-            .expect("guest memory");
-        bytes
-    }
-
-    fn write(&self, at: u64, bytes: &[u8]) {
-        self.memory
-            .write_slice(bytes, GuestAddress(at))
-            .expect("guest memory");
-    }
-
-    fn get(&mut self, register: u64) -> u32 {
-        let mut bytes = [0; 4];
-        self.transport.read(register, &mut bytes);
-        u32::from_le_bytes(bytes)
-    }
-
-    fn set(&mut self, register: u64, value: u32) {
-        self.transport.write(register, &value.to_le_bytes());
     }
 }
 

@@ -4,11 +4,8 @@
 use std::cmp::Ordering;
 
 use walvisor_devices_fuzz::chain::{self, Segment};
+use walvisor_devices_fuzz::guest::{QUEUE_SIZE, SECTOR};
 
-/// Bytes in a sector.
-pub const SECTOR: usize = 512;
-/// Descriptors in the queue.
-pub const QUEUE_SIZE: u16 = 16;
 /// The serial that GET_ID returns.
 pub const SERIAL: &[u8; 20] = b"a-serial-of-20-bytes";
 
