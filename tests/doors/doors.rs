@@ -3,8 +3,7 @@
 
 use std::fs;
 
-use walvisor_guest_images::{UserMode, walvisor_binary};
-use walvisor_tests::{guest_lines, have_all, sum_counter};
+use walvisor_tests::{have_all, run_in_user_mode, sum_counter};
 
 #[test]
 fn one_daemon_keeps_the_promises_at_each_of_its_doors() {
@@ -17,30 +16,24 @@ fn one_daemon_keeps_the_promises_at_each_of_its_doors() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let place = dir.path().join("files");
-    fs::create_dir(&place).unwrap();
     let script = format!(
-        "WALVISOR='{}' DOORS='{}' PLACE='{}'\n{}",
-        walvisor_binary("dev").expect("building walvisor").display(),
+        "DOORS='{}'\n{}",
         env!("CARGO_BIN_EXE_doors"),
-        dir.path().display(),
         include_str!("../scripts/doors-guest.sh")
     );
-    let mut guest = UserMode::default().boot_here(dir.path(), &script).unwrap();
-    let told = guest_lines(&mut guest);
+    let told = run_in_user_mode(dir.path(), &[], &script);
     let expected = [
-        "guest: kill 1: nothing lost",
-        "guest: kill 2: nothing lost",
-        "guest: kill 3: nothing lost",
-        "guest: round-3: status 0",
-        "guest: a: checked",
-        "guest: b: checked",
-        "guest: c: checked",
-        "guest: one: status 0",
-        "guest: end",
+        "kill 1: nothing lost",
+        "kill 2: nothing lost",
+        "kill 3: nothing lost",
+        "round-3: status 0",
+        "a: checked",
+        "b: checked",
+        "c: checked",
+        "one: status 0",
     ];
-    assert_eq!(told, expected, "{}", guest.console());
-    guest.end().unwrap();
+    assert_eq!(told, expected);
+    let place = dir.path().join("files");
 
     for round in 1..=3 {
         let flushed = fs::read_to_string(place.join(format!("load.{round}"))).unwrap();

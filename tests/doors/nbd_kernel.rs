@@ -8,8 +8,8 @@ use std::process::Command;
 
 use serde_json::Value;
 
-use walvisor_guest_images::{Metrics, UserMode, walvisor_binary};
-use walvisor_tests::{guest_lines, have_all, job_lines, run_emulated_job};
+use walvisor_guest_images::Metrics;
+use walvisor_tests::{have_all, job_lines, run_emulated_job, run_in_user_mode};
 
 #[test]
 fn the_kernels_client_keeps_a_file_system_through_a_kill() {
@@ -23,49 +23,33 @@ fn the_kernels_client_keeps_a_file_system_through_a_kill() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let place = dir.path().join("files");
-    fs::create_dir(&place).unwrap();
-    let script = format!(
-        "WALVISOR='{}' PLACE='{}'\n{}",
-        walvisor_binary("dev").expect("building walvisor").display(),
-        place.display(),
-        include_str!("../scripts/nbd-guest.sh")
-    );
-    let guest = UserMode {
-        modules: vec!["nbd".to_owned()],
-        ..UserMode::default()
-    };
-    let mut guest = guest.boot_here(dir.path(), &script).unwrap();
+    let script = include_str!("../scripts/nbd-guest.sh");
     assert_eq!(
-        guest_lines(&mut guest),
+        run_in_user_mode(dir.path(), &["nbd"], script),
         [
-            "guest: nbd0 has 393216 sectors, write back, fua 1",
-            "guest: nbd1 has 131072 sectors, write back, fua 1",
-            "guest: fio: status 0",
-            "guest: blkdiscard: status 0",
-            "guest: raw disk reads back",
-            "guest: killed: status 137",
-            "guest: intact 20 of 20",
-            "guest: fstrim: status 0",
-            "guest: e2fsck: status 0",
-            "guest: raw disk still reads back",
-            "guest: nbd2 has 18014398509481983 sectors",
-            "guest: last sector: write status 0",
-            "guest: last sector reads back",
-            "guest: daemon of the largest disk: status 0",
-            "guest: daemon: status 0",
-            "guest: check of files.img: status 0",
-            "guest: check of raw.img: status 0",
-            "guest: exported files.img is what the client saw",
-            "guest: exported raw.img is what the client saw",
-            "guest: end",
-        ],
-        "{}",
-        guest.console()
+            "nbd0 has 393216 sectors, write back, fua 1",
+            "nbd1 has 131072 sectors, write back, fua 1",
+            "fio: status 0",
+            "blkdiscard: status 0",
+            "raw disk reads back",
+            "killed: status 137",
+            "intact 20 of 20",
+            "fstrim: status 0",
+            "e2fsck: status 0",
+            "raw disk still reads back",
+            "nbd2 has 18014398509481983 sectors",
+            "last sector: write status 0",
+            "last sector reads back",
+            "daemon of the largest disk: status 0",
+            "daemon: status 0",
+            "check of files.img: status 0",
+            "check of raw.img: status 0",
+            "exported files.img is what the client saw",
+            "exported raw.img is what the client saw",
+        ]
     );
-    guest.end().unwrap();
     // The counters of the second daemon: the client has trimmed, and no request failed.
-    let metrics = fs::read_to_string(place.join("metrics.prom")).expect("the metrics");
+    let metrics = fs::read_to_string(dir.path().join("files/metrics.prom")).expect("the metrics");
     let metrics = Metrics::parse(&metrics);
     let of = |name| metrics.sum(name, "transport", "nbd").unwrap_or_default();
     assert!(of("walvisor_block_discards_total") >= 1.0);
@@ -85,44 +69,28 @@ fn a_row_that_was_deleted_is_found_again() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let place = dir.path().join("files");
-    fs::create_dir(&place).unwrap();
-    let script = format!(
-        "WALVISOR='{}' PLACE='{}'\n{}",
-        walvisor_binary("dev").expect("building walvisor").display(),
-        place.display(),
-        include_str!("../scripts/history-guest.sh")
-    );
-    let guest = UserMode {
-        modules: vec!["nbd".to_owned()],
-        ..UserMode::default()
-    };
-    let mut guest = guest.boot_here(dir.path(), &script).unwrap();
+    let script = include_str!("../scripts/history-guest.sh");
     assert_eq!(
-        guest_lines(&mut guest),
+        run_in_user_mode(dir.path(), &["nbd"], script),
         [
-            "guest: row 7: owner 7",
-            "guest: row 7: gone",
-            "guest: killed: status 137",
-            "guest: mounted without scratch: status 32",
-            "guest: daemon: status 0",
-            "guest: row 7: owner 7",
-            "guest: integrity: ok",
-            "guest: rows: 1000|1499500",
-            "guest: rows: 1001|1499501",
-            "guest: e2fsck: status 0",
-            "guest: daemon: status 0",
-            "guest: the disk and its log are as they were",
-            "guest: clone: status 0",
-            "guest: row 7: owner 7",
-            "guest: rows: 1000|1499500",
-            "guest: daemon: status 0",
-            "guest: end",
-        ],
-        "{}",
-        guest.console()
+            "row 7: owner 7",
+            "row 7: gone",
+            "killed: status 137",
+            "mounted without scratch: status 32",
+            "daemon: status 0",
+            "row 7: owner 7",
+            "integrity: ok",
+            "rows: 1000|1499500",
+            "rows: 1001|1499501",
+            "e2fsck: status 0",
+            "daemon: status 0",
+            "the disk and its log are as they were",
+            "clone: status 0",
+            "row 7: owner 7",
+            "rows: 1000|1499500",
+            "daemon: status 0",
+        ]
     );
-    guest.end().unwrap();
 }
 
 const CLOCK_FUNCTIONS: &str = include_str!("../scripts/clock-functions.sh");
@@ -151,45 +119,34 @@ fn disks_commit_in_order_however_the_wall_clock_is_set() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let place = dir.path().join("files");
-    fs::create_dir(&place).unwrap();
     let script = format!(
-        "WALVISOR='{}' PLACE='{}' LEAP='{}'\n{CLOCK_FUNCTIONS}\n{}",
-        walvisor_binary("dev").expect("building walvisor").display(),
-        place.display(),
+        "LEAP='{}'\n{CLOCK_FUNCTIONS}\n{}",
         leap(dir.path()).display(),
         include_str!("../scripts/clock-serve.sh")
     );
-    let guest = UserMode {
-        modules: vec!["nbd".to_owned()],
-        ..UserMode::default()
-    };
-    let mut guest = guest.boot_here(dir.path(), &script).unwrap();
-    let (ticks, lines): (Vec<_>, Vec<_>) = guest_lines(&mut guest)
+    let lines = run_in_user_mode(dir.path(), &["nbd"], &script);
+    let (ticks, lines): (Vec<_>, Vec<_>) = lines
         .into_iter()
-        .partition(|line| line.starts_with("guest: serve quiet "));
+        .partition(|line| line.starts_with("serve quiet "));
     assert_eq!(
         lines,
         [
-            "guest: commits: status 0",
-            "guest: commits: status 0",
-            "guest: commits: status 0",
-            "guest: serve: the clock was set and had a leap second",
-            "guest: commits: status 0",
-            "guest: commits: status 0",
-            "guest: waiting: dump: status 0",
-            "guest: waiting: check: status 0",
-            "guest: adaptive: dump: status 0",
-            "guest: adaptive: check: status 0",
-            "guest: end",
-        ],
-        "{}",
-        guest.console()
+            "commits: status 0",
+            "commits: status 0",
+            "commits: status 0",
+            "serve: the clock was set and had a leap second",
+            "commits: status 0",
+            "commits: status 0",
+            "waiting: dump: status 0",
+            "waiting: check: status 0",
+            "adaptive: dump: status 0",
+            "adaptive: check: status 0",
+        ]
     );
-    guest.end().unwrap();
     nothing_spun(&ticks[0]);
     for disk in ["waiting", "adaptive"] {
-        let dump = fs::read_to_string(place.join(format!("{disk}.json"))).expect("the dump");
+        let dump =
+            fs::read_to_string(dir.path().join(format!("files/{disk}.json"))).expect("the dump");
         history_is_in_order(disk, &dump);
     }
 }

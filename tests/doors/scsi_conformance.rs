@@ -1,11 +1,10 @@
 //! libiscsi's conformance tests on the disk as a SCSI disk, through the SCSI target and the generic SCSI driver of
 //! user-mode Linux, in which `walvisor serve tcmu` runs too.
 
-use walvisor_guest_images::{UserMode, walvisor_binary};
-use walvisor_tests::have;
+use walvisor_tests::{have, run_in_user_mode};
 
 /// Commands that the tests try and that the server does not support.
-const NOT_THERE: &str = "guest: not there: EXTENDEDCOPY ORWRITE PREFETCH10 PREFETCH16 READDEFECTDATA10 READDEFECTDATA12 \
+const NOT_THERE: &str = "not there: EXTENDEDCOPY ORWRITE PREFETCH10 PREFETCH16 READDEFECTDATA10 READDEFECTDATA12 \
     RECEIVECOPYRESULT RECEIVE_COPY_RESULTS WRITEATOMIC16";
 
 /// The tested disks: one of less than 65536 blocks of 512 bytes (one test reads that many at once, more than tcm_loop
@@ -48,8 +47,6 @@ fn libiscsi_finds_what_the_standards_ask_for() {
         return;
     }
     let dir = tempfile::tempdir().unwrap();
-    let walvisor = walvisor_binary("dev").expect("building walvisor");
-    let script = format!("WALVISOR={}\n{JOB}", walvisor.display());
     let modules = [
         "configfs",
         "sd_mod",
@@ -58,33 +55,20 @@ fn libiscsi_finds_what_the_standards_ask_for() {
         "target_core_user",
         "tcm_loop",
     ];
-    let guest = UserMode {
-        modules: modules.map(str::to_owned).to_vec(),
-        ..UserMode::default()
-    };
-    let mut guest = guest.boot_here(dir.path(), &script).unwrap();
-    let mut said = Vec::new();
-    while said.last().is_none_or(|line| line != "guest: end") {
-        said.push(guest.wait_for("guest: ").unwrap());
-    }
     assert_eq!(
-        said,
+        run_in_user_mode(dir.path(), &modules, JOB),
         [
-            "guest: small: 230 tests",
+            "small: 230 tests",
             // The test asks for the status of a block, and expects that of the first block of the next physical block.
-            "guest: fails: GetLBAStatus.UnmapSingle",
+            "fails: GetLBAStatus.UnmapSingle",
             NOT_THERE,
-            "guest: large: 230 tests",
+            "large: 230 tests",
             // The test writes 257 blocks at once, one more than tcm_loop takes.
-            "guest: fails: GetLBAStatus.UnmapSingle",
+            "fails: GetLBAStatus.UnmapSingle",
             NOT_THERE,
-            "guest: daemon: status 0",
-            "guest: check of small.img: status 0",
-            "guest: check of large.img: status 0",
-            "guest: end",
-        ],
-        "{}",
-        guest.console()
+            "daemon: status 0",
+            "check of small.img: status 0",
+            "check of large.img: status 0",
+        ]
     );
-    guest.end().unwrap();
 }

@@ -2,11 +2,9 @@
 //! with sg3-utils, ext4, fio, kills of the daemon under load and resizes. At the end, configfs and the images are
 //! checked. That kernel is user-mode Linux. The target for guests, vhost-scsi, is only in Debian's kernel.
 
-use std::fs;
 use std::path::Path;
 
-use walvisor_guest_images::{UserMode, walvisor_binary};
-use walvisor_tests::{guest_lines, have_all, job_lines, run_emulated_job, sum_counter};
+use walvisor_tests::{have_all, job_lines, run_emulated_job, run_in_user_mode, sum_counter};
 
 /// The lines that the guest prints, in order.
 const SAID: &str = include_str!("tcmu_kernel.txt");
@@ -25,18 +23,9 @@ fn run_and_expect(dir: &Path, script: &str, lines: &str) -> Option<()> {
     if !have_all(&needs) {
         return None;
     }
-    fs::create_dir(dir.join("files")).unwrap();
-    let script = format!(
-        "WALVISOR='{}' PLACE='{}'\n{}{script}",
-        walvisor_binary("dev").expect("building walvisor").display(),
-        dir.display(),
-        include_str!("../scripts/tcmu-functions.sh")
-    );
-    let mut guest = UserMode::default().boot_here(dir, &script).unwrap();
-    let told = guest_lines(&mut guest);
-    let expected: Vec<_> = lines.lines().map(|line| format!("guest: {line}")).collect();
-    assert_eq!(told[..told.len() - 1], expected, "{}", guest.console());
-    guest.end().unwrap();
+    let functions = include_str!("../scripts/tcmu-functions.sh");
+    let told = run_in_user_mode(dir, &[], &format!("{functions}{script}"));
+    assert_eq!(told, lines.lines().collect::<Vec<_>>());
     Some(())
 }
 

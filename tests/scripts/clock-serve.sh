@@ -1,7 +1,6 @@
-# The clock is set while disks of `walvisor serve nbd` commit. Runs in user-mode Linux, in the directory $PLACE of the
+# The clock is set while disks of `walvisor serve nbd` commit. Runs in user-mode Linux, in a directory of the
 # machine; $WALVISOR is the program. Its first part is clock-functions.sh.
 walvisor() { "$WALVISOR" "$@"; }
-mkdir files && mount -t hostfs none files -o "$PLACE" && cd files || exit
 for disk in waiting adaptive; do walvisor disk create $disk.img --size 32M || exit; done
 : >served
 # The commit groups of this disk wait for more flushes than the clients have in flight.

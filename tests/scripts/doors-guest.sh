@@ -1,6 +1,5 @@
-# One daemon serves disks of one log over vhost-user, NBD and TCMU. Runs in user-mode Linux, in the directory $PLACE/files of
-# the machine; $WALVISOR is the program and $DOORS the one that writes and checks, and the kernel's modules are below $PLACE.
-mkdir files && mount -t hostfs none files -o "$PLACE/files" && cd files || exit
+# One daemon serves disks of one log over vhost-user, NBD and TCMU. Runs in user-mode Linux, in a directory of the
+# machine; $WALVISOR is the program and $DOORS the one that writes and checks, and the kernel's modules are below $PLACE.
 config=/sys/kernel/config
 load() { for module; do modprobe -d "$PLACE" "$module"; done; }
 load configfs

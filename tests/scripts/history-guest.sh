@@ -1,7 +1,7 @@
 # A row of a database is deleted by mistake, and the daemon is killed. The file system and the database as they were before
 # are mounted from a scratch disk, and the row comes back with a clone. Runs in user-mode Linux, whose kernel has the NBD
-# client, in a directory of the machine, $PLACE; $WALVISOR is the program.
-mkdir files /mnt/files && mount -t hostfs none files -o "$PLACE" && cd files || exit
+# client, in a directory of the machine; $WALVISOR is the program.
+mkdir /mnt/files || exit
 "$WALVISOR" disk create bank.img --size 64M || exit
 
 # Serves a disk, and attaches it to the kernel.

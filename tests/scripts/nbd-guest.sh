@@ -1,8 +1,7 @@
 # The disks of `walvisor serve nbd` under the kernel's own NBD client: a file system and raw requests on one log, a
 # kill of the daemon after fsyncs, and the content of the images at the end. Runs in user-mode Linux, whose kernel has
-# the client, in a directory of the machine, $PLACE; $WALVISOR is the program.
+# the client, in a directory of the machine; $WALVISOR is the program.
 walvisor() { "$WALVISOR" "$@"; }
-mkdir files && mount -t hostfs none files -o "$PLACE" && cd files || exit
 walvisor disk create files.img --size 192M --log log || exit
 walvisor disk create raw.img --size 64M --log log || exit
 

@@ -1,7 +1,6 @@
-# What the scripts of `walvisor serve tcmu` share, in user-mode Linux: they run in the directory $PLACE/files of the machine;
+# What the scripts of `walvisor serve tcmu` share, in user-mode Linux: they run in a directory of the machine;
 # $WALVISOR is the program, and the kernel's modules are below $PLACE.
 walvisor() { "$WALVISOR" "$@"; }
-mkdir files && mount -t hostfs none files -o "$PLACE/files" && cd files || exit
 config=/sys/kernel/config
 load() { for module; do modprobe -d "$PLACE" "$module"; done; }
 say() { echo "guest: $*"; }

@@ -16,7 +16,7 @@ use rustix::fs::{Mode, OFlags, open};
 use rustix::pty::{OpenptFlags, grantpt, openpt, ptsname, unlockpt};
 pub use sessions::run_sessions;
 use walvisor_guest_images::{
-    Cache, Guest, GuestImages, Job, JobOutcome, Machine, Metrics, Reporter, install_missing,
+    Cache, GuestImages, Job, JobOutcome, Machine, Metrics, Reporter, UserMode, install_missing,
     obstacle, walvisor_binary,
 };
 
@@ -55,15 +55,35 @@ pub fn have_passt() -> bool {
     have("passt", "passt")
 }
 
-/// The lines of a guest's console that begin with `guest: `, up to the last one.
+/// Runs `script` in user-mode Linux with these modules, in a new folder `files` of `dir`. $WALVISOR is the `walvisor` of this
+/// source tree, and $PLACE is `dir`, below which all modules are. Returns the lines that it prints after `guest: `. Prints the
+/// end of the console, which the test harness shows if the test fails.
 ///
 /// # Panics
-/// The guest ends without its last line, or prints nothing for minutes.
-pub fn guest_lines(guest: &mut Guest) -> Vec<String> {
+/// `walvisor` cannot be built, or the guest does not boot, does not reach the end of the script, or prints nothing for minutes.
+#[must_use]
+pub fn run_in_user_mode(dir: &Path, modules: &[&str], script: &str) -> Vec<String> {
+    fs::create_dir(dir.join("files")).unwrap();
+    let script = format!(
+        "WALVISOR='{}' PLACE='{}'\nmkdir files && mount -t hostfs none files -o \"$PLACE/files\" && cd files || exit\n{script}",
+        binary().display(),
+        dir.display(),
+    );
+    let guest = UserMode {
+        modules: modules.iter().map(|&name| name.to_owned()).collect(),
+        ..UserMode::default()
+    };
+    let mut guest = guest.boot_here(dir, &script).unwrap();
     let mut lines = Vec::new();
-    while lines.last().is_none_or(|line| line != "guest: end") {
-        lines.push(guest.wait_for("guest: ").unwrap());
+    loop {
+        let line = guest.wait_for("guest: ").unwrap();
+        match line.strip_prefix("guest: ") {
+            Some(line) if line != "end" => lines.push(line.to_owned()),
+            _ => break,
+        }
     }
+    println!("{}", guest.console());
+    guest.end().unwrap();
     lines
 }
 
