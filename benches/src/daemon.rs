@@ -182,17 +182,9 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        let began = Instant::now();
-        // Repeats the signal, because qemu-nbd ignores it while starting.
-        while let Ok(None) = self.child.try_wait() {
-            let _ = kill_process(Pid::from_child(&self.child), Signal::TERM);
-            if self.control.is_some() {
-                let _ = self.child.wait();
-            } else if began.elapsed() > PEER_TIMEOUT {
-                let _ = self.child.kill();
-            }
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        // `walvisor` may have a long checkpoint to do.
+        let longest = self.control.is_none().then_some(PEER_TIMEOUT);
+        programs::end(&mut self.child, longest);
     }
 }
 

@@ -8,11 +8,10 @@ use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::Duration;
 
-use rustix::process::{Pid, Signal, kill_process};
 use walvisor::commands::CommandError;
 
 use crate::place::failed;
-use crate::programs::{GUEST_IMAGES, guest_images};
+use crate::programs::{self, GUEST_IMAGES, guest_images};
 use crate::session::Session;
 
 /// How often to check for an interrupt by the user.
@@ -132,10 +131,6 @@ struct TermGuard(Child);
 
 impl Drop for TermGuard {
     fn drop(&mut self) {
-        if matches!(self.0.try_wait(), Ok(None)) {
-            // Fails if the child has ended, which is fine.
-            let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
-        }
-        let _ = self.0.wait();
+        programs::end(&mut self.0, None);
     }
 }

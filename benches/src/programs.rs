@@ -1,7 +1,10 @@
-//! Programs that run in processes of their own: finds them.
+//! Programs that run in processes of their own: finds them, and ends them.
 
 use std::path::{Path, PathBuf};
+use std::process::Child;
+use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, Signal, kill_process};
 use walvisor::commands::CommandError;
 
 /// The program that builds and runs guests.
@@ -66,4 +69,23 @@ pub fn require(needs: &[(&str, &str)]) -> Result<(), CommandError> {
             "{program} is missing: apt-get install --no-install-recommends {package}"
         )))
     })
+}
+
+/// Sends SIGTERM to a child and waits until it has ended. If it takes longer than `longest`, kills it.
+pub fn end(child: &mut Child, longest: Option<Duration>) {
+    let began = Instant::now();
+    // Repeats the signal, because qemu-nbd ignores it while starting.
+    while let Ok(None) = child.try_wait() {
+        // Each fails if the child has ended, which is fine.
+        let _ = kill_process(Pid::from_child(child), Signal::TERM);
+        match longest {
+            None => drop(child.wait()),
+            Some(longest) => {
+                if began.elapsed() > longest {
+                    let _ = child.kill();
+                }
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }
+    }
 }

@@ -73,14 +73,11 @@ pub fn run(arguments: &AppendArguments) -> Result<(), CommandError> {
         // The data is stamped before the clock starts. Copying it stands in for the copy from guest memory.
         let template = stamped_block(block as usize, 1, round);
         let began = Instant::now();
-        let mut sectors = (0..bytes / SECTOR_SIZE).step_by((block / SECTOR_SIZE) as usize);
-        let mut write = |_| {
-            let sector = sectors.next()?;
-            let data = Buffer::from(&template[..]);
-            Some(Operation::Write { sector, data })
-        };
-        while queue.step(&mut write)?.is_some() {}
-        queue.flush()?;
+        let sectors = (0..bytes / SECTOR_SIZE).step_by((block / SECTOR_SIZE) as usize);
+        queue.run(sectors.map(|sector| Operation::Write {
+            sector,
+            data: Buffer::from(&template[..]),
+        }))?;
         let took = began.elapsed();
         let counters = store.log_counters();
         drop(queue);
@@ -98,8 +95,7 @@ pub fn run(arguments: &AppendArguments) -> Result<(), CommandError> {
         let mut queue = RawQueue::new(&raw_file, Direction::Write, block as usize, depth)?;
         (0..depth).for_each(|slot| stamp(queue.buffer(slot), 0, round));
         let began = Instant::now();
-        let mut offsets = (0..bytes).step_by(block as usize);
-        while queue.step(|_| offsets.next())?.is_some() {}
+        queue.run((0..bytes).step_by(block as usize))?;
         raw_file.sync_data().map_err(failed("sync", &raw_path))?;
         Ok(began.elapsed())
     };

@@ -66,21 +66,17 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
     let log = |round| {
         let store = site::open(site, 1, CacheMode::Writeback, &options)?;
         let mut queue = QueueClient::open(&store.disks()[0], DEPTH)?;
-        let mut records = 0..blocks;
-        let mut write = |_| {
-            let record = records.next()?;
+        queue.run((0..blocks).map(|record| {
             let place = if sequential {
                 record
             } else {
                 scattered(record, blocks)
             };
-            Some(Operation::Write {
+            Operation::Write {
                 sector: place * block / SECTOR_SIZE,
                 data: stamped_block(block as usize, 1 + round, place),
-            })
-        };
-        while queue.step(&mut write)?.is_some() {}
-        queue.flush()?;
+            }
+        }))?;
         drop(queue);
         if store.log_counters().checkpoints > 0 {
             return Err(CommandError::Failed(
@@ -101,8 +97,7 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         let began = Instant::now();
         for direction in [Direction::Read, Direction::Write] {
             let mut queue = RawQueue::new(&raw_file, direction, RAW_BLOCK, RAW_DEPTH)?;
-            let mut offsets = (0..bytes).step_by(RAW_BLOCK);
-            while queue.step(|_| offsets.next())?.is_some() {}
+            queue.run((0..bytes).step_by(RAW_BLOCK))?;
         }
         raw_file.sync_data().map_err(failed("sync", &raw_path))?;
         Ok(began.elapsed())

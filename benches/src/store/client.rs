@@ -7,7 +7,15 @@ use rustix::event::{PollFd, PollFlags};
 use walvisor::commands::CommandError;
 use walvisor_storage::{BackendQueue, Buffer, Completion, Disk, Operation, Port, SECTOR_SIZE};
 
-use crate::blocks::BLOCK;
+use crate::blocks::{BLOCK, stamped_block};
+
+/// A write of the block with this number, which `writer` stamps.
+pub fn write_block(writer: u64, block: u64) -> Operation {
+    Operation::Write {
+        sector: block * BLOCK as u64 / SECTOR_SIZE,
+        data: stamped_block(BLOCK, writer, block),
+    }
+}
 
 /// Sleeps until a port has completions.
 fn wait(event: BorrowedFd<'_>) {
@@ -124,12 +132,15 @@ impl QueueClient {
         }
     }
 
-    /// Waits for the requests in flight, then flushes.
+    /// Runs these requests, then flushes.
     ///
     /// # Errors
     /// If a request failed.
-    pub fn flush(&mut self) -> Result<(), CommandError> {
-        while self.step(|_| None)?.is_some() {}
+    pub fn run(
+        &mut self,
+        mut requests: impl Iterator<Item = Operation>,
+    ) -> Result<(), CommandError> {
+        while self.step(|_| requests.next())?.is_some() {}
         let mut flush = Some(Operation::Flush);
         while self.step(|_| flush.take())?.is_some() {}
         Ok(())

@@ -106,6 +106,15 @@ impl<'a> RawQueue<'a> {
         }
     }
 
+    /// Moves bytes at all of these file offsets.
+    ///
+    /// # Errors
+    /// If a request failed or was short.
+    pub fn run(&mut self, mut offsets: impl Iterator<Item = u64>) -> Result<(), CommandError> {
+        while self.step(|_| offsets.next())?.is_some() {}
+        Ok(())
+    }
+
     fn push(&mut self, slot: usize, offset: u64) {
         let fd = types::Fd(self.file.as_raw_fd());
         let buffer = &mut self.buffers[slot];

@@ -11,7 +11,7 @@ use walvisor::size::parse_size;
 use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 use walvisor_testkit::Random;
 
-use super::client::{QueueClient, StoreClient};
+use super::client::{QueueClient, StoreClient, write_block};
 use super::output::{StoreOutput, StoreReport, row, tenths, thousandths};
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
@@ -244,45 +244,12 @@ fn measure(arguments: &ReadArguments) -> Result<StoreReport, CommandError> {
     let mut raw_readers = (0..clients)
         .map(raw_reader)
         .collect::<Result<Vec<_>, CommandError>>()?;
-    let (mut raw, mut checkpointed, mut logged) =
-        (Timing::default(), Timing::default(), Timing::default());
     let rounds: Vec<u64> = shares(arguments.reads, ROUNDS).collect();
     let store = site::open(site, 1, CacheMode::Writeback, &options)?;
-    let mut from_image = readers(&store, 1)?;
-    for &share in &rounds {
-        raw.add(closed_loops(
-            &mut raw_readers,
-            share,
-            RawReader::read,
-            |_| (),
-        )?);
-        checkpointed.add(closed_loops(
-            &mut from_image,
-            share,
-            StoreReader::read,
-            |_| (),
-        )?);
-    }
-    drop(from_image);
+    let [mut raw, checkpointed] = take_turns(&mut raw_readers, readers(&store, 1)?, &rounds)?;
     // Writer 2's data stays in the log.
     fill(&store, blocks, 2)?;
-    let mut from_log = readers(&store, 2)?;
-    let mut raw_beside = Timing::default();
-    for &share in &rounds {
-        raw_beside.add(closed_loops(
-            &mut raw_readers,
-            share,
-            RawReader::read,
-            |_| (),
-        )?);
-        logged.add(closed_loops(
-            &mut from_log,
-            share,
-            StoreReader::read,
-            |_| (),
-        )?);
-    }
-    drop(from_log);
+    let [raw_beside, logged] = take_turns(&mut raw_readers, readers(&store, 2)?, &rounds)?;
     let (checkpointed_ratio, logged_ratio) = (
         checkpointed.rate() / raw.rate(),
         logged.rate() / raw_beside.rate(),
@@ -334,13 +301,7 @@ fn measure(arguments: &ReadArguments) -> Result<StoreReport, CommandError> {
             let mut queue = QueueClient::open(&store.disks()[1], WRITES)?;
             let mut places = scatter(clients);
             let write = || {
-                let write = |_| {
-                    let block = places.next();
-                    Some(Operation::Write {
-                        sector: block * BLOCK as u64 / SECTOR_SIZE,
-                        data: stamped_block(BLOCK, 1, block),
-                    })
-                };
+                let write = |_| Some(write_block(1, places.next()));
                 queue.step(write).map(drop)
             };
             let rest = || {
@@ -423,6 +384,25 @@ fn measure(arguments: &ReadArguments) -> Result<StoreReport, CommandError> {
     })
 }
 
+/// Lets the baseline and the store take turns.
+fn take_turns(
+    raw_readers: &mut [RawReader<'_>],
+    mut readers: Vec<StoreReader>,
+    rounds: &[u64],
+) -> Result<[Timing; 2], CommandError> {
+    let mut timings = [Timing::default(), Timing::default()];
+    for &share in rounds {
+        timings[0].add(closed_loops(raw_readers, share, RawReader::read, |_| ())?);
+        timings[1].add(closed_loops(
+            &mut readers,
+            share,
+            StoreReader::read,
+            |_| (),
+        )?);
+    }
+    Ok(timings)
+}
+
 /// Measures reads alone and while another thread repeats `work`, in turns. `rest` waits until the effects of the work are
 /// over.
 fn measure_under_load<R: Send>(
@@ -462,16 +442,5 @@ fn measure_under_load<R: Send>(
 /// Writes every block as a record of its own, and makes them durable.
 fn fill(store: &Store, blocks: u64, writer: u64) -> Result<(), CommandError> {
     let mut queue = QueueClient::open(&store.disks()[0], FILL_DEPTH)?;
-    let mut next = 0;
-    let mut write = |_| {
-        let block = next;
-        next += 1;
-        (block < blocks).then(|| Operation::Write {
-            sector: block * BLOCK as u64 / SECTOR_SIZE,
-            data: stamped_block(BLOCK, writer, block),
-        })
-    };
-    while queue.step(&mut write)?.is_some() {}
-    queue.flush()?;
-    Ok(())
+    queue.run((0..blocks).map(|block| write_block(writer, block)))
 }

@@ -13,10 +13,10 @@ use walvisor::commands::threads::Threads;
 use walvisor::size::parse_size;
 use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
-use super::client::{QueueClient, StoreClient};
+use super::client::{QueueClient, StoreClient, write_block};
 use super::output::{StoreOutput, StoreReport, check_bytes, median, row, tenths, thousandths};
 use super::site::{self, ring};
-use crate::blocks::{BLOCK, damage_error, is_stamped, scattered, stamped_block};
+use crate::blocks::{BLOCK, damage_error, is_stamped, scattered};
 use crate::place::{directory, failed, open_direct};
 
 /// Number of turns of store and baseline.
@@ -155,21 +155,17 @@ pub fn fill(arguments: &FillArguments) -> Result<(), CommandError> {
     };
     let mut queue = QueueClient::open(&store.disks()[0], BURST as usize)?;
     for first in (0..blocks).step_by(BURST as usize) {
-        let mut record = first;
-        let mut write = |_| {
+        queue.run((first..blocks.min(first + BURST)).map(|record| {
             let block = scattered(record, blocks);
-            record += 1;
-            (record <= blocks.min(first + BURST)).then(|| Operation::Write {
-                sector: block * BLOCK as u64 / SECTOR_SIZE,
-                data: if arguments.sparse {
-                    Buffer::zeroed(BLOCK)
-                } else {
-                    stamped_block(BLOCK, 1, block)
-                },
-            })
-        };
-        while queue.step(&mut write)?.is_some() {}
-        queue.flush()?;
+            if arguments.sparse {
+                Operation::Write {
+                    sector: block * BLOCK as u64 / SECTOR_SIZE,
+                    data: Buffer::zeroed(BLOCK),
+                }
+            } else {
+                write_block(1, block)
+            }
+        }))?;
         if arguments.sparse {
             holes.dig(&site::log(&arguments.site), store.log_counters().log_bytes)?;
         }

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, geteuid, kill_process};
+use rustix::process::geteuid;
 use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use walvisor::commands::CommandError;
@@ -132,14 +132,7 @@ impl Drop for Volume {
             }
         }
         // nbdfuse ends when it is unmounted; a signal ends it in all other cases. nbdkit ends with it.
-        let _ = kill_process(Pid::from_child(&self.server), Signal::TERM);
-        let began = Instant::now();
-        while let Ok(None) = self.server.try_wait() {
-            if began.elapsed() > STEP_TIMEOUT {
-                let _ = self.server.kill();
-            }
-            std::thread::sleep(Duration::from_millis(10));
-        }
+        programs::end(&mut self.server, Some(STEP_TIMEOUT));
     }
 }
 
