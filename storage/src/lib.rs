@@ -112,6 +112,7 @@ pub use {
         DamagedHeader, DamagedSectors, DiskReport, LogReport, SnapshotFault, inspect,
         inspect_with_progress,
     },
+    offline::live_points::DiskPoints,
     offline::log_size::resize_log,
     offline::members::{leave_log, move_to_log},
     offline::open::Store,

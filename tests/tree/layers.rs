@@ -73,6 +73,7 @@ const WALVISOR: &[&[&str]] = &[
         "progress",
         "repeats",
         "size",
+        "table",
     ],
     &["landlock", "lio"],
     &["demo", "disks", "metrics"],

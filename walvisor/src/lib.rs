@@ -27,3 +27,4 @@ pub mod processor_time;
 pub mod progress;
 mod repeats;
 pub mod size;
+pub mod table;

@@ -13,7 +13,6 @@ use walvisor_vmm::vm::exits::{ExitCounters, ExitReason};
 use walvisor_vmm::vm::memory_use::MemoryUse;
 
 use crate::disk::{cache_in_force, log_counters, log_name, logged};
-use crate::point::show_retain;
 
 /// The metrics of a run.
 pub struct RunMetrics<'a> {
@@ -416,7 +415,7 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
     let name = "walvisor_log_retain_info";
     text.metric(name, "gauge", "How much history the log is set to keep.");
     for (labels, history) in &logs {
-        let retain = show_retain(history.retain);
+        let retain = history.retain;
         text.sample(name, &format!("{{{labels},retain=\"{retain}\"}}"), 1);
     }
 }

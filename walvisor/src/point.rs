@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use jiff::{SignedDuration, Span, SpanRelativeTo, Timestamp};
 use serde_json::{Value, json};
-use walvisor_storage::{Commit, LogHistory, MarkText, Point, Retention, RewindReport, Snapshot};
+use walvisor_storage::{
+    Commit, DiskPoints, LogHistory, MarkText, Point, Retention, RewindReport, Snapshot,
+};
 
-use crate::size::{parse_size, show_size};
+use crate::size::{human_size, parse_size};
 
 /// Describes the accepted points to the user.
 pub const POINT: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, \
@@ -46,26 +48,13 @@ pub fn parse_retain(text: &str) -> Result<Retention, String> {
     }
 }
 
-/// The reverse of [`parse_retain`].
-pub fn show_retain(retain: Retention) -> String {
-    match retain {
-        Retention::Nothing => "off".to_owned(),
-        Retention::All => "all".to_owned(),
-        Retention::Time(time) => format!(
-            "{:#}",
-            SignedDuration::try_from(time).unwrap_or(SignedDuration::MAX)
-        ),
-        Retention::Bytes(bytes) => show_size(bytes),
-    }
-}
-
 /// A retention in words, for whoever has just set it.
 pub fn retain_text(retain: Retention) -> String {
     match retain {
         Retention::Nothing => "no history".to_owned(),
         Retention::All => "all history, while the log has room".to_owned(),
-        Retention::Time(_) => format!("the history of the last {}", show_retain(retain)),
-        Retention::Bytes(bytes) => format!("the last {bytes} bytes of the log"),
+        Retention::Time(_) => format!("the history of the last {}", retain),
+        Retention::Bytes(bytes) => format!("the last {} of the log", human_size(bytes)),
     }
 }
 
@@ -115,6 +104,52 @@ pub fn snapshot_json(snapshot: &Snapshot) -> Value {
     })
 }
 
+/// The points of a disk in use, as JSON: each has what is typed for it, `at`.
+pub fn points_json(points: &DiskPoints, retain: Retention) -> Value {
+    let mut all = Vec::new();
+    for group in &points.newest {
+        let (cid, unix_us) = (group.cid, group.unix_us);
+        if group.records > group.marks.len() as u64 {
+            let point = json!({
+                "at": format!("cid:{cid}"),
+                "kind": "commit",
+                "lsn": group.last_lsn,
+                "cid": cid,
+                "unix_us": unix_us,
+                "records": group.records - group.marks.len() as u64,
+                "payload_bytes": group.payload_bytes,
+            });
+            all.push((group.last_lsn, point));
+        }
+        all.extend(group.marks.iter().map(|mark| {
+            let point = json!({
+                "at": format!("lsn:{}", mark.lsn),
+                "kind": "mark",
+                "lsn": mark.lsn,
+                "cid": cid,
+                "unix_us": unix_us,
+                "text": mark.text.as_str(),
+            });
+            (mark.lsn, point)
+        }));
+    }
+    all.extend(points.snapshots.iter().map(|snapshot| {
+        let mut point = snapshot_json(snapshot);
+        point["at"] = format!("snapshot:{}", snapshot.name).into();
+        point["kind"] = "snapshot".into();
+        (snapshot.lsn, point)
+    }));
+    // A snapshot comes after the commit that it names.
+    all.sort_by_key(|(lsn, _)| *lsn);
+    let Commit { lsn, cid, unix_us } = points.oldest;
+    json!({
+        "retain": retain.to_string(),
+        "oldest": { "lsn": lsn, "cid": cid, "unix_us": unix_us },
+        "commits": points.groups,
+        "points": all.into_iter().map(|(_, point)| point).collect::<Vec<_>>(),
+    })
+}
+
 /// A mark that was written with this commit, as JSON.
 pub fn mark_json(text: &MarkText, made: &Commit) -> Value {
     json!({
@@ -143,7 +178,7 @@ pub fn history_json(history: &LogHistory) -> Value {
     } = history;
     json!({
         "horizon": { "lsn": horizon.lsn, "cid": horizon.cid, "unix_us": horizon.unix_us },
-        "retain": show_retain(history.retain),
+        "retain": history.retain.to_string(),
         "kept_bytes": history.kept_bytes,
         "pinned_bytes": history.pinned_bytes,
         "room_bytes": history.room_bytes,
@@ -200,13 +235,13 @@ pub fn refuse_checkpoint(history: &LogHistory, disks: Vec<String>) -> Result<(),
         "its log keeps history (retain={}), and a checkpoint would end it for {}: what is there \
          since {since} would be lost; to do that, add --give-up-history (in JSON: \
          \"give_up_history\": true)",
-        show_retain(history.retain),
+        history.retain,
         disks.join(", "),
     ))
 }
 
 /// The age of a time, which is in microseconds since 1970, in whole seconds.
-fn age(unix_us: u64) -> String {
+pub fn age(unix_us: u64) -> String {
     let now = Timestamp::now().as_microsecond();
     let passed = now.saturating_sub_unsigned(unix_us).max(0) / 1_000_000;
     format!("{:#}", SignedDuration::from_secs(passed))
@@ -282,7 +317,7 @@ mod tests {
             ("15M", Retention::Bytes(15 << 20)),
         ] {
             assert_eq!(parse_retain(text), Ok(retain), "{text}");
-            assert_eq!(parse_retain(&show_retain(retain)), Ok(retain), "{text}");
+            assert_eq!(parse_retain(&retain.to_string()), Ok(retain), "{text}");
         }
         for text in ["", "0", "0s", "-5m", "1y", "some", "5x"] {
             let error = parse_retain(text).unwrap_err();

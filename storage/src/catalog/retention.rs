@@ -1,5 +1,6 @@
 //! How much of its history a log keeps.
 
+use std::fmt;
 use std::time::Duration;
 
 use zerocopy::little_endian::{U32, U64};
@@ -90,6 +91,61 @@ impl Retention {
             2 => Some(Self::Bytes(value)),
             3 => Some(Self::All),
             _ => None,
+        }
+    }
+}
+
+/// As the key `retain=` takes it: `off`, `all`, a time such as `1h 30m`, or a size such as `50G`.
+impl fmt::Display for Retention {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            Self::Nothing => f.write_str("off"),
+            Self::All => f.write_str("all"),
+            Self::Time(time) if time.subsec_nanos() > 0 || time.is_zero() => write!(f, "{time:?}"),
+            Self::Time(time) => {
+                let seconds = time.as_secs();
+                let parts = [
+                    (seconds / 3600, "h"),
+                    (seconds / 60 % 60, "m"),
+                    (seconds % 60, "s"),
+                ];
+                let mut gap = "";
+                for (number, unit) in parts.into_iter().filter(|(number, _)| *number > 0) {
+                    write!(f, "{gap}{number}{unit}")?;
+                    gap = " ";
+                }
+                Ok(())
+            }
+            Self::Bytes(bytes) => {
+                let units = ["B", "K", "M", "G", "T", "P", "E"];
+                let power = match bytes {
+                    0 => 0,
+                    _ => (bytes.trailing_zeros() / 10) as usize,
+                };
+                write!(f, "{}{}", bytes >> (10 * power), units[power])
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn retentions_are_shown_as_they_are_typed() {
+        for (retain, text) in [
+            (Retention::Nothing, "off"),
+            (Retention::All, "all"),
+            (Retention::Time(Duration::from_secs(86_400)), "24h"),
+            (Retention::Time(Duration::from_secs(5_401)), "1h 30m 1s"),
+            (Retention::Time(Duration::from_millis(1_500)), "1.5s"),
+            (Retention::Bytes(0), "0B"),
+            (Retention::Bytes(513), "513B"),
+            (Retention::Bytes(3 << 29), "1536M"),
+            (Retention::Bytes(1 << 63), "8E"),
+        ] {
+            assert_eq!(retain.to_string(), text);
         }
     }
 }

@@ -11,6 +11,7 @@ use std::fmt;
 use std::path::Path;
 
 use crate::catalog::control::open_control;
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
@@ -172,12 +173,20 @@ impl Point {
             }
             (None, None, Some(after)) => Err(self.refused(
                 log_dir,
-                &format!("the oldest are LSN {horizon}, which the base image holds, and {after}"),
+                &format!(
+                    "the oldest are LSN {horizon}, which the base image holds, and {after}, at time:{}; the log has \
+                     retain={}",
+                    utc(after.unix_us),
+                    Retention::of(&control.history)
+                ),
             )),
             (None, None, None) if self == Self::Newest => Ok(control.with_rewinds(horizon)),
             (None, None, None) => Err(self.refused(
                 log_dir,
-                &format!("there is only LSN {horizon}, which the base image holds"),
+                &format!(
+                    "there is only LSN {horizon}, which the base image holds; the log has retain={}",
+                    Retention::of(&control.history)
+                ),
             )),
         }
     }
@@ -197,6 +206,45 @@ impl fmt::Display for Point {
             Self::Time(_) => write!(f, "this time"),
             Self::Snapshot(name) => write!(f, "snapshot:{name}"),
             Self::Newest => write!(f, "newest"),
+        }
+    }
+}
+
+/// A time in microseconds since 1970 as RFC 3339 writes it, in UTC.
+fn utc(unix_us: u64) -> String {
+    let (seconds, us) = (unix_us / 1_000_000, unix_us % 1_000_000);
+    // Years that begin in March end with the leap day, if they have one. 400 of them have 146,097 days.
+    let day = seconds / 86_400 + 719_468;
+    let (era, day) = (day / 146_097, day % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let (next_year, month) = if month < 10 {
+        (0, month + 3)
+    } else {
+        (1, month - 9)
+    };
+    let year = 400 * era + year + next_year;
+    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{us:06}Z")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::utc;
+
+    #[test]
+    fn times_are_shown_in_utc() {
+        for (seconds, text) in [
+            (0, "1970-01-01T00:00:00.000007Z"),
+            (951_782_399, "2000-02-28T23:59:59.000007Z"),
+            (951_782_400, "2000-02-29T00:00:00.000007Z"),
+            (951_868_800, "2000-03-01T00:00:00.000007Z"),
+            (1_798_761_599, "2026-12-31T23:59:59.000007Z"),
+            (4_107_542_400, "2100-03-01T00:00:00.000007Z"),
+        ] {
+            assert_eq!(utc(seconds * 1_000_000 + 7), text);
         }
     }
 }

@@ -66,6 +66,37 @@ pub struct LogRecord<'a> {
     pub damaged: bool,
 }
 
+impl<'a> LogRecord<'a> {
+    /// A record that was found, of the disk whose base image is at `disk`. `text`: that of a mark.
+    pub(crate) fn new(found: &FoundRecord<'a>, disk: &'a Path, text: Option<&'a MarkText>) -> Self {
+        let descriptor = found.descriptor;
+        let kind = match DescriptorKind::from_raw(descriptor.kind.get()) {
+            _ if found.is_mark() => RecordKind::Mark,
+            Some(DescriptorKind::Write) | None => RecordKind::Write,
+            Some(DescriptorKind::WriteZeroes) => RecordKind::WriteZeroes,
+            Some(DescriptorKind::Discard) => RecordKind::Discard,
+        };
+        Self {
+            lsn: found.lsn,
+            cid: found.batch.cid.get(),
+            unix_us: found.batch.unix_us.get(),
+            disk_id: descriptor.disk_id.get(),
+            disk,
+            kind,
+            text,
+            sector: descriptor.sector.get(),
+            sectors: descriptor.sectors.get(),
+            payload_bytes: descriptor.payload_len(),
+            payload_crc: checksum::combine(found.checksums, descriptor.payload_len()),
+            segment: &found.segment.path,
+            offset: found.offset,
+            in_base: found.in_base,
+            undone: !found.in_base && !found.counts,
+            damaged: found.damaged,
+        }
+    }
+}
+
 /// The records that one sync made durable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogGroup {
@@ -119,39 +150,16 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
     let medium = directory_to_read(log_dir, None);
     let mut failed = None;
     let mut each = |found: FoundRecord<'_>| {
-        let descriptor = found.descriptor;
-        let disk_id = descriptor.disk_id.get();
-        let (mark, mut text) = (found.is_mark(), None);
-        if mark && !found.damaged {
+        let disk_id = found.descriptor.disk_id.get();
+        let mut text = None;
+        if found.is_mark() && !found.damaged {
             match text_of(&found) {
                 Ok(found) => text = found,
                 Err(error) => drop(failed.get_or_insert(error)),
             }
         }
-        let kind = match DescriptorKind::from_raw(descriptor.kind.get()) {
-            _ if mark => RecordKind::Mark,
-            Some(DescriptorKind::Write) | None => RecordKind::Write,
-            Some(DescriptorKind::WriteZeroes) => RecordKind::WriteZeroes,
-            Some(DescriptorKind::Discard) => RecordKind::Discard,
-        };
-        visit(&LogRecord {
-            lsn: found.lsn,
-            cid: found.batch.cid.get(),
-            unix_us: found.batch.unix_us.get(),
-            disk_id,
-            disk: paths.get(&disk_id).map_or(Path::new(""), PathBuf::as_path),
-            kind,
-            text: text.as_ref(),
-            sector: descriptor.sector.get(),
-            sectors: descriptor.sectors.get(),
-            payload_bytes: descriptor.payload_len(),
-            payload_crc: checksum::combine(found.checksums, descriptor.payload_len()),
-            segment: &found.segment.path,
-            offset: found.offset,
-            in_base: found.in_base,
-            undone: !found.in_base && !found.counts,
-            damaged: found.damaged,
-        });
+        let disk = paths.get(&disk_id).map_or(Path::new(""), PathBuf::as_path);
+        visit(&LogRecord::new(&found, disk, text.as_ref()));
     };
     scan::scan(
         &medium,
@@ -169,26 +177,38 @@ pub fn dump_records(log_dir: &Path, visit: &mut dyn FnMut(&LogRecord<'_>)) -> Re
 /// # Errors
 /// As [`dump_records`].
 pub fn dump_groups(log_dir: &Path, visit: &mut dyn FnMut(&LogGroup)) -> Result<()> {
-    let mut open: Option<LogGroup> = None;
+    let mut groups = Groups::default();
     let dumped = dump_records(log_dir, &mut |record| {
-        let group = match &mut open {
-            Some(group) if group.cid == record.cid => group,
-            other => {
-                if let Some(ended) = other {
-                    visit(ended);
-                }
-                other.insert(LogGroup {
-                    cid: record.cid,
-                    first_lsn: record.lsn,
-                    last_lsn: record.lsn,
-                    disks: Vec::new(),
-                    records: 0,
-                    payload_bytes: 0,
-                    unix_us: record.unix_us,
-                    marks: Vec::new(),
-                })
-            }
-        };
+        if let Some(ended) = groups.take(record) {
+            visit(&ended);
+        }
+    });
+    if let Some(last) = groups.end() {
+        visit(&last);
+    }
+    dumped
+}
+
+/// Puts records together to groups.
+#[derive(Default)]
+pub(crate) struct Groups {
+    open: Option<LogGroup>,
+}
+
+impl Groups {
+    /// Takes the next record. Returns the group before it, if the record is the first of another one.
+    pub(crate) fn take(&mut self, record: &LogRecord<'_>) -> Option<LogGroup> {
+        let ended = self.open.take_if(|group| group.cid != record.cid);
+        let group = self.open.get_or_insert_with(|| LogGroup {
+            cid: record.cid,
+            first_lsn: record.lsn,
+            last_lsn: record.lsn,
+            disks: Vec::new(),
+            records: 0,
+            payload_bytes: 0,
+            unix_us: record.unix_us,
+            marks: Vec::new(),
+        });
         group.last_lsn = record.lsn;
         group.records += 1;
         group.payload_bytes += record.payload_bytes;
@@ -201,9 +221,11 @@ pub fn dump_groups(log_dir: &Path, visit: &mut dyn FnMut(&LogGroup)) -> Result<(
         if !marks && !group.disks.iter().any(|disk| disk == record.disk) {
             group.disks.push(record.disk.to_path_buf());
         }
-    });
-    if let Some(last) = &open {
-        visit(last);
+        ended
     }
-    dumped
+
+    /// The last group.
+    pub(crate) fn end(self) -> Option<LogGroup> {
+        self.open
+    }
 }

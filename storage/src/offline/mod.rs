@@ -8,6 +8,7 @@ pub(crate) mod dump;
 pub(crate) mod image;
 pub(crate) mod inspect;
 pub(crate) mod live_export;
+pub(crate) mod live_points;
 pub(crate) mod log_size;
 pub(crate) mod look;
 pub(crate) mod members;

@@ -1,26 +1,26 @@
 //! `walvisor ctl`: controls a running `walvisor run` or `walvisor serve`, or asks for its
 //! statistics.
 
+mod answer;
+
 use std::io::Write;
 use std::os::fd::AsFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
-use std::time::SystemTime;
 
 use clap::{Args, Subcommand};
-use serde_json::Value;
 use walvisor_storage::{Transfer, receive_image, scratch_file};
 
+use self::answer::text;
 use super::CommandError;
 use super::disk::report_transfer;
 use super::serve::nbd::unix_uri;
 use super::socket::bind;
 use super::socket_names::SocketNames;
 use crate::control_socket::{
-    CONTROL_MODE, CacheChoice, ControlCommand, Format, LimitChange, LookRequest, ask, ask_with,
+    CONTROL_MODE, CacheChoice, ControlCommand, FEW_POINTS, Format, LimitChange, LookRequest,
+    MOST_POINTS, ask, ask_with,
 };
-use crate::metrics::unix_us;
-use crate::point::history_text;
 use crate::progress::with_bar;
 use crate::size::parse_size;
 
@@ -29,6 +29,9 @@ use crate::size::parse_size;
 pub struct CtlArguments {
     /// The other process's --control socket
     pub socket: PathBuf,
+    /// Print JSON, always
+    #[arg(long, global = true)]
+    pub json: bool,
     /// What is wanted.
     #[command(subcommand)]
     pub request: CtlRequest,
@@ -39,17 +42,22 @@ pub struct CtlArguments {
 pub enum CtlRequest {
     /// Show counters and the current state
     Stats {
-        /// As JSON
-        #[arg(long, conflicts_with = "prometheus")]
-        json: bool,
         /// As Prometheus text
-        #[arg(long)]
+        #[arg(long, conflicts_with = "json")]
         prometheus: bool,
     },
     /// Stop the vCPUs, and wait until the disks have no requests in flight
-    Pause,
+    Pause {
+        /// Pause only this disk; the vCPUs and the other disks go on
+        #[arg(long, value_name = "NAME")]
+        disk: Option<String>,
+    },
     /// Continue after a pause
-    Resume,
+    Resume {
+        /// Let only this disk go on
+        #[arg(long, value_name = "NAME")]
+        disk: Option<String>,
+    },
     /// Grow a disk in use
     Resize {
         /// Which disk
@@ -100,9 +108,6 @@ pub enum CtlRequest {
         /// Replace FILE if it exists
         #[arg(long)]
         force: bool,
-        /// Print JSON
-        #[arg(long)]
-        json: bool,
     },
     /// Name the current state of all disks of the disk's log; the log keeps what is needed to
     /// restore it
@@ -131,6 +136,15 @@ pub enum CtlRequest {
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
+    },
+    /// List the points of a disk's history: its snapshots, marks and newest commits, and how far back it goes
+    Points {
+        /// Which disk
+        #[command(flatten)]
+        disk: DiskName,
+        /// How many of the newest commits; older ones with marks are listed too, as many
+        #[arg(long, value_name = "N", default_value_t = FEW_POINTS, value_parser = at_most_points)]
+        newest: usize,
     },
     /// Make a paused disk what it was at a point, at once; its current contents stay a point of the
     /// log. Whoever uses the disk must read it again
@@ -196,6 +210,12 @@ pub enum CtlRequest {
     },
 }
 
+/// Parses the argument of `points --newest`.
+fn at_most_points(text: &str) -> Result<usize, String> {
+    let number = text.parse().ok().filter(|number| *number <= MOST_POINTS);
+    number.ok_or_else(|| format!("give a number up to {MOST_POINTS}"))
+}
+
 /// What to look at, and where.
 #[derive(Args, Debug)]
 pub struct LookArguments {
@@ -227,7 +247,8 @@ pub struct LookArguments {
 /// Which disk.
 #[derive(Args, Debug)]
 pub struct DiskName {
-    /// The disk's name in stats: its serial=, else its path=; optional if there is only one disk
+    /// The disk's name in stats (its serial=, else its path=), or that of its export; optional if there is only one
+    /// disk, or only one log for a request about a log
     #[arg(long = "disk", value_name = "NAME")]
     name: Option<String>,
 }
@@ -239,12 +260,10 @@ pub struct DiskName {
 pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
     let named = |disk: &DiskName| disk.name.clone();
     let command = match &arguments.request {
-        CtlRequest::Stats {
-            prometheus: true, ..
-        } => ControlCommand::Stats(Format::Prometheus),
+        CtlRequest::Stats { prometheus: true } => ControlCommand::Stats(Format::Prometheus),
         CtlRequest::Stats { .. } => ControlCommand::Stats(Format::Json),
-        CtlRequest::Pause => ControlCommand::Pause,
-        CtlRequest::Resume => ControlCommand::Resume,
+        CtlRequest::Pause { disk } => ControlCommand::Pause { disk: disk.clone() },
+        CtlRequest::Resume { disk } => ControlCommand::Resume { disk: disk.clone() },
         CtlRequest::Resize { disk, size } => ControlCommand::Resize {
             disk: named(disk),
             size_bytes: *size,
@@ -269,13 +288,12 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             at,
             output,
             force,
-            json,
         } => {
             let command = ControlCommand::Export {
                 disk: named(disk),
                 at: at.clone(),
             };
-            return export(&arguments.socket, &command, output, *force, *json);
+            return export(&arguments.socket, &command, output, *force, arguments.json);
         }
         CtlRequest::Snapshot {
             snapshot,
@@ -291,6 +309,10 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             disk: named(disk),
             name: snapshot.clone(),
         },
+        CtlRequest::Points { disk, newest } => ControlCommand::Points {
+            disk: named(disk),
+            most: *newest,
+        },
         CtlRequest::Restore { at, disk } => ControlCommand::Restore {
             disk: named(disk),
             at: at.clone(),
@@ -305,7 +327,7 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
         },
         CtlRequest::AddDisk { spec } => ControlCommand::AddDisk { spec: spec.clone() },
         CtlRequest::RemoveDisk { name } => ControlCommand::RemoveDisk { disk: name.clone() },
-        CtlRequest::Look(wanted) => return look(&arguments.socket, wanted),
+        CtlRequest::Look(wanted) => return look(&arguments.socket, wanted, arguments.json),
         CtlRequest::Unlook { look } => ControlCommand::Unlook {
             look: match look.metadata().map(|found| found.file_type().is_socket()) {
                 Ok(true) => absolute(look),
@@ -318,15 +340,18 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
         CtlRequest::Shutdown { now } => ControlCommand::Shutdown { now: *now },
     };
     let answer = ask(&arguments.socket, &command).map_err(CommandError::Failed)?;
-    let text = match &arguments.request {
-        CtlRequest::Stats {
-            prometheus: true, ..
-        } => answer["text"].as_str().unwrap_or_default().to_owned(),
-        CtlRequest::Stats { json: false, .. } => table(&answer),
+    let shown = match &arguments.request {
+        CtlRequest::Stats { prometheus: true } => text(&answer["text"]),
+        _ if arguments.json => format!("{answer}\n"),
+        CtlRequest::Stats { .. } => answer::stats(&answer),
+        CtlRequest::Points { .. } => answer::points(&answer),
+        CtlRequest::Snapshots { .. } => answer::snapshots(&answer),
+        CtlRequest::Looks => answer::looks(&answer),
+        CtlRequest::Exports => answer::exports(&answer),
         _ => format!("{answer}\n"),
     };
     // A failed write is fine: the reader has closed the pipe.
-    let _ = std::io::stdout().write_all(text.as_bytes());
+    let _ = std::io::stdout().write_all(shown.as_bytes());
     Ok(())
 }
 
@@ -337,7 +362,7 @@ fn absolute(path: &Path) -> String {
 
 /// Makes a socket, and lets the other process serve a look there. A child removes the socket's name
 /// when the look has ended, because the other process may lack the right to.
-fn look(control: &Path, wanted: &LookArguments) -> Result<(), CommandError> {
+fn look(control: &Path, wanted: &LookArguments, json: bool) -> Result<(), CommandError> {
     let (listener, name) = bind(&wanted.at_socket, CONTROL_MODE)?;
     let mut names = SocketNames::default();
     names.add(name);
@@ -356,13 +381,19 @@ fn look(control: &Path, wanted: &LookArguments) -> Result<(), CommandError> {
     let answer = ask_with(control, &command, &files, &mut |_, _| {});
     let answer = answer.map_err(CommandError::Failed)?;
     let socket = text(&answer["socket"]);
-    let line = format!(
-        "serving {} as of {}: {} bytes at {}\n",
-        text(&answer["disk"]),
-        text(&answer["at"]),
-        answer["size_bytes"],
-        unix_uri(Path::new(&socket), &text(&answer["export"]))
-    );
+    let uri = unix_uri(Path::new(&socket), &text(&answer["export"]));
+    let line = if json {
+        let mut answer = answer;
+        answer["uri"] = uri.into();
+        format!("{answer}\n")
+    } else {
+        format!(
+            "serving {} as of {}: {} bytes at {uri}\n",
+            text(&answer["disk"]),
+            text(&answer["at"]),
+            answer["size_bytes"],
+        )
+    };
     let _ = std::io::stdout().write_all(line.as_bytes());
     Ok(())
 }
@@ -391,123 +422,4 @@ fn export(
     let said = format!("{}: exported {disk}", output.display());
     report_transfer(json, Path::new(&disk), ("raw", output), done, &said);
     Ok(())
-}
-
-/// A value without quotes.
-fn text(value: &Value) -> String {
-    match value {
-        Value::String(text) => text.clone(),
-        other => other.to_string(),
-    }
-}
-
-/// The values of these keys.
-fn list(of: &Value, keys: &[&str]) -> String {
-    let parts: Vec<_> = keys
-        .iter()
-        .map(|key| format!("{key} {}", of[key]))
-        .collect();
-    parts.join(", ")
-}
-
-/// The condition of a disk: one word, or its trouble.
-fn condition_text(condition: &Value) -> String {
-    let name = text(&condition["name"]).replace('_', " ");
-    let Some(since) = condition["since_unix_us"].as_u64() else {
-        return name;
-    };
-    let seconds = unix_us(SystemTime::now()).saturating_sub(since) / 1_000_000;
-    let error = text(&condition["error"]);
-    match (&condition["pauses_writes"], &condition["refuses_writes"]) {
-        (Value::Bool(true), _) => format!("paused: {name} for {seconds} s: {error}"),
-        (_, Value::Bool(true)) => format!("{name} for {seconds} s, writes fail: {error}"),
-        _ => format!("{name} for {seconds} s, writes go on: {error}"),
-    }
-}
-
-/// A disk as lines of text.
-fn disk_lines(disk: &Value, indent: &str) -> String {
-    let requests = [
-        "requests",
-        "reads",
-        "writes",
-        "flushes",
-        "discards",
-        "write_zeroes",
-        "errors",
-    ];
-    let traffic = ["read_bytes", "written_bytes", "doorbells", "interrupts"];
-    format!(
-        "{indent}disk {}: {} bytes, {}, {}{}, {}\n{indent}  {}\n{indent}  {}\n",
-        text(&disk["name"]),
-        disk["size_bytes"],
-        text(&disk["transport"]),
-        text(&disk["cache"]),
-        match disk["read_only"].as_bool() {
-            Some(true) => ", read-only",
-            _ => "",
-        },
-        condition_text(&disk["condition"]),
-        list(disk, &requests),
-        list(disk, &traffic),
-    )
-}
-
-/// The statistics as a table.
-fn table(stats: &Value) -> String {
-    let seconds = stats["uptime_us"].as_u64().unwrap_or(0) / 1_000_000;
-    let mut lines = format!(
-        "{} {}: {}, up {seconds} s\n",
-        text(&stats["kind"]),
-        stats["pid"],
-        text(&stats["state"])
-    );
-    let mib = |value: &Value| value.as_u64().map(|bytes| bytes >> 20);
-    if let (Some(used), Some(limit)) = (
-        mib(&stats["memory"]["used_bytes"]),
-        mib(&stats["memory"]["limit_bytes"]),
-    ) {
-        lines += &format!("  memory: {used} of {limit} MiB\n");
-    }
-    if let Some(exits) = stats["exits"].as_object() {
-        let sum = |counts: &Value| -> u64 {
-            let counts = counts.as_array().into_iter().flatten();
-            counts.filter_map(Value::as_u64).sum()
-        };
-        let parts: Vec<_> = exits
-            .iter()
-            .map(|(reason, counts)| format!("{reason} {}", sum(counts)))
-            .collect();
-        lines += &format!(
-            "  exits of {} vCPUs: {}\n",
-            stats["vcpus"],
-            parts.join(", ")
-        );
-    }
-    let all = |key: &str| stats[key].as_array().cloned().unwrap_or_default();
-    let (disks, logs) = (all("disks"), all("logs"));
-    for log in &logs {
-        let counters = [
-            "flushes",
-            "groups",
-            "syncs",
-            "log_bytes",
-            "checkpoints",
-            "base_bytes",
-        ];
-        lines += &format!("log {}: {}\n", text(&log["path"]), list(log, &counters));
-        if log["history"].is_object() {
-            lines += &format!("  history: {}\n", history_text(&log["history"]));
-        }
-        for disk in disks
-            .iter()
-            .filter(|disk| disk["log"]["path"] == log["path"])
-        {
-            lines += &disk_lines(disk, "  ");
-        }
-    }
-    for disk in disks.iter().filter(|disk| !disk["log"].is_object()) {
-        lines += &disk_lines(disk, "");
-    }
-    lines
 }

@@ -19,8 +19,7 @@ use super::CommandError;
 use super::in_use::cannot_look;
 use super::threads::Threads;
 use crate::point::{
-    history_json, history_text, parse_retain, refuse_checkpoint, show_retain, snapshot_json,
-    time_text,
+    history_json, history_text, parse_retain, refuse_checkpoint, snapshot_json, time_text,
 };
 use crate::size::parse_size;
 
@@ -419,7 +418,7 @@ fn to_json(path: &Path, log_dir: &Path, report: &DiskReport) -> serde_json::Valu
             "payload_bytes": log.payload_bytes,
             "checkpoint_lsn": log.checkpoint_lsn,
             "last_lsn": log.last_lsn,
-            "retain": show_retain(log.history.retain),
+            "retain": log.history.retain.to_string(),
             "history": history_json(&log.history),
             "snapshots": log.history.snapshots.iter().map(snapshot_json).collect::<Vec<_>>(),
             "torn_tail": log.torn_tail,

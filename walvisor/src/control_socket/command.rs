@@ -9,6 +9,11 @@ use walvisor_devices::throttle::MAX_WEIGHT;
 
 use crate::metrics::unix_us;
 
+/// How many commits `points` lists by default, and at most.
+pub const FEW_POINTS: usize = 20;
+/// See [`FEW_POINTS`].
+pub const MOST_POINTS: usize = 10_000;
+
 /// Why a request failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{text}")]
@@ -123,15 +128,21 @@ fn newest() -> String {
     "newest".to_owned()
 }
 
-/// A request. Its disk may be left out if there is only one.
+/// A request. Its disk may be left out if there is only one or, if the request is about a log, if there is only one log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ControlCommand {
     /// Report counters and the current state.
     Stats(Format),
     /// Stop the vCPUs, and wait until the disks have no requests in flight.
-    Pause,
+    Pause {
+        /// Pause only this disk; the vCPUs go on.
+        disk: Option<String>,
+    },
     /// Continue after a pause.
-    Resume,
+    Resume {
+        /// Let only this disk go on.
+        disk: Option<String>,
+    },
     /// Grow a disk.
     Resize {
         /// Its name.
@@ -187,6 +198,13 @@ pub enum ControlCommand {
         disk: Option<String>,
         /// The snapshot's name.
         name: String,
+    },
+    /// Report the points of a disk's history.
+    Points {
+        /// The disk's name.
+        disk: Option<String>,
+        /// How many of the newest commits to list.
+        most: usize,
     },
     /// Make a paused disk what it was at a point.
     Restore {
@@ -302,6 +320,19 @@ struct SnapshotDeleteArguments {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct PointsArguments {
+    disk: Option<String>,
+    #[serde(default = "few")]
+    most: usize,
+}
+
+/// How many commits `points` lists if the client names no number.
+fn few() -> usize {
+    FEW_POINTS
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct RestoreArguments {
     disk: Option<String>,
     at: String,
@@ -365,8 +396,8 @@ impl ControlCommand {
     pub fn to_line(&self) -> String {
         let (name, arguments) = match self {
             Self::Stats(format) => ("stats", json!({ "format": format })),
-            Self::Pause => ("pause", json!({})),
-            Self::Resume => ("resume", json!({})),
+            Self::Pause { disk } => ("pause", json!({ "disk": disk })),
+            Self::Resume { disk } => ("resume", json!({ "disk": disk })),
             Self::Resize { disk, size_bytes } => {
                 ("resize", json!({ "disk": disk, "size_bytes": size_bytes }))
             }
@@ -394,6 +425,7 @@ impl ControlCommand {
             Self::SnapshotDelete { disk, name } => {
                 ("snapshot-delete", json!({ "disk": disk, "name": name }))
             }
+            Self::Points { disk, most } => ("points", json!({ "disk": disk, "most": most })),
             Self::Restore { disk, at } => ("restore", json!({ "disk": disk, "at": at })),
             Self::Mark { disk, text } => ("mark", json!({ "disk": disk, "text": text })),
             Self::SetRetain { disk, retain } => {
@@ -421,8 +453,14 @@ impl ControlCommand {
         }
         Ok(match name {
             "stats" => Self::Stats(read::<StatsArguments>(name, arguments)?.format),
-            "pause" => read(name, arguments).map(|NoArguments {}| Self::Pause)?,
-            "resume" => read(name, arguments).map(|NoArguments {}| Self::Resume)?,
+            "pause" => {
+                let DiskOnly { disk } = read(name, arguments)?;
+                Self::Pause { disk }
+            }
+            "resume" => {
+                let DiskOnly { disk } = read(name, arguments)?;
+                Self::Resume { disk }
+            }
             "resize" => {
                 let ResizeArguments { disk, size_bytes } = read(name, arguments)?;
                 Self::Resize { disk, size_bytes }
@@ -465,6 +503,15 @@ impl ControlCommand {
                 let DiskOnly { disk } = read(name, arguments)?;
                 Self::Snapshots { disk }
             }
+            "points" => {
+                let PointsArguments { disk, most } = read(name, arguments)?;
+                if most > MOST_POINTS {
+                    return Err(ControlError::new(format_args!(
+                        "points: most {most}: give at most {MOST_POINTS}"
+                    )));
+                }
+                Self::Points { disk, most }
+            }
             "restore" => {
                 let RestoreArguments { disk, at } = read(name, arguments)?;
                 Self::Restore { disk, at }
@@ -504,7 +551,7 @@ impl ControlCommand {
                 let name: String = name.chars().take(80).collect();
                 return Err(ControlError::unknown_command(format_args!(
                     "unknown command '{name}': there are stats, pause, resume, resize, set-cache, \
-                     set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, restore, \
+                     set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, points, restore, \
                      mark, set-retain, look, unlook, looks, exports, export-cancel, add-disk, remove-disk, \
                      shutdown"
                 )));

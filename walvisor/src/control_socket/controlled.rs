@@ -76,6 +76,8 @@ pub struct RemovalError {
 #[derive(Clone)]
 pub(super) struct DiskLease {
     disk: DiskInUse,
+    /// This disk is paused, whether or not all are. Changed with `changing` locked, read without it.
+    pub(super) paused: Arc<AtomicBool>,
     /// Dropped after the disk, which tells the receiver when nobody has the disk any more.
     _held: Sender<()>,
 }
@@ -97,7 +99,11 @@ struct DiskEntry {
 impl From<DiskInUse> for DiskEntry {
     fn from(disk: DiskInUse) -> Self {
         let (_held, released) = channel();
-        let listed = DiskLease { disk, _held };
+        let listed = DiskLease {
+            disk,
+            paused: Arc::default(),
+            _held,
+        };
         Self { listed, released }
     }
 }

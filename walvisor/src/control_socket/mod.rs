@@ -30,7 +30,10 @@ mod server;
 mod stats;
 
 pub use client::{ask, ask_with};
-pub use command::{CacheChoice, ControlCommand, ControlError, Format, LimitChange, LookRequest};
+pub use command::{
+    CacheChoice, ControlCommand, ControlError, FEW_POINTS, Format, LimitChange, LookRequest,
+    MOST_POINTS,
+};
 pub use controlled::{AddedDisk, ControlledProcess, DiskHotplug, Power, RemovalError};
 pub use lines::MAX_LINE;
 pub use server::{MAX_CLIENTS, Server};

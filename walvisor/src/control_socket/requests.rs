@@ -1,7 +1,10 @@
 //! Carries out requests.
 
+use std::collections::BTreeSet;
+use std::ffi::OsStr;
 use std::fs::File;
 use std::os::fd::OwnedFd;
+use std::path::Path;
 use std::sync::atomic::Ordering;
 
 use rustix::net::sockopt;
@@ -19,8 +22,8 @@ use crate::disk::{cache_in_force, grow, log_name, logged};
 use crate::disk_spec::DiskSpec;
 use crate::disks::RemovedDisk;
 use crate::point::{
-    mark_json, parse_point, parse_retain, refuse_checkpoint, retain_text, rewound_json,
-    show_retain, snapshot_json,
+    mark_json, parse_point, parse_retain, points_json, refuse_checkpoint, retain_text,
+    rewound_json, snapshot_json,
 };
 
 impl ControlledProcess {
@@ -36,11 +39,13 @@ impl ControlledProcess {
             ControlCommand::Stats(Format::Prometheus) => {
                 Ok(json!({ "text": stats::prometheus(self) }))
             }
-            ControlCommand::Pause => self.pause(),
-            ControlCommand::Resume => {
+            ControlCommand::Pause { disk: None } => self.pause(),
+            ControlCommand::Pause { disk: Some(name) } => self.pause_disk(name),
+            ControlCommand::Resume { disk: None } => {
                 self.resume();
                 Ok(json!({ "state": "running" }))
             }
+            ControlCommand::Resume { disk: Some(name) } => self.resume_disk(name),
             ControlCommand::Resize { disk, size_bytes } => {
                 self.resize(disk.as_deref(), *size_bytes)
             }
@@ -61,42 +66,48 @@ impl ControlledProcess {
             }
             ControlCommand::RemoveDisk { disk } => self.remove_disk(disk),
             ControlCommand::Snapshot { disk, name, alone } => {
-                let made = self.in_log(disk.as_deref(), |disk| {
-                    if *alone {
-                        disk.snapshot_alone(name.parse()?)
-                    } else {
-                        disk.snapshot(name.parse()?)
-                    }
-                })?;
-                Ok(snapshot_json(&made))
+                let made = if *alone {
+                    let disk = self.disk(disk.as_deref())?;
+                    in_log(&disk, |disk| disk.snapshot_alone(name.parse()?))
+                } else {
+                    let disk = self.disk_of_log(disk.as_deref())?;
+                    in_log(&disk, |disk| disk.snapshot(name.parse()?))
+                };
+                Ok(snapshot_json(&made?))
             }
-            ControlCommand::Snapshots { disk } => self.in_log(disk.as_deref(), |disk| {
-                let snapshots: Vec<_> = disk.snapshots().iter().map(snapshot_json).collect();
-                Ok(json!({ "retain": show_retain(disk.retain()), "snapshots": snapshots }))
-            }),
+            ControlCommand::Snapshots { disk } => {
+                in_log(&self.disk_of_log(disk.as_deref())?, |disk| {
+                    let snapshots: Vec<_> = disk.snapshots().iter().map(snapshot_json).collect();
+                    Ok(json!({ "retain": disk.retain().to_string(), "snapshots": snapshots }))
+                })
+            }
             ControlCommand::SnapshotDelete { disk, name } => {
-                self.in_log(disk.as_deref(), |disk| disk.delete_snapshot(name.parse()?))?;
+                let disk = self.disk_of_log(disk.as_deref())?;
+                in_log(&disk, |disk| disk.delete_snapshot(name.parse()?))?;
                 Ok(json!({ "deleted": name }))
             }
+            ControlCommand::Points { disk, most } => self.points(disk.as_deref(), *most),
             ControlCommand::Restore { disk, at } => self.restore(disk.as_deref(), at),
             ControlCommand::Mark { disk, text } => {
                 let text = text.parse().map_err(ControlError::new)?;
-                let made = self.in_log(disk.as_deref(), |disk| disk.mark(&text))?;
+                let disk = self.disk_of_log(disk.as_deref())?;
+                let made = in_log(&disk, |disk| disk.mark(&text))?;
                 Ok(mark_json(&text, &made))
             }
             ControlCommand::SetRetain { disk, retain } => {
                 let kept = parse_retain(retain).map_err(ControlError::new)?;
-                self.in_log(disk.as_deref(), |disk| disk.set_retain(kept))?;
-                Ok(json!({ "retain": show_retain(kept), "keeps": retain_text(kept) }))
+                let disk = self.disk_of_log(disk.as_deref())?;
+                in_log(&disk, |disk| disk.set_retain(kept))?;
+                Ok(json!({ "retain": kept.to_string(), "keeps": retain_text(kept) }))
             }
             ControlCommand::Look(_) => Err(ControlError::new(
                 "look: send the descriptor of a socket that listens with the request (SCM_RIGHTS), \
                  as 'walvisor ctl' does",
             )),
-            ControlCommand::Unlook { look } => self.looks.end(look),
+            ControlCommand::Unlook { look } => self.looks.end(&self.full_name(look)),
             ControlCommand::Looks => Ok(self.looks.list()),
             ControlCommand::Exports => Ok(self.exports.list()),
-            ControlCommand::ExportCancel { disk } => self.exports.cancel(disk),
+            ControlCommand::ExportCancel { disk } => self.exports.cancel(&self.full_name(disk)),
             ControlCommand::Shutdown { now: false } => {
                 // While it is paused, neither a guest nor a disk can shut down.
                 self.resume();
@@ -120,7 +131,8 @@ impl ControlledProcess {
         }
     }
 
-    /// The disk of this name, or the only one.
+    /// The disk of this name, or the only one. The name of its export, which is its file's, is a name too, unless that is
+    /// the name of another disk.
     fn disk(&self, name: Option<&str>) -> Result<DiskLease, ControlError> {
         let disks = self.disks();
         let names = || {
@@ -128,7 +140,12 @@ impl ControlledProcess {
             names.join(", ")
         };
         let wanted = |disk: &&DiskLease| name.is_none_or(|name| disk.name == name);
-        let found: Vec<_> = disks.iter().filter(wanted).collect();
+        let mut found: Vec<_> = disks.iter().filter(wanted).collect();
+        if found.is_empty() {
+            let file =
+                |disk: &&DiskLease| name.map(OsStr::new) == Path::new(&disk.name).file_name();
+            found = disks.iter().filter(file).collect();
+        }
         match (&found[..], name) {
             ([disk], _) => Ok(DiskLease::clone(disk)),
             ([], Some(name)) if disks.is_empty() => Err(ControlError::no_such_disk(format_args!(
@@ -149,39 +166,91 @@ impl ControlledProcess {
         }
     }
 
+    /// The disk of this name or, without one, any disk of the only log.
+    fn disk_of_log(&self, name: Option<&str>) -> Result<DiskLease, ControlError> {
+        let mut logged = self.disks();
+        logged.retain(|disk| disk.backend.logged().is_some());
+        let logs: BTreeSet<_> = logged.iter().map(|disk| log_name(&*disk.backend)).collect();
+        match logged.into_iter().next() {
+            Some(disk) if name.is_none() && logs.len() == 1 => Ok(disk),
+            _ => self.disk(name),
+        }
+    }
+
+    /// The name that [`disk`](Self::disk) finds, or else the same text.
+    fn full_name(&self, name: &str) -> String {
+        let found = self.disk(Some(name));
+        found.map_or_else(|_| name.to_owned(), |disk| disk.name.clone())
+    }
+
     fn pause(&self) -> Result<Value, ControlError> {
         let _change = self.change();
         if !self.is_paused() {
             if let Power::Guest { control, .. } = &self.power {
                 control.pause();
             }
-            for disk in &self.disks() {
-                // A limit that holds back requests would delay the pause, and no client could lift
-                // it meanwhile.
-                let limits = disk.throttle.limits();
-                disk.throttle.set(throttle::Limits::default());
-                let rests = disk.device.pause();
-                self.limit(disk, limits);
-                if let Err(error) = rests {
-                    self.let_go_on();
-                    let name = &disk.name;
-                    return Err(ControlError::new(format_args!("disk '{name}': {error}")));
-                }
+            let mut running = self.disks();
+            running.retain(|disk| !disk.paused.load(Ordering::SeqCst));
+            let paused = running.iter().try_for_each(|disk| self.end_requests(disk));
+            if let Err(error) = paused {
+                running.iter().for_each(|disk| disk.device.resume());
+                self.resume_guest();
+                return Err(error);
             }
             self.paused.store(true, Ordering::SeqCst);
         }
         Ok(json!({ "state": "paused" }))
     }
 
+    fn pause_disk(&self, name: &str) -> Result<Value, ControlError> {
+        let _change = self.change();
+        let disk = self.disk(Some(name))?;
+        let paused = disk.paused.load(Ordering::SeqCst);
+        if !paused && !self.is_paused() {
+            self.end_requests(&disk)?;
+        }
+        disk.paused.store(true, Ordering::SeqCst);
+        Ok(json!({ "disk": disk.name, "state": "paused" }))
+    }
+
+    /// Makes a disk's device take no more requests, and waits until those in flight have ended.
+    fn end_requests(&self, disk: &DiskLease) -> Result<(), ControlError> {
+        // A limit that holds back requests would delay the pause, and no client could lift it meanwhile.
+        let limits = disk.throttle.limits();
+        disk.throttle.set(throttle::Limits::default());
+        let rests = disk.device.pause();
+        self.limit(disk, limits);
+        rests.map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
+    }
+
     fn resume(&self) {
         let _change = self.change();
-        if self.paused.swap(false, Ordering::SeqCst) {
-            self.let_go_on();
+        let all = self.paused.swap(false, Ordering::SeqCst);
+        for disk in self.disks() {
+            if disk.paused.swap(false, Ordering::SeqCst) || all {
+                disk.device.resume();
+            }
+        }
+        if all {
+            self.resume_guest();
         }
     }
 
-    fn let_go_on(&self) {
-        self.disks().iter().for_each(|disk| disk.device.resume());
+    fn resume_disk(&self, name: &str) -> Result<Value, ControlError> {
+        let _change = self.change();
+        let disk = self.disk(Some(name))?;
+        if self.is_paused() {
+            return Err(ControlError::new(
+                "all disks are paused: 'walvisor ctl SOCKET resume' without --disk lets them go on",
+            ));
+        }
+        if disk.paused.swap(false, Ordering::SeqCst) {
+            disk.device.resume();
+        }
+        Ok(json!({ "disk": disk.name, "state": "running" }))
+    }
+
+    fn resume_guest(&self) {
         if let Power::Guest { control, .. } = &self.power {
             control.resume();
         }
@@ -317,6 +386,7 @@ impl ControlledProcess {
     pub(crate) fn remove_disk(&self, name: &str) -> Result<Value, ControlError> {
         let hotplug = self.hotplug()?;
         let disk = self.disk(Some(name))?;
+        let name = &disk.name.clone();
         let log = log_name(&*disk.backend);
         // A limit that holds back requests would delay the removal.
         let limits = disk.throttle.limits();
@@ -381,21 +451,15 @@ impl ControlledProcess {
             .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
     }
 
-    /// Runs `action` on the log of a disk.
-    fn in_log<T>(
-        &self,
-        name: Option<&str>,
-        action: impl FnOnce(&walvisor_storage::Disk) -> walvisor_storage::Result<T>,
-    ) -> Result<T, ControlError> {
+    /// The points of a disk, the newest `most` commits among them.
+    fn points(&self, name: Option<&str>, most: usize) -> Result<Value, ControlError> {
         let disk = self.disk(name)?;
-        let Some(logged) = logged(&*disk.backend) else {
-            return Err(ControlError::new(format_args!(
-                "disk '{}': it has no log, so it has no history",
-                disk.name
-            )));
-        };
-        action(logged)
-            .map_err(|error| ControlError::new(format_args!("disk '{}': {error}", disk.name)))
+        let mut answer = in_log(&disk, |disk| {
+            Ok(points_json(&disk.points(most)?, disk.retain()))
+        })?;
+        answer["disk"] = disk.name.clone().into();
+        answer["log"] = log_name(&*disk.backend).into();
+        Ok(answer)
     }
 
     /// Makes a disk what it was at a point. The disk is paused, so none of its requests is in
@@ -403,16 +467,16 @@ impl ControlledProcess {
     fn restore(&self, name: Option<&str>, at: &str) -> Result<Value, ControlError> {
         let at = parse_point(at).map_err(ControlError::new)?;
         let _change = self.change();
-        if !self.is_paused() {
-            return Err(ControlError::new(
-                "restore: the disks are in use: unmount this one in its guest, or end what uses \
-                 it, then 'walvisor ctl SOCKET pause', restore, and 'resume'",
-            ));
+        let disk = self.disk(name)?;
+        let name = &disk.name;
+        if !self.is_paused() && !disk.paused.load(Ordering::SeqCst) {
+            return Err(ControlError::new(format_args!(
+                "restore: disk '{name}' is in use: unmount it in its guest, or end what uses it, then \
+                 'walvisor ctl SOCKET pause --disk {name}', restore, and 'resume --disk {name}'",
+            )));
         }
-        let disk = self.disk(name)?.name.clone();
-        let done = self.in_log(Some(&disk), |disk| disk.rewind(at))?;
-        let mut answer = rewound_json(&done);
-        answer["disk"] = disk.into();
+        let mut answer = rewound_json(&in_log(&disk, |disk| disk.rewind(at))?);
+        answer["disk"] = name.as_str().into();
         Ok(answer)
     }
 
@@ -436,8 +500,9 @@ impl ControlledProcess {
         } else {
             None
         };
-        let name = &self.disk(request.disk.as_deref())?.name;
-        let look = self.in_log(Some(name), |disk| disk.look(at, scratch))?;
+        let disk = self.disk(request.disk.as_deref())?;
+        let name = &disk.name;
+        let look = in_log(&disk, |disk| disk.look(at, scratch))?;
         let served = self
             .looks
             .serve(name, look, request, listener.into(), files.collect());
@@ -458,7 +523,7 @@ impl ControlledProcess {
         let progress = &mut |passed, total| listed.note(passed, total) && progress(passed, total);
         let at = at.map(parse_point).transpose().map_err(ControlError::new)?;
         let done = match at {
-            Some(at) => self.in_log(name, |disk| disk.export_at(at, file, progress))?,
+            Some(at) => in_log(&disk, |disk| disk.export_at(at, file, progress))?,
             None => {
                 let failed = |error: &dyn std::fmt::Display| {
                     ControlError::new(format_args!("disk '{}': {error}", disk.name))
@@ -477,6 +542,19 @@ impl ControlledProcess {
         };
         Ok(json!({ "disk": disk.name, "size_bytes": done.size, "copied_bytes": done.copied }))
     }
+}
+
+/// Runs `action` on a disk that has a log.
+fn in_log<T>(
+    disk: &DiskLease,
+    action: impl FnOnce(&walvisor_storage::Disk) -> walvisor_storage::Result<T>,
+) -> Result<T, ControlError> {
+    let failed = |error: &dyn std::fmt::Display| {
+        ControlError::new(format_args!("disk '{}': {error}", disk.name))
+    };
+    let logged = logged(&*disk.backend);
+    let logged = logged.ok_or_else(|| failed(&"it has no log, so it has no history"))?;
+    action(logged).map_err(|error| failed(&error))
 }
 
 /// The error for a look without a descriptor that it needs.
@@ -579,11 +657,13 @@ mod tests {
         };
         during(&set_cache, "running");
         // The pause has not ended, so the state is still "running".
-        during(&ControlCommand::Pause, "running");
+        during(&ControlCommand::Pause { disk: None }, "running");
         assert_eq!(state(&controlled), "paused");
         during(&set_cache, "paused");
         assert_eq!(state(&controlled), "paused");
-        controlled.execute(&ControlCommand::Resume).unwrap();
+        controlled
+            .execute(&ControlCommand::Resume { disk: None })
+            .unwrap();
         assert_eq!(state(&controlled), "running");
     }
 
@@ -625,7 +705,7 @@ mod tests {
         controlled.execute(&one).unwrap();
         assert_eq!(limits(&controlled).ops_per_second, 1);
         thread::scope(|scope| {
-            let pause = scope.spawn(|| controlled.execute(&ControlCommand::Pause));
+            let pause = scope.spawn(|| controlled.execute(&ControlCommand::Pause { disk: None }));
             comes.recv().unwrap();
             controlled.lift_limits();
             // The pause restores the limit after this, unless it sees the end.

@@ -1,8 +1,9 @@
 //! Statistics: as JSON with stable keys, and as Prometheus text.
 
+use std::sync::atomic::Ordering;
+
 use serde_json::{Map, Value, json};
 use walvisor_devices::backend::{Backend, Condition, MemoryBudget, SECTOR_SIZE};
-use walvisor_vmm::disk::DiskInUse;
 use walvisor_vmm::vm::exits::ExitReason;
 
 use super::controlled::{ControlledProcess, DiskLease, Power};
@@ -30,7 +31,7 @@ pub(super) fn json(controlled: &ControlledProcess) -> Value {
         "uptime_us": controlled.started.elapsed().as_micros() as u64,
         "memory": { "used_bytes": budget.used(), "limit_bytes": budget.limit() },
         "logs": logs(&disks),
-        "disks": disks.iter().map(|listed| disk(listed)).collect::<Vec<_>>(),
+        "disks": disks.iter().map(|listed| disk(listed, controlled)).collect::<Vec<_>>(),
     });
     if let Power::Guest { exits, .. } = &controlled.power {
         let of = |reason: ExitReason| exits.iter().map(move |counters| counters.get(reason));
@@ -50,7 +51,7 @@ pub(super) fn json(controlled: &ControlledProcess) -> Value {
     all
 }
 
-fn disk(disk: &DiskInUse) -> Value {
+fn disk(disk: &DiskLease, controlled: &ControlledProcess) -> Value {
     let counts = disk.metrics.counts();
     json!({
         "name": disk.name,
@@ -58,6 +59,7 @@ fn disk(disk: &DiskInUse) -> Value {
         "size_bytes": disk.backend.sectors() * SECTOR_SIZE,
         "read_only": disk.backend.capabilities().read_only,
         "cache": cache_in_force(&*disk.backend),
+        "paused": controlled.is_paused() || disk.paused.load(Ordering::SeqCst),
         "condition": condition(&disk.backend.condition()),
         "requests": counts.requests,
         "reads": counts.reads,

@@ -17,10 +17,10 @@ use walvisor_storage::{StoreOptions, create_disk};
 /// Replies of this kind and above are errors.
 const FAILED: u16 = 1 << 15;
 
-/// The output of `walvisor ctl ctl WORDS`.
+/// The output of `walvisor ctl ctl --json WORDS`.
 #[track_caller]
 pub fn ctl(dir: &Path, words: &str) -> Value {
-    let output = walvisor(dir, &format!("ctl ctl {words}"));
+    let output = walvisor(dir, &format!("ctl ctl --json {words}"));
     assert!(output.status.success(), "{words}: {}", text(&output.stderr));
     serde_json::from_slice(&output.stdout).unwrap()
 }

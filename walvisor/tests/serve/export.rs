@@ -142,7 +142,7 @@ fn export_beside_a_writer(keys: &str) {
         assert!(checkpoints() >= before + 6);
     });
     assert_eq!(
-        text(&walvisor(dir, "ctl ctl exports").stdout),
+        text(&walvisor(dir, "ctl ctl exports --json").stdout),
         "{\"exports\":[]}\n"
     );
     let output = walvisor(dir, "ctl ctl export-cancel disk.img");

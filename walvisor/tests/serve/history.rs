@@ -191,7 +191,7 @@ fn looks_at_unreachable_points_are_refused() {
 /// The output of `walvisor ctl ctl WORDS`.
 #[track_caller]
 fn ctl(dir: &Path, words: &str) -> Value {
-    serde_json::from_str(&told(dir, words)).unwrap()
+    serde_json::from_str(&told(dir, &format!("--json {words}"))).unwrap()
 }
 
 /// The same as text.
@@ -430,7 +430,10 @@ fn a_paused_disk_is_restored_in_place_by_its_owner() {
     let refused = walvisor(dir, "ctl ctl restore --disk a --at lsn:1");
     assert_eq!(refused.status.code(), Some(1));
     let told = text(&refused.stderr);
-    assert!(told.contains("walvisor ctl SOCKET pause"), "{told}");
+    assert!(
+        told.contains("walvisor ctl SOCKET pause --disk a"),
+        "{told}"
+    );
     let restored = |disk: &str, at: &str| {
         ctl(dir, "pause");
         let told = ctl(dir, &format!("restore --disk {disk} --at {at}"));

@@ -34,7 +34,7 @@ fn refused(dir: &Path, request: &str) -> String {
 
 /// The sockets of the looks that are open.
 fn open(dir: &Path) -> usize {
-    let looks: Value = serde_json::from_str(&ctl(dir, "looks")).unwrap();
+    let looks: Value = serde_json::from_str(&ctl(dir, "looks --json")).unwrap();
     looks["looks"].as_array().unwrap().len()
 }
 

@@ -21,6 +21,7 @@ mod looking;
 mod looks;
 mod members;
 mod memory;
+mod points;
 mod privileges;
 mod qemu_locks;
 mod recovery;

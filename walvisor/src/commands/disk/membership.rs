@@ -8,7 +8,7 @@ use walvisor_storage::{self as storage, Retention, StoreOptions};
 
 use super::path::{Detached, DiskPath, print};
 use crate::commands::CommandError;
-use crate::point::{retain_text, show_retain};
+use crate::point::retain_text;
 
 /// The arguments of `walvisor disk leave`.
 #[derive(Debug, Args)]
@@ -79,7 +79,7 @@ pub(super) fn move_log(arguments: &MoveArguments) -> Result<(), CommandError> {
         .map_err(CommandError::failed)?;
     let kept = retention(path, new).unwrap_or(Retention::Nothing);
     if *json {
-        let retain = show_retain(kept);
+        let retain = kept.to_string();
         print(format_args!(
             "{}\n",
             json!({ "disk": path, "log": new, "retain": retain })

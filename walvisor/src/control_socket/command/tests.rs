@@ -11,8 +11,13 @@ fn every_command() -> Vec<ControlCommand> {
     vec![
         ControlCommand::Stats(Format::Json),
         ControlCommand::Stats(Format::Prometheus),
-        ControlCommand::Pause,
-        ControlCommand::Resume,
+        ControlCommand::Pause { disk: None },
+        ControlCommand::Pause { disk: disk() },
+        ControlCommand::Resume { disk: disk() },
+        ControlCommand::Points {
+            disk: disk(),
+            most: 7,
+        },
         ControlCommand::Resize {
             disk: disk(),
             size_bytes: u64::MAX,
@@ -106,6 +111,10 @@ fn wrong_requests_are_named() {
         (
             "{\"execute\": \"set-cache\", \"arguments\": {\"cache\": \"unsafe\"}}",
             "unsafe",
+        ),
+        (
+            "{\"execute\": \"points\", \"arguments\": {\"most\": 10001}}",
+            "give at most 10000",
         ),
         (
             "{\"execute\": \"set-limit\", \"arguments\": {\"disk\": 1}}",

@@ -1,0 +1,263 @@
+//! The answers of a process, as text for people.
+
+use std::time::SystemTime;
+
+use serde_json::Value;
+
+use crate::metrics::unix_us;
+use crate::point::{age, history_text, time_text};
+use crate::size::human_size;
+use crate::table::Table;
+
+/// A value without quotes.
+pub(super) fn text(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        other => other.to_string(),
+    }
+}
+
+/// The values of these keys.
+fn list(of: &Value, keys: &[&str]) -> String {
+    let parts: Vec<_> = keys
+        .iter()
+        .map(|key| format!("{key} {}", of[key]))
+        .collect();
+    parts.join(", ")
+}
+
+/// The condition of a disk: one word, or its trouble.
+fn condition_text(condition: &Value) -> String {
+    let name = text(&condition["name"]).replace('_', " ");
+    let Some(since) = condition["since_unix_us"].as_u64() else {
+        return name;
+    };
+    let seconds = unix_us(SystemTime::now()).saturating_sub(since) / 1_000_000;
+    let error = text(&condition["error"]);
+    match (&condition["pauses_writes"], &condition["refuses_writes"]) {
+        (Value::Bool(true), _) => format!("paused: {name} for {seconds} s: {error}"),
+        (_, Value::Bool(true)) => format!("{name} for {seconds} s, writes fail: {error}"),
+        _ => format!("{name} for {seconds} s, writes go on: {error}"),
+    }
+}
+
+/// A disk as lines of text.
+fn disk_lines(disk: &Value, indent: &str) -> String {
+    let requests = [
+        "requests",
+        "reads",
+        "writes",
+        "flushes",
+        "discards",
+        "write_zeroes",
+        "errors",
+    ];
+    let traffic = ["read_bytes", "written_bytes", "doorbells", "interrupts"];
+    format!(
+        "{indent}disk {}: {} bytes, {}, {}{}, {}{}\n{indent}  {}\n{indent}  {}\n",
+        text(&disk["name"]),
+        disk["size_bytes"],
+        text(&disk["transport"]),
+        text(&disk["cache"]),
+        match disk["read_only"].as_bool() {
+            Some(true) => ", read-only",
+            _ => "",
+        },
+        condition_text(&disk["condition"]),
+        match disk["paused"].as_bool() {
+            Some(true) => ", paused",
+            _ => "",
+        },
+        list(disk, &requests),
+        list(disk, &traffic),
+    )
+}
+
+/// Counters and the current state.
+pub(super) fn stats(stats: &Value) -> String {
+    let seconds = stats["uptime_us"].as_u64().unwrap_or(0) / 1_000_000;
+    let mut lines = format!(
+        "{} {}: {}, up {seconds} s\n",
+        text(&stats["kind"]),
+        stats["pid"],
+        text(&stats["state"])
+    );
+    let mib = |value: &Value| value.as_u64().map(|bytes| bytes >> 20);
+    if let (Some(used), Some(limit)) = (
+        mib(&stats["memory"]["used_bytes"]),
+        mib(&stats["memory"]["limit_bytes"]),
+    ) {
+        lines += &format!("  memory: {used} of {limit} MiB\n");
+    }
+    if let Some(exits) = stats["exits"].as_object() {
+        let sum = |counts: &Value| -> u64 {
+            let counts = counts.as_array().into_iter().flatten();
+            counts.filter_map(Value::as_u64).sum()
+        };
+        let parts: Vec<_> = exits
+            .iter()
+            .map(|(reason, counts)| format!("{reason} {}", sum(counts)))
+            .collect();
+        lines += &format!(
+            "  exits of {} vCPUs: {}\n",
+            stats["vcpus"],
+            parts.join(", ")
+        );
+    }
+    let all = |key: &str| stats[key].as_array().cloned().unwrap_or_default();
+    let (disks, logs) = (all("disks"), all("logs"));
+    for log in &logs {
+        let counters = [
+            "flushes",
+            "groups",
+            "syncs",
+            "log_bytes",
+            "checkpoints",
+            "base_bytes",
+        ];
+        lines += &format!("log {}: {}\n", text(&log["path"]), list(log, &counters));
+        if log["history"].is_object() {
+            lines += &format!("  history: {}\n", history_text(&log["history"]));
+        }
+        for disk in disks
+            .iter()
+            .filter(|disk| disk["log"]["path"] == log["path"])
+        {
+            lines += &disk_lines(disk, "  ");
+        }
+    }
+    for disk in disks.iter().filter(|disk| !disk["log"].is_object()) {
+        lines += &disk_lines(disk, "");
+    }
+    lines
+}
+
+/// The elements of an array.
+fn all<'a>(of: &'a Value, key: &str) -> &'a [Value] {
+    of[key].as_array().map_or(&[], Vec::as_slice)
+}
+
+/// A number of things, such as `1 record` or `2 records`.
+fn count(value: &Value, thing: &str) -> String {
+    match value.as_u64() {
+        Some(1) => format!("1 {thing}"),
+        _ => format!("{value} {thing}s"),
+    }
+}
+
+/// A number of bytes.
+fn size(value: &Value) -> String {
+    human_size(value.as_u64().unwrap_or(0))
+}
+
+/// The time of a point, to the second, and its age.
+fn when(point: &Value) -> [String; 2] {
+    match point["unix_us"].as_u64() {
+        None | Some(0) => ["-".to_owned(), "-".to_owned()],
+        Some(unix_us) => [time_text(unix_us / 1_000_000 * 1_000_000), age(unix_us)],
+    }
+}
+
+/// The points of a disk.
+pub(super) fn points(answer: &Value) -> String {
+    let (points, oldest) = (all(answer, "points"), &answer["oldest"]);
+    let mut shown: Vec<_> = points
+        .iter()
+        .filter(|point| point["kind"] != "snapshot")
+        .filter_map(|point| point["cid"].as_u64())
+        .collect();
+    shown.dedup();
+    let mut table = Table::new(&["AT", "TIME", "AGE", "WHAT"]);
+    let mut row = |point: &Value, at: String, what: String| {
+        let [time, age] = when(point);
+        table.row(vec![at, time, age, what]);
+    };
+    row(
+        oldest,
+        format!("lsn:{}", oldest["lsn"]),
+        "the oldest point without a snapshot".to_owned(),
+    );
+    for point in points {
+        let what = match point["kind"].as_str() {
+            Some("snapshot") => format!("snapshot, {} saved", size(&point["saved_bytes"])),
+            Some("mark") => format!("mark {}", point["text"]),
+            _ => format!(
+                "commit, {} written by {}",
+                size(&point["payload_bytes"]),
+                count(&point["records"], "record")
+            ),
+        };
+        row(point, text(&point["at"]), what);
+    }
+    let more = match answer["commits"].as_u64().unwrap_or(0) - shown.len() as u64 {
+        0 => String::new(),
+        more => format!("{more} older commits are not shown: --newest N shows more\n"),
+    };
+    format!(
+        "{} on the log {}, retain={}\n{}{more}",
+        text(&answer["disk"]),
+        text(&answer["log"]),
+        text(&answer["retain"]),
+        table.for_stdout(),
+    )
+}
+
+/// The snapshots of a log.
+pub(super) fn snapshots(answer: &Value) -> String {
+    let mut table = Table::new(&["SNAPSHOT", "TIME", "AGE", "LSN", "CID", "SAVED", "OF"]);
+    for snapshot in all(answer, "snapshots") {
+        let [time, age] = when(snapshot);
+        table.row(vec![
+            text(&snapshot["name"]),
+            time,
+            age,
+            snapshot["lsn"].to_string(),
+            snapshot["cid"].to_string(),
+            size(&snapshot["saved_bytes"]),
+            match &snapshot["disk_id"] {
+                Value::Null => "all disks".to_owned(),
+                id => format!("disk {id}"),
+            },
+        ]);
+    }
+    format!("retain={}\n{}", text(&answer["retain"]), table.for_stdout())
+}
+
+/// The open looks.
+pub(super) fn looks(answer: &Value) -> String {
+    let mut table = Table::new(&["SOCKET", "DISK", "AT", "SIZE", "TAKES", "ENDS"]);
+    for look in all(answer, "looks") {
+        let yes = |key: &str| look[key] == true;
+        table.row(vec![
+            text(&look["socket"]),
+            text(&look["disk"]),
+            text(&look["at"]),
+            size(&look["size_bytes"]),
+            if yes("scratch") { "writes" } else { "reads" }.to_owned(),
+            if yes("keep") {
+                "by unlook"
+            } else {
+                "with its last client"
+            }
+            .to_owned(),
+        ]);
+    }
+    table.for_stdout()
+}
+
+/// The exports under way.
+pub(super) fn exports(answer: &Value) -> String {
+    let mut table = Table::new(&["DISK", "AT", "DONE", "OF", "PART"]);
+    for export in all(answer, "exports") {
+        let bytes = |key: &str| export[key].as_u64().unwrap_or(0);
+        let (passed, total) = (bytes("passed_bytes"), bytes("total_bytes"));
+        table.row(vec![
+            text(&export["disk"]),
+            text(&export["at"]),
+            human_size(passed),
+            human_size(total),
+            format!("{} %", passed * 100 / total.max(1)),
+        ]);
+    }
+    table.for_stdout()
+}
