@@ -43,6 +43,8 @@ pub enum Command {
     Config(commands::config::ConfigArguments),
     /// Control a running VM or daemon.
     Ctl(commands::ctl::CtlArguments),
+    /// Show what a running VM's or daemon's disks do, and what their FLUSHes cost, each second.
+    Top(commands::top::TopArguments),
     /// Inspect logs.
     Log(commands::log::LogArguments),
 }
@@ -73,6 +75,7 @@ pub fn main(started: Instant) -> ExitCode {
         Command::Disk(arguments) => commands::disk::run(&arguments),
         Command::Serve(arguments) => commands::serve::run(&arguments, started),
         Command::Config(arguments) => commands::config::run(&arguments),
+        Command::Top(arguments) => commands::top::run(&arguments),
         Command::Log(arguments) => commands::log::run(&arguments),
     };
     end("walvisor", result)

@@ -22,19 +22,19 @@ impl Table {
         }
     }
 
-    /// Adds a row.
+    /// Adds a row. Control characters become question marks.
     ///
     /// # Panics
     /// If it has not one cell for each heading.
     pub fn row(&mut self, cells: Vec<String>) {
         assert_eq!(cells.len(), self.headings.len(), "a cell for each heading");
-        self.rows.push(cells);
+        let visible = |cell: String| cell.replace(char::is_control, "?");
+        self.rows.push(cells.into_iter().map(visible).collect());
     }
 
     /// The table as lines of at most `width` characters or, if it is wider, a block of lines for each row: a heading and
     /// its cell in each.
     pub fn lines(&self, width: usize) -> String {
-        let count = |text: &str| text.chars().count();
         let widths: Vec<_> = (0..self.headings.len())
             .map(|column| {
                 let cells = self.rows.iter().map(|row| count(&row[column]));
@@ -68,10 +68,35 @@ impl Table {
         blocks.join("\n")
     }
 
+    /// Cuts the cells of the last column so that the table fits lines of `width` characters, if that leaves it as many as
+    /// its heading has.
+    pub fn cut_last(&mut self, width: usize) {
+        let last = self.headings.len() - 1;
+        let others = |rows: &[Vec<String>]| {
+            let widest = |column: usize| {
+                let cells = rows.iter().map(|row| count(&row[column]));
+                cells.fold(count(self.headings[column]), usize::max) + 2
+            };
+            (0..last).map(widest).sum::<usize>()
+        };
+        let left = width.saturating_sub(others(&self.rows));
+        let left = left.max(count(self.headings[last]));
+        for row in &mut self.rows {
+            if count(&row[last]) > left {
+                let kept: String = row[last].chars().take(left - 1).collect();
+                row[last] = format!("{kept}…");
+            }
+        }
+    }
+
     /// As [`lines`](Self::lines), for stdout.
     pub fn for_stdout(&self) -> String {
         self.lines(stdout_width())
     }
+}
+
+fn count(text: &str) -> usize {
+    text.chars().count()
 }
 
 /// How many characters a line on stdout may have.
@@ -100,5 +125,10 @@ mod tests {
             "AT    cid:1\nWHAT  größer\n\nAT    snapshot:a\nWHAT  b\n"
         );
         assert_eq!(Table::new(&["AT"]).lines(80), "AT\n");
+        table.cut_last(16);
+        assert_eq!(
+            table.lines(16),
+            "AT          WHAT\ncid:1       grö…\nsnapshot:a  b\n"
+        );
     }
 }

@@ -22,6 +22,7 @@ use crate::log::export::{Export, ended_early};
 use crate::log::orders::KeeperTask;
 use crate::log::pin::{PinUser, PinnedLog};
 use crate::log::pipeline::MarkCommit;
+use crate::log::sharing::SyncSharing;
 use crate::log::state::Log;
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, mpsc};
@@ -41,6 +42,16 @@ impl Disk {
     /// The base image's path, as it was given.
     pub fn path(&self) -> &Path {
         &self.state.path
+    }
+
+    /// The disk's number in its log, as `walvisor log dump` shows it.
+    pub fn id(&self) -> u32 {
+        self.state.id
+    }
+
+    /// How its FLUSHes have shared the syncs of the log.
+    pub fn sync_sharing(&self) -> SyncSharing {
+        self.state.sharing.snapshot()
     }
 
     /// Opens a port for one thread.

@@ -50,7 +50,7 @@ enum RequestState {
 impl Port {
     /// Opens a port to a disk on a log.
     pub(crate) fn new(log: &Arc<Log>, disk: &Arc<DiskState>) -> io::Result<Self> {
-        let committer = Committer::new(log.clone(), 1)?;
+        let committer = Committer::new(log.clone(), 1, disk.sharing.clone())?;
         let mailbox = committer.mailbox.clone();
         let engine = log.medium.engine(&mailbox.event)?;
         let reads = Arc::new(SharedReads {

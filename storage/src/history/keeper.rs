@@ -100,8 +100,8 @@ impl Keeper {
         control: ControlFile,
         frozen_at: Option<u64>,
     ) -> Result<Self> {
-        let committer =
-            Committer::new(log.clone(), 0).map_err(|e| Error::io("open the log", &log.dir, e))?;
+        let committer = Committer::new(log.clone(), 0, Arc::default())
+            .map_err(|e| Error::io("open the log", &log.dir, e))?;
         Ok(Self {
             leader: Leader::new(log.clone(), None),
             log,

@@ -19,6 +19,7 @@ use crate::index::Place;
 use crate::log::disk_state::DiskState;
 use crate::log::group::{Group, GroupBuffers};
 use crate::log::pipeline::Modification;
+use crate::log::sharing::SharingCounters;
 use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
 use crate::log::waiters::{Mailbox, Waiter};
 use crate::medium::file::{AppendResult, Io};
@@ -47,9 +48,13 @@ pub(crate) struct Committer {
 }
 
 impl Committer {
-    /// A committer for a port with `clients` clients that may join a group.
-    pub(crate) fn new(log: Arc<Log>, clients: usize) -> io::Result<Self> {
-        let mailbox = Arc::new(Mailbox::new(Event::new()?));
+    /// A committer for a port with `clients` clients that may join a group. `sharing`: counts the syncs of its disk.
+    pub(crate) fn new(
+        log: Arc<Log>,
+        clients: usize,
+        sharing: Arc<SharingCounters>,
+    ) -> io::Result<Self> {
+        let mailbox = Arc::new(Mailbox::new(Event::new()?, sharing));
         let mut state = log.lock();
         state.waiters.add_port(&mailbox, clients);
         drop(state);

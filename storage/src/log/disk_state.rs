@@ -10,6 +10,7 @@ use crate::format::{DiskEntry, RewindEntry, Uuid};
 use crate::index::Index;
 use crate::log::export::Export;
 use crate::log::image::Image;
+use crate::log::sharing::SharingCounters;
 use crate::medium::mark::ImageMark;
 use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{Arc, Mutex, RwLock, RwLockReadGuard, RwLockWriteGuard};
@@ -47,6 +48,8 @@ pub(crate) struct DiskState {
     pub exports: Mutex<Vec<Arc<Export>>>,
     /// Why the image can't be brought up to date, while that is so.
     pub image_trouble: Mutex<Option<Trouble>>,
+    /// Counts how the disk's FLUSHes share syncs.
+    pub sharing: Arc<SharingCounters>,
 }
 
 impl DiskState {
@@ -71,6 +74,7 @@ impl DiskState {
             index: RwLock::default(),
             exports: Mutex::default(),
             image_trouble: Mutex::default(),
+            sharing: Arc::new(SharingCounters::new(entry.id.get())),
         }
     }
 

@@ -18,6 +18,7 @@ use crate::format::{self, BatchHeader, Descriptor};
 use crate::log::commit::Commit;
 use crate::log::pipeline::Record;
 use crate::log::ring::Room;
+use crate::log::sharing::count_sync;
 use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
 use crate::log::tail::{BatchSize, PendingSummary};
 use crate::log::waiters::{Mailbox, Waiter, deliver};
@@ -533,15 +534,18 @@ impl Log {
                 pipeline.add_write_back(WriteBack { segment, range });
             }
         }
+        let mut synced = (0, 0);
         if let Some(sync) = &group.sync {
             pipeline.end_sync();
             let syncs = &self.counters.syncs;
             syncs.fetch_add(u64::from(sync.count), Ordering::Relaxed);
-            self.counters.groups.fetch_add(1, Ordering::Relaxed);
+            let number = self.counters.groups.fetch_add(1, Ordering::Relaxed) + 1;
+            debug_assert!(buffers.served.is_empty(), "the waiters of one group");
             let served = waiters.serve(pipeline.durable(), self.most_served, &mut buffers.served);
             if served > 0 {
                 self.counters.count_group(served);
             }
+            synced = (served, number);
             commit_delay.record_group(sync::now() - sync.began, served, waiters.lsns().len());
         }
         waiters.serve_written(pipeline.written(), &mut buffers.served);
@@ -553,6 +557,8 @@ impl Log {
             records.clear();
             buffers.records.push(records);
         }
+        let (served, number) = synced;
+        count_sync(&buffers.served[..served], number);
         deliver(buffers.served.drain(..), Ok(()), own);
         if held_back {
             self.wake_ports();

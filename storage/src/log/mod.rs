@@ -16,6 +16,7 @@ pub(crate) mod pipeline;
 pub(crate) mod reads;
 pub(crate) mod ring;
 pub(crate) mod spill;
+pub(crate) mod sharing;
 pub(crate) mod state;
 pub(crate) mod tail;
 pub(crate) mod waiters;

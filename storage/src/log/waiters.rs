@@ -14,6 +14,7 @@ use std::sync::OnceLock;
 
 use smallvec::SmallVec;
 
+use crate::log::sharing::SharingCounters;
 use crate::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::sync::{Arc, Event, Mutex, Weak};
 use crate::{Completion, Failure};
@@ -30,6 +31,8 @@ pub(crate) trait PortReads: Send + Sync {
 pub(crate) struct Mailbox {
     pub completions: Mutex<Vec<Completion>>,
     pub event: Event,
+    /// Counts the syncs of the port's disk.
+    pub sharing: Arc<SharingCounters>,
     /// The port has to look at the log again.
     pub called: AtomicBool,
     /// The port's reads, if it makes any.
@@ -41,10 +44,11 @@ pub(crate) struct Mailbox {
 }
 
 impl Mailbox {
-    pub(crate) fn new(event: Event) -> Self {
+    pub(crate) fn new(event: Event, sharing: Arc<SharingCounters>) -> Self {
         Self {
             completions: Mutex::default(),
             event,
+            sharing,
             called: AtomicBool::new(false),
             reads: OnceLock::new(),
             waiting: AtomicUsize::new(0),
@@ -244,7 +248,7 @@ mod tests {
     /// Two ports, of two clients and of none. Of each a waiter for record 5 and one for 6; the first also waits for 8
     /// to be written.
     fn waiters() -> (Waiters, [Arc<Mailbox>; 2]) {
-        let ports = [(); 2].map(|()| Arc::new(Mailbox::new(Event::new().unwrap())));
+        let ports = [(); 2].map(|()| Arc::new(Mailbox::new(Event::new().unwrap(), Arc::default())));
         let mut waiters = Waiters::default();
         let waiter = |lsn, port: &Arc<Mailbox>| Waiter {
             lsn,

@@ -1,7 +1,7 @@
 //! `walvisor ctl`: controls a running `walvisor run` or `walvisor serve`, or asks for its
 //! statistics.
 
-mod answer;
+pub(super) mod answer;
 
 use std::io::Write;
 use std::os::fd::AsFd;

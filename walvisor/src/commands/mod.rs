@@ -16,6 +16,7 @@ mod socket;
 mod socket_file;
 mod socket_names;
 pub mod threads;
+pub mod top;
 
 /// Why a command failed. Its text is one line: what, where, what to do.
 #[derive(Debug, thiserror::Error)]

@@ -4,6 +4,7 @@ use std::sync::atomic::Ordering;
 
 use serde_json::{Map, Value, json};
 use walvisor_devices::backend::{Backend, Condition, MemoryBudget, SECTOR_SIZE};
+use walvisor_storage::SyncPartner;
 use walvisor_vmm::vm::exits::ExitReason;
 
 use super::controlled::{ControlledProcess, DiskLease, Power};
@@ -31,7 +32,7 @@ pub(super) fn json(controlled: &ControlledProcess) -> Value {
         "uptime_us": controlled.started.elapsed().as_micros() as u64,
         "memory": { "used_bytes": budget.used(), "limit_bytes": budget.limit() },
         "logs": logs(&disks),
-        "disks": disks.iter().map(|listed| disk(listed, controlled)).collect::<Vec<_>>(),
+        "disks": disks.iter().map(|one| disk(one, &disks, controlled)).collect::<Vec<_>>(),
     });
     if let Power::Guest { exits, .. } = &controlled.power {
         let of = |reason: ExitReason| exits.iter().map(move |counters| counters.get(reason));
@@ -51,7 +52,7 @@ pub(super) fn json(controlled: &ControlledProcess) -> Value {
     all
 }
 
-fn disk(disk: &DiskLease, controlled: &ControlledProcess) -> Value {
+fn disk(disk: &DiskLease, all: &[DiskLease], controlled: &ControlledProcess) -> Value {
     let counts = disk.metrics.counts();
     json!({
         "name": disk.name,
@@ -75,9 +76,34 @@ fn disk(disk: &DiskLease, controlled: &ControlledProcess) -> Value {
         "secure_erases": counts.secure_erases,
         "poll_ns": counts.poll_ns,
         "latency": latency(&disk.metrics.latencies),
+        "sync_sharing": sharing(disk, all),
         "limits": limits(&disk.throttle),
         "log": log(&*disk.backend),
     })
+}
+
+/// How the FLUSHes of a disk share syncs with those of other disks, if it has a log.
+fn sharing(disk: &DiskLease, all: &[DiskLease]) -> Option<Value> {
+    let shared = logged(&*disk.backend)?.sync_sharing();
+    let log = log_name(&*disk.backend);
+    let name = |id: u32| {
+        let has_id = |other: &&DiskLease| {
+            let number = logged(&*other.backend).map(walvisor_storage::Disk::id);
+            number == Some(id) && log_name(&*other.backend) == log
+        };
+        // A disk that was removed has no name any more.
+        let found = all.iter().find(has_id);
+        found.map_or_else(|| format!("disk {id}"), |other| other.name.clone())
+    };
+    let partners = shared.partners.iter();
+    let partner =
+        |partner: &SyncPartner| json!({ "disk": name(partner.disk_id), "groups": partner.groups });
+    Some(json!({
+        "flushes": shared.flushes,
+        "syncs": shared.syncs,
+        "groups": shared.groups,
+        "with": partners.map(partner).collect::<Vec<_>>(),
+    }))
 }
 
 /// The condition of a disk. Trouble comes with its beginning, its error, and whether writes fail.
@@ -128,6 +154,7 @@ fn latency(latencies: &Latencies) -> Value {
                 "p50_us": all.all_but_one_in_us(2),
                 "p99_us": all.all_but_one_in_us(100),
                 "p999_us": all.all_but_one_in_us(1000),
+                "classes": all.classes,
             });
             by_operation.insert(kind.name().to_owned(), one);
         }

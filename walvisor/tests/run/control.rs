@@ -168,6 +168,15 @@ fn a_guest_is_looked_at_paused_and_resumed() {
         assert_eq!(guest.ctl("resume").unwrap(), "{\"state\":\"running\"}\n");
         guest.wait_for_more_exits(&paused);
     }
+    // One disk is paused, and the vCPUs go on.
+    guest.ctl("pause --disk disk.img").unwrap();
+    let paused = guest.stats();
+    assert_eq!(
+        (&paused["state"], &paused["disks"][0]["paused"]),
+        (&json!("running"), &json!(true))
+    );
+    guest.wait_for_more_exits(&paused);
+    guest.ctl("resume --disk disk.img").unwrap();
     let text = guest.ctl("stats --prometheus").unwrap();
     for metric in [
         "walvisor_exits_total{vcpu=\"1\",",

@@ -28,6 +28,7 @@ mod recovery;
 mod sandbox;
 mod slow_holes;
 mod tls;
+mod top;
 mod tracepoints;
 mod vhost_user;
 mod without_log;

@@ -1,5 +1,6 @@
 //! The answers of a process, as text for people.
 
+use std::cmp::Reverse;
 use std::time::SystemTime;
 
 use serde_json::Value;
@@ -10,7 +11,7 @@ use crate::size::human_size;
 use crate::table::Table;
 
 /// A value without quotes.
-pub(super) fn text(value: &Value) -> String {
+pub(in crate::commands) fn text(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         other => other.to_string(),
@@ -41,6 +42,49 @@ fn condition_text(condition: &Value) -> String {
     }
 }
 
+/// A latency: the upper bound of a class of the histogram, in microseconds.
+pub(in crate::commands) fn latency(bound: &Value) -> String {
+    match bound.as_u64() {
+        None => "over 8 s".to_owned(),
+        Some(us @ ..1000) => format!("{us} us"),
+        Some(us @ ..1_000_000) => format!("{} ms", us / 1000),
+        Some(us) => format!("{} s", us / 1_000_000),
+    }
+}
+
+/// What the FLUSHes of a disk cost, if it has had any.
+fn flush_line(disk: &Value) -> Option<String> {
+    let flush = disk["latency"].get("flush")?;
+    let mut line = format!(
+        "FLUSH: p50 within {}, p99 within {}",
+        latency(&flush["p50_us"]),
+        latency(&flush["p99_us"])
+    );
+    let shared = &disk["sync_sharing"];
+    let flushes = shared["flushes"].as_u64().unwrap_or(0);
+    if flushes > 0 {
+        let syncs = shared["syncs"].as_f64().unwrap_or(0.0);
+        line += &format!("; {:.2} syncs for each", syncs / flushes as f64);
+        let with = shared_with(&shared["with"], shared["groups"].as_u64().unwrap_or(0));
+        if !with.is_empty() {
+            line += &format!("; shared with {with}");
+        }
+    }
+    Some(line)
+}
+
+/// The disks with which a disk has shared its `groups` commit groups, those with most first, and how many of its groups.
+pub(in crate::commands) fn shared_with(partners: &Value, groups: u64) -> String {
+    let mut all: Vec<_> = partners.as_array().into_iter().flatten().collect();
+    all.sort_by_key(|partner| Reverse(partner["groups"].as_u64()));
+    let parts = all.into_iter().map(|partner| {
+        let common = partner["groups"].as_u64().unwrap_or(0);
+        let part = (common * 100).checked_div(groups).unwrap_or(0);
+        format!("{} {part} %", text(&partner["disk"]))
+    });
+    parts.collect::<Vec<_>>().join(", ")
+}
+
 /// A disk as lines of text.
 fn disk_lines(disk: &Value, indent: &str) -> String {
     let requests = [
@@ -52,11 +96,16 @@ fn disk_lines(disk: &Value, indent: &str) -> String {
         "write_zeroes",
         "errors",
     ];
-    let traffic = ["read_bytes", "written_bytes", "doorbells", "interrupts"];
+    let traffic = format!(
+        "read {}, written {}, {}",
+        size(&disk["read_bytes"]),
+        size(&disk["written_bytes"]),
+        list(disk, &["doorbells", "interrupts"])
+    );
     format!(
-        "{indent}disk {}: {} bytes, {}, {}{}, {}{}\n{indent}  {}\n{indent}  {}\n",
+        "{indent}disk {}: {}, {}, {}{}, {}{}\n{indent}  {}\n{indent}  {}\n{}",
         text(&disk["name"]),
-        disk["size_bytes"],
+        size(&disk["size_bytes"]),
         text(&disk["transport"]),
         text(&disk["cache"]),
         match disk["read_only"].as_bool() {
@@ -69,7 +118,8 @@ fn disk_lines(disk: &Value, indent: &str) -> String {
             _ => "",
         },
         list(disk, &requests),
-        list(disk, &traffic),
+        traffic,
+        flush_line(disk).map_or_else(String::new, |line| format!("{indent}  {line}\n")),
     )
 }
 
@@ -107,15 +157,14 @@ pub(super) fn stats(stats: &Value) -> String {
     let all = |key: &str| stats[key].as_array().cloned().unwrap_or_default();
     let (disks, logs) = (all("disks"), all("logs"));
     for log in &logs {
-        let counters = [
-            "flushes",
-            "groups",
-            "syncs",
-            "log_bytes",
-            "checkpoints",
-            "base_bytes",
-        ];
-        lines += &format!("log {}: {}\n", text(&log["path"]), list(log, &counters));
+        lines += &format!(
+            "log {}: {}, written {}, checkpoints {} of {}\n",
+            text(&log["path"]),
+            list(log, &["flushes", "groups", "syncs"]),
+            size(&log["log_bytes"]),
+            log["checkpoints"],
+            size(&log["base_bytes"]),
+        );
         if log["history"].is_object() {
             lines += &format!("  history: {}\n", history_text(&log["history"]));
         }
