@@ -78,7 +78,7 @@ fn a_disk_for_guests_is_at_vhost() {
         job_lines(&outcome),
         [
             "status 1: walvisor: the kernel module vhost_scsi is not loaded: as root run ...",
-            "serving guest: 1048576 bytes at vhost naa.5001405000000042",
+            "serving guest: 1 MiB at vhost naa.5001405000000042",
             "added at vhost naa.5001405000000043",
             r#"{"disk":"later","image":"complete","log":"disks/later.img.wal"}"#,
             "added at vhost naa.5001405000000043",

@@ -79,7 +79,7 @@ echo "guest: vhost-user stopped: $(systemctl show -P Result walvisor-vhost-user.
 journalctl --no-pager -o cat -u walvisor-nbd.service >/root/journal
 sed 's/^/journal: /' /root/journal
 echo "guest: journal: $(grep -c '^Started' /root/journal) starts"
-grep -q '^serving /var/lib/walvisor/disk.img: 1073741824 bytes at nbd+unix:' /root/journal && echo 'guest: journal: what walvisor prints'
+grep -q '^serving /var/lib/walvisor/disk.img: 1 GiB at nbd+unix:' /root/journal && echo 'guest: journal: what walvisor prints'
 
 # The package is removed while a daemon runs. A sixth start within ten seconds would be one too many.
 systemctl reset-failed

@@ -48,7 +48,7 @@ for cycle in 1 2 3 4 5 6; do
 done
 
 # A backup beside the load.
-ctl export --disk stays -o backup.img 2>/dev/null | sed 's/, [0-9]* of them copied//; s/^/guest: /'
+ctl export --disk stays -o backup.img 2>/dev/null | sed 's/, [^,]* of them copied//; s/^/guest: /'
 kill -0 $load && say 'the load goes on'
 e2fsck -fy backup.img >e2fsck.log 2>&1
 # 1: only the journal and what follows from it was repaired.

@@ -153,7 +153,7 @@ walvisor ctl control resize --disk raw --size 96M >/dev/null || say 'no resize'
 echo 1 >/sys/block/$raw/device/rescan
 say "after ctl: $(blockdev --getsize64 /dev/$raw) bytes, $(cat $config/target/core/user_*/raw/attrib/dev_size) in configfs"
 echo 134217728 >$(echo $config/target/core/user_*/raw/attrib/dev_size)
-until walvisor ctl control stats | grep -q 134217728; do sleep 0.2; done
+until walvisor ctl control stats --json | grep -q 134217728; do sleep 0.2; done
 echo 1 >/sys/block/$raw/device/rescan
 say "after configfs: $(blockdev --getsize64 /dev/$raw) bytes"
 echo 0 >$(echo $config/target/core/user_*/raw/attrib/emulate_write_cache)

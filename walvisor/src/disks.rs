@@ -278,17 +278,27 @@ pub fn disk_name(spec: &DiskSpec) -> String {
     spec.serial.clone().unwrap_or_else(|| spec.name())
 }
 
+/// The keys of a disk that set options of its log.
+pub(crate) const LOG_KEYS: [&str; 6] = [
+    "commit-wait-usec",
+    "commit-wait-count",
+    "close-seconds",
+    "index-memory",
+    "retain",
+    "on-full",
+];
+
 /// A key of this disk that sets an option of its log.
 fn log_key(spec: &DiskSpec) -> Option<&'static str> {
     let given = [
-        ("commit-wait-usec", spec.commit_wait.longest.is_some()),
-        ("commit-wait-count", spec.commit_wait.count.is_some()),
-        ("close-seconds", spec.close_time.is_some()),
-        ("index-memory", spec.index_memory.is_some()),
-        ("retain", spec.retain.is_some()),
-        ("on-full", spec.on_full.is_some()),
+        spec.commit_wait.longest.is_some(),
+        spec.commit_wait.count.is_some(),
+        spec.close_time.is_some(),
+        spec.index_memory.is_some(),
+        spec.retain.is_some(),
+        spec.on_full.is_some(),
     ];
-    let found = given.into_iter().find(|(_, given)| *given);
+    let found = LOG_KEYS.into_iter().zip(given).find(|(_, given)| *given);
     found.map(|(key, _)| key)
 }
 

@@ -192,6 +192,7 @@ pub fn history_json(history: &LogHistory) -> Value {
 /// The history that a log keeps, as a line of text. `history` is from [`history_json`].
 pub fn history_text(history: &Value) -> String {
     let number = |of: &Value, key: &str| of[key].as_u64().unwrap_or(0);
+    let size = |key: &str| human_size(number(history, key));
     let horizon = &history["horizon"];
     let since = match number(horizon, "unix_us") {
         0 => String::new(),
@@ -202,19 +203,19 @@ pub fn history_text(history: &Value) -> String {
         None => String::new(),
         Some(name) => format!(
             ", {} of them for snapshots ({}, the oldest '{name}', {} old), and {} more beside the log",
-            history["pinned_bytes"],
+            size("pinned_bytes"),
             history["snapshots"],
             age(number(oldest, "unix_us")),
-            history["saved_bytes"]
+            size("saved_bytes")
         ),
     };
     format!(
-        "retain={}, from lsn:{}{since} on: {} of {} bytes{pinned}; index {} bytes",
+        "retain={}, from lsn:{}{since} on: {} of {}{pinned}; index {}",
         history["retain"].as_str().unwrap_or_default(),
         horizon["lsn"],
-        history["kept_bytes"],
-        history["room_bytes"],
-        history["index_bytes"]
+        size("kept_bytes"),
+        size("room_bytes"),
+        size("index_bytes")
     )
 }
 

@@ -95,6 +95,38 @@ impl Table {
     }
 }
 
+/// Breaks lines that are wider than the terminal at stdout, at spaces, and indents what follows. Elsewhere lines stay
+/// whole, for programs that search them.
+pub fn fit_terminal(text: &str) -> String {
+    if stdout().is_terminal() {
+        wrap(text, stdout_width())
+    } else {
+        text.to_owned()
+    }
+}
+
+/// Breaks lines of more than `width` characters at spaces.
+fn wrap(text: &str, width: usize) -> String {
+    let mut wrapped = String::new();
+    for line in text.lines() {
+        let indent = line.len() - line.trim_start().len() + 4;
+        let mut used = 0;
+        for (at, word) in line.split(' ').enumerate() {
+            let more = count(word) + usize::from(at > 0);
+            if used + more > width && used > indent {
+                wrapped += &format!("\n{:indent$}{word}", "");
+                used = indent + count(word);
+            } else {
+                wrapped += if at > 0 { " " } else { "" };
+                wrapped += word;
+                used += more;
+            }
+        }
+        wrapped.push('\n');
+    }
+    wrapped
+}
+
 fn count(text: &str) -> usize {
     text.chars().count()
 }
@@ -112,6 +144,20 @@ pub fn stdout_width() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn long_lines_are_broken_at_spaces() {
+        let text = "log a: one two three\n  four\n  five six seven eight\n";
+        assert_eq!(wrap(text, 20), text.replace(" eight", "\n      eight"));
+        assert_eq!(
+            wrap(text, 14),
+            "log a: one two\n    three\n  four\n  five six\n      seven\n      eight\n"
+        );
+        assert_eq!(
+            wrap("a-word-that-is-too-long\n", 4),
+            "a-word-that-is-too-long\n"
+        );
+    }
 
     #[test]
     fn a_table_that_is_too_wide_is_turned() {

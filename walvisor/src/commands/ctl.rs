@@ -9,20 +9,24 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
+use serde_json::json;
 use walvisor_storage::{Transfer, receive_image, scratch_file};
 
 use self::answer::text;
 use super::CommandError;
 use super::disk::report_transfer;
 use super::serve::nbd::unix_uri;
+use super::serve::saving::{self, PoolChanges};
 use super::socket::bind;
 use super::socket_names::SocketNames;
 use crate::control_socket::{
     CONTROL_MODE, CacheChoice, ControlCommand, FEW_POINTS, Format, LimitChange, LookRequest,
     MOST_POINTS, ask, ask_with,
 };
+use crate::disk_spec::DiskCommand;
 use crate::progress::with_bar;
-use crate::size::parse_size;
+use crate::size::{human_size, parse_size};
+use crate::table::fit_terminal;
 
 /// The arguments of `walvisor ctl`.
 #[derive(Args, Debug)]
@@ -184,6 +188,8 @@ pub enum CtlRequest {
         /// The disk's name in stats
         name: String,
     },
+    /// Write the disks that were added and removed to the daemon's configuration file
+    Save,
     /// Serve a disk in use as of a point, over NBD, read-only without --scratch, until its last
     /// client is gone
     Look(LookArguments),
@@ -327,6 +333,7 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
         },
         CtlRequest::AddDisk { spec } => ControlCommand::AddDisk { spec: spec.clone() },
         CtlRequest::RemoveDisk { name } => ControlCommand::RemoveDisk { disk: name.clone() },
+        CtlRequest::Save => return save(&arguments.socket, arguments.json),
         CtlRequest::Look(wanted) => return look(&arguments.socket, wanted, arguments.json),
         CtlRequest::Unlook { look } => ControlCommand::Unlook {
             look: match look.metadata().map(|found| found.file_type().is_socket()) {
@@ -343,7 +350,7 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
     let shown = match &arguments.request {
         CtlRequest::Stats { prometheus: true } => text(&answer["text"]),
         _ if arguments.json => format!("{answer}\n"),
-        CtlRequest::Stats { .. } => answer::stats(&answer),
+        CtlRequest::Stats { .. } => fit_terminal(&answer::stats(&answer)),
         CtlRequest::Points { .. } => answer::points(&answer),
         CtlRequest::Snapshots { .. } => answer::snapshots(&answer),
         CtlRequest::Looks => answer::looks(&answer),
@@ -388,13 +395,43 @@ fn look(control: &Path, wanted: &LookArguments, json: bool) -> Result<(), Comman
         format!("{answer}\n")
     } else {
         format!(
-            "serving {} as of {}: {} bytes at {uri}\n",
+            "serving {} as of {}: {} at {uri}\n",
             text(&answer["disk"]),
             text(&answer["at"]),
-            answer["size_bytes"],
+            human_size(answer["size_bytes"].as_u64().unwrap_or(0)),
         )
     };
     let _ = std::io::stdout().write_all(line.as_bytes());
+    Ok(())
+}
+
+/// Writes to a daemon's configuration file which disks were added and removed.
+fn save(socket: &Path, json: bool) -> Result<(), CommandError> {
+    let answer = ask(socket, &ControlCommand::Config).map_err(CommandError::Failed)?;
+    let all = |key: &str| answer[key].as_array().into_iter().flatten();
+    let kinds = DiskCommand::DOORS.into_iter().chain([DiskCommand::Serve]);
+    let mut kinds = kinds.filter(|kind| answer["kind"] == kind.name());
+    let changes = PoolChanges {
+        kind: kinds.next().unwrap_or(DiskCommand::Serve),
+        added: all("added").map(|disk| text(&disk["spec"])).collect(),
+        removed: all("removed").map(text).collect(),
+    };
+    let config = text(&answer["config"]);
+    let saved = saving::save(Path::new(&config), &changes)?;
+    let line = if json {
+        json!({ "config": config, "added": saved.added, "removed": saved.removed }).to_string()
+    } else {
+        let parts = [("added", saved.added), ("removed", saved.removed)];
+        let parts = parts.into_iter().filter(|(_, names)| !names.is_empty());
+        let parts: Vec<_> = parts
+            .map(|(how, names)| format!("{how} {}", names.join(", ")))
+            .collect();
+        match &parts[..] {
+            [] => format!("{config}: nothing to save"),
+            parts => format!("{config}: {}", parts.join("; ")),
+        }
+    };
+    let _ = std::io::stdout().write_all(format!("{line}\n").as_bytes());
     Ok(())
 }
 

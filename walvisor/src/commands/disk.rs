@@ -21,7 +21,7 @@ use super::threads::Threads;
 use crate::point::{
     history_json, history_text, parse_retain, refuse_checkpoint, snapshot_json, time_text,
 };
-use crate::size::parse_size;
+use crate::size::{human_size, parse_size};
 
 /// Arguments of `walvisor disk`.
 #[derive(Debug, Args)]
@@ -184,9 +184,9 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     }
     say!("disk       {}", disk.path.display());
     say!(
-        "size       {} bytes ({} allocated)",
-        report.size,
-        report.allocated
+        "size       {} ({} allocated)",
+        human_size(report.size),
+        human_size(report.allocated)
     );
     if report.spilled > 0 {
         say!(
@@ -200,10 +200,10 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     };
     say!("log        {}", disk.log().display());
     say!(
-        "segments   {} of at most {}, {} bytes each",
+        "segments   {} of at most {}, {} each",
         log.segments,
         log.max_segments,
-        log.segment_size
+        human_size(log.segment_size)
     );
     say!(
         "last LSN   {} ({} in the base image)",
@@ -211,9 +211,9 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
         log.checkpoint_lsn
     );
     say!(
-        "unapplied  {} records, {} bytes",
+        "unapplied  {} records, {}",
         log.records,
-        log.payload_bytes
+        human_size(log.payload_bytes)
     );
     say!("history    {}", history_text(&history_json(&log.history)));
     for snapshot in &log.history.snapshots {
@@ -317,11 +317,11 @@ fn check(disk: &DiskPath, threads: Threads, json: bool) -> Result<(), CommandErr
             without_log(&report)
         ),
         (Some(log), _) => say!(
-            "{name}: clean: {} batches verified; {} records ({} bytes) in the log, the rest in the \
+            "{name}: clean: {} batches verified; {} records ({}) in the log, the rest in the \
              base image{}",
             log.batches,
             log.records,
-            log.payload_bytes,
+            human_size(log.payload_bytes),
             if log.torn_tail {
                 "; a write that was never acknowledged is dropped"
             } else {
@@ -339,7 +339,8 @@ fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
         let what = match (plan.records, plan.payload_bytes) {
             (Some(records), Some(bytes)) => {
                 format!(
-                    "{records} records ({bytes} bytes) in the log {}",
+                    "{records} records ({}) in the log {}",
+                    human_size(bytes),
                     log.display()
                 )
             }
@@ -366,7 +367,8 @@ fn discard(disk: &DiskPath, yes: bool, json: bool) -> Result<(), CommandError> {
     }
     let what = match (done.records, done.payload_bytes) {
         (Some(records), Some(bytes)) => format!(
-            "discarded {records} records ({bytes} bytes) in the log {}",
+            "discarded {records} records ({}) in the log {}",
+            human_size(bytes),
             log.display()
         ),
         _ => format!("nothing to discard: there is no log at {}", log.display()),

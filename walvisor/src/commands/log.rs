@@ -13,7 +13,7 @@ use super::CommandError;
 use super::disk::print;
 use super::in_use::cannot_look;
 use crate::point::parse_point;
-use crate::size::parse_size;
+use crate::size::{human_size, parse_size};
 
 /// Arguments of `walvisor log`.
 #[derive(Debug, Args)]
@@ -163,8 +163,10 @@ fn resize(dir: &Path, size: u64, json: bool) -> Result<(), CommandError> {
         ))
     } else {
         print(format_args!(
-            "{}: {size} bytes now, {old_size} before\n",
-            dir.display()
+            "{}: {} now, {} before\n",
+            dir.display(),
+            human_size(size),
+            human_size(old_size)
         ))
     }
     Ok(())

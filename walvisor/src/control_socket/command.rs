@@ -237,6 +237,8 @@ pub enum ControlCommand {
         /// Its name.
         disk: String,
     },
+    /// Report the daemon's configuration file, and which disks clients have added and removed since.
+    Config,
     /// Serve a disk as of a point, on the listening socket whose descriptor comes with the request.
     Look(LookRequest),
     /// End a look.
@@ -433,6 +435,7 @@ impl ControlCommand {
             }
             Self::AddDisk { spec } => ("add-disk", json!({ "spec": spec })),
             Self::RemoveDisk { disk } => ("remove-disk", json!({ "disk": disk })),
+            Self::Config => ("config", json!({})),
             Self::Look(request) => ("look", json!(request)),
             Self::Unlook { look } => ("unlook", json!({ "look": look })),
             Self::Looks => ("looks", json!({})),
@@ -532,6 +535,7 @@ impl ControlCommand {
                 let NamedDisk { disk } = read(name, arguments)?;
                 Self::RemoveDisk { disk }
             }
+            "config" => read(name, arguments).map(|NoArguments {}| Self::Config)?,
             "look" => Self::Look(read(name, arguments)?),
             "unlook" => {
                 let UnlookArguments { look } = read(name, arguments)?;
@@ -553,7 +557,7 @@ impl ControlCommand {
                     "unknown command '{name}': there are stats, pause, resume, resize, set-cache, \
                      set-limit, checkpoint, export, snapshot, snapshots, snapshot-delete, points, restore, \
                      mark, set-retain, look, unlook, looks, exports, export-cancel, add-disk, remove-disk, \
-                     shutdown"
+                     config, shutdown"
                 )));
             }
         })

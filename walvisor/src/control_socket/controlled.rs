@@ -1,6 +1,7 @@
 //! What a control socket controls: disks in use, and the VM or daemon that uses them.
 
 use std::ops::Deref;
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -54,6 +55,20 @@ pub trait DiskHotplug: Send + Sync {
     /// # Errors
     /// If the disk cannot be closed.
     fn remove(&self, name: &str) -> Result<RemovedDisk, RemovalError>;
+
+    /// The daemon's configuration file, if it has one. An absolute path.
+    fn config(&self) -> Option<&Path> {
+        None
+    }
+}
+
+/// The disks that clients have added and removed.
+#[derive(Default)]
+pub(super) struct DiskChanges {
+    /// The names and the specs of the disks.
+    pub added: Vec<(String, String)>,
+    /// The names of disks that are gone.
+    pub removed: Vec<String>,
 }
 
 /// A disk that was added.
@@ -116,6 +131,7 @@ pub struct ControlledProcess {
     pub(super) power: Power,
     pub(super) looks: Looks,
     pub(super) exports: Exports,
+    pub(super) changes: Mutex<DiskChanges>,
     /// Locked by a client's thread while it changes anything, which may take long.
     pub(super) changing: Mutex<()>,
     /// The vCPUs and disks are paused. Changed with `changing` locked, read without it.
@@ -134,6 +150,7 @@ impl ControlledProcess {
             power,
             looks: Looks::default(),
             exports: Exports::default(),
+            changes: Mutex::default(),
             changing: Mutex::default(),
             paused: AtomicBool::new(false),
             ending: AtomicBool::new(false),
@@ -209,6 +226,11 @@ impl ControlledProcess {
         let disks = self.disks.into_inner();
         let disks = disks.unwrap_or_else(PoisonError::into_inner).into_iter();
         disks.map(|entry| entry.listed.disk).collect()
+    }
+
+    pub(super) fn changes(&self) -> MutexGuard<'_, DiskChanges> {
+        // No panic leaves the lists half changed.
+        self.changes.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn change(&self) -> MutexGuard<'_, ()> {

@@ -61,10 +61,21 @@ impl ControlledProcess {
             )),
             ControlCommand::AddDisk { spec } => {
                 self.hotplug()?;
-                let spec = DiskSpec::parse(spec, self.kind).map_err(ControlError::new)?;
-                self.add_disk(&spec)
+                let parsed = DiskSpec::parse(spec, self.kind).map_err(ControlError::new)?;
+                let added = self.add_disk(&parsed)?;
+                let name = added["disk"].as_str().unwrap_or_default().to_owned();
+                self.changes().added.push((name, spec.clone()));
+                Ok(added)
             }
-            ControlCommand::RemoveDisk { disk } => self.remove_disk(disk),
+            ControlCommand::RemoveDisk { disk } => {
+                let removed = self.remove_disk(disk)?;
+                let name = removed["disk"].as_str().unwrap_or_default().to_owned();
+                let mut changes = self.changes();
+                changes.added.retain(|(added, _)| *added != name);
+                changes.removed.push(name);
+                Ok(removed)
+            }
+            ControlCommand::Config => self.config(),
             ControlCommand::Snapshot { disk, name, alone } => {
                 let made = if *alone {
                     let disk = self.disk(disk.as_deref())?;
@@ -349,6 +360,25 @@ impl ControlledProcess {
                  has hot-plug",
             )),
         }
+    }
+
+    /// The configuration file, and what was changed since it was read.
+    fn config(&self) -> Result<Value, ControlError> {
+        let config = self.hotplug()?.config().ok_or_else(|| {
+            ControlError::new(
+                "this daemon has no configuration file to save to: start it with --config FILE, or give it other --disk \
+                 the next time",
+            )
+        })?;
+        let changes = self.changes();
+        let added = changes.added.iter();
+        let added = added.map(|(name, spec)| json!({ "disk": name, "spec": spec }));
+        Ok(json!({
+            "config": config,
+            "kind": self.kind.name(),
+            "added": added.collect::<Vec<_>>(),
+            "removed": changes.removed,
+        }))
     }
 
     /// Opens a disk and serves it. Returns the answer for clients.

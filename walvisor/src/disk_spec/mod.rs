@@ -18,7 +18,7 @@ mod tests;
 
 pub use argument::{DiskArgument, disk_help};
 pub use parse::DiskSpecError;
-pub(crate) use parse::split_parts;
+pub(crate) use parse::{split_keys, split_parts};
 pub use spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};
 pub use table::{MAX_QUEUES, MAX_SERIAL_BYTES, is_backstore_name};
 pub use walvisor_vmm::disk::{Notifications, TransportKind};

@@ -116,20 +116,25 @@ fn names(command: DiskCommand) -> String {
     names.join(", ")
 }
 
+/// The keys and values of a SPEC.
+///
+/// # Errors
+/// If a part has no `=`.
+pub fn split_keys(text: &str) -> Result<Vec<(String, String)>, DiskSpecError> {
+    let key = |part: String| match part.split_once('=') {
+        Some((name, value)) => Ok((name.to_owned(), value.to_owned())),
+        None => Err(DiskSpecError::NoValue(part)),
+    };
+    split_parts(text).into_iter().map(key).collect()
+}
+
 impl DiskSpec {
     /// Parses a SPEC of `command`.
     ///
     /// # Errors
     /// If a part has no `=`, and as [`from_keys`](Self::from_keys).
     pub fn parse(text: &str, command: DiskCommand) -> Result<Self, DiskSpecError> {
-        let mut keys = Vec::new();
-        for part in split_parts(text) {
-            match part.split_once('=') {
-                Some((name, value)) => keys.push((name.to_owned(), value.to_owned())),
-                None => return Err(DiskSpecError::NoValue(part)),
-            }
-        }
-        Self::from_keys(&keys, command)
+        Self::from_keys(&split_keys(text)?, command)
     }
 
     /// The disk of `command` that these keys and values describe.

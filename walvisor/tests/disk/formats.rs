@@ -88,7 +88,7 @@ fn images_of_other_formats_are_refused_and_import_converts_them() {
         let convert = convert.replace("KEYFILE", "key");
         run(dir, "qemu-img", convert.strip_prefix("qemu-img ").unwrap());
         let text = done(dir, "disk import new.img NEW");
-        assert!(text.contains("4194304 bytes"), "{text}");
+        assert!(text.contains(": 4 MiB, "), "{text}");
         for made in ["new.img", "NEW"] {
             std::fs::remove_file(dir.join(made)).unwrap();
         }
@@ -149,7 +149,7 @@ fn an_odd_size_is_rounded_up_never_down() {
         &advice["truncate ".len()..],
     );
     let text = done(dir, "disk import disk.img odd");
-    assert!(text.contains("1024 bytes"), "{text}");
+    assert!(text.contains(": 1 KiB, "), "{text}");
     let disk = std::fs::read(dir.join("disk.img")).unwrap();
     assert!(disk[..1000] == bytes && disk[1000..] == [0; 24]);
     // A disk with a log whose image another program has made longer, or shorter.

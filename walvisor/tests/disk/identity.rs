@@ -37,7 +37,7 @@ fn an_old_copy_of_an_image_is_refused_and_its_records_can_be_discarded() {
     // The other remedy: the log's records are discarded.
     let text = done(&crashed, "disk discard --yes disk.img");
     assert!(text.starts_with("disk.img: disk "), "{text}");
-    assert!(text.contains("discarded 5 records (12288 bytes)"), "{text}");
+    assert!(text.contains("discarded 5 records (12 KiB)"), "{text}");
     assert!(done(&crashed, "disk check disk.img").contains("0 records"));
     let report = json(&done(&crashed, "disk discard --yes disk.img --json"));
     assert_eq!(report["discarded_records"], 0);

@@ -497,7 +497,7 @@ fn a_log_is_resized_and_too_small_a_size_is_refused() {
     done(dir, "disk create disk.img --size 8M");
     assert_eq!(
         done(dir, "log resize disk.img.wal --size 3000M"),
-        "disk.img.wal: 3154116608 bytes now, 2147483648 before\n"
+        "disk.img.wal: 2.9 GiB now, 2 GiB before\n"
     );
     assert_eq!(
         json(&done(dir, "log resize disk.img.wal --size 256M --json")),
@@ -521,7 +521,7 @@ fn a_log_is_resized_and_too_small_a_size_is_refused() {
     let (_, command) = told.trim_end().split_once("walvisor log resize").unwrap();
     assert_eq!(
         done(dir, &format!("log resize{command}")),
-        "big.img.wal: 34359738368 bytes now, 2147483648 before\n"
+        "big.img.wal: 32 GiB now, 2 GiB before\n"
     );
     done(dir, "disk create other.img --size 1T --log big.img.wal");
 }

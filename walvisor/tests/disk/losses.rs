@@ -54,7 +54,7 @@ fn a_check_changes_nothing_and_a_discard_says_what_would_be_lost() {
     refused(&crashed, "disk check --discard-log disk.img", 2, &instead);
     let told = [
         "nothing is discarded yet",
-        "would lose 5 records (12288 bytes) in the log disk.img.wal",
+        "would lose 5 records (12 KiB) in the log disk.img.wal",
         "--yes",
     ];
     refused(&crashed, "disk discard disk.img", 1, &told);

@@ -172,7 +172,7 @@ fn a_sparse_image_goes_in_and_comes_out_with_its_holes() {
     assert!(done(dir, "disk check disk.img").contains("clean"));
     let text = done(dir, "disk export disk.img out");
     assert!(
-        text.starts_with("out: exported disk.img: 268435968 bytes, "),
+        text.starts_with("out: exported disk.img: 256 MiB, "),
         "{text}"
     );
     let want = std::fs::read(dir.join("raw")).unwrap();
@@ -267,7 +267,7 @@ fn resizes_keep_the_data_and_refuse_to_lose_it() {
     let lost = &["disk.img", "8388096", "lose", "--shrink"];
     refused(crashed, "disk resize disk.img --size 8388096", 1, lost);
     let text = done(crashed, "disk resize disk.img --size 8M");
-    assert_eq!(text, "disk.img: 8388608 bytes now, 16777216 before\n");
+    assert_eq!(text, "disk.img: 8 MiB now, 16 MiB before\n");
     refused(crashed, "disk resize disk.img --size 8388096", 1, lost);
     done(crashed, "disk resize disk.img --size 4M --shrink");
     done(crashed, "disk resize disk.img --size 8M");

@@ -251,7 +251,7 @@ fn a_live_disk_grows_is_checkpointed_and_changes_its_cache() {
     let copy = guest.path("copy");
     let exported = ctl(&format!("export --disk {name} -o {}", copy.display())).unwrap();
     assert!(
-        exported.ends_with(": 3145728 bytes, 0 of them copied\n"),
+        exported.ends_with(": 3 MiB, 0 B of them copied\n"),
         "{exported}"
     );
     assert_eq!(std::fs::metadata(copy).unwrap().len(), 3 << 20);

@@ -186,7 +186,7 @@ fn a_kill_leaves_no_part_of_a_copy_at_its_name() {
         assert!(output.status.success(), "{}", text(&output.stderr));
         assert_eq!(
             text(&output.stdout),
-            format!("{name}: exported disk.img: 8388608 bytes, 1048576 of them copied\n")
+            format!("{name}: exported disk.img: 8 MiB, 1 MiB of them copied\n")
         );
         let bytes = fs::read(dir.join(name)).unwrap();
         assert!(bytes[..1 << 20] == noise(1 << 20) && bytes.len() == 8 << 20);

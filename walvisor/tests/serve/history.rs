@@ -526,10 +526,7 @@ fn a_snapshot_costs_what_has_changed_since_and_does_not_fill_the_log() {
     let stats = told(dir, "stats");
     let line = "for snapshots (1, the oldest 'monday', ";
     assert!(stats.contains(line), "{stats}");
-    assert!(
-        stats.contains(&format!("and {saved} more beside the log")),
-        "{stats}"
-    );
+    assert!(stats.contains(" MiB more beside the log"), "{stats}");
     told(dir, "export -o before.img --at snapshot:monday");
     let before = fs::read(dir.join("before.img")).unwrap();
     for (number, block) in before.chunks(32_768).take(BLOCKS as usize).enumerate() {

@@ -201,7 +201,7 @@ fn a_close_without_time_says_what_it_leaves() {
     assert!(parts.iter().all(|part| left.contains(part)), "{left}");
     assert_eq!(fs::read(dir.join("disk.img")).unwrap(), [0; 1 << 20]);
     let info = text(&walvisor(dir, "disk info disk.img").stdout);
-    assert!(info.contains("1 records, 8192 bytes"), "{info}");
+    assert!(info.contains("1 records, 8 KiB"), "{info}");
     let output = walvisor(dir, "disk checkpoint disk.img");
     assert_eq!(
         (output.status.code(), text(&output.stderr)),

@@ -110,7 +110,7 @@ fn ten_looks_beside_a_writer_show_their_points() {
             uri,
             format!("nbd+unix:///disk.img?socket={}", place.display())
         );
-        assert!(told.starts_with(&format!("serving disk.img as of lsn:{lsn}: 8388608 bytes")));
+        assert!(told.starts_with(&format!("serving disk.img as of lsn:{lsn}: 8 MiB at ")));
     }
     assert_eq!(open(dir), 10);
     for number in 10..60 {

@@ -26,6 +26,7 @@ mod privileges;
 mod qemu_locks;
 mod recovery;
 mod sandbox;
+mod saving;
 mod slow_holes;
 mod tls;
 mod top;

@@ -11,6 +11,7 @@ use super::path::{Detached, DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::in_use::cannot_look;
 use crate::point::{mark_json, snapshot_json, time_text};
+use crate::size::human_size;
 
 /// The arguments of `walvisor disk snapshot`.
 #[derive(Args, Debug)]
@@ -172,12 +173,12 @@ pub(super) fn list(arguments: &SnapshotsArguments) -> Result<(), CommandError> {
         let of = snapshot.disk_id;
         let alone = of.map_or_else(String::new, |id| format!("  of disk {id} alone"));
         print(format_args!(
-            "{}  {}  lsn:{}  cid:{}  {} bytes saved{alone}\n",
+            "{}  {}  lsn:{}  cid:{}  {} saved{alone}\n",
             snapshot.name,
             time_text(snapshot.unix_us),
             snapshot.lsn,
             snapshot.cid,
-            snapshot.saved_bytes
+            human_size(snapshot.saved_bytes)
         ));
     }
     Ok(())

@@ -12,7 +12,7 @@ use crate::commands::in_use::ask_owner;
 use crate::commands::threads::Threads;
 use crate::point::{parse_point, rewound_json};
 use crate::progress::with_bar;
-use crate::size::parse_size;
+use crate::size::{human_size, parse_size};
 
 /// The arguments of `walvisor disk import`.
 #[derive(Debug, Args)]
@@ -137,7 +137,9 @@ pub(in crate::commands) fn report(
         ))
     } else {
         print(format_args!(
-            "{said}: {size} bytes, {copied} of them copied{}\n",
+            "{said}: {}, {} of them copied{}\n",
+            human_size(size),
+            human_size(copied),
             if shared {
                 ", the others shared by the file system"
             } else {
@@ -322,8 +324,10 @@ pub(super) fn resize(arguments: &ResizeArguments) -> Result<(), CommandError> {
         ))
     } else {
         print(format_args!(
-            "{}: {size} bytes now, {old_size} before\n",
-            path.display()
+            "{}: {} now, {} before\n",
+            path.display(),
+            human_size(size),
+            human_size(old_size)
         ))
     }
     Ok(())

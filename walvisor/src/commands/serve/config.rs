@@ -30,7 +30,7 @@ use crate::control_socket::ControlledProcess;
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::AllowedPaths;
-use crate::size::parse_size;
+use crate::size::{human_size, parse_size};
 
 /// The file that describes the disks of a daemon, as of the last reading.
 pub(super) struct PoolFile {
@@ -44,11 +44,20 @@ pub(super) struct PoolFile {
 
 /// A disk of the file.
 #[derive(Clone)]
-struct PoolDisk {
+pub(super) struct PoolDisk {
     /// The texts of the file, defaults included. They are compared instead of the spec, because a
     /// point such as `-15m` parses differently each time.
     keys: Vec<(String, String)>,
-    spec: DiskSpec,
+    pub(super) spec: DiskSpec,
+}
+
+/// What the file says.
+pub(super) struct PoolText {
+    /// The memory limit of the process.
+    memory_limit: Option<u64>,
+    /// The keys for disks that lack them.
+    pub(super) defaults: Vec<(String, String)>,
+    pub(super) disks: Vec<PoolDisk>,
 }
 
 impl PoolFile {
@@ -57,7 +66,11 @@ impl PoolFile {
     /// # Errors
     /// If it can't be read, is not TOML, or has a disk that is wrong.
     pub(super) fn open(path: &Path, kind: DiskCommand) -> Result<Self, CommandError> {
-        let (memory_limit, disks) = read(path, kind)?;
+        let PoolText {
+            memory_limit,
+            disks,
+            ..
+        } = read(path, kind)?;
         let path = std::path::absolute(path).map_err(CommandError::failed)?;
         Ok(Self {
             path,
@@ -65,6 +78,11 @@ impl PoolFile {
             memory_limit,
             disks,
         })
+    }
+
+    /// Where the file is. An absolute path.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
     }
 
     /// The memory limit of the process, if the file sets one.
@@ -86,8 +104,12 @@ impl PoolFile {
     /// nothing. The next call retries the disks that could not be added or removed.
     pub(super) fn reload(&mut self, controlled: &ControlledProcess, hotplug: &Hotplug) {
         let wanted = match read(&self.path, self.kind) {
-            Ok((limit, wanted)) => {
-                if limit != self.memory_limit {
+            Ok(PoolText {
+                memory_limit,
+                disks: wanted,
+                ..
+            }) => {
+                if memory_limit != self.memory_limit {
                     tracing::warn!(
                         "{}: memory-limit has changed; it takes effect at the next start",
                         self.path.display()
@@ -101,11 +123,16 @@ impl PoolFile {
             }
         };
         let name = |disk: &PoolDisk| hotplug.lock().doors.name(&disk.spec);
+        // 'walvisor ctl' may have added and removed disks since.
+        let served = hotplug.lock().names();
         let names: Vec<_> = wanted.iter().map(name).collect();
         let mut failed = 0;
         let mut kept = Vec::new();
         for disk in std::mem::take(&mut self.disks) {
             let name = name(&disk);
+            if !served.contains(&name) {
+                continue;
+            }
             if let Some(place) = names.iter().position(|other| *other == name) {
                 if wanted[place].keys != disk.keys {
                     tracing::warn!(
@@ -121,18 +148,23 @@ impl PoolFile {
                 kept.push(disk);
             }
         }
-        let served: Vec<_> = kept.iter().map(name).collect();
-        let before = kept.len();
+        let known: Vec<_> = kept.iter().map(name).collect();
+        let mut count = 0;
         for (disk, name) in wanted.into_iter().zip(names) {
+            if known.contains(&name) {
+                continue;
+            }
             if served.contains(&name) {
+                kept.push(disk);
                 continue;
             }
             match controlled.add_disk(&disk.spec) {
                 Ok(added) => {
                     let place = added["place"].as_str().unwrap_or_default();
-                    let bytes = &added["size_bytes"];
-                    announce(&format!("serving {name}: {bytes} bytes at {place}\n"));
+                    let size = human_size(added["size_bytes"].as_u64().unwrap_or(0));
+                    announce(&format!("serving {name}: {size} at {place}\n"));
                     kept.push(disk);
+                    count += 1;
                 }
                 Err(error) => {
                     tracing::error!("{error}");
@@ -141,9 +173,8 @@ impl PoolFile {
             }
         }
         tracing::info!(
-            "{}: read again: {} disks added, {failed} failed",
+            "{}: read again: {count} disks added, {failed} failed",
             self.path.display(),
-            kept.len() - before
         );
         self.disks = kept;
     }
@@ -163,17 +194,14 @@ pub(in crate::commands) fn check(path: &Path) -> Result<usize, CommandError> {
     Ok(specs.len())
 }
 
-/// The memory limit of the process, and the disks.
-type PoolContents = (Option<u64>, Vec<PoolDisk>);
-
 /// What the file describes.
-fn read(path: &Path, kind: DiskCommand) -> Result<PoolContents, CommandError> {
+fn read(path: &Path, kind: DiskCommand) -> Result<PoolText, CommandError> {
     let in_file = |error: String| CommandError::Failed(format!("{}: {error}", path.display()));
     let text = fs::read_to_string(path).map_err(|error| in_file(error.to_string()))?;
     parse(&text, kind).map_err(in_file)
 }
 
-fn parse(text: &str, kind: DiskCommand) -> Result<PoolContents, String> {
+pub(super) fn parse(text: &str, kind: DiskCommand) -> Result<PoolText, String> {
     let file: Table = text.parse().map_err(|error: toml::de::Error| {
         let before = &text[..error.span().map_or(0, |span| span.start)];
         let line = before.matches('\n').count() + 1;
@@ -220,7 +248,11 @@ fn parse(text: &str, kind: DiskCommand) -> Result<PoolContents, String> {
         Ok(PoolDisk { keys, spec })
     };
     let disks: Result<_, String> = tables.iter().enumerate().map(disk).collect();
-    Ok((limit, disks?))
+    Ok(PoolText {
+        memory_limit: limit,
+        disks: disks?,
+        defaults,
+    })
 }
 
 /// The keys of a table, with their values as texts of `--disk`.
@@ -248,7 +280,11 @@ mod tests {
 
     #[test]
     fn a_disk_takes_the_defaults_that_fit_it() {
-        let (limit, disks) = parse(
+        let PoolText {
+            memory_limit: limit,
+            disks,
+            ..
+        } = parse(
             "[defaults]\nmemory-limit = '2G'\ndoor = 'nbd'\nsocket = 's'\nlog = 'pool.wal'\nclose-seconds = 5\n\
              [[disk]]\npath = 'a.img'\nreadonly = true\n\
              [[disk]]\npath = 'b.img'\nport = 10809\n\

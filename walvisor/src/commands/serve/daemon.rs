@@ -36,7 +36,7 @@ use crate::memory_limit;
 use crate::metrics::{DiskMetrics, render_served};
 use crate::privileges::{self, ServiceUser};
 use crate::repeats;
-use crate::size::parse_size;
+use crate::size::{human_size, parse_size};
 
 /// The arguments of every daemon.
 #[derive(Args, Debug)]
@@ -151,7 +151,8 @@ impl DaemonArguments {
         disks::prepare_rings(&open);
         let logs = SharedLogs::new(logs);
         let profile = doors.profile();
-        let hotplug = Hotplug::new(ServedDisks { doors, specs }, &self.disk_dirs, &logs);
+        let config = pool.as_ref().map(PoolFile::path);
+        let hotplug = Hotplug::new(ServedDisks { doors, specs }, &self.disk_dirs, &logs, config);
         let served = seccomp::restrict(self.process.seccomp, profile, opens)
             .map_err(CommandError::failed)
             .and_then(|()| serve(&hotplug, open))
@@ -230,11 +231,9 @@ fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, Comm
     for (spec, disk) in specs.iter().zip(&disks) {
         let door = doors.of_mut(spec).map_err(CommandError::Failed)?;
         let added = door.add(spec, disk).map_err(CommandError::Failed)?;
-        let (name, bytes) = (&added.disk.name, disk.backend.sectors() * SECTOR_SIZE);
-        lines.push_str(&format!(
-            "serving {name}: {bytes} bytes at {}\n",
-            added.place
-        ));
+        let size = human_size(disk.backend.sectors() * SECTOR_SIZE);
+        let (name, place) = (&added.disk.name, &added.place);
+        lines.push_str(&format!("serving {name}: {size} at {place}\n"));
         in_use.push(added.disk);
     }
     doors.start()?;

@@ -43,6 +43,14 @@ pub(super) struct ServedDisks {
     pub(super) specs: Vec<DiskSpec>,
 }
 
+impl ServedDisks {
+    /// The names of the disks in control requests.
+    pub(super) fn names(&self) -> Vec<String> {
+        let specs = self.specs.iter();
+        specs.map(|spec| self.doors.name(spec)).collect()
+    }
+}
+
 /// Adds disks to a daemon, and removes them. Copies share the disks.
 #[derive(Clone)]
 pub(super) struct Hotplug {
@@ -50,11 +58,19 @@ pub(super) struct Hotplug {
     logs: SharedLogs,
     /// Disks may be added beneath these directories. Canonical paths.
     disk_dirs: Vec<PathBuf>,
+    /// The file of `--config`. An absolute path.
+    config: Option<PathBuf>,
 }
 
 impl Hotplug {
-    pub(super) fn new(served: ServedDisks, disk_dirs: &[PathBuf], logs: &SharedLogs) -> Self {
+    pub(super) fn new(
+        served: ServedDisks,
+        disk_dirs: &[PathBuf],
+        logs: &SharedLogs,
+        config: Option<&Path>,
+    ) -> Self {
         Self {
+            config: config.map(Path::to_owned),
             served: Arc::new(Mutex::new(served)),
             logs: logs.clone(),
             disk_dirs: disk_dirs.to_vec(),
@@ -153,6 +169,10 @@ impl Hotplug {
 }
 
 impl DiskHotplug for Hotplug {
+    fn config(&self) -> Option<&Path> {
+        self.config.as_deref()
+    }
+
     fn add(&self, spec: &DiskSpec) -> Result<AddedDisk, String> {
         let mut served = self.lock();
         self.check(&served, spec)?;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Protocol (nbd, vhost-user, tcmu, or none) ─▶ DaemonArguments::run: the steps of every daemon      daemon.rs
-//!                                                    │ --config FILE                                   config.rs
+//!                                                    │ --config FILE                                   config.rs, saving.rs
 //!                                                    ▼
 //!                                                  Doors: a Door for each protocol that a disk has     door.rs
 //!                                                    │   nbd.rs, vhost_user.rs, tcmu/
@@ -15,6 +15,7 @@ mod daemon;
 mod door;
 mod hotplug;
 pub(super) mod nbd;
+pub(super) mod saving;
 mod tcmu;
 mod vhost_user;
 

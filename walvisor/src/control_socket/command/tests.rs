@@ -63,6 +63,7 @@ fn every_command() -> Vec<ControlCommand> {
             look: "/s".to_owned(),
         },
         ControlCommand::Looks,
+        ControlCommand::Config,
         ControlCommand::Shutdown { now: true },
     ]
 }
