@@ -32,6 +32,8 @@ pub struct RunControl {
     event: EventFd,
     ended: OnceLock<RunEnd>,
     stopping: AtomicBool,
+    /// Somebody outside the guest wants it to end, whether or not the guest was quicker.
+    end_wanted: AtomicBool,
     /// Signalled when the guest is asked to power off.
     power_down: EventFd,
     paused: AtomicBool,
@@ -59,6 +61,7 @@ impl RunControl {
             event: EventFd::new(EFD_NONBLOCK)?,
             ended: OnceLock::new(),
             stopping: AtomicBool::new(false),
+            end_wanted: AtomicBool::new(false),
             power_down: EventFd::new(EFD_NONBLOCK)?,
             paused: AtomicBool::new(false),
             vcpus: Mutex::default(),
@@ -68,6 +71,9 @@ impl RunControl {
 
     /// Ends the run. Only the first call has an effect.
     pub fn end(&self, ended: RunEnd) {
+        if matches!(ended, RunEnd::Signal(_) | RunEnd::Quit) {
+            self.want_end();
+        }
         if self.ended.set(ended).is_ok() {
             self.stopping.store(true, Ordering::SeqCst);
             // The write fails only if the counter is full, and then the event is readable already.
@@ -76,6 +82,16 @@ impl RunControl {
             drop(self.lock());
             self.changed.notify_all();
         }
+    }
+
+    /// Notes that a signal or a user has asked for the end.
+    pub(super) fn want_end(&self) {
+        self.end_wanted.store(true, Ordering::SeqCst);
+    }
+
+    /// Whether a signal or a user has asked for the end. If the guest resets at that moment, it should not boot again.
+    pub fn is_end_wanted(&self) -> bool {
+        self.end_wanted.load(Ordering::SeqCst)
     }
 
     /// Readable once the run has ended.
@@ -95,6 +111,7 @@ impl RunControl {
 
     /// Asks the guest to power off. If it does not, the run is ended.
     pub fn ask_for_power_down(&self) {
+        self.want_end();
         // The write fails only if the counter is full, and then the event is readable already.
         let _ = self.power_down.write(1);
     }

@@ -9,6 +9,7 @@ use walvisor_devices::net::NetMetrics;
 use walvisor_devices::throttle::{Limits, Throttle};
 
 /// An open disk and the configuration of its device.
+#[derive(Clone)]
 pub struct OpenDisk {
     /// The disk's name in messages and metrics.
     pub name: String,

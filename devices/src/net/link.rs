@@ -40,6 +40,18 @@ pub struct Link {
 }
 
 impl Link {
+    /// Another descriptor of the same link, for a device that comes after this one.
+    ///
+    /// # Errors
+    /// If the system refuses the descriptor.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self {
+            name: self.name.clone(),
+            file: self.file.try_clone()?,
+            framing: self.framing,
+        })
+    }
+
     /// A program at the other end of a stream socket, which puts each frame's length before it, as 32 bits in network
     /// order: passt, and QEMU's `-netdev stream`.
     ///

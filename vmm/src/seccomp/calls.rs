@@ -194,3 +194,26 @@ pub(super) const KVM_IOCTL: &[c_ulong] = &[
     0x8138_ae83, // KVM_GET_SREGS
     0xc018_ae85, // KVM_TRANSLATE
 ];
+
+/// What building another VM takes, beside what running one takes.
+pub(super) const BUILDING: &[c_long] = &[libc::SYS_signalfd4];
+
+/// See [`BUILDING`].
+pub(super) const BUILDING_IOCTL: &[c_ulong] = &[
+    0xae00,      // KVM_GET_API_VERSION
+    0xae01,      // KVM_CREATE_VM
+    0xae04,      // KVM_GET_VCPU_MMAP_SIZE
+    0xae41,      // KVM_CREATE_VCPU
+    0xae47,      // KVM_SET_TSS_ADDR
+    0xae60,      // KVM_CREATE_IRQCHIP
+    0x4008_ae48, // KVM_SET_IDENTITY_MAP_ADDR
+    0x4008_ae89, // KVM_SET_MSRS
+    0x4008_ae90, // KVM_SET_CPUID2
+    0x4020_ae46, // KVM_SET_USER_MEMORY_REGION
+    0x4040_ae77, // KVM_CREATE_PIT2
+    0x4090_ae82, // KVM_SET_REGS
+    0x4138_ae84, // KVM_SET_SREGS
+    0x4400_ae8f, // KVM_SET_LAPIC
+    0x8400_ae8e, // KVM_GET_LAPIC
+    0xc008_ae05, // KVM_GET_SUPPORTED_CPUID
+];

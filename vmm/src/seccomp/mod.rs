@@ -16,6 +16,8 @@
 //! * Disk workers may use only what is already open. A starter thread of their own kind starts
 //!   them, not the vCPU that asks for them.
 //!
+//! Where other VMs follow in the same process, the thread that ends the run may build them too.
+//!
 //! Neither can open, make, name or remove a file: an open fails with EACCES, and any other call
 //! that is not allowed kills the process. The log's keeper and the thread that ends the run have
 //! the wider filter.
@@ -45,8 +47,9 @@ use seccompiler::{
 };
 
 use calls::{
-    CONTROL, DISK_WORKER, EPOLL, INTERRUPT_IOCTL, IOCTL, KVM_IOCTL, OPEN_FILES, OPENING, RUNTIME,
-    STORE, TCMU, TERMINAL_IOCTL, VCPU, VHOST_USER, VHOST_USER_OPENING, VM,
+    BUILDING, BUILDING_IOCTL, CONTROL, DISK_WORKER, EPOLL, INTERRUPT_IOCTL, IOCTL, KVM_IOCTL,
+    OPEN_FILES, OPENING, RUNTIME, STORE, TCMU, TERMINAL_IOCTL, VCPU, VHOST_USER,
+    VHOST_USER_OPENING, VM,
 };
 
 /// What happens on a system call that the filter does not allow.
@@ -72,7 +75,10 @@ pub enum SyscallProfile {
         tcmu: bool,
     },
     /// Run a VM.
-    Vm,
+    Vm {
+        /// Build and run others after it.
+        again: bool,
+    },
 }
 
 /// The threads of a VM that have a stricter filter than the others.
@@ -182,9 +188,15 @@ fn of_process(profile: SyscallProfile, opens: bool) -> Result<Rules, seccompiler
             let own = [of(vhost_user, VHOST_USER), of(tcmu, TCMU)].concat();
             allowed(&common, &own, &[], &[])
         }
-        SyscallProfile::Vm => {
-            let ioctl = [TERMINAL_IOCTL, KVM_IOCTL].concat();
-            allowed(&common, VM, &ioctl, &[no_new_privileges])
+        SyscallProfile::Vm { again } => {
+            let building: (&[c_long], &[c_ulong]) = if again {
+                (BUILDING, BUILDING_IOCTL)
+            } else {
+                (&[], &[])
+            };
+            let calls = [VM, building.0].concat();
+            let ioctl = [TERMINAL_IOCTL, KVM_IOCTL, building.1].concat();
+            allowed(&common, &calls, &ioctl, &[no_new_privileges])
         }
     }?;
     let one_of = |argument, values: &[u64]| -> Result<Vec<_>, seccompiler::BackendError> {
@@ -470,7 +482,7 @@ mod tests {
             RAW_DISKS.set(open_raw_disks()).unwrap();
             // One queue gets a ring, and another one does without.
             walvisor_storage::prepare_rings(1);
-            restrict(mode, SyscallProfile::Vm, false).unwrap();
+            restrict(mode, SyscallProfile::Vm { again: false }, false).unwrap();
             let thread = thread::spawn(move || {
                 restrict_thread(mode, kind).unwrap();
                 act(&name);

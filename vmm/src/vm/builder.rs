@@ -17,7 +17,7 @@ use walvisor_devices::transport::{self, Bar, MmioTransport, PciDoorbell, PciTran
 
 use super::exits::ExitCounters;
 use super::interrupts::{FunctionVectors, GsiRouter};
-use super::machine::{SerialLine, Vm, VmError};
+use super::machine::{SerialLine, Series, Vm, VmError};
 use super::memory_use;
 use super::signals::TerminationSignals;
 use super::starter::StarterHandle;
@@ -73,6 +73,7 @@ pub struct VmBuilder {
     measure_memory: bool,
     power_down: Duration,
     seccomp: Seccomp,
+    series: Series,
 }
 
 impl Default for VmBuilder {
@@ -86,6 +87,7 @@ impl Default for VmBuilder {
             measure_memory: false,
             power_down: Duration::ZERO,
             seccomp: Seccomp::Off,
+            series: Series::default(),
         }
     }
 }
@@ -138,6 +140,12 @@ impl VmBuilder {
     /// guest is stopped at once.
     pub fn power_down(mut self, limit: Duration) -> Self {
         self.power_down = limit;
+        self
+    }
+
+    /// Says which of the VMs of this process this one is, if there are several, one after the other.
+    pub fn series(mut self, series: Series) -> Self {
+        self.series = series;
         self
     }
 
@@ -288,6 +296,7 @@ impl VmBuilder {
             power_down: self.power_down,
             companions: Vec::new(),
             seccomp: self.seccomp,
+            series: self.series,
             jobs: Some(jobs),
         })
     }

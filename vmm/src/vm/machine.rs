@@ -82,6 +82,18 @@ pub(super) struct SerialLine {
     pub(super) stdin: bool,
 }
 
+/// Which VM of its process a VM is.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Series {
+    /// The only one.
+    #[default]
+    Only,
+    /// The first one. Others follow on the same disks, each once the guest of the one before has asked for a reset.
+    First,
+    /// One of those that follow.
+    Later,
+}
+
 /// A virtual machine that has not run yet.
 pub struct Vm {
     pub(super) vcpus: Vec<VcpuFd>,
@@ -97,6 +109,7 @@ pub struct Vm {
     /// Dropped when the guest has ended, before its devices.
     pub(super) companions: Vec<Box<dyn Send>>,
     pub(super) seccomp: Seccomp,
+    pub(super) series: Series,
     pub(super) jobs: Option<StarterJobs>,
 }
 
@@ -104,6 +117,8 @@ pub struct Vm {
 pub struct RunOutcome {
     /// Why the run ended.
     pub ended: RunEnd,
+    /// A signal or a user has asked for the end, whatever came first.
+    pub end_wanted: bool,
     /// The moment just before the first KVM_RUN.
     pub first_run: Option<Instant>,
     /// Resident memory when the guest ended, if
@@ -167,7 +182,11 @@ impl Vm {
     /// If the system refuses a thread, a descriptor or a terminal mode. A crash of the guest is not
     /// an error: see [`RunOutcome::ended`].
     pub fn run(mut self) -> Result<RunOutcome, VmError> {
-        seccomp::restrict(self.seccomp, SyscallProfile::Vm, false)?;
+        // The process of a later VM is restricted already.
+        if self.series != Series::Later {
+            let again = self.series == Series::First;
+            seccomp::restrict(self.seccomp, SyscallProfile::Vm { again }, false)?;
+        }
         let jobs = self.jobs.take().expect("a VM runs once");
         let starter = jobs.start(self.seccomp);
         let starter = starter.map_err(|error| VmError::System("start the disks", error))?;
@@ -189,13 +208,23 @@ impl Vm {
             Ok(())
         };
         let control = self.machine.control.clone();
-        // Without effect unless the wait itself failed, which leaves the vCPUs running.
-        control.end(RunEnd::Quit);
+        if control.end_reason().is_none() {
+            // The wait itself has failed, which leaves the vCPUs running.
+            control.end(RunEnd::Quit);
+        }
         // A limit that holds back requests would delay vCPUs that reset a device, and the draining
         // of all devices.
+        let reset = matches!(control.end_reason(), Some(RunEnd::Reset));
         for disk in &self.disks {
             disk.throttle.set(Limits::default());
-            disk.backend.end_pauses();
+            // Disks that another VM will use go on to wait for space, unless they do so now.
+            let condition = disk.backend.condition();
+            let waits = condition
+                .trouble()
+                .is_some_and(|trouble| trouble.pauses_writes);
+            if waits || !reset || self.series == Series::Only {
+                disk.backend.end_pauses();
+            }
         }
         stop(threads);
         drop(input);
@@ -233,6 +262,7 @@ impl Vm {
         let ended = control.end_reason().cloned().unwrap_or(RunEnd::Quit);
         Ok(RunOutcome {
             ended,
+            end_wanted: control.is_end_wanted(),
             first_run,
             memory,
             flush_failures,
@@ -311,6 +341,9 @@ impl Vm {
                     continue;
                 }
             };
+            if matches!(reason, RunEnd::Signal(_)) {
+                control.want_end();
+            }
             let again = pending.is_some() || self.power_down.is_zero() || control.is_paused();
             let heard = !again && {
                 let power = self.power.lock();

@@ -19,5 +19,5 @@ mod starter;
 mod vcpu;
 
 pub use builder::{DiskConfig, NetworkConfig, VmBuilder};
-pub use machine::{RunOutcome, Vm, VmError};
+pub use machine::{RunOutcome, Series, Vm, VmError};
 pub use signals::{TerminationSignals, block_termination_signals};

@@ -1,5 +1,7 @@
 //! `walvisor run`: boots a Linux kernel and runs until the guest powers off.
 
+use std::fs::{File, OpenOptions};
+use std::io;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -11,7 +13,9 @@ use walvisor_vmm::arch::x86_64::{crash, layout, start_state};
 use walvisor_vmm::control::RunEnd;
 use walvisor_vmm::devices::console::Console;
 use walvisor_vmm::disk::OpenDisk;
-use walvisor_vmm::vm::{DiskConfig, NetworkConfig, VmBuilder, block_termination_signals};
+use walvisor_vmm::vm::{
+    DiskConfig, NetworkConfig, RunOutcome, Series, VmBuilder, block_termination_signals,
+};
 
 use super::CommandError;
 use super::metrics_file::MetricsFile;
@@ -22,7 +26,7 @@ use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::AllowedPaths;
 use crate::metrics::{DiskMetrics, RunMetrics, render};
-use crate::net_spec::{NetArgument, NetSpec};
+use crate::net_spec::{NetArgument, NetLink, NetSpec};
 use crate::network::OpenNetwork;
 use crate::size::parse_size;
 
@@ -47,6 +51,16 @@ fn parse_console(text: &str) -> Result<ConsoleTarget, String> {
             _ => Err("give stdio, off or file:PATH".to_owned()),
         },
     }
+}
+
+/// What follows when the guest asks for a reset.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum OnReboot {
+    /// The process ends
+    #[default]
+    Exit,
+    /// The guest boots again, in the same process and on the same disks
+    Restart,
 }
 
 /// The arguments of `walvisor run`.
@@ -89,6 +103,9 @@ pub struct RunArguments {
     /// Serial console: stdio, off or file:PATH
     #[arg(long, value_name = "WHERE", default_value = "stdio", value_parser = parse_console)]
     pub console: ConsoleTarget,
+    /// What follows when the guest reboots: exit or restart
+    #[arg(long, value_name = "WHAT", value_enum, default_value_t)]
+    pub on_reboot: OnReboot,
     /// Metrics, control, and what the process gives up.
     #[command(flatten)]
     pub process: ProcessArguments,
@@ -98,8 +115,8 @@ pub struct RunArguments {
     pub power_down_seconds: u32,
 }
 
-/// Boots the guest. Returns when it has powered off or reset, or when a signal has stopped it. A
-/// reset is not followed by another boot; that is up to the caller.
+/// Boots the guest. Returns when it has powered off, when a signal has stopped it, or when it has reset, unless that is
+/// followed by another boot.
 ///
 /// # Errors
 /// If the guest cannot be started, cannot run on this machine, or reports that its kernel panicked.
@@ -113,7 +130,7 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     // Bad input must change nothing, and opening a disk may give it a log, so the check comes
     // first.
     linux::check(&image).map_err(CommandError::failed)?;
-    let console = console(&arguments.console)?;
+    let console = ConsoleOutput::new(&arguments.console)?;
     let metrics = arguments.process.metrics()?;
     // passt starts before this process has threads, filters or further descriptors.
     let mut networks = open_networks(arguments)?;
@@ -159,6 +176,14 @@ fn places(arguments: &RunArguments) -> AllowedPaths {
 /// Refuses arguments that make no VM.
 fn check(arguments: &RunArguments) -> Result<(), CommandError> {
     disks::check(&arguments.disks).map_err(CommandError::Usage)?;
+    let streams = |spec: &NetSpec| !matches!(spec.link, NetLink::Tap(_));
+    if arguments.on_reboot == OnReboot::Restart && arguments.networks.iter().any(streams) {
+        return Err(CommandError::Usage(
+            "--on-reboot restart works with --net tap=NAME only: passt and stream sockets could be cut off within a \
+             frame"
+                .to_owned(),
+        ));
+    }
     let memory = arguments.memory;
     if !(layout::LEAST_MEMORY..=layout::MOST_MEMORY).contains(&memory)
         || !memory.is_multiple_of(4096)
@@ -196,10 +221,10 @@ struct Guest {
     image: LinuxImage,
     disks: Vec<OpenDisk>,
     networks: Vec<OpenNetwork>,
-    console: Console,
+    console: ConsoleOutput,
 }
 
-/// Runs the guest.
+/// Runs the guest, and boots it again after a reset if that is wanted.
 fn run_on(
     arguments: &RunArguments,
     started: Instant,
@@ -207,56 +232,39 @@ fn run_on(
     metrics: Option<MetricsFile>,
     control: Option<UnixListener>,
 ) -> Result<(), CommandError> {
-    let mut builder = VmBuilder::new()
-        .cpus(arguments.cpus)
-        .memory(arguments.memory)
-        .console(guest.console)
-        .measure_memory(metrics.is_some())
-        .seccomp(arguments.process.seccomp)
-        .power_down(Duration::from_secs(arguments.power_down_seconds.into()));
-    for (disk, spec) in guest.disks.into_iter().zip(&arguments.disks) {
-        builder = builder.disk(DiskConfig {
-            disk,
-            transport: spec.transport,
-            notifications: spec.notifications,
-        });
-    }
-    for (network, spec) in guest.networks.into_iter().zip(&arguments.networks) {
-        builder = builder.network(NetworkConfig {
-            link: network.link,
-            device: network.device,
-            transport: spec.transport,
-            notifications: spec.notifications,
-        });
-    }
-    let mut vm = builder.build().map_err(CommandError::failed)?;
-    let entry = linux::load(vm.memory(), &guest.image).map_err(CommandError::failed)?;
-    let boot_cpu = vm.vcpu(0).expect("a VM has at least one vCPU");
-    start_state::set(boot_cpu, vm.memory(), entry).map_err(CommandError::failed)?;
-
-    if !crash::hardware_virtualisation() {
-        eprintln!(
-            "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not \
-             completely; a stock Linux kernel will hardly boot here; 'walvisor-guest-images boot \
-             IMAGE' boots a root image nested"
-        );
-    }
-    if let Some(listener) = control {
-        let server = Server::start(listener, Arc::new(ControlledProcess::vm(&vm, started)));
-        vm.drop_at_end(server.map_err(CommandError::failed)?);
-    }
-    let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
-    let networks = vm.networks().to_vec();
-    let outcome = vm.run().map_err(CommandError::failed)?;
-    if let Some(metrics) = metrics {
-        metrics.write(&render(&RunMetrics {
+    let mut series = match arguments.on_reboot {
+        OnReboot::Exit => Series::Only,
+        OnReboot::Restart => Series::First,
+    };
+    let caches: Vec<_> = guest
+        .disks
+        .iter()
+        .map(|disk| disk.backend.write_cache())
+        .collect();
+    let (outcome, metrics_text) = loop {
+        let (outcome, text) = boot(
+            arguments,
             started,
-            first_run: outcome.first_run,
-            exits: &exits,
-            disks: attached.iter().map(DiskMetrics::from).collect(),
-            networks: &networks,
-            memory: outcome.memory,
-        }))?;
+            &guest,
+            series,
+            metrics.is_some(),
+            control.as_ref(),
+        )?;
+        let resets = matches!(outcome.ended, RunEnd::Reset) && !outcome.end_wanted;
+        if series == Series::Only || !resets || !outcome.flush_failures.is_empty() {
+            break (outcome, text);
+        }
+        tracing::info!("the guest has reset: it boots again");
+        series = Series::Later;
+        // The driver of the guest that is gone may have chosen another mode.
+        for (disk, cache) in guest.disks.iter().zip(&caches) {
+            if disk.backend.capabilities().write_cache_toggle {
+                disk.backend.set_write_cache(*cache);
+            }
+        }
+    };
+    if let Some(metrics) = metrics {
+        metrics.write(&metrics_text)?;
     }
     match &outcome.ended {
         RunEnd::Crashed(crash) => return Err(CommandError::failed(crash)),
@@ -278,16 +286,105 @@ fn run_on(
     }
 }
 
-/// Opens the console that `--console` names.
-fn console(target: &ConsoleTarget) -> Result<Console, CommandError> {
-    match target {
-        ConsoleTarget::Stdio => Ok(Console::stdio()),
-        ConsoleTarget::Off => Ok(Console::off()),
-        ConsoleTarget::File(path) => Console::file(path).map_err(|error| {
-            let path = path.display();
-            CommandError::Failed(format!(
-                "console '{path}': {error}: give a path that can be written"
-            ))
-        }),
+/// Boots the guest once. Returns its end and, if they are `measured`, its metrics as text.
+fn boot(
+    arguments: &RunArguments,
+    started: Instant,
+    guest: &Guest,
+    series: Series,
+    measured: bool,
+    control: Option<&UnixListener>,
+) -> Result<(RunOutcome, String), CommandError> {
+    let mut builder = VmBuilder::new()
+        .cpus(arguments.cpus)
+        .memory(arguments.memory)
+        .console(guest.console.open().map_err(CommandError::failed)?)
+        .measure_memory(measured)
+        .series(series)
+        .seccomp(arguments.process.seccomp)
+        .power_down(Duration::from_secs(arguments.power_down_seconds.into()));
+    for (disk, spec) in guest.disks.iter().zip(&arguments.disks) {
+        builder = builder.disk(DiskConfig {
+            disk: disk.clone(),
+            transport: spec.transport,
+            notifications: spec.notifications,
+        });
+    }
+    for (network, spec) in guest.networks.iter().zip(&arguments.networks) {
+        builder = builder.network(NetworkConfig {
+            link: network.link.try_clone().map_err(CommandError::failed)?,
+            device: network.device.clone(),
+            transport: spec.transport,
+            notifications: spec.notifications,
+        });
+    }
+    let mut vm = builder.build().map_err(CommandError::failed)?;
+    let entry = linux::load(vm.memory(), &guest.image).map_err(CommandError::failed)?;
+    let boot_cpu = vm.vcpu(0).expect("a VM has at least one vCPU");
+    start_state::set(boot_cpu, vm.memory(), entry).map_err(CommandError::failed)?;
+
+    if series != Series::Later && !crash::hardware_virtualisation() {
+        eprintln!(
+            "walvisor: warning: this KVM has no VMX or SVM: it interprets ring 0, slowly and not \
+             completely; a stock Linux kernel will hardly boot here; 'walvisor-guest-images boot \
+             IMAGE' boots a root image nested"
+        );
+    }
+    if let Some(listener) = control {
+        let listener = listener.try_clone().map_err(CommandError::failed)?;
+        let server = Server::start(listener, Arc::new(ControlledProcess::vm(&vm, started)));
+        vm.drop_at_end(server.map_err(CommandError::failed)?);
+    }
+    let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
+    let networks = vm.networks().to_vec();
+    let outcome = vm.run().map_err(CommandError::failed)?;
+    let metrics = RunMetrics {
+        started,
+        first_run: outcome.first_run,
+        exits: &exits,
+        disks: attached.iter().map(DiskMetrics::from).collect(),
+        networks: &networks,
+        memory: outcome.memory,
+    };
+    let text = if measured {
+        render(&metrics)
+    } else {
+        String::new()
+    };
+    Ok((outcome, text))
+}
+
+/// Where the console's output goes, for each boot.
+enum ConsoleOutput {
+    Stdio,
+    Off,
+    File(File),
+}
+
+impl ConsoleOutput {
+    /// Opens what `--console` names.
+    fn new(target: &ConsoleTarget) -> Result<Self, CommandError> {
+        match target {
+            ConsoleTarget::Stdio => Ok(Self::Stdio),
+            ConsoleTarget::Off => Ok(Self::Off),
+            ConsoleTarget::File(path) => {
+                let file = OpenOptions::new().create(true).append(true).open(path);
+                let path = path.display();
+                file.map(Self::File).map_err(|error| {
+                    CommandError::Failed(format!(
+                        "console '{path}': {error}: give a path that can be written"
+                    ))
+                })
+            }
+        }
+    }
+
+    /// The console of one boot.
+    fn open(&self) -> io::Result<Console> {
+        Ok(match self {
+            Self::Stdio => Console::stdio(),
+            Self::Off => Console::off(),
+            Self::File(file) => Console::writer(file.try_clone()?),
+        })
     }
 }

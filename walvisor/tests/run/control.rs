@@ -116,6 +116,68 @@ impl Guest {
     }
 }
 
+/// A guest that asks for a reset boots again and again, whichever way it asks. Its disks stay open, the control socket
+/// answers, and a signal or a request ends it.
+#[test]
+fn a_guest_that_resets_boots_again_on_the_same_disks() {
+    if !has_kvm() {
+        return;
+    }
+    for (then, ends) in [
+        (KernelAction::ResetRegister, "signal"),
+        (KernelAction::ResetKeyboard, "shutdown --now"),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        kernel::save(dir.path(), "bzImage", &kernel::bzimage(then));
+        let disk = dir.path().join("disk.img");
+        let created = command(["disk", "create", disk.to_str().unwrap(), "--size", "1M"]);
+        let created = { created }.output().unwrap();
+        assert!(created.status.success(), "{}", stderr(&created));
+        let second = "backend=ram,size=1M,serial=r,transport=pci";
+        let child = run(dir.path(), &["--on-reboot", "restart", "--disk", second]);
+        let guest = Guest { child, dir };
+        let boots = || {
+            let console = std::fs::read_to_string(guest.path("console")).unwrap_or_default();
+            assert!(
+                console.replace("up", "").trim_start_matches('u').is_empty(),
+                "{console}"
+            );
+            console.matches("up").count()
+        };
+        wait_for("five boots", || boots() >= 5);
+        // A client that comes while the guest is reset may lose its connection.
+        wait_for("an answer", || {
+            let grown = guest.ctl("resize --disk disk.img --size 2M");
+            grown.is_ok_and(|grown| grown.contains("\"size_bytes\":2097152"))
+        });
+        let before = boots();
+        wait_for("three more boots", || boots() >= before + 3);
+        if ends == "signal" {
+            guest.signal(Signal::TERM);
+        } else {
+            wait_for("the request", || guest.ctl(ends).is_ok());
+        }
+        let (status, told) = guest.end();
+        assert_eq!(status, Some(0), "{told}");
+        assert!(
+            told.is_empty() || told.contains("the guest ignores the power button"),
+            "{told}"
+        );
+    }
+}
+
+#[test]
+fn a_reboot_does_not_keep_a_network_that_could_lose_its_place() {
+    let words = "run --kernel none --on-reboot restart --net passt";
+    let output = command(words.split(' ')).output().unwrap();
+    assert_eq!(output.status.code(), Some(2));
+    let told = stderr(&output);
+    assert!(
+        told.contains("--on-reboot restart works with --net tap=NAME only"),
+        "{told}"
+    );
+}
+
 /// Starts `walvisor run` in `dir`.
 fn run(dir: &Path, arguments: &[&str]) -> Process {
     let words = "run --memory 4M --kernel bzImage --cmdline up --cpus 2 --disk path=disk.img \
