@@ -61,16 +61,33 @@ impl OpenLogs {
         Store::close_all(stores.collect())
     }
 
-    /// The open log of a disk, unless the disk is a look at the past.
-    fn log_of(&self, spec: &DiskSpec) -> Option<usize> {
-        let directory = real_path(&spec.log_directory().filter(|_| spec.at.is_none())?);
-        let mut logs = self.logs.iter();
-        logs.position(|log| log.directory == directory)
+    /// Each log on its own, with its directory.
+    pub fn split(self) -> impl Iterator<Item = (PathBuf, Self)> {
+        let logs = self.logs.into_iter();
+        logs.map(|log| (log.directory.clone(), Self { logs: vec![log] }))
     }
 
-    /// Whether the log of this disk is open.
-    pub fn has_log_of(&self, spec: &DiskSpec) -> bool {
-        self.log_of(spec).is_some()
+    /// Takes the logs of `other` too.
+    pub fn join(&mut self, other: Self) {
+        self.logs.extend(other.logs);
+    }
+
+    /// Whether there is none.
+    pub fn is_empty(&self) -> bool {
+        self.logs.is_empty()
+    }
+
+    /// The directory of the log that opens with a disk, with links resolved. `None`: the disk has no log, or is a look at the
+    /// past.
+    pub fn directory_of(spec: &DiskSpec) -> Option<PathBuf> {
+        let directory = spec.log_directory().filter(|_| spec.at.is_none())?;
+        Some(real_path(&directory))
+    }
+
+    fn log_of(&self, spec: &DiskSpec) -> Option<usize> {
+        let directory = Self::directory_of(spec)?;
+        let mut logs = self.logs.iter();
+        logs.position(|log| log.directory == directory)
     }
 
     /// Opens another disk. It joins its log if that is open, and opens it otherwise.

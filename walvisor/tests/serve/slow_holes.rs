@@ -1,15 +1,21 @@
-//! A base image whose file system does not answer when asked for holes: only the client that asked
-//! has to wait.
+//! A base image whose file system does not answer: only who needs that file system has to wait.
 
 use std::path::Path;
 use std::process::{Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::thread;
+use std::time::Duration;
 
-use rustix::process::{Signal, WaitId, WaitIdOptions, waitid};
+use rustix::process::{Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use walvisor_testkit::nbd::{BLOCK_STATUS, RawClient};
 use walvisor_testkit::{Process, wait_until};
 use walvisor_tests::have;
 
-use super::{Daemon, client, create};
+use super::control::ctl;
+use super::{Daemon, WALVISOR, client, create, text, walvisor};
+
+/// No request takes this long.
+const LIMIT: Duration = Duration::from_secs(60);
 
 /// An image in a file system whose program can be halted.
 struct SlowFileSystem {
@@ -70,18 +76,21 @@ impl Drop for SlowFileSystem {
     }
 }
 
-#[test]
-fn a_file_system_that_is_slow_to_find_holes_delays_nobody_else() {
+/// A file system as above. `None`: this machine has none, and `skipped: why` was printed.
+fn mount(dir: &Path) -> Option<SlowFileSystem> {
     let here = have("nbdsh", "python3-libnbd")
         && have("nbdfuse", "libnbd-bin")
         && have("nbdkit", "nbdkit")
         && have("fusermount3", "fuse3");
+    here.then(|| SlowFileSystem::mount(&dir.join("slow")))
+        .flatten()
+}
+
+#[test]
+fn a_file_system_that_is_slow_to_find_holes_delays_nobody_else() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
-    let Some(slow) = here
-        .then(|| SlowFileSystem::mount(&dir.join("slow")))
-        .flatten()
-    else {
+    let Some(slow) = mount(dir) else {
         return;
     };
     create(dir, "other.img", "16M");
@@ -118,4 +127,67 @@ print('all')
     assert_eq!((told.kind, told.cookie), (6, 1));
     drop(asking);
     assert_eq!(daemon.stop(), "");
+}
+
+#[test]
+fn a_removal_that_waits_for_its_image_delays_no_other_request() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let Some(slow) = mount(dir) else {
+        return;
+    };
+    std::fs::create_dir(dir.join("in")).unwrap();
+    create(dir, "in/a", "1M");
+    create(dir, "in/b", "1M");
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk-dir in --disk path=slow/disk.img,log=slow-log,socket=s,serial=slow \
+         --disk path=in/a,socket=s,serial=a",
+    );
+    let mut client = RawClient::extended_to(&dir.join("s"), "slow");
+    client.write(1, 4096, &[7; 4096]);
+    client.flush(2);
+    drop(client);
+    slow.halt();
+    let mut command = Command::new(WALVISOR);
+    command
+        .args(["ctl", "ctl", "remove-disk", "slow"])
+        .current_dir(dir);
+    let mut removal = Process::spawn(&mut command);
+    // A request that waits for the removal ends too, and the test fails.
+    let (_over, wait) = channel::<()>();
+    let fuse = slow.fuse.pid();
+    thread::spawn(move || {
+        if wait.recv_timeout(LIMIT) == Err(RecvTimeoutError::Timeout) {
+            let _ = kill_process(fuse, Signal::CONT);
+        }
+    });
+    // The disk leaves the list at once, and its image has to be copied then.
+    wait_until("the removal", || disks(dir) == ["a"]);
+    ctl(dir, "add-disk path=in/b,socket=s,serial=b");
+    assert_eq!(disks(dir), ["a", "b"]);
+    let refused = walvisor(dir, "ctl ctl add-disk path=in/c,socket=s,serial=slow");
+    let told = "disk 'slow' is being added or removed: wait for that, then add it again";
+    assert!(text(&refused.stderr).contains(told), "{refused:?}");
+    ctl(dir, "set-limit --disk a --ops-per-second 1000");
+    ctl(dir, "remove-disk a");
+    let mut client = RawClient::extended_to(&dir.join("s"), "b");
+    client.write(1, 0, &[8; 4096]);
+    client.flush(2);
+    drop(client);
+    slow.fuse.signal(Signal::CONT);
+    assert!(removal.wait().unwrap().success());
+    assert_eq!(disks(dir), ["b"]);
+    assert_eq!(daemon.stop(), "");
+    let image = std::fs::read(dir.join("slow/disk.img")).unwrap();
+    assert_eq!(image[4096..8192], [7; 4096]);
+}
+
+/// The names of the disks that a daemon serves.
+fn disks(dir: &Path) -> Vec<String> {
+    let stats = ctl(dir, "stats --json");
+    let disks = stats["disks"].as_array().unwrap().iter();
+    disks
+        .map(|disk| disk["name"].as_str().unwrap().to_owned())
+        .collect()
 }

@@ -152,7 +152,8 @@ impl DaemonArguments {
         let logs = SharedLogs::new(logs);
         let profile = doors.profile();
         let config = pool.as_ref().map(PoolFile::path);
-        let hotplug = Hotplug::new(ServedDisks { doors, specs }, &self.disk_dirs, &logs, config);
+        let served = ServedDisks::new(doors, specs);
+        let hotplug = Hotplug::new(served, &self.disk_dirs, &logs, config);
         let served = seccomp::restrict(self.process.seccomp, profile, opens)
             .map_err(CommandError::failed)
             .and_then(|()| serve(&hotplug, open))
@@ -225,7 +226,7 @@ impl DaemonArguments {
 /// Starts to serve open disks, and prints where clients find them.
 fn serve(hotplug: &Hotplug, disks: Vec<OpenDisk>) -> Result<Vec<DiskInUse>, CommandError> {
     let mut served = hotplug.lock();
-    let ServedDisks { doors, specs } = &mut *served;
+    let ServedDisks { doors, specs, .. } = &mut *served;
     assert_eq!(specs.len(), disks.len(), "each disk is open");
     let (mut lines, mut in_use) = (String::new(), Vec::new());
     for (spec, disk) in specs.iter().zip(&disks) {
