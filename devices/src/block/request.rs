@@ -103,9 +103,11 @@ pub(super) enum Direction {
 pub(super) struct PendingChain {
     head: u16,
     status: GuestAddress,
-    /// Device-writable bytes before the status byte.
+    /// Device-writable bytes before the status byte that were not written yet.
     data: Vec<GuestRange>,
     data_len: u32,
+    /// How many were.
+    written: u32,
     pub(super) direction: Direction,
     /// Payload bytes, which is also the host memory that the request takes.
     pub(super) bytes: u32,
@@ -115,38 +117,49 @@ pub(super) struct PendingChain {
 }
 
 impl PendingChain {
-    /// Writes `data` and the status into guest memory.
+    /// Writes the next `bytes` of the answer into guest memory, as far as it has room for them.
     ///
-    /// If the data does not fit, or would go outside guest memory, the answer is an I/O error.
+    /// # Errors
+    /// If they would go outside guest memory.
+    pub(super) fn write<G: GuestMemory>(
+        &mut self,
+        memory: &G,
+        bytes: &[u8],
+    ) -> Result<(), MemoryFault> {
+        let written = write_to_driver(memory, &self.data, bytes)?;
+        self.written += written;
+        let mut skipped = written;
+        self.data.retain_mut(|range| {
+            let len = skipped.min(range.len);
+            skipped -= len;
+            range.len -= len;
+            // No range that wraps was written to.
+            range.address = GuestAddress(range.address.0.wrapping_add(len.into()));
+            range.len > 0
+        });
+        Ok(())
+    }
+
+    /// Writes the status into guest memory.
     pub(super) fn answer<G: GuestMemory>(
         mut self,
         memory: &G,
         status: BlockStatus,
-        data: Option<&[u8]>,
-    ) -> Result<(UsedElement, BlockStatus), QueueError> {
+    ) -> Result<UsedElement, QueueError> {
         self.answered = true;
-        let (written, status) = match data {
-            None => (0, status),
-            Some(bytes) => match write_to_driver(memory, &self.data, bytes) {
-                Ok(written) => (written, status),
-                Err(MemoryFault) => (0, BlockStatus::IoError),
-            },
-        };
         memory.write_obj(status.byte(), self.status)?;
         // 2.7.8.2: never claim bytes that were not written. The status byte comes last, so it counts only if everything
         // before it was written.
-        let written = if written == self.data_len {
-            written + 1
-        } else {
-            written
+        let written = match (status, self.written) {
+            (BlockStatus::Ok, written) if written == self.data_len => written + 1,
+            (BlockStatus::Ok, written) => written,
+            (_, _) if self.data_len == 0 => 1,
+            (_, _) => 0,
         };
-        Ok((
-            UsedElement {
-                head: self.head,
-                written,
-            },
-            status,
-        ))
+        Ok(UsedElement {
+            head: self.head,
+            written,
+        })
     }
 
     /// Drops the request without an answer, because the queue is broken or gone.
@@ -182,6 +195,7 @@ pub(super) fn parse<G: GuestMemory>(
         status,
         data,
         data_len,
+        written: 0,
         direction: Direction::None,
         bytes: 0,
         flush_after: false,
@@ -410,6 +424,7 @@ mod tests {
             status: GuestAddress(0),
             data: Vec::new(),
             data_len: 0,
+            written: 0,
             direction: Direction::None,
             bytes: 0,
             flush_after: false,

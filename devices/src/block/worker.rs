@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use vm_memory::GuestMemory;
 
-use super::in_flight::{InFlightRequest, RequestTable};
+use super::in_flight::{InFlightRequest, RequestTable, Sectors};
 use super::request::{
     BlockAction, BlockRules, BlockStatus, Direction, ID_LEN, PendingChain, parse,
 };
@@ -23,7 +23,7 @@ use crate::latency::{OperationKind, add};
 use crate::memory::DeviceMemory;
 use crate::metrics::BlockMetrics;
 use crate::reactor::{DiskPort, FIRST_OWN_EVENT, Next, Source, Turn};
-use crate::throttle::Throttle;
+use crate::throttle::{Throttle, bytes_of};
 use crate::virtio::{ActiveQueue, Features, NextChain, QueueError, UsedBatch, UsedElement};
 
 /// What a chain has besides its payload: the header and the status.
@@ -216,9 +216,21 @@ impl<M: DeviceMemory> QueueWorker<M> {
             add(&config.metrics.requests, 1);
             let (pending, action) =
                 parse(memory, chain, &rules).inspect_err(|_| add(&config.metrics.errors, 1))?;
-            turn.charge_request(pending.bytes as usize);
             let (status, data) = match action {
-                BlockAction::Submit(operation) => {
+                BlockAction::Submit(mut operation) => {
+                    let (mut moving, mut rest) = (pending.bytes, Sectors::default());
+                    // A limited disk's limits count a request as one.
+                    if let Operation::Read { sector, sectors } = operation
+                        && !self.port.is_limited()
+                    {
+                        rest = Sectors {
+                            first: sector,
+                            sectors,
+                        };
+                        let part = rest.take(turn.part());
+                        (moving, operation) = (part.bytes(), part.read());
+                    }
+                    turn.charge_request(moving as usize);
                     let changes = !matches!(operation, Operation::Read { .. } | Operation::Flush);
                     let request = InFlightRequest {
                         // A FLUSH that follows guarantees more.
@@ -229,6 +241,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
                         kind: OperationKind::of(&operation),
                         since: *since.get_or_insert_with(Instant::now),
                         charge,
+                        moving,
+                        rest,
                     };
                     let token = self.in_flight.insert(request);
                     self.port.submit(token, operation);
@@ -237,6 +251,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 BlockAction::Answer(status) => (status, None),
                 BlockAction::AnswerId => (BlockStatus::Ok, Some(rules.id.as_slice())),
             };
+            turn.charge_request(0);
             self.batch.push(answer_chain(
                 &config.metrics,
                 memory,
@@ -278,6 +293,14 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 {
                     continue;
                 }
+                if !broken
+                    && let Ok(Some(data)) = result
+                    && let Some(next) = self.in_flight.next_part(memory, token, data, turn.part())
+                {
+                    turn.charge(data.len() + bytes_of(&next) as usize);
+                    self.port.submit_unlimited(token, next);
+                    continue;
+                }
                 let Some(request) = self.in_flight.remove(token) else {
                     debug_assert!(false, "completion of unknown token {token}");
                     continue;
@@ -287,6 +310,8 @@ impl<M: DeviceMemory> QueueWorker<M> {
                     kind,
                     since,
                     charge,
+                    moving,
+                    rest,
                     ..
                 } = request;
                 let time = now.get_or_insert_with(Instant::now).duration_since(since);
@@ -299,7 +324,9 @@ impl<M: DeviceMemory> QueueWorker<M> {
                 let read = pending.direction == Direction::ToDriver;
                 let result = std::mem::replace(result, Ok(None));
                 let (status, data) = match result {
-                    Ok(Some(data)) if read && data.len() == pending.bytes as usize => {
+                    Ok(Some(data))
+                        if read && data.len() == moving as usize && rest.sectors == 0 =>
+                    {
                         turn.charge(data.len());
                         (BlockStatus::Ok, Some(data))
                     }
@@ -334,12 +361,15 @@ impl<M: DeviceMemory> QueueWorker<M> {
 fn answer_chain<G: GuestMemory>(
     metrics: &BlockMetrics,
     memory: &G,
-    pending: PendingChain,
-    status: BlockStatus,
+    mut pending: PendingChain,
+    mut status: BlockStatus,
     data: Option<&[u8]>,
 ) -> Result<UsedElement, QueueError> {
     let (direction, bytes) = (pending.direction, pending.bytes.into());
-    let (used, status) = pending.answer(memory, status, data)?;
+    if data.is_some_and(|data| pending.write(memory, data).is_err()) {
+        status = BlockStatus::IoError;
+    }
+    let used = pending.answer(memory, status)?;
     match (status, direction) {
         (BlockStatus::Ok, Direction::None) => {}
         (BlockStatus::Ok, Direction::ToDriver) => add(&metrics.bytes_read, bytes),
@@ -405,7 +435,7 @@ impl<M: DeviceMemory> Source for QueueWorker<M> {
     }
 
     fn bytes_in_flight(&self) -> usize {
-        self.in_flight.bytes()
+        self.in_flight.moving()
     }
 
     fn give_up(&mut self, reason: &str) {

@@ -25,8 +25,8 @@ use crate::control::GateWatcher;
 use crate::event_loop::EventSet;
 use crate::latency::OperationKind;
 use crate::reactor::{
-    DedicatedThread, DiskPort, FIRST_OWN_EVENT, Next, ReactorPool, ReactorThread, Reservation,
-    Source, SourceHandle, Turn,
+    DedicatedThread, DiskPort, FIRST_OWN_EVENT, LEAST_IN_FLIGHT, Next, ReactorPool, ReactorThread,
+    Reservation, Source, SourceHandle, Turn,
 };
 use crate::throttle::{Throttle, bytes_of};
 
@@ -185,7 +185,7 @@ struct SessionRequest {
     pending: PendingRequest,
     /// When it was taken.
     since: Instant,
-    /// Bytes that its step in flight moves.
+    /// What its step in flight counts for, of the bytes in flight.
     moving: usize,
 }
 
@@ -428,13 +428,17 @@ impl DiskSession {
         let Some(request) = self.in_flight.get_mut(token) else {
             return;
         };
-        let Some(operation) = request.pending.next_step(self.max_step) else {
+        let most = self.max_step.min(turn.part());
+        let Some(operation) = request.pending.next_step(most) else {
             debug_assert!(false, "request {token} has no more steps");
             return;
         };
-        request.moving = bytes_of(&operation) as usize;
-        self.moving += request.moving;
-        turn.charge(request.moving);
+        let bytes = bytes_of(&operation) as usize;
+        turn.charge(bytes);
+        if bytes > 0 {
+            request.moving = bytes.max(LEAST_IN_FLIGHT);
+            self.moving += request.moving;
+        }
         self.port.submit(token as u64, operation);
     }
 
@@ -678,10 +682,17 @@ impl Source for DiskSession {
     }
 
     fn answer(&mut self, turn: &mut Turn<'_>) -> Next {
-        self.port.completions(&mut self.completions);
-        self.completions.reverse();
+        if self.completions.is_empty() {
+            self.port.completions(&mut self.completions);
+            self.completions.reverse();
+        }
+        // The first may end, whatever it takes.
         while let Some(Completion { token, result }) = self.completions.pop() {
+            turn.charge_request(0);
             self.end_step(token as usize, result, turn);
+            if turn.is_over() {
+                break;
+            }
         }
         // Each client once: one whose replies did not fit the turn is at the end of the list again.
         for _ in 0..self.dirty.len() {
@@ -701,7 +712,10 @@ impl Source for DiskSession {
         }
         if self.given_up || (self.clients.is_empty() && self.inbox.close()) {
             Next::End
-        } else if self.port.has_submitted() || !self.dirty.is_empty() {
+        } else if self.port.has_submitted()
+            || !self.completions.is_empty()
+            || !self.dirty.is_empty()
+        {
             Next::Work
         } else if !self.readable.is_empty() || !self.runnable.is_empty() {
             Next::Take

@@ -17,7 +17,8 @@
 //! disks ends soon after a quantum.
 //!
 //! What a disk has in flight fills the queue of the medium, and other disks wait behind it. So while another disk of the
-//! process has work, a disk takes no more than [`WINDOW`] bytes into flight.
+//! process has work, a disk takes no more than [`WINDOW`] bytes into flight, a long read in [parts](Turn::part), and its
+//! turns are [smaller](QUANTUM_BESIDE).
 
 mod activity;
 mod pool;
@@ -47,12 +48,17 @@ use crate::throttle::Throttle;
 const LOOK_EVERY: Duration = Duration::from_micros(200);
 /// Bytes that a disk may move in a turn.
 pub(crate) const QUANTUM: i64 = 1 << 20;
-/// Bytes that a disk may have in flight in a thread beside other disks that have work. One request may exceed it.
-const WINDOW: i64 = QUANTUM;
+/// The same beside other disks that have work.
+const QUANTUM_BESIDE: i64 = QUANTUM / 4;
+/// Bytes that a disk may have in flight in a thread beside other disks that have work. One request may exceed it. Local media
+/// move as much in a tenth of a millisecond; a sync that waits behind 1 MiB takes many times as long.
+pub(crate) const WINDOW: i64 = 128 << 10;
 /// How long a disk counts as having work after a turn.
 const LATELY: Duration = Duration::from_millis(100);
 /// What a request costs in bytes, beside those that it moves.
 const REQUEST_COST: i64 = 4096;
+/// What a request that moves bytes counts for at least, of those in flight.
+pub(crate) const LEAST_IN_FLIGHT: usize = 4096;
 /// What a microsecond costs in bytes: about as many as are copied in it.
 const US_COST: i64 = 1 << 10;
 /// The most that one call of a source costs because of its time: the thread may not have run all that time.
@@ -99,7 +105,7 @@ pub(crate) trait Source: Send {
     /// Whether requests are in flight.
     fn has_in_flight(&self) -> bool;
 
-    /// Bytes that these requests move.
+    /// Bytes that these requests move, [`LEAST_IN_FLIGHT`] at least for each that moves any.
     fn bytes_in_flight(&self) -> usize;
 
     /// A call of the source has panicked, because of `reason`. Returns whether that costs only a part of the source, which
@@ -131,6 +137,8 @@ pub(crate) enum Next {
 pub(crate) struct Turn<'a> {
     /// Bytes that the source may still move.
     left: i64,
+    /// Whether another disk has work.
+    beside: bool,
     key: usize,
     control: &'a SourceControl,
     events: &'a mut EventLoop<SourceEvent, Message>,
@@ -156,6 +164,15 @@ impl Turn<'_> {
     /// Bytes that the source may still move; 0: the turn [is over](Self::is_over).
     pub(crate) fn left(&self) -> usize {
         self.left.max(0) as usize
+    }
+
+    /// The most bytes of a read that may be in flight at once: a longer one is carried out in parts, one after the other.
+    pub(crate) fn part(&self) -> usize {
+        if self.beside {
+            WINDOW as usize
+        } else {
+            usize::MAX
+        }
     }
 
     /// Whether the source's owner has asked it to stop. Requests taken already are completed.
@@ -256,8 +273,9 @@ struct Reactor {
     disks: Slab<DiskTurns>,
     /// Keys of the disks with work, in the order of their turns.
     waiting: VecDeque<usize>,
-    /// Keys of the sources that this round serves. Empty between rounds, and kept for its allocation.
-    in_round: Vec<usize>,
+    /// Keys of the sources that this round serves, and whether there was no room for their requests. Empty between rounds, and
+    /// kept for its allocation.
+    in_round: Vec<(usize, bool)>,
     /// Key of the source being served, which a panic is blamed on.
     current: usize,
     /// When the last call of a source ended.
@@ -413,6 +431,7 @@ impl Reactor {
         let slot = self.slots.get_mut(key)?;
         let mut turn = Turn {
             left,
+            beside: self.disks[slot.disk].beside,
             key,
             control: &slot.control,
             events: &mut self.events,
@@ -448,15 +467,16 @@ impl Reactor {
                 break;
             };
             let disk = &mut self.disks[key];
-            disk.budget += QUANTUM * weight(disk) / heaviest;
             let address = Arc::as_ptr(&disk.throttle).addr();
             disk.beside = disk.is_disk && activity::note(address, self.clock, self.lately);
+            let quantum = if disk.beside { QUANTUM_BESIDE } else { QUANTUM };
+            disk.budget += quantum * weight(disk) / heaviest;
             while self.disks[key].budget > 0
                 && let Some(source) = self.disks[key].busy.pop_front()
             {
                 self.slots[source].busy = false;
-                self.in_round.push(source);
                 let left = self.disks[key].budget.min(self.room(key));
+                self.in_round.push((source, left <= 0));
                 let cost = self.call(source, left, |source, turn| source.take(turn));
                 taken += self.charge(key, cost.map(|((), cost)| cost));
             }
@@ -508,12 +528,13 @@ impl Reactor {
         let round = std::mem::take(&mut self.in_round);
         let in_flight = self.slots.iter().filter(|(_, slot)| slot.has_in_flight());
         let alone = round.len() == 1 && in_flight.take(2).count() <= 1;
-        for &key in &round {
+        for &(key, _) in &round {
             let disk = self.slots[key].disk;
             let cost = self.call(key, 0, |source, _| source.kick(alone));
             self.charge(disk, cost.map(|((), cost)| cost));
         }
-        for &key in &round {
+        let mut again = Vec::new();
+        for &(key, starved) in &round {
             let disk = self.slots[key].disk;
             let left = self.disks[disk].budget + QUANTUM;
             if left <= 0 {
@@ -534,7 +555,7 @@ impl Reactor {
                         blocked.push(key);
                     }
                 }
-                Next::Work | Next::Take => self.mark_busy(key),
+                Next::Work | Next::Take => again.push((!starved, key)),
                 Next::Wait => self.slots[key].deadline = None,
                 Next::WaitUntil(at) => self.slots[key].deadline = Some(at),
                 Next::End => self.remove(key),
@@ -543,6 +564,9 @@ impl Reactor {
                 self.unblock(disk);
             }
         }
+        // First those that had no room, so that the other sources of their disk don't always take it.
+        again.sort_by_key(|&(served, _)| served);
+        again.into_iter().for_each(|(_, key)| self.mark_busy(key));
         self.in_round = round;
         self.in_round.clear();
     }

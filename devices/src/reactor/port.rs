@@ -54,9 +54,14 @@ impl DiskPort {
         self.limits.is_holding()
     }
 
+    /// Whether the disk has limits, or they still hold requests.
+    pub(crate) fn is_limited(&self) -> bool {
+        self.limits.in_force()
+    }
+
     /// Submits a request, now or when the disk's limits allow it.
     pub(crate) fn submit(&mut self, token: u64, operation: Operation) {
-        if self.limits.in_force() {
+        if self.is_limited() {
             self.limits.submit(&mut *self.queue, token, operation);
         } else {
             self.queue.submit(token, operation);

@@ -420,3 +420,69 @@ fn beside_another_disk_little_is_in_flight_and_room_lets_blocked_sources_go_on()
     (0..20).for_each(|_| reactor.serve_round());
     assert!(*in_flight.lock().unwrap() >= WINDOW as usize);
 }
+
+/// A source with a request of [`WINDOW`] bytes after the other, each of which ends in the round that begins it.
+struct Stream {
+    throttle: Arc<Throttle>,
+    in_flight: bool,
+    ended: Arc<Mutex<usize>>,
+}
+
+impl Source for Stream {
+    fn throttle(&self) -> &Arc<Throttle> {
+        &self.throttle
+    }
+
+    fn begin(&mut self, _: &mut Turn<'_>) -> io::Result<()> {
+        Ok(())
+    }
+
+    fn ready(&mut self, _: usize, _: EventSet, _: bool) {}
+
+    fn take(&mut self, turn: &mut Turn<'_>) {
+        if !turn.is_over() {
+            assert_eq!(turn.part(), WINDOW as usize);
+            turn.charge_request(WINDOW as usize);
+            self.in_flight = true;
+        }
+    }
+
+    fn kick(&mut self, _: bool) {}
+
+    fn answer(&mut self, _: &mut Turn<'_>) -> Next {
+        *self.ended.lock().unwrap() += usize::from(std::mem::take(&mut self.in_flight));
+        Next::Take
+    }
+
+    fn has_in_flight(&self) -> bool {
+        self.in_flight
+    }
+
+    fn bytes_in_flight(&self) -> usize {
+        if self.in_flight { WINDOW as usize } else { 0 }
+    }
+
+    fn give_up(&mut self, _: &str) {}
+}
+
+#[test]
+fn sources_of_a_disk_share_the_room_that_it_has_beside_another() {
+    let (mut reactor, _) = flooded(&[('v', 0, 1, 4096, 1)]);
+    reactor.lately = Duration::MAX;
+    let throttle = Arc::<Throttle>::default();
+    let ended = [(); 4].map(|()| Arc::<Mutex<usize>>::default());
+    for ended in &ended {
+        let reservation = reactor.inbox.reserve().unwrap();
+        reservation.serve(Box::new(Stream {
+            throttle: Arc::clone(&throttle),
+            in_flight: false,
+            ended: Arc::clone(ended),
+        }));
+    }
+    reactor.look().unwrap();
+    // In the first of these rounds the reactor does not know of the other disk.
+    (0..400).for_each(|_| reactor.serve_round());
+    let ended = ended.map(|ended| *ended.lock().unwrap());
+    let (least, most) = (ended.iter().min().unwrap(), ended.iter().max().unwrap());
+    assert!(*least > 20 && most - least <= 2, "{ended:?}");
+}
