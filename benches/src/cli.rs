@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use walvisor::cli::{WARNINGS, end, report_usage, show_warnings};
 
-use crate::{commit, database, drbd, notify, peers, store, sustained, tcmu};
+use crate::{commit, database, drbd, neighbours, notify, peers, store, sustained, tcmu};
 
 const PROGRAM: &str = "walvisor-bench";
 
@@ -32,6 +32,8 @@ enum Command {
     Database(database::DatabaseArguments),
     /// The disk compared with those of QEMU, qemu-storage-daemon, qemu-nbd and tcmu-runner
     Peers(peers::PeersArguments),
+    /// A disk's commits beside clients that take all they can get, on walvisor and on qemu-storage-daemon
+    Neighbours(neighbours::NeighboursArguments),
     /// TCMU compared with NBD: 2, 4 and 8 fio threads in Linux kernels, and published results
     Tcmu(tcmu::TcmuArguments),
     /// The disk over minutes, compared with qemu-nbd and a raw image: each second's rate, the longest wait, the time to close
@@ -54,6 +56,7 @@ pub fn main() -> ExitCode {
         Command::Notify(arguments) => notify::run(&arguments),
         Command::Database(arguments) => database::run(&arguments),
         Command::Peers(arguments) => peers::run(&arguments),
+        Command::Neighbours(arguments) => neighbours::run(&arguments),
         Command::Tcmu(arguments) => tcmu::run(&arguments),
         Command::Sustained(arguments) => sustained::run(&arguments),
         Command::Drbd(arguments) => drbd::run(&arguments),

@@ -38,10 +38,25 @@ impl Daemon {
         images: &Path,
         sockets: &Path,
     ) -> Result<Self, CommandError> {
+        Self::start_with(door, &[], disks, images, sockets)
+    }
+
+    /// The same with further `options`.
+    ///
+    /// # Errors
+    /// As for [`Self::start`].
+    pub fn start_with(
+        door: &str,
+        options: &[&str],
+        disks: &[String],
+        images: &Path,
+        sockets: &Path,
+    ) -> Result<Self, CommandError> {
         let failed = |why: &str| CommandError::Failed(format!("walvisor serve {door}: {why}"));
         let control = sockets.join(format!("{door}.control"));
         let mut command = Command::new(programs::walvisor()?);
         command.args(["serve", door, "--control"]).arg(&control);
+        command.args(options);
         for disk in disks {
             command.args(["--disk", disk]);
         }

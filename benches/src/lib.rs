@@ -5,6 +5,7 @@
 //!                  notify    one disk through every path: what a notification and a flush cost
 //!                  database  MariaDB, PostgreSQL and SQLite, which wait for the disk at each commit
 //!                  peers     the disk compared with those of others: the same client and file system
+//!                  neighbours a disk's commits beside clients that take all they can get
 //!                  tcmu      TCMU against NBD in Linux kernels
 //!                  sustained the disk over minutes: each second's rate, the longest wait, the time to close
 //!                  drbd      the disk on a block device that DRBD copies to a second machine, and a failover
@@ -27,6 +28,7 @@ mod guests;
 mod linux;
 mod load;
 mod matrix;
+mod neighbours;
 mod notify;
 mod output;
 mod peers;

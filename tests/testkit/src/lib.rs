@@ -5,6 +5,7 @@
 //!             └─ Registers: mmio, pci, vhost-user (each beside the tests that make such a device)
 //!   vhost_user: FrontEnd (any bytes)            queue: requests to a backend without a front-end
 //!   vhost_user_client: a third party's driver   process: programs that end with the test
+//!   hostile: attacks over NBD and vhost-user, and the client beside them
 //!   random, wait, files, memory_fs
 //! ```
 //! What returns no `Result` panics if it fails, and so does a wait that takes longer than [`PATIENCE`]: the test has failed then.
@@ -21,6 +22,7 @@
 //! * the ring of `walvisor/tests/serve/vhost_user/hostile.rs`, a page in which one request is made available over and over.
 
 mod files;
+pub mod hostile;
 mod memory_fs;
 pub mod nbd;
 pub mod process;

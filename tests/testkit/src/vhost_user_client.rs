@@ -218,6 +218,21 @@ impl VhostUserClient {
         }
     }
 
+    /// Kicks `queue`, and waits for one of its requests.
+    ///
+    /// # Errors
+    /// That of the request, or that it takes longer than `patience`.
+    pub fn end(&mut self, queue: usize, patience: Duration) -> io::Result<()> {
+        self.kick(queue);
+        loop {
+            match self.ended(queue).first() {
+                Some((_, 0)) => return Ok(()),
+                Some((_, error)) => return Err(io::Error::from_raw_os_error(-error)),
+                None => self.wait(patience)?,
+            }
+        }
+    }
+
     /// The slots of `queue` that have ended, with their status (0, or a negative errno). If there are none, an
     /// interrupt will announce the next.
     pub fn ended(&mut self, queue: usize) -> Vec<(usize, i32)> {

@@ -1,0 +1,264 @@
+//! Clients that harm whom they can, and the client beside them that writes 4 KiB and flushes, again and again.
+//!
+//! ```text
+//!   Attack ─ start ─▶ Attackers: a thread for each connection ─ end ─▶ how many the server has disconnected
+//!   Victim ─ commit ─▶ how many commits in a time, and the longest
+//! ```
+
+pub mod nbd;
+pub mod vhost_user;
+
+use std::env;
+use std::io;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, poll};
+
+/// How long a request of the victim may take: then it has lost its server.
+const LONGEST_WAIT: Duration = Duration::from_secs(20);
+/// What a commit writes.
+pub const COMMIT_BYTES: usize = 4096;
+
+/// A way to attack.
+#[derive(Clone, Copy)]
+pub struct Attack {
+    /// What it does.
+    pub name: &'static str,
+    /// Connections that do it at the same time.
+    pub attackers: usize,
+    /// Whether a connection that the server has ended is made again.
+    repeats: bool,
+    connect: fn(&Target) -> io::Result<UnixStream>,
+    /// What a connection does. It ends when the server or [`Attackers::end`] ends the connection, or before.
+    act: fn(&mut UnixStream) -> io::Result<()>,
+}
+
+/// Whom an attack is for.
+#[derive(Clone, Debug)]
+pub struct Target {
+    /// The server's socket.
+    pub socket: PathBuf,
+    /// The disk's name, over NBD.
+    pub export: String,
+}
+
+impl Target {
+    /// A disk at a socket. The name counts over NBD only.
+    #[must_use]
+    pub fn new(socket: &Path, export: &str) -> Self {
+        Self {
+            socket: socket.to_owned(),
+            export: export.to_owned(),
+        }
+    }
+}
+
+/// What the connections of an attack share with who has started them.
+#[derive(Default)]
+struct Battle {
+    over: AtomicBool,
+    /// Connections that the server has ended.
+    ended: AtomicUsize,
+    /// The connection of each attacker.
+    streams: Mutex<Vec<UnixStream>>,
+}
+
+impl Battle {
+    /// Makes a connection, that of the attacker `at`. `None`: it can't be made, or the attack is over.
+    fn connect(&self, attack: &Attack, target: &Target, at: usize) -> Option<UnixStream> {
+        let stream = (attack.connect)(target).ok()?;
+        let copy = stream.try_clone().ok()?;
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        match streams.get_mut(at) {
+            Some(known) => *known = copy,
+            None => streams.push(copy),
+        }
+        (!self.over.load(Ordering::SeqCst)).then_some(stream)
+    }
+
+    fn fight(&self, attack: &Attack, target: &Target, at: usize, mut stream: UnixStream) {
+        loop {
+            // The server ends the connection, or the attack's end does.
+            let _ = (attack.act)(&mut stream);
+            let hung_up = wait_for_hang_up(&stream);
+            if hung_up.is_err() || self.over.load(Ordering::SeqCst) {
+                return;
+            }
+            self.ended.fetch_add(1, Ordering::SeqCst);
+            if !attack.repeats {
+                return;
+            }
+            match self.connect(attack, target, at) {
+                Some(next) => stream = next,
+                None => return,
+            }
+        }
+    }
+}
+
+/// Waits without reading until either side has ended the connection.
+fn wait_for_hang_up(stream: &UnixStream) -> io::Result<()> {
+    let mut fds = [PollFd::new(stream, PollFlags::RDHUP)];
+    Ok(poll(&mut fds, None).map(drop)?)
+}
+
+/// The connections of an attack that goes on.
+pub struct Attackers {
+    battle: Arc<Battle>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Attackers {
+    /// Starts an attack, each connection in a thread, as a server that does not read holds it up. Fewer attack if the
+    /// server takes no more.
+    #[must_use]
+    pub fn start(attack: &'static Attack, target: &Target) -> Self {
+        let battle = Arc::<Battle>::default();
+        let mut threads = Vec::new();
+        while threads.len() < attack.attackers
+            && let Some(stream) = battle.connect(attack, target, threads.len())
+        {
+            let (battle, target, at) = (Arc::clone(&battle), target.clone(), threads.len());
+            threads.push(thread::spawn(move || {
+                battle.fight(attack, &target, at, stream);
+            }));
+        }
+        Self { battle, threads }
+    }
+
+    /// How many attack.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.threads.len()
+    }
+
+    /// Ends the attack. Returns how many connections the server has ended before.
+    #[must_use]
+    pub fn end(self) -> usize {
+        let ended = self.battle.ended.load(Ordering::SeqCst);
+        self.battle.over.store(true, Ordering::SeqCst);
+        let streams = &self.battle.streams;
+        for stream in &*streams.lock().unwrap_or_else(PoisonError::into_inner) {
+            // Fails if the server has ended it, which is just as good.
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+        self.threads.into_iter().for_each(|thread| {
+            // A thread that has panicked has said so.
+            let _ = thread.join();
+        });
+        ended
+    }
+}
+
+/// The client beside the attackers.
+pub trait Victim {
+    /// Writes [`COMMIT_BYTES`] bytes, and flushes. `number` counts the commits.
+    ///
+    /// # Errors
+    /// If the server fails it, or is gone.
+    fn commit(&mut self, number: u32) -> io::Result<()>;
+}
+
+/// What a victim has done in a time.
+#[derive(Clone, Copy, Debug)]
+pub struct Commits {
+    /// How many a second.
+    pub per_s: f64,
+    /// The longest.
+    pub longest: Duration,
+}
+
+impl Commits {
+    /// Lets `victim` commit for `time`.
+    ///
+    /// # Errors
+    /// Of the victim.
+    pub fn count(victim: &mut dyn Victim, time: Duration) -> io::Result<Self> {
+        let (began, mut commits, mut longest) = (Instant::now(), 0, Duration::ZERO);
+        while began.elapsed() < time {
+            let start = Instant::now();
+            victim.commit(commits)?;
+            longest = longest.max(start.elapsed());
+            commits += 1;
+        }
+        Ok(Self {
+            per_s: f64::from(commits) / began.elapsed().as_secs_f64(),
+            longest,
+        })
+    }
+}
+
+/// Attacks `target` in each way for `time`, beside `victim`, and tells on stdout what became of it.
+///
+/// # Errors
+/// If the victim loses its server.
+pub fn tell(
+    attacks: &'static [Attack],
+    target: &Target,
+    victim: &mut dyn Victim,
+    time: Duration,
+) -> io::Result<()> {
+    let line = |name: &str, commits: Commits| {
+        let (per_s, longest) = (commits.per_s, commits.longest.as_millis());
+        format!("{name}: {per_s:.0} commits/s, the longest {longest} ms")
+    };
+    println!("{}", line("alone", Commits::count(victim, time)?));
+    for attack in attacks {
+        let attackers = Attackers::start(attack, target);
+        let count = attackers.count();
+        let commits = Commits::count(victim, time);
+        let ended = attackers.end();
+        let told = if attack.repeats {
+            format!("disconnected {ended} times")
+        } else {
+            format!("{ended} of {count} attackers disconnected")
+        };
+        println!("{}, {told}", line(attack.name, commits?));
+    }
+    Ok(())
+}
+
+/// The main function of a program that attacks: `attack` gets the arguments before SECONDS, which `usage` names, and the time
+/// of each attack.
+#[must_use]
+pub fn main<const N: usize>(
+    usage: &str,
+    attack: impl FnOnce(&[String; N], Duration) -> io::Result<()>,
+) -> ExitCode {
+    let (names, time) = match parse(usage, env::args().skip(1).collect()) {
+        Ok(parsed) => parsed,
+        Err(wrong) => {
+            eprintln!("{wrong}");
+            return ExitCode::from(2);
+        }
+    };
+    match attack(&names, time) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error}: the client beside the attackers has lost its server");
+            ExitCode::from(1)
+        }
+    }
+}
+
+fn parse<const N: usize>(
+    usage: &str,
+    mut arguments: Vec<String>,
+) -> Result<([String; N], Duration), String> {
+    const DEFAULT: Duration = Duration::from_secs(5);
+    let usage = || format!("usage: {usage} [SECONDS]");
+    let seconds = (arguments.len() > N).then(|| arguments.pop()).flatten();
+    let names = arguments.try_into().map_err(|_| usage())?;
+    let time = seconds.map_or(Ok(DEFAULT), |seconds| {
+        seconds.parse().map(Duration::from_secs)
+    });
+    let time = time.map_err(|_| format!("{}; SECONDS is a whole number", usage()))?;
+    Ok((names, time))
+}
