@@ -68,6 +68,8 @@ pub(super) struct DeviceState<M, D> {
     config_read: bool,
     /// Whether the owner has paused the device: then no queue runs until [`resume`](Self::resume).
     paused: bool,
+    /// Whether the driver waits for the end of a reset.
+    resetting: bool,
 }
 
 impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
@@ -92,6 +94,7 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
             generation: 0,
             config_read: false,
             paused: false,
+            resetting: false,
         }
     }
 
@@ -172,11 +175,10 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         self.status.get()
     }
 
-    /// The driver writes the status field: 0 resets, anything else adds bits.
+    /// The driver writes a status that is not 0: it adds bits. A driver that has not waited for the end of a reset waits here.
     pub(super) fn write_status(&mut self, value: u8) {
-        if value == 0 {
+        if self.resetting {
             self.reset();
-            return;
         }
         let known = ACKNOWLEDGE | DRIVER | DRIVER_OK | FEATURES_OK | FAILED;
         // 2.1.1: the driver must not clear a bit; only the device sets DEVICE_NEEDS_RESET.
@@ -225,7 +227,7 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         };
         let must_not_run =
             !queue.setup.ready || queue.worker.is_some() || queue.broken || self.paused;
-        if must_not_run || !self.status.has(DRIVER_OK) {
+        if self.resetting || must_not_run || !self.status.has(DRIVER_OK) {
             return;
         }
         let worker = self.device.doorbell(index).and_then(|doorbell| {
@@ -290,7 +292,26 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         self.driver_features_select = 0;
         self.driver_features = Features::default();
         self.queue_select = 0;
+        self.resetting = false;
         self.status.reset();
+    }
+
+    /// Begins a device reset, for a driver that then reads the status until it is 0 (2.4.2). No register access waits for the
+    /// disk, which may take long, for instance if its log is full: the vCPU goes on, and so does whoever else needs the
+    /// transport.
+    pub(super) fn begin_reset(&mut self) {
+        let workers = self.queues.iter().flat_map(QueueState::workers);
+        workers.for_each(QueueHandle::request_stop);
+        self.resetting = true;
+        self.finish_reset();
+    }
+
+    /// Ends a device reset once the requests in flight have completed.
+    pub(super) fn finish_reset(&mut self) {
+        let drained = |queue: &QueueState| queue.workers().all(QueueHandle::is_drained);
+        if self.resetting && self.queues.iter().all(drained) {
+            self.reset();
+        }
     }
 
     fn stop_workers(&mut self) {

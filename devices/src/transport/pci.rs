@@ -290,8 +290,9 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
         }
     }
 
-    /// struct virtio_pci_common_cfg (4.1.4.3). A read of any width has no side effect.
+    /// struct virtio_pci_common_cfg (4.1.4.3). A read of any width has no side effect, but that a reset may end.
     fn read_common(&mut self, offset: usize, data: &mut [u8]) {
+        self.state.finish_reset();
         let resetting = self.state.queue_resetting();
         let state = &self.state;
         let select = state.queue_select();
@@ -368,7 +369,10 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
 
     fn write_common_8(&mut self, offset: u64, value: u8) {
         if offset == common::DEVICE_STATUS {
-            self.state.write_status(value);
+            match value {
+                0 => self.state.begin_reset(),
+                bits => self.state.write_status(bits),
+            }
         }
     }
 

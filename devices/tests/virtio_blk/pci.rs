@@ -7,6 +7,7 @@ use walvisor_devices::backend::ram::RamDisk;
 use walvisor_devices::block::VirtioBlock;
 
 use crate::driver::*;
+use crate::gate::Gate;
 
 pub fn device(queues: u16) -> PciDriver {
     let disk = Arc::new(RamDisk::new(64));
@@ -405,4 +406,28 @@ fn pci_configuration_is_read_at_every_width_and_offset() {
     assert_eq!(identity, [0xf4, 0x1a, 0x42, 0x10]);
     assert_eq!(pci.config::<4>(0x2c), whole[0x2c..0x30]);
     assert_eq!(pci.config::<1>(0x34), whole[0x34..0x35]);
+}
+
+#[test]
+fn a_reset_returns_at_once_and_ends_with_the_requests_in_flight() {
+    let gate = Gate::new(RamDisk::new(64));
+    let (memory, block) = (
+        guest_memory(),
+        VirtioBlock::new(Arc::new(gate.clone()), config(1)).expect("a device"),
+    );
+    let pci = PciDriver::discover(block, memory.clone());
+    let mut live = LiveDevice::start(pci, memory);
+    live.ring.publish();
+    live.pci.notify(0);
+    wait_until("a request in flight", || gate.submitted() == 1);
+    // The disk answers only when the gate opens: a write that waited for it would never return.
+    live.pci.set(0x14, [0]);
+    assert_eq!(live.pci.status(), 15, "the reset goes on");
+    // Until it has ended, no queue starts again.
+    live.pci.enable_queue(0);
+    assert_eq!((gate.opened(), gate.queues()), (1, 1));
+    gate.open();
+    wait_until("the end of the reset", || live.pci.status() == 0);
+    assert_eq!((gate.queues(), gate.leaked()), (0, 0));
+    assert!(!live.pci.queue_enabled(0));
 }

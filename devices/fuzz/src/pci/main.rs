@@ -162,6 +162,8 @@ impl Machine {
         let after = self.function.open();
         self.router.allow(before | after);
         device(&mut self.transport);
+        // 4.1.4.3.2: a driver that resets the device waits for the end of that.
+        while self.function.registers.value(Register::Status) == 0 && self.status() != 0 {}
         self.router.allow(after);
         if draining {
             // A queue cannot be enabled before its reset has ended, and the model does not know when that is.
@@ -169,6 +171,13 @@ impl Machine {
             self.transport.bar_read(CONFIG_BAR, 0x1c, &mut ready);
             self.function.registers.adopt_ready(ready[0] != 0);
         }
+    }
+
+    /// The device's status.
+    fn status(&mut self) -> u8 {
+        let mut status = [0];
+        self.transport.bar_read(CONFIG_BAR, 0x14, &mut status);
+        status[0]
     }
 
     fn config_read(&mut self, offset: u16, width: usize) {

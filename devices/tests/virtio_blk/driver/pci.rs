@@ -10,6 +10,7 @@ use walvisor_devices::block::VirtioBlock;
 use walvisor_devices::control::ControlTransport;
 use walvisor_devices::interrupt::{MsiMessage, MsiRouter};
 use walvisor_devices::transport::PciTransport;
+use walvisor_testkit::wait_until;
 
 use super::{Memory, Registers};
 
@@ -256,6 +257,10 @@ impl Registers for PciDriver {
 
     fn set_status(&mut self, status: u8) {
         self.set(0x14, [status]);
+        if status == 0 {
+            // 4.1.4.3.2: the driver waits for the end of the reset.
+            wait_until("the end of a reset", || self.get::<1>(0x14) == [0]);
+        }
         if status == 1 {
             // The preceding reset has unmapped every vector.
             self.set(0x10, 0u16.to_le_bytes());
