@@ -2,11 +2,12 @@
 
 use std::fs::File;
 use std::io::Read;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::os::unix::net::UnixListener;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Once};
 
 use rustix::event::{EventfdFlags, eventfd};
 use walvisor_devices::backend::ram::RamDisk;
@@ -117,9 +118,65 @@ fn attack(path: &Path, random: &mut Random) {
     }
 }
 
+/// Whether the handler below has had a fault.
+static FAULT: AtomicBool = AtomicBool::new(false);
+
+/// A program's own handler of SIGBUS: it puts a page of zeroes where the fault was.
+extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    FAULT.store(true, Ordering::SeqCst);
+    let (read, flags) = (
+        libc::PROT_READ,
+        libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
+    );
+    // SAFETY: the kernel gives a valid siginfo_t, and the page is one of the mapping that the test has made.
+    unsafe {
+        let page = (*info).si_addr() as usize & !0xfff;
+        libc::mmap(page as *mut libc::c_void, 0x1000, read, flags, -1, 0);
+    }
+}
+
+/// What a program does that has a handler of its own.
+fn survive() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // SAFETY: all fields are integers or optional pointers.
+        let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+        action.sa_flags = libc::SA_SIGINFO;
+        action.sa_sigaction = on_bus_error as *const () as usize;
+        // SAFETY: the handler has the signature that SA_SIGINFO asks for.
+        let set = unsafe { libc::sigaction(libc::SIGBUS, &action, std::ptr::null_mut()) };
+        assert_eq!(set, 0);
+        survive_truncated_memory().unwrap();
+    });
+}
+
+#[test]
+fn a_fault_that_no_front_end_has_caused_goes_to_the_handler_before() {
+    survive();
+    let file = memory(0x1000);
+    let (read, shared) = (libc::PROT_READ, libc::MAP_SHARED);
+    // SAFETY: this is a new mapping, at an address that the system chooses.
+    let page = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            0x1000,
+            read,
+            shared,
+            file.as_raw_fd(),
+            0,
+        )
+    };
+    assert_ne!(page, libc::MAP_FAILED);
+    file.set_len(0).unwrap();
+    assert!(!FAULT.load(Ordering::SeqCst));
+    // SAFETY: the page stays mapped, by the handler's page if not by the file's.
+    assert_eq!(unsafe { page.cast::<u8>().read_volatile() }, 0);
+    assert!(FAULT.load(Ordering::SeqCst));
+}
+
 #[test]
 fn no_message_harms_the_server() {
-    survive_truncated_memory().unwrap();
+    survive();
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("s");
     let config = BlockConfig {
