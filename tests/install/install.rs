@@ -160,12 +160,13 @@ fn what_is_installed_can_be_used_and_goes_again() {
 }
 
 /// What systemd and the units do in a guest: see scripts/systemd-job.sh.
-const UNITS_WORK: [&str; 24] = [
+const UNITS_WORK: [&str; 27] = [
     "installed: disabled",
     "enabled: enabled enabled",
     "socket started: active inactive",
     "client: all its blocks are there",
     "a client came: active active",
+    "it runs as walvisor",
     "restart 1: 0",
     "restart 2: 0",
     "restart 3: 0",
@@ -182,6 +183,8 @@ const UNITS_WORK: [&str; 24] = [
     "removed: inactive",
     "kept: disk.img",
     "kept: disk.img.wal",
+    "kept: later.img",
+    "kept: later.img.wal",
     "kept: vm.img",
     "kept: vm.img.wal",
     "purged: nothing is left",

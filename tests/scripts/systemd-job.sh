@@ -50,6 +50,10 @@ print('guest: client: all its blocks are there' if wrong == 0 else f'guest: clie
 END
 python3 /root/client 0
 state 'a client came'
+echo "guest: it runs as $(ps -o user:20= -p "$(systemctl show -P MainPID walvisor-nbd.service)")"
+# A disk that root makes later belongs to root.
+walvisor disk create /var/lib/walvisor/later.img --size 1M
+chown -R --reference /var/lib/walvisor/ /var/lib/walvisor/later.img*
 
 rm /root/restarts
 python3 /root/client 4 &

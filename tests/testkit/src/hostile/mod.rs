@@ -15,8 +15,8 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::thread::{self, JoinHandle};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -60,30 +60,40 @@ impl Target {
     }
 }
 
+/// How long an attack waits for its connections: a server that is busy with one may take no other.
+const CONNECT_WAIT: Duration = Duration::from_secs(2);
+
 /// What the connections of an attack share with who has started them.
 #[derive(Default)]
 struct Battle {
     over: AtomicBool,
+    /// Attackers that have had a connection, and those that could not get one.
+    connected: AtomicUsize,
+    refused: AtomicUsize,
     /// Connections that the server has ended.
     ended: AtomicUsize,
     /// The connection of each attacker.
-    streams: Mutex<Vec<UnixStream>>,
+    streams: Mutex<Vec<Option<UnixStream>>>,
 }
 
 impl Battle {
+    fn lock(&self) -> MutexGuard<'_, Vec<Option<UnixStream>>> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// Makes a connection, that of the attacker `at`. `None`: it can't be made, or the attack is over.
     fn connect(&self, attack: &Attack, target: &Target, at: usize) -> Option<UnixStream> {
         let stream = (attack.connect)(target).ok()?;
-        let copy = stream.try_clone().ok()?;
-        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
-        match streams.get_mut(at) {
-            Some(known) => *known = copy,
-            None => streams.push(copy),
-        }
+        self.lock()[at] = Some(stream.try_clone().ok()?);
         (!self.over.load(Ordering::SeqCst)).then_some(stream)
     }
 
-    fn fight(&self, attack: &Attack, target: &Target, at: usize, mut stream: UnixStream) {
+    fn fight(&self, attack: &Attack, target: &Target, at: usize) {
+        let Some(mut stream) = self.connect(attack, target, at) else {
+            self.refused.fetch_add(1, Ordering::SeqCst);
+            return;
+        };
+        self.connected.fetch_add(1, Ordering::SeqCst);
         loop {
             // The server ends the connection, or the attack's end does.
             let _ = (attack.act)(&mut stream);
@@ -112,31 +122,32 @@ fn wait_for_hang_up(stream: &UnixStream) -> io::Result<()> {
 /// The connections of an attack that goes on.
 pub struct Attackers {
     battle: Arc<Battle>,
-    threads: Vec<JoinHandle<()>>,
 }
 
 impl Attackers {
-    /// Starts an attack, each connection in a thread, as a server that does not read holds it up. Fewer attack if the
-    /// server takes no more.
+    /// Starts an attack, each connection in a thread, as a server that does not read holds it up.
     #[must_use]
     pub fn start(attack: &'static Attack, target: &Target) -> Self {
         let battle = Arc::<Battle>::default();
-        let mut threads = Vec::new();
-        while threads.len() < attack.attackers
-            && let Some(stream) = battle.connect(attack, target, threads.len())
-        {
-            let (battle, target, at) = (Arc::clone(&battle), target.clone(), threads.len());
-            threads.push(thread::spawn(move || {
-                battle.fight(attack, &target, at, stream);
-            }));
+        battle.lock().resize_with(attack.attackers, || None);
+        let fight = |at| {
+            let (battle, target) = (Arc::clone(&battle), target.clone());
+            thread::spawn(move || battle.fight(attack, &target, at))
+        };
+        (0..attack.attackers).for_each(|at| drop(fight(at)));
+        let began = Instant::now();
+        let there =
+            || [&battle.connected, &battle.refused].map(|count| count.load(Ordering::SeqCst));
+        while there().iter().sum::<usize>() < attack.attackers && began.elapsed() < CONNECT_WAIT {
+            thread::sleep(Duration::from_millis(1));
         }
-        Self { battle, threads }
+        Self { battle }
     }
 
-    /// How many attack.
+    /// How many have attacked so far.
     #[must_use]
     pub fn count(&self) -> usize {
-        self.threads.len()
+        self.battle.connected.load(Ordering::SeqCst)
     }
 
     /// Ends the attack. Returns how many connections the server has ended before.
@@ -144,15 +155,11 @@ impl Attackers {
     pub fn end(self) -> usize {
         let ended = self.battle.ended.load(Ordering::SeqCst);
         self.battle.over.store(true, Ordering::SeqCst);
-        let streams = &self.battle.streams;
-        for stream in &*streams.lock().unwrap_or_else(PoisonError::into_inner) {
+        for stream in self.battle.lock().iter().flatten() {
             // Fails if the server has ended it, which is just as good.
             let _ = stream.shutdown(Shutdown::Both);
         }
-        self.threads.into_iter().for_each(|thread| {
-            // A thread that has panicked has said so.
-            let _ = thread.join();
-        });
+        // A thread that waits for a connection ends when it has got it.
         ended
     }
 }
@@ -212,8 +219,8 @@ pub fn tell(
     println!("{}", line("alone", Commits::count(victim, time)?));
     for attack in attacks {
         let attackers = Attackers::start(attack, target);
-        let count = attackers.count();
         let commits = Commits::count(victim, time);
+        let count = attackers.count();
         let ended = attackers.end();
         let told = if attack.repeats {
             format!("disconnected {ended} times")
