@@ -174,6 +174,28 @@ fn exports_come_and_go_and_their_clients_end_in_order() {
     server.stop();
 }
 
+#[test]
+fn what_a_client_has_sent_before_its_end_is_carried_out() {
+    let place = tempfile::tempdir().unwrap();
+    let path = place.path().join("s");
+    let server = Server::start(vec![Service {
+        listener: Listener::Unix(UnixListener::bind(&path).unwrap()),
+        exports: vec![Export::new("disk", "", Arc::new(RamDisk::new(SECTORS)))],
+        tls: Tls::Off,
+    }])
+    .unwrap();
+    for count in [1, 16, 17, 100] {
+        let mut client = SimpleClient::connect(&path, "disk").unwrap();
+        let requests = (0..count).map(|cookie| request(0, FLUSH, cookie, 0, 0));
+        let requests = requests.collect::<Vec<_>>().concat();
+        client.stream.write_all(&requests).unwrap();
+        client.stream.shutdown(std::net::Shutdown::Write).unwrap();
+        assert!((0..count).all(|cookie| read_reply(&mut client, cookie)));
+        assert!(!read_reply(&mut client, count), "a clean end");
+    }
+    server.stop();
+}
+
 /// A client that has not asked for block sizes may send requests of up to 32 MiB. `integrityhuge` of nbd's own tests sends
 /// longer ones, such as the read below.
 #[test]

@@ -231,6 +231,7 @@ impl<M: DeviceMemory> QueueWorker<M> {
                         (moving, operation) = (part.bytes(), part.read());
                     }
                     turn.charge_request(moving as usize);
+                    turn.take_room(moving as usize);
                     let changes = !matches!(operation, Operation::Read { .. } | Operation::Flush);
                     let request = InFlightRequest {
                         // A FLUSH that follows guarantees more.

@@ -4,8 +4,9 @@
 //! flush. One thread serves a dozen clients better: it submits all their requests to the disk as one batch, and a commit
 //! group wakes it once for all clients whose requests the group completed.
 //!
-//! Within the disk's turn its clients take turns too: one receives once, one request gets its next step, and so on, until
-//! the turn is over. A long request has many steps, so the others come between them.
+//! Within the disk's turn its clients take turns too: one receives once, and takes [a few](MAX_TAKEN) of its requests; one gets a
+//! step of a request; and so on, until the turn is over. So others come between the steps of a long request, and between many
+//! short ones.
 
 use std::collections::VecDeque;
 use std::io;
@@ -29,6 +30,9 @@ use crate::reactor::{
     Reservation, Source, SourceHandle, Turn,
 };
 use crate::throttle::{Throttle, bytes_of};
+
+/// Most requests of a client that are taken before those of others.
+const MAX_TAKEN: usize = 16;
 
 /// The sessions of a server, and their threads.
 pub(super) struct Pool {
@@ -171,6 +175,8 @@ struct Client {
     watched: EventSet,
     /// Whether the client is in [`DiskSession::readable`].
     readable: bool,
+    /// Whether it may have sent more requests than were taken. They come before what its socket has, which may be its end.
+    has_more: bool,
     /// Whether the client is in [`DiskSession::dirty`].
     dirty: bool,
     /// Whether the client is in [`DiskSession::hungry`].
@@ -189,6 +195,40 @@ struct SessionRequest {
     moving: usize,
 }
 
+/// Requests whose next step may be submitted, by token: those of a client in order, and clients in turns.
+#[derive(Default)]
+struct RunnableRequests {
+    /// The requests of each client, by its key.
+    tokens: Vec<VecDeque<usize>>,
+    /// Keys of the clients that have some, in the order of their turns.
+    turns: VecDeque<usize>,
+}
+
+impl RunnableRequests {
+    fn push(&mut self, client: usize, token: usize) {
+        if self.tokens.len() <= client {
+            self.tokens.resize_with(client + 1, VecDeque::new);
+        }
+        if self.tokens[client].is_empty() {
+            self.turns.push_back(client);
+        }
+        self.tokens[client].push_back(token);
+    }
+
+    fn pop(&mut self) -> Option<usize> {
+        let client = self.turns.pop_front()?;
+        let token = self.tokens[client].pop_front();
+        if !self.tokens[client].is_empty() {
+            self.turns.push_back(client);
+        }
+        token
+    }
+
+    fn is_empty(&self) -> bool {
+        self.turns.is_empty()
+    }
+}
+
 /// The clients of one disk in one thread, and their queue of the disk.
 struct DiskSession {
     port: DiskPort,
@@ -204,8 +244,7 @@ struct DiskSession {
     moving: usize,
     /// Clients that may have sent something, in the order of their turns.
     readable: VecDeque<usize>,
-    /// Requests whose next step may be submitted, in the order of their turns.
-    runnable: VecDeque<usize>,
+    runnable: RunnableRequests,
     /// Clients that may have replies to send, or whose socket may have to be watched for other events.
     dirty: VecDeque<usize>,
     /// Clients whose next request waits for memory, in the order of their turns.
@@ -247,7 +286,7 @@ impl DiskSession {
             in_flight: Slab::new(),
             moving: 0,
             readable: VecDeque::new(),
-            runnable: VecDeque::new(),
+            runnable: RunnableRequests::default(),
             dirty: VecDeque::new(),
             hungry: VecDeque::new(),
             ask_at: None,
@@ -272,6 +311,7 @@ impl DiskSession {
                     abandoned: 0,
                     watched: EventSet::empty(),
                     readable: false,
+                    has_more: false,
                     dirty: false,
                     hungry: false,
                     _reservation: reservation,
@@ -348,6 +388,9 @@ impl DiskSession {
             return;
         };
         client.readable = false;
+        if std::mem::take(&mut client.has_more) {
+            return self.take_requests(key, turn);
+        }
         match self.with_connection(key, Connection::receive) {
             None => {}
             Some(Ok(read)) => {
@@ -358,11 +401,18 @@ impl DiskSession {
         }
     }
 
-    /// Takes the requests that a client has sent, as far as its connection has room.
+    /// Takes requests that a client has sent, as far as its connection has room. Others come before the rest.
     fn take_requests(&mut self, key: usize, turn: &mut Turn<'_>) {
         // One clock reading for all of them.
         let mut since = None;
+        let mut taken = 0;
         loop {
+            if taken == MAX_TAKEN {
+                self.clients[key].has_more = true;
+                self.mark_readable(key);
+                break;
+            }
+            taken += 1;
             let pending = match self.with_connection(key, Connection::next) {
                 None => return,
                 Some(Ok(Some(pending))) => pending,
@@ -378,7 +428,7 @@ impl DiskSession {
                 moving: 0,
             });
             let Some(query) = query else {
-                self.runnable.push_back(token);
+                self.runnable.push(key, token);
                 continue;
             };
             let inbox = Arc::clone(&self.inbox);
@@ -435,6 +485,7 @@ impl DiskSession {
         };
         let bytes = bytes_of(&operation) as usize;
         turn.charge(bytes);
+        turn.take_room(bytes);
         if bytes > 0 {
             request.moving = bytes.max(LEAST_IN_FLIGHT);
             self.moving += request.moving;
@@ -463,7 +514,7 @@ impl DiskSession {
                     pending.cut_short();
                 }
                 if !gone && pending.has_steps() {
-                    return self.runnable.push_back(token);
+                    return self.runnable.push(request.client, token);
                 }
                 let waits = pending.take_await_written() && self.export.answer == Answer::Written;
                 if !gone && waits && !self.port.notify_written(token as u64) {
@@ -670,7 +721,7 @@ impl Source for DiskSession {
                 self.receive(key, turn);
                 more = true;
             }
-            if let Some(token) = self.runnable.pop_front() {
+            if let Some(token) = self.runnable.pop() {
                 self.submit_step(token, turn);
                 more = true;
             }
@@ -816,6 +867,19 @@ mod tests {
         fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
             self.ram.open_queue()
         }
+    }
+
+    #[test]
+    fn a_client_with_many_requests_leaves_the_others_their_turns() {
+        let mut runnable = RunnableRequests::default();
+        (0..100).for_each(|token| runnable.push(2, token));
+        runnable.push(0, 100);
+        assert_eq!([runnable.pop(), runnable.pop()], [Some(0), Some(100)]);
+        runnable.push(0, 101);
+        runnable.push(5, 102);
+        let rest: Vec<_> = std::iter::from_fn(|| runnable.pop()).collect();
+        assert_eq!(rest[..4], [1, 101, 102, 2]);
+        assert!(rest[4..].iter().copied().eq(3..100) && runnable.is_empty());
     }
 
     #[test]

@@ -137,6 +137,8 @@ pub(crate) enum Next {
 pub(crate) struct Turn<'a> {
     /// Bytes that the source may still move.
     left: i64,
+    /// Bytes that the disk may still take into flight.
+    room: i64,
     /// Whether another disk has work.
     beside: bool,
     key: usize,
@@ -156,9 +158,16 @@ impl Turn<'_> {
         self.left -= bytes as i64;
     }
 
+    /// Counts the `bytes` that a request moves in flight.
+    pub(crate) fn take_room(&mut self, bytes: usize) {
+        if bytes > 0 {
+            self.room -= bytes.max(LEAST_IN_FLIGHT) as i64;
+        }
+    }
+
     /// Whether the turn is over: what is left to do waits for the next one. It may be over from the start.
     pub(crate) fn is_over(&self) -> bool {
-        self.left <= 0
+        self.left <= 0 || self.room <= 0
     }
 
     /// Bytes that the source may still move; 0: the turn [is over](Self::is_over).
@@ -411,7 +420,7 @@ impl Reactor {
         });
         self.disks[slot.disk].sources += 1;
         let key = self.slots.insert(slot);
-        if let Some((Err(error), _)) = self.call(key, 0, |source, turn| source.begin(turn))
+        if let Some((Err(error), _)) = self.call(key, (0, 0), |source, turn| source.begin(turn))
             && let Some(source) = &mut self.slots[key].source
         {
             source.give_up(&format!("its worker cannot wait for it: {error}"));
@@ -420,17 +429,18 @@ impl Reactor {
         self.mark_busy(key);
     }
 
-    /// Calls a source, with `left` bytes to move. Returns what the call returned and cost.
+    /// Calls a source, with `left` bytes to move, of which `room` may go into flight. Returns what the call returned and cost.
     fn call<T>(
         &mut self,
         key: usize,
-        left: i64,
+        (left, room): (i64, i64),
         act: impl FnOnce(&mut dyn Source, &mut Turn<'_>) -> T,
     ) -> Option<(T, i64)> {
         self.current = key;
         let slot = self.slots.get_mut(key)?;
         let mut turn = Turn {
             left,
+            room,
             beside: self.disks[slot.disk].beside,
             key,
             control: &slot.control,
@@ -475,9 +485,9 @@ impl Reactor {
                 && let Some(source) = self.disks[key].busy.pop_front()
             {
                 self.slots[source].busy = false;
-                let left = self.disks[key].budget.min(self.room(key));
-                self.in_round.push((source, left <= 0));
-                let cost = self.call(source, left, |source, turn| source.take(turn));
+                let turn = (self.disks[key].budget, self.room(key));
+                self.in_round.push((source, turn.1 <= 0));
+                let cost = self.call(source, turn, |source, turn| source.take(turn));
                 taken += self.charge(key, cost.map(|((), cost)| cost));
             }
             let disk = &mut self.disks[key];
@@ -530,7 +540,7 @@ impl Reactor {
         let alone = round.len() == 1 && in_flight.take(2).count() <= 1;
         for &(key, _) in &round {
             let disk = self.slots[key].disk;
-            let cost = self.call(key, 0, |source, _| source.kick(alone));
+            let cost = self.call(key, (0, 0), |source, _| source.kick(alone));
             self.charge(disk, cost.map(|((), cost)| cost));
         }
         let mut again = Vec::new();
@@ -543,7 +553,8 @@ impl Reactor {
                 self.disks[disk].busy.rotate_right(1);
                 continue;
             }
-            let Some((next, cost)) = self.call(key, left, |source, turn| source.answer(turn))
+            let Some((next, cost)) =
+                self.call(key, (left, i64::MAX), |source, turn| source.answer(turn))
             else {
                 continue;
             };

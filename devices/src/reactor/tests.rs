@@ -373,6 +373,7 @@ impl Source for Hoard {
     fn take(&mut self, turn: &mut Turn<'_>) {
         while !turn.is_over() {
             turn.charge_request(64 << 10);
+            turn.take_room(64 << 10);
             *self.in_flight.lock().unwrap() += 64 << 10;
         }
     }
@@ -443,6 +444,7 @@ impl Source for Stream {
         if !turn.is_over() {
             assert_eq!(turn.part(), WINDOW as usize);
             turn.charge_request(WINDOW as usize);
+            turn.take_room(WINDOW as usize);
             self.in_flight = true;
         }
     }

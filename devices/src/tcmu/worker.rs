@@ -286,7 +286,9 @@ impl DeviceServer {
                     // Only this thread turns the cache on, so if it is off here it stays off for this operation.
                     *volatile |= self.unit.backend().write_cache();
                     count(&self.metrics, &operation);
-                    turn.charge(bytes_of(&operation) as usize);
+                    let bytes = bytes_of(&operation) as usize;
+                    turn.charge(bytes);
+                    turn.take_room(bytes);
                     self.port.submit(key as u64, operation);
                 }
                 TaskStep::InFlight => return,
