@@ -40,6 +40,8 @@ const OURS: &str = "walvisor";
 const THEIRS: &str = "qemu-storage-daemon";
 /// What ours may use.
 const MEMORY_LIMIT: &str = "256M";
+/// What the peer may have at most, with all that it has mapped: with unread replies it would take what the machine has.
+const PEER_BYTES: u64 = 4 << 30;
 /// How often the victim is measured alone and beside in a turn.
 const SLICES: u32 = 3;
 const QUEUES: usize = 4;
@@ -147,7 +149,8 @@ fn theirs(
     door: &str,
     socket: &dyn Fn(usize) -> PathBuf,
 ) -> Result<Daemon, CommandError> {
-    let mut command = Command::new(THEIRS);
+    let mut command = Command::new("prlimit");
+    command.arg(format!("--as={PEER_BYTES}")).arg(THEIRS);
     let mut sockets = vec![socket(0)];
     if door == "nbd" {
         let path = format!("addr.type=unix,addr.path={}", socket(0).display());
@@ -243,8 +246,9 @@ fn figures(commits: Option<[Vec<Commits>; 2]>, peak_mib: Option<f64>) -> Value {
 
 fn section(matrix: &Matrix<Plan>) -> Section {
     let limit = format!(
-        "walvisor has --memory-limit {MEMORY_LIMIT}. Each turn has a daemon of its own, and the victim commits alone and beside \
-         the attack by turns. Attackers run on this machine too, and take processor time from both."
+        "walvisor has --memory-limit {MEMORY_LIMIT}, {THEIRS} an address space of {} GiB. Each turn has a daemon of its own, and the victim commits alone and beside \
+         the attack by turns. Attackers run on this machine too, and take processor time from both.",
+        PEER_BYTES >> 30
     );
     matrix.long(
         "neighbours",
