@@ -190,8 +190,8 @@ fn info(disk: &DiskPath, json: bool) -> Result<(), CommandError> {
     );
     if report.spilled > 0 {
         say!(
-            "lacks      {} bytes, which are in a spill file beside the log: the image could not be written",
-            report.spilled
+            "lacks      {}, which a spill file beside the log has: the image could not be written",
+            human_size(report.spilled)
         );
     }
     let Some(log) = report.log else {
