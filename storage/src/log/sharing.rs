@@ -40,6 +40,7 @@ pub struct SyncPartner {
 /// The live counters behind [`SyncSharing`].
 #[derive(Debug, Default)]
 pub(crate) struct SharingCounters {
+    /// 0: they are the keeper's, which is no disk.
     disk_id: u32,
     /// Groups that ended one request alone, which was the disk's.
     alone: AtomicU64,
@@ -97,7 +98,7 @@ pub(crate) fn count_sync(ended: &[Waiter], group: u64) {
         shared.millionths += MILLION / ended.len() as u64;
         if mem::replace(&mut shared.last_group, group) != group {
             shared.groups += 1;
-            if disks.len() < MOST_PARTNERS {
+            if disks.len() < MOST_PARTNERS && counters.disk_id != 0 {
                 disks.push(counters);
             }
         }
@@ -123,7 +124,8 @@ mod tests {
             let sharing = Arc::new(SharingCounters::new(disk_id));
             Arc::new(Mailbox::new(Event::new().unwrap(), sharing))
         };
-        let ports: Vec<_> = (1..=10).map(port).collect();
+        // The keeper's comes last.
+        let ports: Vec<_> = (1..=10).chain([0]).map(port).collect();
         let group = |number, disks: &[usize]| {
             let waiter = |disk: &usize| Waiter {
                 lsn: 1,
@@ -136,7 +138,7 @@ mod tests {
         group(1, &[]);
         group(2, &[0]);
         group(3, &[0, 0, 1, 0]);
-        group(4, &[0, 2]);
+        group(4, &[0, 2, 10, 10]);
         group(5, &[1, 1]);
         let of = |disk: usize| ports[disk].sharing.snapshot();
         let partner = |disk_id, groups| SyncPartner { disk_id, groups };
@@ -144,7 +146,7 @@ mod tests {
             of(0),
             SyncSharing {
                 flushes: 5,
-                syncs: 1.0 + 0.75 + 0.5,
+                syncs: 1.0 + 0.75 + 0.25,
                 groups: 3,
                 partners: vec![partner(2, 1), partner(3, 1)],
             }
