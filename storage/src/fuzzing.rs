@@ -192,6 +192,10 @@ impl ReadFile for MemoryFile {
     fn raw_fd(&self) -> RawFd {
         -1
     }
+
+    fn host(&self) -> Option<&std::fs::File> {
+        None
+    }
 }
 
 impl DataFile for MemoryFile {
@@ -256,10 +260,6 @@ impl DataFile for MemoryFile {
 
     fn open_cached(&self, _path: &Path) -> io::Result<Box<dyn CachedFile>> {
         unreachable!("recovery reads past the page cache")
-    }
-
-    fn host(&self) -> Option<&std::fs::File> {
-        None
     }
 }
 

@@ -23,7 +23,7 @@ use crate::index::{ExtentMap, Piece, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::cost::MediumCost;
-use crate::medium::file::{Chunk, DataFile, Engine, Io, IoCompletion, MAX_CHUNKS, ReadSource};
+use crate::medium::file::{Chunk, Engine, Io, IoCompletion, MAX_CHUNKS, ReadFile, ReadSource};
 use crate::medium::holes::DataRanges;
 use crate::medium::segment::LogRead;
 use crate::mutant::{Mutant, planted};
@@ -122,6 +122,14 @@ pub(crate) struct FailedImage {
     pub error: Error,
 }
 
+/// The images that fail during copies.
+pub(crate) struct ImageFailures {
+    /// Whether an image counts that is much slower than the log while writers wait.
+    pub slow_counts: bool,
+    /// Those that failed, in order.
+    pub found: Vec<FailedImage>,
+}
+
 /// The writes to one image that have ended.
 #[derive(Default)]
 struct WriteTimes {
@@ -155,11 +163,9 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     cut: bool,
     /// The damaged extents, by disk.
     damaged: Vec<DamagedExtents>,
-    failed_images: Vec<FailedImage>,
+    failures: &'a mut ImageFailures,
     /// By disk number.
     times: HashMap<u32, WriteTimes>,
-    /// Whether an image that is too slow counts as failed.
-    spares_slow: bool,
     /// When it last looked for operations that have ended.
     looked: Instant,
     /// It had not looked for so long that times of operations mean nothing.
@@ -179,21 +185,19 @@ pub(crate) enum CopyOutcome {
     TimeUp(Vec<DamagedExtents>),
 }
 
-/// Copies frozen layers to their base images, or spill files, then marks and syncs those. Appends to `failed` the images
-/// that could not be written; the copy goes on with the others. `spares_slow`: images that are much slower than the log,
-/// while writers wait, fail too. `urgent_work` is called regularly, with
-/// a function that it may call to let the copy make progress. `over` is called before each run; once it returns
-/// `true`, nothing more is copied.
+/// Copies frozen layers to their base images, or spill files, then marks and syncs those. Adds the images that could not
+/// be written to `failures`, and goes on with the others. `urgent_work` is called regularly, with a function that it may
+/// call to let the copy make progress. `over` is called before each run; once it returns `true`, nothing more is copied.
 ///
 /// # Errors
 /// If the log can't be read, or a spill file not be written. Parts of the layers may then be copied, and nothing is in
 /// flight.
-pub(crate) fn copy(
-    log: &Log,
-    layers: &[FrozenLayer],
+pub(crate) fn copy<'a>(
+    log: &'a Log,
+    layers: &'a [FrozenLayer],
     mut pace: CopyPace,
     medium: MediumCost,
-    (failed, spares_slow): (&mut Vec<FailedImage>, bool),
+    failures: &'a mut ImageFailures,
     mut urgent_work: impl FnMut(&mut dyn FnMut()),
     mut over: impl FnMut() -> bool,
 ) -> Result<CopyOutcome> {
@@ -235,9 +239,8 @@ pub(crate) fn copy(
         failed: None,
         cut,
         damaged: Vec::new(),
-        failed_images: Vec::new(),
+        failures,
         times: HashMap::new(),
-        spares_slow,
         looked: sync::now(),
         away: false,
     };
@@ -258,7 +261,6 @@ pub(crate) fn copy(
         None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
         None => copier.sync_images(layers)?,
     }
-    failed.append(&mut copier.failed_images);
     Ok(CopyOutcome::Complete(copier.damaged))
 }
 
@@ -294,7 +296,7 @@ fn chunk(buffer: Buffer) -> Chunk {
 impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     /// Whether a disk's image has failed, so that nothing more is written to it.
     fn has_failed(&self, disk: &DiskState) -> bool {
-        let mut failed = self.failed_images.iter();
+        let mut failed = self.failures.found.iter();
         failed.any(|failed| failed.disk.id == disk.id)
     }
 
@@ -304,7 +306,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             self.failed.get_or_insert(error);
         } else if !self.has_failed(disk) {
             let disk = disk.clone();
-            self.failed_images.push(FailedImage { disk, error });
+            self.failures.found.push(FailedImage { disk, error });
         }
     }
 
@@ -326,13 +328,16 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         Ok(())
     }
 
-    /// How long writes to a disk's image take, if the disk is one of several and any has been waited for: the mean, or
-    /// as long as the oldest has been in flight.
+    /// How long writes to a disk's image take: the mean, or as long as the oldest has been in flight. Zero if slowness does
+    /// not count, or none has been waited for.
     fn write_time(&self, disk: &DiskState) -> Duration {
-        let times = self.times.get(&disk.id).filter(|_| self.spares_slow);
+        if !self.failures.slow_counts {
+            return Duration::ZERO;
+        }
+        let times = self.times.get(&disk.id);
         let mean = times.map_or(Duration::ZERO, |times| times.total / times.count);
         let writes = self.flights.values();
-        let writes = writes.filter(|flight| flight.disk.id == disk.id && self.spares_slow);
+        let writes = writes.filter(|flight| flight.disk.id == disk.id);
         let oldest = writes.filter_map(|flight| flight.writing).min();
         oldest.map_or(mean, |oldest| mean.max(sync::now() - oldest))
     }
@@ -453,12 +458,9 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                     self.again.push_front((disk, rest));
                 }
                 self.known = KnownData::default();
-                let (spill, len) = (disk.base.spill(), saved - range.start);
-                let file = spill
-                    .as_ref()
-                    .map_or(disk.base.file(), |spill| spill.data());
-                match file.zero_range(range.start, len, unmap) {
-                    Ok(()) => note_spilled(disk, range.start, len),
+                let target = disk.base.target();
+                match target.zero_range(range.start, saved - range.start, unmap) {
+                    Ok(()) => disk.base.note_written(sector..saved / SECTOR_SIZE),
                     Err(error) => self.fail(disk, image_error("zero", disk, sector, error)),
                 }
                 return;
@@ -546,10 +548,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             }
             chunks = vec![chunk(stripe)];
         }
-        let base = &flight.disk.base;
-        let spill = base.spill();
         let write = Io::Write {
-            base: spill.map_or_else(|| base.file().clone(), |spill| spill.data().clone()),
+            base: flight.disk.base.target(),
             offset: flight.sector * SECTOR_SIZE,
             chunks,
         };
@@ -626,7 +626,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 let counters = &self.log.counters;
                 let bytes = flight.bytes as u64;
                 counters.base_bytes.fetch_add(bytes, Ordering::Relaxed);
-                note_spilled(flight.disk, flight.sector * SECTOR_SIZE, bytes);
+                let sectors = flight.sector..flight.sector + bytes / SECTOR_SIZE;
+                flight.disk.base.note_written(sectors);
             }
             Ok(buffer) if part == flight.pieces.len() => flight.fill = buffer,
             // The gaps of the stripe can't be read, and its parts don't need them.
@@ -669,23 +670,13 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     }
 }
 
-/// Notes that bytes of a disk were written, if that was to a spill file.
-fn note_spilled(disk: &DiskState, offset: u64, len: u64) {
-    if let Some(spill) = disk.base.spill() {
-        spill.note(offset / SECTOR_SIZE..(offset + len) / SECTOR_SIZE);
-    }
-}
-
 /// The error for a part of an image, or of its spill file, that can't be written.
 fn image_error(what: &str, disk: &DiskState, sector: u64, error: std::io::Error) -> Error {
-    let (doing, spill) = (
-        format!("{what} the base image at sector {sector}"),
-        disk.base.spill(),
-    );
-    match spill {
-        None => Error::io(&doing, &disk.path, error),
-        Some(spill) => Error::io("write the spill file", &spill.paths().data, error),
+    if let Some(spill) = disk.base.spill() {
+        return Error::io("write the spill file", &spill.paths().data, error);
     }
+    let doing = format!("{what} the base image at sector {sector}");
+    Error::io(&doing, &disk.path, error)
 }
 
 /// See [`DiskState::save`].
@@ -724,6 +715,8 @@ impl KnownData {
 #[cfg(test)]
 #[cfg(not(feature = "shuttle"))]
 mod tests {
+    use std::os::unix::fs::FileExt;
+
     use super::*;
     use crate::{DiskOptions, Store, StoreOptions, create_disk};
 
@@ -739,9 +732,9 @@ mod tests {
         let image = std::fs::File::options().write(true).open(&path).unwrap();
         let mut expected = vec![1; 2 * MIB];
         expected[MIB / 4..MIB / 2].fill(0);
-        DataFile::write_all_at(&image, &expected[..MIB / 4], 0).unwrap();
+        image.write_all_at(&expected[..MIB / 4], 0).unwrap();
         let rest = MIB / 2;
-        DataFile::write_all_at(&image, &expected[rest..], rest as u64).unwrap();
+        image.write_all_at(&expected[rest..], rest as u64).unwrap();
         drop(image);
         let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
         let disk = &store.disks()[0].state;
@@ -764,11 +757,12 @@ mod tests {
             ..MediumCost::USUAL
         };
         let layers = [(disk.clone(), Arc::new(layer))];
-        let (failed, no_work) = (&mut Vec::new(), |_: &mut dyn FnMut()| {});
-        let copied = copy(log, &layers, pace, medium, (failed, false), no_work, || {
-            false
-        })
-        .unwrap();
+        let mut failures = ImageFailures {
+            slow_counts: false,
+            found: Vec::new(),
+        };
+        let copied = copy(log, &layers, pace, medium, &mut failures, |_| {}, || false);
+        let copied = copied.unwrap();
         assert!(matches!(copied, CopyOutcome::Complete(damaged) if damaged.is_empty()));
         // One of 1 MiB, three of 256 KiB, and sixteen blocks.
         let writes = log.counters.base_writes.load(Ordering::Relaxed);
@@ -791,7 +785,8 @@ mod tests {
         let mut known = KnownData::default();
         assert!(!known.has_hole(disk, 0..LEN / 4));
         // Only the copy itself makes holes, so it need not see this one.
-        disk.base.zero_range(LEN / 2, LEN / 4, true).unwrap();
+        let image = disk.base.file();
+        image.zero_range(LEN / 2, LEN / 4, true).unwrap();
         assert!(!known.has_hole(disk, LEN / 2..LEN));
         assert!(KnownData::default().has_hole(disk, LEN / 2..LEN));
         store.close().unwrap();

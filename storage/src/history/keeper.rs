@@ -15,6 +15,7 @@
 //! Records above *C* are never copied, so a crash at any point leaves base images that the log, replayed from
 //! the previous checkpoint LSN, brings to the same state.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use zerocopy::little_endian::U64;
@@ -24,7 +25,7 @@ use crate::catalog::identity::{written, written_parts};
 use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
-use crate::format::Control;
+use crate::format::{Control, DiskEntry};
 use crate::history::machine::{CopyEvent, Phase};
 use crate::history::saved_file::SavedFileWriter;
 use crate::history::spill::CopyBack;
@@ -49,6 +50,23 @@ const RETRY: Duration = Duration::from_secs(1);
 /// A disk whose image is getting a new generation, and two parts that the checkpoint writes to it, by byte offset and
 /// length.
 type NewGeneration = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
+
+/// Notes in the control file that a disk's image is about to be written. `forget` drops the samples that may change.
+pub(super) fn announce_writes(
+    control: &mut Control,
+    disk: &DiskState,
+    forget: impl FnOnce(&mut DiskEntry),
+) {
+    if let Some(entry) = control.disk_mut(disk.id) {
+        if entry.generation == entry.next_generation {
+            entry.announce(1);
+        }
+        forget(entry);
+        let next = entry.next_generation.get();
+        disk.generation.store(next, Ordering::Relaxed);
+    }
+    control.set_written(disk.id, 0);
+}
 
 /// Notes in the control file that the images now have their announced generation.
 pub(super) fn settle(control: &mut Control, new_generations: &[NewGeneration]) {
@@ -84,8 +102,8 @@ pub(crate) struct Keeper {
     pub(super) saved: (u64, u32),
     /// The last copy failed.
     pub(super) step_failed: bool,
-    /// What is being copied back from spill files.
-    pub(super) copies_back: Vec<CopyBack>,
+    /// What is being copied back from spill files, by disk number.
+    pub(super) copies_back: BTreeMap<u32, CopyBack>,
     /// It was reported that the log has no room for all the history it should keep.
     pub(super) shortened: bool,
     /// It was reported that history which must stay has almost filled the log.
@@ -116,7 +134,7 @@ impl Keeper {
             saving: None,
             saved: (0, 0),
             step_failed: false,
-            copies_back: Vec::new(),
+            copies_back: BTreeMap::new(),
             shortened: false,
             crowded: false,
         })
@@ -167,6 +185,9 @@ impl Keeper {
             let keeper = &state.keeper;
             keeper.stop || !keeper.orders.is_empty() || state.ring.is_short()
         };
+        let idle = |state: &LogState| {
+            !urgent(state) && !state.keeper.checkpoint && !state.ring.has_readers()
+        };
         let mut state = self.log.lock();
         let wanted = &self.log.keeper_wanted;
         if *paused {
@@ -174,11 +195,10 @@ impl Keeper {
             state = sync::wait_timeout_while(wanted, lock, state, RETRY, |state| !urgent(state));
             *paused = urgent(&state);
         } else if self.has_spills() {
-            let idle = |state: &LogState| !urgent(state) && !state.keeper.checkpoint;
             let (lock, pause) = (&self.log.state, self.until_copy_back());
             state = sync::wait_timeout_while(wanted, lock, state, pause, |state| idle(state));
         } else {
-            while !urgent(&state) && !state.keeper.checkpoint && !state.ring.has_readers() {
+            while idle(&state) {
                 state = wanted.wait(state).expect("log state lock");
             }
         }
@@ -199,6 +219,7 @@ impl Keeper {
         // During a checkpoint nobody knows whether the ring is stuck, so requests that need room wait for the result.
         state.keeper.failed &= !due;
         drop(state);
+        let mut copied = Ok(());
         if due {
             // A checkpoint that ran out of time is left to the close.
             let done = if folds {
@@ -214,12 +235,24 @@ impl Keeper {
                 self.log.refuse_stuck();
             }
             self.step_failed = done.is_err();
-            self.copy_spills_back();
-            done?;
-        } else {
-            self.copy_spills_back();
+            copied = done;
         }
-        preallocated
+        self.copy_spills_back();
+        copied.and(preallocated)
+    }
+
+    /// Changes the control file, or makes sure that it has not changed.
+    ///
+    /// # Errors
+    /// If it can't be written. If what the medium has is unknown then, the log is poisoned: what follows depends on it.
+    pub(super) fn change_certainly(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
+        let changed = self.control.change(change);
+        if changed.is_err()
+            && let Err(unknown) = self.control.write()
+        {
+            self.log.poison(&std::io::Error::other(unknown));
+        }
+        changed
     }
 
     /// Refuses an order once the log has failed.
@@ -396,15 +429,7 @@ impl Keeper {
             let copying = control.header.copying_lsn.get().max(reach);
             control.header.copying_lsn = U64::new(copying);
             for (disk, layer) in written() {
-                if let Some(entry) = control.disk_mut(disk.id) {
-                    if entry.generation == entry.next_generation {
-                        entry.announce(1);
-                    }
-                    entry.forget_samples(layer);
-                    let next = entry.next_generation.get();
-                    disk.generation.store(next, Ordering::Relaxed);
-                }
-                control.set_written(disk.id, 0);
+                announce_writes(control, disk, |entry| entry.forget_samples(layer));
             }
         })?;
         let parts = written().map(|(_, layer)| written_parts(layer));

@@ -62,20 +62,14 @@ impl Keeper {
     ) -> Result<()> {
         self.drain(at)?;
         let unix_us = marked.get().map_or(0, |commit| commit.unix_us);
-        let changed = self.control.change(|control| {
+        // The disk must not go on before it is certain whether the medium has it.
+        self.change_certainly(|control| {
             if planted(Mutant::RewindUnwritten) {
                 return;
             }
             // The room was checked before.
             let _ = control.rewind(disk.id, to, at - 1, unix_us);
-        });
-        if let Err(error) = changed {
-            // It may have reached the medium. The disk must not go on until it certainly has not.
-            if let Err(unknown) = self.control.write() {
-                self.log.poison(&std::io::Error::other(unknown));
-            }
-            return Err(error);
-        }
+        })?;
         // In the other slot too: if the newer one rots, the other must not bring back what was undone. If this fails,
         // the next write of the control file does it.
         let _ = self.control.write();

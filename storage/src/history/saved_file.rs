@@ -18,7 +18,7 @@ use crate::index::{ExtentMap, IndexBuilder, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
 use crate::medium::checksum;
-use crate::medium::file::{DataFile, ReadFile, Segment};
+use crate::medium::file::{ReadFile, Segment};
 use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::holes::DataRanges;
 use crate::mutant::{Mutant, planted};

@@ -12,6 +12,7 @@ use crate::history::saved;
 use crate::history::saved_file::SavedFileWriter;
 use crate::log::disk_state::DiskState;
 use crate::medium::cost::MediumCost;
+use crate::medium::filesystem::remove_leftover;
 
 /// How an attempt to save what snapshots need ended.
 enum SaveOutcome {
@@ -155,11 +156,7 @@ impl Keeper {
         let needed = |lsn| entries.iter().any(|entry| entry.lsn == lsn);
         for name in files.names(dir).unwrap_or_default() {
             if saved::lsn_of(dir, &name).is_some_and(|lsn| !needed(lsn)) {
-                let path = dir.join(name);
-                // Retried when the log is next opened. Nobody reads the file.
-                if let Err(error) = files.remove(&path) {
-                    tracing::warn!("{}: can't be removed: {error}", path.display());
-                }
+                remove_leftover(&*files, &dir.join(name));
             }
         }
         let gone = |saving: &mut SavedFileWriter| !needed(saving.lsn);

@@ -6,17 +6,16 @@ use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use crate::catalog::identity::written;
-use crate::checkpoint::copy::{CopyOutcome, FailedImage, FrozenLayer, copy};
+use crate::checkpoint::copy::{CopyOutcome, FailedImage, FrozenLayer, ImageFailures, copy};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
-use crate::history::keeper::Keeper;
+use crate::history::keeper::{Keeper, announce_writes, settle};
 use crate::log::disk_state::DiskState;
 use crate::log::spill::{Spill, SpillPaths, is_spill};
 use crate::medium::cost::MediumCost;
+use crate::medium::filesystem::remove_leftover;
 use crate::medium::holes::DataRanges;
 use crate::mutant::{Mutant, planted};
-use crate::sync::atomic::Ordering;
 use crate::sync::{self, Arc};
 use crate::{Buffer, SECTOR_SIZE};
 
@@ -32,8 +31,8 @@ const QUICK: Duration = Duration::from_millis(50);
 const STEP: u64 = (256 << 10) / SECTOR_SIZE;
 
 /// Copying a spill file back to its image.
+#[derive(Default)]
 pub(crate) struct CopyBack {
-    disk_id: u32,
     /// The control file says that the image is being written.
     announced: bool,
     /// Sectors that are left.
@@ -56,17 +55,29 @@ impl Keeper {
         let log = self.log.clone();
         let (mut layers, mut damaged) = (layers.to_vec(), Vec::new());
         loop {
-            let (mut failed, several) = (Vec::new(), self.disks.len() > 1);
+            let mut failures = ImageFailures {
+                slow_counts: self.disks.len() > 1,
+                found: Vec::new(),
+            };
             let urgent_work = |meanwhile: &mut dyn FnMut()| self.do_urgent_work(meanwhile);
             let over = || log.lock().keeper.is_over();
-            let failing = (&mut failed, several);
-            match copy(&log, &layers, pace, medium, failing, urgent_work, over)? {
+            let copied = copy(
+                &log,
+                &layers,
+                pace,
+                medium,
+                &mut failures,
+                urgent_work,
+                over,
+            );
+            match copied? {
                 CopyOutcome::Complete(mut found) => damaged.append(&mut found),
                 CopyOutcome::TimeUp(mut found) => {
                     damaged.append(&mut found);
                     return Ok(CopyOutcome::TimeUp(damaged));
                 }
             }
+            let failed = failures.found;
             if failed.is_empty() {
                 return Ok(CopyOutcome::Complete(damaged));
             }
@@ -99,8 +110,8 @@ impl Keeper {
             .retain(|(other, _)| other.id != disk.id);
         if disk.note_trouble(&error) {
             tracing::error!(
-                "{error}; what it lacks goes to a spill file in {} until it can be written again (retried every second); \
-                 other disks go on",
+                "{error}; what it lacks goes to a spill file in {} until it can be written again; it is tried again and again, and other disks \
+                 go on",
                 self.log.dir.display()
             );
         }
@@ -136,40 +147,35 @@ impl Keeper {
 
     /// Whether a disk has a spill file.
     pub(super) fn has_spills(&self) -> bool {
-        self.disks.iter().any(|disk| disk.base.is_spilled())
+        self.spilled().next().is_some()
     }
 
-    /// Copies spill files back, as long as nothing else is to do. Failures are noted, and retried after a second.
+    /// The disks that have a spill file.
+    fn spilled(&self) -> impl Iterator<Item = &Arc<DiskState>> {
+        self.disks.iter().filter(|disk| disk.base.is_spilled())
+    }
+
+    /// Copies spill files back, as long as nothing else is to do. What fails is noted, and tried again after a pause.
     pub(super) fn copy_spills_back(&mut self) {
-        let spilled: Vec<_> = self
-            .disks
-            .iter()
-            .filter(|disk| disk.base.is_spilled())
-            .cloned()
-            .collect();
-        for disk in spilled {
-            let pauses = self.copies_back.iter().find(|back| back.disk_id == disk.id);
-            let paused = pauses
-                .and_then(|back| back.retry)
-                .is_some_and(|retry| sync::now() < retry);
-            if !paused {
-                // Noted, and tried again.
-                let _ = self.copy_spill_back(&disk);
-            }
+        let due = self.spilled().filter(|disk| self.pause_of(disk).is_zero());
+        for disk in due.cloned().collect::<Vec<_>>() {
+            // Noted, and tried again.
+            let _ = self.copy_spill_back(&disk);
         }
     }
 
-    /// As long as the keeper may sleep before it goes on copying spill files back.
+    /// How long the copy back of a disk pauses yet.
+    fn pause_of(&self, disk: &DiskState) -> Duration {
+        let retry = self.copies_back.get(&disk.id).and_then(|back| back.retry);
+        retry.map_or(Duration::ZERO, |retry| {
+            retry.saturating_duration_since(sync::now())
+        })
+    }
+
+    /// How long the keeper may sleep before it goes on copying spill files back.
     pub(super) fn until_copy_back(&self) -> Duration {
-        let spilled = self.disks.iter().filter(|disk| disk.base.is_spilled());
-        let waits = spilled.map(|disk| {
-            let back = self.copies_back.iter().find(|back| back.disk_id == disk.id);
-            let retry = back.and_then(|back| back.retry);
-            retry.map_or(Duration::ZERO, |retry| {
-                retry.saturating_duration_since(sync::now())
-            })
-        });
-        waits.min().unwrap_or(Duration::ZERO)
+        let pauses = self.spilled().map(|disk| self.pause_of(disk));
+        pauses.min().unwrap_or(Duration::ZERO)
     }
 
     /// Copies a disk's spill file back, whatever else is to do, and returns once its image has everything.
@@ -193,19 +199,7 @@ impl Keeper {
         let Some(spill) = disk.base.spill() else {
             return Ok(true);
         };
-        let known = self
-            .copies_back
-            .iter()
-            .position(|back| back.disk_id == disk.id);
-        let mut back = match known {
-            Some(place) => self.copies_back.swap_remove(place),
-            None => CopyBack {
-                disk_id: disk.id,
-                announced: false,
-                rest: VecDeque::new(),
-                retry: None,
-            },
-        };
+        let mut back = self.copies_back.remove(&disk.id).unwrap_or_default();
         let begun = sync::now();
         let copied = self.copy_parts_back(disk, &spill, &mut back);
         let took = sync::now() - begun;
@@ -222,7 +216,7 @@ impl Keeper {
                 back.retry = sync::now().checked_add(pause);
             }
         }
-        self.copies_back.push(back);
+        self.copies_back.insert(disk.id, back);
         copied
     }
 
@@ -268,15 +262,7 @@ impl Keeper {
     /// Notes in the control file that a disk's image is about to be written.
     fn announce_copy_back(&mut self, disk: &DiskState) -> Result<()> {
         self.control.change_both(|control| {
-            if let Some(entry) = control.disk_mut(disk.id) {
-                if entry.generation == entry.next_generation {
-                    entry.announce(1);
-                }
-                entry.cut_samples(0);
-                let next = entry.next_generation.get();
-                disk.generation.store(next, Ordering::Relaxed);
-            }
-            control.set_written(disk.id, 0);
+            announce_writes(control, disk, |entry| entry.cut_samples(0));
         })
     }
 
@@ -285,24 +271,13 @@ impl Keeper {
         if !planted(Mutant::CopyBackUnsynced) {
             disk.mark(true)?;
         }
-        let ended = self.control.change(|control| {
-            let file = disk.base.file().as_ref();
+        let image = [(disk.clone(), [None, None])];
+        // Nothing may be added to the file while an open might ignore it.
+        self.change_certainly(|control| {
             let cleared = control.set_spilled(disk.id, false);
             cleared.expect("there is an entry");
-            if let Some(entry) = control.disk_mut(disk.id) {
-                entry.settle();
-                entry.take_samples(file, [None, None]);
-            }
-            control.set_written(disk.id, written(file));
-        });
-        if let Err(error) = ended {
-            // It may have reached the medium, and then an open would ignore the spill file. Nothing may be added to that
-            // until it certainly counts.
-            if let Err(unknown) = self.control.write() {
-                self.log.poison(&std::io::Error::other(unknown));
-            }
-            return Err(error);
-        }
+            settle(control, &image);
+        })?;
         disk.base.set_spill(None);
         // A copy that is tried again has not announced that it writes to this image.
         self.copying = None;
@@ -348,10 +323,8 @@ impl Keeper {
             .collect();
         let names = files.names(dir).unwrap_or_default().into_iter();
         for name in names.filter(|name| is_spill(name)) {
-            if !needed.iter().any(|paths| paths.has(&name))
-                && let Err(error) = files.remove(&dir.join(&name))
-            {
-                tracing::warn!("{}: can't be removed: {error}", dir.join(&name).display());
+            if !needed.iter().any(|paths| paths.has(&name)) {
+                remove_leftover(&*files, &dir.join(name));
             }
         }
         for (disk, spill) in self

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::error::Result;
 use crate::index::{Piece, Place};
-use crate::medium::file::DataFile;
+use crate::medium::file::ReadFile;
 use crate::medium::holes::DataRanges;
 use crate::{Allocation, Extent, SECTOR_SIZE};
 
@@ -52,7 +52,7 @@ pub(crate) fn disk_extents<T>(
 pub(crate) fn push_piece(
     extents: &mut Vec<Extent>,
     piece: &Piece,
-    base: &dyn DataFile,
+    base: &dyn ReadFile,
     path: &Path,
 ) -> Result<()> {
     let allocation = match &piece.place {

@@ -17,7 +17,7 @@ use std::path::{Path, PathBuf};
 
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::image::Image;
-use crate::medium::copying::{COPY_BYTES, NamedFile, copy};
+use crate::medium::copying::{COPY_BYTES, NamedFile, NamedSource, copy};
 use crate::medium::file::{DataFile, size_error};
 use crate::medium::holes::DataRanges;
 use crate::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -194,8 +194,8 @@ impl Export {
         Ok(bytes)
     }
 
-    fn base(&self) -> NamedFile<'_> {
-        NamedFile {
+    fn base(&self) -> NamedSource<'_> {
+        NamedSource {
             file: self.base.as_ref(),
             path: &self.path,
         }

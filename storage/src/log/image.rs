@@ -4,19 +4,17 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
-use std::path::Path;
 
 use crate::SECTOR_SIZE;
 use crate::log::spill::Spill;
-use crate::medium::file::{CachedFile, DataFile, ReadFile};
-use crate::medium::mark::{ImageMark, Inode};
+use crate::medium::file::{DataFile, ReadFile};
 use crate::sync::atomic::{AtomicBool, Ordering};
 use crate::sync::{Arc, RwLock};
 
-/// A disk's image. As a [`DataFile`] it reads as image and [spill file](crate::log::spill) together; everything else
-/// concerns the image alone.
+/// A disk's image. It reads as its file and the [spill file](crate::log::spill) together.
 #[derive(Debug)]
 pub(crate) struct Image {
+    /// The image alone.
     file: Arc<dyn DataFile>,
     /// Whether there is a spill file, for readers that look without the lock.
     spilled: AtomicBool,
@@ -24,11 +22,11 @@ pub(crate) struct Image {
 }
 
 impl Image {
-    pub(crate) fn new(file: Arc<dyn DataFile>, spill: Option<Spill>) -> Self {
+    pub(crate) fn new(file: Arc<dyn DataFile>, spill: Option<Arc<Spill>>) -> Self {
         Self {
             file,
             spilled: AtomicBool::new(spill.is_some()),
-            spill: RwLock::new(spill.map(Arc::new)),
+            spill: RwLock::new(spill),
         }
     }
 
@@ -56,6 +54,21 @@ impl Image {
         let mut own = self.spill.write().expect("image lock");
         self.spilled.store(spill.is_some(), Ordering::Release);
         *own = spill;
+    }
+
+    /// Where copies of the log write: the spill file if there is one, else the image. Both have a byte where the disk has it.
+    pub(crate) fn target(&self) -> Arc<dyn DataFile> {
+        match self.spill() {
+            Some(spill) => spill.data().clone(),
+            None => self.file.clone(),
+        }
+    }
+
+    /// A copy has written these sectors to its [`target`](Self::target).
+    pub(crate) fn note_written(&self, sectors: Range<u64>) {
+        if let Some(spill) = self.spill() {
+            spill.note(sectors);
+        }
     }
 
     /// Calls `each` with the parts of a range of sectors, in order, and the file that has each, at the same offset as on
@@ -95,69 +108,6 @@ impl ReadFile for Image {
     /// That of the image alone.
     fn raw_fd(&self) -> RawFd {
         self.file.raw_fd()
-    }
-}
-
-impl DataFile for Image {
-    fn write_all_at(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
-        self.file.write_all_at(bytes, offset)
-    }
-
-    fn write_slices_at(
-        &self,
-        slices: &[io::IoSlice<'_>],
-        offset: u64,
-        durably: bool,
-    ) -> io::Result<usize> {
-        self.file.write_slices_at(slices, offset, durably)
-    }
-
-    fn sync_data(&self) -> io::Result<()> {
-        self.file.sync_data()
-    }
-
-    fn drop_cache(&self) -> io::Result<()> {
-        self.file.drop_cache()
-    }
-
-    fn len(&self) -> io::Result<u64> {
-        self.file.len()
-    }
-
-    fn set_len(&self, len: u64) -> io::Result<()> {
-        self.file.set_len(len)
-    }
-
-    fn allocate(&self, len: u64) -> io::Result<()> {
-        self.file.allocate(len)
-    }
-
-    fn sync_all(&self) -> io::Result<()> {
-        self.file.sync_all()
-    }
-
-    fn try_lock(&self, shared: bool) -> io::Result<bool> {
-        self.file.try_lock(shared)
-    }
-
-    fn zero_range(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        self.file.zero_range(offset, len, unmap)
-    }
-
-    fn inode(&self) -> io::Result<Inode> {
-        self.file.inode()
-    }
-
-    fn read_mark(&self) -> io::Result<Option<ImageMark>> {
-        self.file.read_mark()
-    }
-
-    fn write_mark(&self, mark: Option<&ImageMark>) -> io::Result<bool> {
-        self.file.write_mark(mark)
-    }
-
-    fn open_cached(&self, path: &Path) -> io::Result<Box<dyn CachedFile>> {
-        self.file.open_cached(path)
     }
 
     /// `None` while there is a spill file: the holes of the image are then not those of the disk.

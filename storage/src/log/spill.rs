@@ -22,7 +22,7 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::format::{DecodeResult, SpillRange, Uuid, decode_spill_map, encode_spill_map};
 use crate::index::{ExtentMap, Place};
 use crate::medium::file::DataFile;
-use crate::medium::filesystem::{FileSystem, OWNER, OpenMode, files, parent};
+use crate::medium::filesystem::{FileSystem, OWNER, OpenMode, files, parent, remove_leftover};
 use crate::medium::mark::hex;
 use crate::mutant::{Mutant, planted};
 use crate::sync::{Arc, Mutex, MutexGuard, RwLock};
@@ -83,12 +83,7 @@ impl SpillPaths {
     /// Removes the files. What is left is removed when the log is next opened.
     pub(crate) fn remove(&self, files: &dyn FileSystem) {
         for path in [&self.map, &self.next_map(), &self.data] {
-            match files.remove(path) {
-                Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                    tracing::warn!("{}: can't be removed: {error}", path.display());
-                }
-                _ => {}
-            }
+            remove_leftover(files, path);
         }
     }
 }
@@ -127,14 +122,19 @@ impl Spill {
     ///
     /// # Errors
     /// As [`open`](Self::open).
-    pub(crate) fn of(control: &ControlFile, disk_id: u32, how: OpenMode) -> Result<Option<Self>> {
+    pub(crate) fn of(
+        control: &ControlFile,
+        disk_id: u32,
+        how: OpenMode,
+    ) -> Result<Option<Arc<Self>>> {
         let (known, dir) = (&control.control, parent(&control.path));
         let Some(entry) = known.disk(disk_id).filter(|_| known.is_spilled(disk_id)) else {
             return Ok(None);
         };
         let paths = SpillPaths::new(dir, &entry.disk);
         let ids = (known.header.log, entry.disk);
-        Self::open(&*files(), paths, ids, how).map(Some)
+        let spill = Self::open(&*files(), paths, ids, how)?;
+        Ok(Some(Arc::new(spill)))
     }
 
     /// Opens a disk's spill file; `how`: [`OpenMode::Existing`] or [`OpenMode::Read`].

@@ -7,12 +7,19 @@ use rustix::io::Errno;
 
 use crate::Buffer;
 use crate::error::{Error, Result};
-use crate::medium::file::DataFile;
+use crate::medium::file::{DataFile, ReadFile};
 
 /// Most bytes that the kernel copies in one call.
 pub(crate) const KERNEL_COPY_BYTES: u64 = 16 << 20;
 /// Most bytes that are read or copied at a time.
 pub(crate) const COPY_BYTES: u64 = 1 << 20;
+
+/// A file to copy from, and its name in errors.
+#[derive(Clone, Copy)]
+pub(crate) struct NamedSource<'a> {
+    pub file: &'a dyn ReadFile,
+    pub path: &'a Path,
+}
 
 /// A file, and its name in errors.
 #[derive(Clone, Copy)]
@@ -30,7 +37,7 @@ pub(crate) fn parts(range: Range<u64>) -> impl Iterator<Item = Range<u64>> {
 }
 
 /// Copies a range of bytes, in the kernel if it can.
-pub(crate) fn copy(from: NamedFile<'_>, to: NamedFile<'_>, range: Range<u64>) -> Result<()> {
+pub(crate) fn copy(from: NamedSource<'_>, to: NamedFile<'_>, range: Range<u64>) -> Result<()> {
     let (Some(from_host), Some(to_host)) = (from.file.host(), to.file.host()) else {
         return copy_bytes(from, to, range);
     };
@@ -59,7 +66,7 @@ pub(crate) fn copy(from: NamedFile<'_>, to: NamedFile<'_>, range: Range<u64>) ->
     Ok(())
 }
 
-fn copy_bytes(from: NamedFile<'_>, to: NamedFile<'_>, range: Range<u64>) -> Result<()> {
+fn copy_bytes(from: NamedSource<'_>, to: NamedFile<'_>, range: Range<u64>) -> Result<()> {
     let mut buffer = Buffer::zeroed((range.end - range.start).min(COPY_BYTES) as usize);
     for part in parts(range) {
         let into = &mut buffer[..(part.end - part.start) as usize];

@@ -38,6 +38,8 @@ pub(crate) trait ReadFile: Send + Sync + std::fmt::Debug {
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
     /// The descriptor, for engines.
     fn raw_fd(&self) -> RawFd;
+    /// The file itself, for operations that only the host has; `None` if the file is not on the host.
+    fn host(&self) -> Option<&File>;
 }
 
 /// The store's operations on a file that holds data: a segment, the control file, a base image.
@@ -79,8 +81,6 @@ pub(crate) trait DataFile: ReadFile {
     /// Opens the same file a second time, through the kernel's page cache. `path` is where it was opened; if another
     /// file is there by now, it is not opened instead.
     fn open_cached(&self, path: &Path) -> io::Result<Box<dyn CachedFile>>;
-    /// The file itself, for operations that only the host has; `None` if the file is not on the host.
-    fn host(&self) -> Option<&File>;
 }
 
 /// A file opened through the kernel's page cache, with a descriptor that is never synced: see the module's
@@ -102,6 +102,10 @@ impl ReadFile for File {
     fn raw_fd(&self) -> RawFd {
         self.as_raw_fd()
     }
+
+    fn host(&self) -> Option<&File> {
+        Some(self)
+    }
 }
 
 /// A file of the host through the page cache.
@@ -115,6 +119,10 @@ impl ReadFile for HostCache {
 
     fn raw_fd(&self) -> RawFd {
         self.0.as_raw_fd()
+    }
+
+    fn host(&self) -> Option<&File> {
+        Some(&self.0)
     }
 }
 
@@ -233,10 +241,6 @@ impl DataFile for File {
         // No readahead: a cache miss should read only its own page. If this call fails, it reads more.
         let _ = fadvise(&file, 0, None, Advice::Random);
         Ok(Box::new(HostCache(file)))
-    }
-
-    fn host(&self) -> Option<&File> {
-        Some(self)
     }
 }
 

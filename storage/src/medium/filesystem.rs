@@ -210,6 +210,16 @@ thread_local! {
         const { std::cell::RefCell::new(None) };
 }
 
+/// Removes a file that nobody reads any more. If that fails, the next open of the log tries again.
+pub(crate) fn remove_leftover(files: &dyn FileSystem, path: &Path) {
+    match files.remove(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            tracing::warn!("{}: can't be removed: {error}", path.display());
+        }
+        _ => {}
+    }
+}
+
 /// Makes a directory's entries durable.
 pub(crate) fn sync_dir(path: &Path) -> Result<()> {
     let synced = files().sync_dir(path);

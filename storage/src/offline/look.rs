@@ -12,10 +12,8 @@ use crate::history::point::Point;
 use crate::index::IndexMemory;
 use crate::log::commit::{PositionCache, SavedExtentsCache};
 use crate::log::image::Image;
-use crate::log::spill::Spill;
-use crate::medium::copying::NamedFile;
+use crate::medium::copying::NamedSource;
 use crate::medium::engine;
-use crate::medium::filesystem::OpenMode;
 use crate::offline::view::{Layers, View};
 use crate::sync::Arc;
 
@@ -43,10 +41,6 @@ impl Look {
             points(&log.control, disk_id, view.last_lsn)
         });
         let files = log.map_or_else(SavedFiles::default, |(log, _)| log.control.saved_files());
-        let spill = match log {
-            Some((log, _)) => Spill::of(log, disk_id, OpenMode::Read)?,
-            None => None,
-        };
         let past = PastDisk {
             live: view.live,
             segment_size: log.map_or(0, |(log, _)| log.control.header.segment_size.get()),
@@ -60,7 +54,7 @@ impl Look {
             scratch: sized(scratch, view.size, &disk.path)?,
             path: disk.path.clone(),
             sectors: view.size / SECTOR_SIZE,
-            base: Arc::new(Image::new(view.base.file.into(), spill)),
+            base: Arc::new(Image::new(view.base.file.into(), view.reader.spill())),
             extents: view.extents,
             hold: LogHold::Closed {
                 engine,
@@ -76,7 +70,7 @@ impl Look {
     /// The disk as of the point, without what was written to the scratch file.
     pub(crate) fn layers(&self) -> Layers<'_> {
         Layers {
-            base: NamedFile {
+            base: NamedSource {
                 file: self.past.base.as_ref(),
                 path: &self.past.path,
             },

@@ -10,7 +10,7 @@ use rustix::io::Errno;
 
 use crate::error::{Error, ErrorKind, Result};
 use crate::medium::copying::NamedFile;
-use crate::medium::file::{DataFile, size_error};
+use crate::medium::file::{DataFile, ReadFile, size_error};
 use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::{Access, Holder};
 use crate::medium::{filesystem, lock};
@@ -155,7 +155,7 @@ impl PartFile {
 
     /// Makes the file, of `size` bytes, share the blocks of `from`, which is at least as long (a reflink). Returns
     /// `false` if the file system can't; the file is then still zeroes.
-    pub(crate) fn share(&self, from: &dyn DataFile, size: u64) -> Result<bool> {
+    pub(crate) fn share(&self, from: &dyn ReadFile, size: u64) -> Result<bool> {
         let (Some(from), Some(to)) = (from.host(), self.file.host()) else {
             return Ok(false);
         };

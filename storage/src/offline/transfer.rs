@@ -18,7 +18,7 @@ use crate::catalog::identity::Identity;
 use crate::catalog::options::{DiskOptions, ImageFormat, StoreOptions, default_log_dir};
 use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::history::point::Point;
-use crate::medium::copying::{KERNEL_COPY_BYTES, NamedFile, copy};
+use crate::medium::copying::{KERNEL_COPY_BYTES, NamedSource, copy};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{OWNER, OpenMode, PathKind, files};
 use crate::medium::holes::DataRanges;
@@ -82,7 +82,7 @@ pub fn import_disk_as(
         ranges,
         &|range, ()| {
             let bytes = range.end - range.start;
-            let from = NamedFile {
+            let from = NamedSource {
                 file: source.as_ref(),
                 path: raw,
             };

@@ -15,7 +15,7 @@ use crate::index::{ExtentMap, Piece, Place};
 use crate::log::image::Image;
 use crate::log::ring::LiveSegment;
 use crate::log::spill::Spill;
-use crate::medium::copying::{COPY_BYTES, NamedFile, parts};
+use crate::medium::copying::{COPY_BYTES, NamedSource, parts};
 use crate::medium::directory::{Directory, directory_to_read};
 use crate::medium::file::Segment;
 use crate::medium::filesystem::{OpenMode, files};
@@ -207,7 +207,7 @@ impl LocatedLog {
 /// The bytes of a disk: its extents in the log, over its base image.
 #[derive(Clone, Copy)]
 pub(crate) struct Layers<'a> {
-    pub base: NamedFile<'a>,
+    pub base: NamedSource<'a>,
     pub extents: &'a ExtentMap,
 }
 
@@ -348,8 +348,8 @@ impl View {
     }
 
     /// The base image, through the page cache.
-    pub(crate) fn reader(&self) -> NamedFile<'_> {
-        NamedFile {
+    pub(crate) fn reader(&self) -> NamedSource<'_> {
+        NamedSource {
             file: &self.reader,
             path: &self.base.options.path,
         }

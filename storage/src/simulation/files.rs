@@ -176,6 +176,10 @@ impl ReadFile for SimulatedFile {
     fn raw_fd(&self) -> RawFd {
         FIRST_DESCRIPTOR + self.descriptor as RawFd
     }
+
+    fn host(&self) -> Option<&File> {
+        None
+    }
 }
 
 /// A file through the simulated page cache.
@@ -195,6 +199,10 @@ impl ReadFile for SimulatedCache {
 
     fn raw_fd(&self) -> RawFd {
         FIRST_DESCRIPTOR + self.descriptor as RawFd
+    }
+
+    fn host(&self) -> Option<&File> {
+        None
     }
 }
 
@@ -331,10 +339,6 @@ impl DataFile for SimulatedFile {
             descriptor,
             syncing: self.descriptor,
         }))
-    }
-
-    fn host(&self) -> Option<&File> {
-        None
     }
 }
 
