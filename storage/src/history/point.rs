@@ -10,6 +10,8 @@ use std::cmp::Ordering;
 use std::fmt;
 use std::path::Path;
 
+use jiff::Timestamp;
+
 use crate::catalog::control::open_control;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
@@ -212,22 +214,10 @@ impl fmt::Display for Point {
 
 /// A time in microseconds since 1970 as RFC 3339 writes it, in UTC.
 fn utc(unix_us: u64) -> String {
-    let (seconds, us) = (unix_us / 1_000_000, unix_us % 1_000_000);
-    // Years that begin in March end with the leap day, if they have one. 400 of them have 146,097 days.
-    let day = seconds / 86_400 + 719_468;
-    let (era, day) = (day / 146_097, day % 146_097);
-    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
-    let day = day - (365 * year + year / 4 - year / 100);
-    let month = (5 * day + 2) / 153;
-    let day = day - (153 * month + 2) / 5 + 1;
-    let (next_year, month) = if month < 10 {
-        (0, month + 3)
-    } else {
-        (1, month - 9)
-    };
-    let year = 400 * era + year + next_year;
-    let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
-    format!("{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{us:06}Z")
+    let time = i64::try_from(unix_us).map_or(Timestamp::MAX, |us| {
+        Timestamp::from_microsecond(us).unwrap_or(Timestamp::MAX)
+    });
+    format!("{time:.6}")
 }
 
 #[cfg(test)]
