@@ -32,7 +32,8 @@ enum Command {
     Database(database::DatabaseArguments),
     /// The disk compared with those of QEMU, qemu-storage-daemon, qemu-nbd and tcmu-runner
     Peers(peers::PeersArguments),
-    /// A disk's commits beside clients that take all they can get, on walvisor and on qemu-storage-daemon
+    /// A disk's commits beside clients that take all they can get, on walvisor and on
+    /// qemu-storage-daemon
     Neighbours(neighbours::NeighboursArguments),
     /// TCMU compared with NBD: 2, 4 and 8 fio threads in Linux kernels, and published results
     Tcmu(tcmu::TcmuArguments),

@@ -1,12 +1,13 @@
-//! `walvisor-bench neighbours`: what a disk's commits cost beside a neighbour that takes all it can get, in one daemon, compared
-//! with qemu-storage-daemon.
+//! `walvisor-bench neighbours`: what a disk's commits cost beside a neighbour that takes all it can
+//! get, in one daemon, compared with qemu-storage-daemon.
 //!
 //! ```text
 //!   attackers (testkit::hostile) ─▶ disk 1 ─┐
 //!                                           ├ one daemon, new for each turn
 //!   victim: write 4 KiB, flush ──▶ disk 0 ──┘     alone, beside, alone, beside, ...
 //! ```
-//! The victim takes turns between alone and beside within a turn, so that both see the machine in the same state.
+//! The victim takes turns between alone and beside within a turn, so that both see the machine in
+//! the same state.
 
 use std::fs;
 use std::io;
@@ -40,7 +41,8 @@ const OURS: &str = "walvisor";
 const THEIRS: &str = "qemu-storage-daemon";
 /// What ours may use.
 const MEMORY_LIMIT: &str = "256M";
-/// What the peer may have at most, with all that it has mapped: with unread replies it would take what the machine has.
+/// What the peer may have at most, with all that it has mapped: with unread replies it would take
+/// what the machine has.
 const PEER_BYTES: u64 = 4 << 30;
 /// How often the victim is measured alone and beside in a turn.
 const SLICES: u32 = 3;

@@ -71,7 +71,8 @@ pub fn require(needs: &[(&str, &str)]) -> Result<(), CommandError> {
     })
 }
 
-/// Sends SIGTERM to a child and waits until it has ended. If it takes longer than `longest`, kills it.
+/// Sends SIGTERM to a child and waits until it has ended. If it takes longer than `longest`, kills
+/// it.
 pub fn end(child: &mut Child, longest: Option<Duration>) {
     let began = Instant::now();
     // Repeats the signal, because qemu-nbd ignores it while starting.

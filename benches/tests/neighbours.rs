@@ -1,4 +1,5 @@
-//! `walvisor-bench neighbours`: a row for each server and attack, with the victim's commits alone and beside it.
+//! `walvisor-bench neighbours`: a row for each server and attack, with the victim's commits alone
+//! and beside it.
 
 mod support;
 

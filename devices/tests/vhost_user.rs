@@ -128,7 +128,8 @@ extern "C" fn on_bus_error(_: i32, info: *mut libc::siginfo_t, _: *mut libc::c_v
         libc::PROT_READ,
         libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED,
     );
-    // SAFETY: the kernel gives a valid siginfo_t, and the page is one of the mapping that the test has made.
+    // SAFETY: the kernel gives a valid siginfo_t, and the page is one of the mapping that the test
+    // has made.
     unsafe {
         let page = (*info).si_addr() as usize & !0xfff;
         libc::mmap(page as *mut libc::c_void, 0x1000, read, flags, -1, 0);

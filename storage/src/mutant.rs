@@ -20,11 +20,11 @@ pub(crate) enum Mutant {
     StripeUnread,
     /// A checkpoint overwrites parts of a base image that an export has not copied. The medium does not know of exports.
     ExportUnsaved,
-    /// A checkpoint ends although the map of a spill file does not have what it wrote there. The medium does not know what
-    /// the file means.
+    /// A checkpoint ends although the map of a spill file does not have what it wrote there. The
+    /// medium does not know what the file means.
     SpillUncommitted,
-    /// A spill file is removed before the image is synced that got everything from it. The medium cannot tell that sync of
-    /// an image from others.
+    /// A spill file is removed before the image is synced that got everything from it. The medium
+    /// cannot tell that sync of an image from others.
     CopyBackUnsynced,
     /// Segments are reused before the control file says that they are free. The ring of segments is in memory.
     RecycleEarly,

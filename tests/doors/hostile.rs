@@ -1,5 +1,5 @@
-//! The programs that attack a daemon: they end, and the client beside the attackers has worked all the time. And a daemon of which
-//! one thread is stopped.
+//! The programs that attack a daemon: they end, and the client beside the attackers has worked all
+//! the time. And a daemon of which one thread is stopped.
 
 use std::fs;
 use std::path::Path;
@@ -24,7 +24,8 @@ fn create(dir: &Path) {
     }
 }
 
-/// Runs a program for a second for each attack, and checks that the victim has made commits beside each of them.
+/// Runs a program for a second for each attack, and checks that the victim has made commits beside
+/// each of them.
 fn attack(dir: &Path, program: &str, arguments: &[&str], attacks: &[&str]) {
     let mut command = Command::new(program);
     let output = command.args(arguments).arg("1").current_dir(dir).output();

@@ -55,12 +55,14 @@ pub fn have_passt() -> bool {
     have("passt", "passt")
 }
 
-/// Runs `script` in user-mode Linux with these modules, in a new folder `files` of `dir`. $WALVISOR is the `walvisor` of this
-/// source tree, and $PLACE is `dir`, below which all modules are. Returns the lines that it prints after `guest: `. Prints the
-/// end of the console, which the test harness shows if the test fails.
+/// Runs `script` in user-mode Linux with these modules, in a new folder `files` of `dir`. $WALVISOR
+/// is the `walvisor` of this source tree, and $PLACE is `dir`, below which all modules are. Returns
+/// the lines that it prints after `guest: `. Prints the end of the console, which the test harness
+/// shows if the test fails.
 ///
 /// # Panics
-/// `walvisor` cannot be built, or the guest does not boot, does not reach the end of the script, or prints nothing for minutes.
+/// `walvisor` cannot be built, or the guest does not boot, does not reach the end of the script, or
+/// prints nothing for minutes.
 #[must_use]
 pub fn run_in_user_mode(dir: &Path, modules: &[&str], script: &str) -> Vec<String> {
     fs::create_dir(dir.join("files")).unwrap();

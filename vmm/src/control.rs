@@ -89,7 +89,8 @@ impl RunControl {
         self.end_wanted.store(true, Ordering::SeqCst);
     }
 
-    /// Whether a signal or a user has asked for the end. If the guest resets at that moment, it should not boot again.
+    /// Whether a signal or a user has asked for the end. If the guest resets at that moment, it
+    /// should not boot again.
     pub fn is_end_wanted(&self) -> bool {
         self.end_wanted.load(Ordering::SeqCst)
     }

@@ -77,8 +77,8 @@ impl OpenLogs {
         self.logs.is_empty()
     }
 
-    /// The directory of the log that opens with a disk, with links resolved. `None`: the disk has no log, or is a look at the
-    /// past.
+    /// The directory of the log that opens with a disk, with links resolved. `None`: the disk has
+    /// no log, or is a look at the past.
     pub fn directory_of(spec: &DiskSpec) -> Option<PathBuf> {
         let directory = spec.log_directory().filter(|_| spec.at.is_none())?;
         Some(real_path(&directory))

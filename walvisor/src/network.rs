@@ -77,7 +77,8 @@ pub fn address(spec: &NetSpec, index: usize, place: &Path) -> MacAddress {
     spec.mac.unwrap_or_else(|| default_mac(place, index))
 }
 
-/// Starts a passt, and returns the socket that it is connected to. It ends when that is closed, however this process ends.
+/// Starts a passt, and returns the socket that it is connected to. It ends when that is closed,
+/// however this process ends.
 ///
 /// # Errors
 /// If the system refuses, or there is no program passt.

@@ -1,4 +1,5 @@
-//! Tables for people: aligned columns, or one block for each row where those would not fit the terminal.
+//! Tables for people: aligned columns, or one block for each row where those would not fit the
+//! terminal.
 
 use std::io::{IsTerminal, stdout};
 
@@ -32,8 +33,8 @@ impl Table {
         self.rows.push(cells.into_iter().map(visible).collect());
     }
 
-    /// The table as lines of at most `width` characters or, if it is wider, a block of lines for each row: a heading and
-    /// its cell in each.
+    /// The table as lines of at most `width` characters or, if it is wider, a block of lines for
+    /// each row: a heading and its cell in each.
     pub fn lines(&self, width: usize) -> String {
         let widths: Vec<_> = (0..self.headings.len())
             .map(|column| {
@@ -68,8 +69,8 @@ impl Table {
         blocks.join("\n")
     }
 
-    /// Cuts the cells of the last column so that the table fits lines of `width` characters, if that leaves it as many as
-    /// its heading has.
+    /// Cuts the cells of the last column so that the table fits lines of `width` characters, if
+    /// that leaves it as many as its heading has.
     pub fn cut_last(&mut self, width: usize) {
         let last = self.headings.len() - 1;
         let others = |rows: &[Vec<String>]| {
@@ -95,8 +96,8 @@ impl Table {
     }
 }
 
-/// Breaks lines that are wider than the terminal at stdout, at spaces, and indents what follows. Elsewhere lines stay
-/// whole, for programs that search them.
+/// Breaks lines that are wider than the terminal at stdout, at spaces, and indents what follows.
+/// Elsewhere lines stay whole, for programs that search them.
 pub fn fit_terminal(text: &str) -> String {
     if stdout().is_terminal() {
         wrap(text, stdout_width())

@@ -43,8 +43,8 @@ impl<D: Device> Machine<D> {
         assert_eq!(self.get(0x70), 0, "the device does not reset");
     }
 
-    /// Takes the device from reset to DRIVER_OK, with queues at these addresses of descriptor table, available ring and used
-    /// ring (virtio 1.2, 3.1.1).
+    /// Takes the device from reset to DRIVER_OK, with queues at these addresses of descriptor
+    /// table, available ring and used ring (virtio 1.2, 3.1.1).
     pub fn start(&mut self, queues: &[[u64; 3]]) {
         self.set(0x70, 3);
         for half in [0, 1] {
@@ -72,8 +72,8 @@ impl<D: Device> Machine<D> {
         assert_eq!(self.get(0x70), LIVE, "the device does not start");
     }
 
-    /// Writes descriptors of the queue's `table` from `head` on; where the input says so, the rest go into one of the indirect
-    /// `tables`. `place` picks the address of a segment.
+    /// Writes descriptors of the queue's `table` from `head` on; where the input says so, the rest
+    /// go into one of the indirect `tables`. `place` picks the address of a segment.
     pub fn lay_chain(
         &self,
         mut table: u64,

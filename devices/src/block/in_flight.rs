@@ -25,7 +25,8 @@ pub(super) struct InFlightRequest {
     pub(super) charge: MemoryCharge,
     /// Bytes of the payload that move now: a part of a long read, else all.
     pub(super) moving: u32,
-    /// Of a long read, the sectors that follow. None may be read before the driver has those before them.
+    /// Of a long read, the sectors that follow. None may be read before the driver has those before
+    /// them.
     pub(super) rest: Sectors,
 }
 
@@ -97,7 +98,8 @@ impl RequestTable {
         self.requests.len()
     }
 
-    /// Payload bytes that move now, see [`Source::bytes_in_flight`](crate::reactor::Source::bytes_in_flight).
+    /// Payload bytes that move now, see
+    /// [`Source::bytes_in_flight`](crate::reactor::Source::bytes_in_flight).
     pub(super) fn moving(&self) -> usize {
         self.moving
     }
@@ -125,8 +127,8 @@ impl RequestTable {
         request.is_some_and(|request| std::mem::take(&mut request.await_written))
     }
 
-    /// Of a long read, whose part in flight has read `data`: writes it to the driver, and returns the next part, of `most`
-    /// bytes at most. `None`: it was the last, or it has failed.
+    /// Of a long read, whose part in flight has read `data`: writes it to the driver, and returns
+    /// the next part, of `most` bytes at most. `None`: it was the last, or it has failed.
     pub(super) fn next_part<G: GuestMemory>(
         &mut self,
         memory: &G,

@@ -4,9 +4,9 @@
 //! flush. One thread serves a dozen clients better: it submits all their requests to the disk as one batch, and a commit
 //! group wakes it once for all clients whose requests the group completed.
 //!
-//! Within the disk's turn its clients take turns too: one receives once, and takes [a few](MAX_TAKEN) of its requests; one gets a
-//! step of a request; and so on, until the turn is over. So others come between the steps of a long request, and between many
-//! short ones.
+//! Within the disk's turn its clients take turns too: one receives once, and takes [a
+//! few](MAX_TAKEN) of its requests; one gets a step of a request; and so on, until the turn is
+//! over. So others come between the steps of a long request, and between many short ones.
 
 use std::collections::VecDeque;
 use std::io;
@@ -175,7 +175,8 @@ struct Client {
     watched: EventSet,
     /// Whether the client is in [`DiskSession::readable`].
     readable: bool,
-    /// Whether it may have sent more requests than were taken. They come before what its socket has, which may be its end.
+    /// Whether it may have sent more requests than were taken. They come before what its socket
+    /// has, which may be its end.
     has_more: bool,
     /// Whether the client is in [`DiskSession::dirty`].
     dirty: bool,
@@ -195,7 +196,8 @@ struct SessionRequest {
     moving: usize,
 }
 
-/// Requests whose next step may be submitted, by token: those of a client in order, and clients in turns.
+/// Requests whose next step may be submitted, by token: those of a client in order, and clients in
+/// turns.
 #[derive(Default)]
 struct RunnableRequests {
     /// The requests of each client, by its key.
@@ -339,7 +341,8 @@ impl DiskSession {
         }
     }
 
-    /// Lets a client's connection work for itself: a panic costs that client alone. `None`: the connection is gone.
+    /// Lets a client's connection work for itself: a panic costs that client alone. `None`: the
+    /// connection is gone.
     fn with_connection<T>(
         &mut self,
         key: usize,
@@ -401,7 +404,8 @@ impl DiskSession {
         }
     }
 
-    /// Takes requests that a client has sent, as far as its connection has room. Others come before the rest.
+    /// Takes requests that a client has sent, as far as its connection has room. Others come before
+    /// the rest.
     fn take_requests(&mut self, key: usize, turn: &mut Turn<'_>) {
         // One clock reading for all of them.
         let mut since = None;

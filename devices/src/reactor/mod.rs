@@ -16,9 +16,9 @@
 //! turn. So between two turns of a disk every other disk moves at most a quantum and one request, and a round of all
 //! disks ends soon after a quantum.
 //!
-//! What a disk has in flight fills the queue of the medium, and other disks wait behind it. So while another disk of the
-//! process has work, a disk takes no more than [`WINDOW`] bytes into flight, a long read in [parts](Turn::part), and its
-//! turns are [smaller](QUANTUM_BESIDE).
+//! What a disk has in flight fills the queue of the medium, and other disks wait behind it. So
+//! while another disk of the process has work, a disk takes no more than [`WINDOW`] bytes into
+//! flight, a long read in [parts](Turn::part), and its turns are [smaller](QUANTUM_BESIDE).
 
 mod activity;
 mod pool;
@@ -50,8 +50,9 @@ const LOOK_EVERY: Duration = Duration::from_micros(200);
 pub(crate) const QUANTUM: i64 = 1 << 20;
 /// The same beside other disks that have work.
 const QUANTUM_BESIDE: i64 = QUANTUM / 4;
-/// Bytes that a disk may have in flight in a thread beside other disks that have work. One request may exceed it. Local media
-/// move as much in a tenth of a millisecond; a sync that waits behind 1 MiB takes many times as long.
+/// Bytes that a disk may have in flight in a thread beside other disks that have work. One request
+/// may exceed it. Local media move as much in a tenth of a millisecond; a sync that waits behind 1
+/// MiB takes many times as long.
 pub(crate) const WINDOW: i64 = 128 << 10;
 /// How long a disk counts as having work after a turn.
 const LATELY: Duration = Duration::from_millis(100);
@@ -175,7 +176,8 @@ impl Turn<'_> {
         self.left.max(0) as usize
     }
 
-    /// The most bytes of a read that may be in flight at once: a longer one is carried out in parts, one after the other.
+    /// The most bytes of a read that may be in flight at once: a longer one is carried out in
+    /// parts, one after the other.
     pub(crate) fn part(&self) -> usize {
         if self.beside {
             WINDOW as usize
@@ -282,8 +284,8 @@ struct Reactor {
     disks: Slab<DiskTurns>,
     /// Keys of the disks with work, in the order of their turns.
     waiting: VecDeque<usize>,
-    /// Keys of the sources that this round serves, and whether there was no room for their requests. Empty between rounds, and
-    /// kept for its allocation.
+    /// Keys of the sources that this round serves, and whether there was no room for their
+    /// requests. Empty between rounds, and kept for its allocation.
     in_round: Vec<(usize, bool)>,
     /// Key of the source being served, which a panic is blamed on.
     current: usize,
@@ -429,7 +431,8 @@ impl Reactor {
         self.mark_busy(key);
     }
 
-    /// Calls a source, with `left` bytes to move, of which `room` may go into flight. Returns what the call returned and cost.
+    /// Calls a source, with `left` bytes to move, of which `room` may go into flight. Returns what
+    /// the call returned and cost.
     fn call<T>(
         &mut self,
         key: usize,
@@ -575,7 +578,8 @@ impl Reactor {
                 self.unblock(disk);
             }
         }
-        // First those that had no room, so that the other sources of their disk don't always take it.
+        // First those that had no room, so that the other sources of their disk don't always take
+        // it.
         again.sort_by_key(|&(served, _)| served);
         again.into_iter().for_each(|(_, key)| self.mark_busy(key));
         self.in_round = round;

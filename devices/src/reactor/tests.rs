@@ -422,7 +422,8 @@ fn beside_another_disk_little_is_in_flight_and_room_lets_blocked_sources_go_on()
     assert!(*in_flight.lock().unwrap() >= WINDOW as usize);
 }
 
-/// A source with a request of [`WINDOW`] bytes after the other, each of which ends in the round that begins it.
+/// A source with a request of [`WINDOW`] bytes after the other, each of which ends in the round
+/// that begins it.
 struct Stream {
     throttle: Arc<Throttle>,
     in_flight: bool,

@@ -175,7 +175,8 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         self.status.get()
     }
 
-    /// The driver writes a status that is not 0: it adds bits. A driver that has not waited for the end of a reset waits here.
+    /// The driver writes a status that is not 0: it adds bits. A driver that has not waited for the
+    /// end of a reset waits here.
     pub(super) fn write_status(&mut self, value: u8) {
         if self.resetting {
             self.reset();
@@ -296,9 +297,9 @@ impl<M: DeviceMemory, D: VirtioDevice> DeviceState<M, D> {
         self.status.reset();
     }
 
-    /// Begins a device reset, for a driver that then reads the status until it is 0 (2.4.2). No register access waits for the
-    /// disk, which may take long, for instance if its log is full: the vCPU goes on, and so does whoever else needs the
-    /// transport.
+    /// Begins a device reset, for a driver that then reads the status until it is 0 (2.4.2). No
+    /// register access waits for the disk, which may take long, for instance if its log is full:
+    /// the vCPU goes on, and so does whoever else needs the transport.
     pub(super) fn begin_reset(&mut self) {
         let workers = self.queues.iter().flat_map(QueueState::workers);
         workers.for_each(QueueHandle::request_stop);

@@ -118,8 +118,8 @@ impl<M: DeviceMemory, D: Device> MmioTransport<M, D> {
             reg::QUEUE_RESET if value == 1 => drop(state.reset_queue()),
             reg::QUEUE_NOTIFY => state.notify(value),
             reg::INTERRUPT_ACK => self.interrupt.acknowledge(value),
-            // The field has 8 bits, but only a 32-bit zero resets.
-            // Drivers for MMIO, Linux's too, don't wait for the status to become 0 (4.2 does not ask for it): the write waits.
+            // The field has 8 bits, but only a 32-bit zero resets. Drivers for MMIO, Linux's too,
+            // don't wait for the status to become 0 (4.2 does not ask for it): the write waits.
             reg::STATUS if value == 0 => state.reset(),
             reg::STATUS if value as u8 != 0 => state.write_status(value as u8),
             reg::QUEUE_DESC_LOW => {

@@ -290,7 +290,8 @@ impl<M: DeviceMemory, D: Device> PciTransport<M, D> {
         }
     }
 
-    /// struct virtio_pci_common_cfg (4.1.4.3). A read of any width has no side effect, but that a reset may end.
+    /// struct virtio_pci_common_cfg (4.1.4.3). A read of any width has no side effect, but that a
+    /// reset may end.
     fn read_common(&mut self, offset: usize, data: &mut [u8]) {
         self.state.finish_reset();
         let resetting = self.state.queue_resetting();

@@ -1,5 +1,5 @@
-//! The cases that `walvisor demo --conformance` runs inside a virtual machine, here without one: the guest's own drivers
-//! find the device, and their register accesses are calls.
+//! The cases that `walvisor demo --conformance` runs inside a virtual machine, here without one:
+//! the guest's own drivers find the device, and their register accesses are calls.
 
 use std::cell::{Cell, RefCell};
 use std::fmt;
@@ -102,7 +102,8 @@ impl Interrupts for Processor {
     }
 }
 
-/// Guest memory at the addresses that it has in this process, as the guest's code expects, and all of it as an arena.
+/// Guest memory at the addresses that it has in this process, as the guest's code expects, and all
+/// of it as an arena.
 fn memory() -> (Memory, Arena, u64) {
     let region = MmapRegion::new(MEMORY).expect("memory");
     let start = region.as_ptr();
@@ -114,7 +115,8 @@ fn memory() -> (Memory, Arena, u64) {
     (Memory::new(memory), arena, address + MEMORY as u64)
 }
 
-/// Runs every case on the device of the machine that `attach` makes, through the driver that `find` finds.
+/// Runs every case on the device of the machine that `attach` makes, through the driver that `find`
+/// finds.
 fn run<T: Transport>(
     attach: impl FnOnce(VirtioBlock, Memory) -> Machine,
     find: impl FnOnce(&BootInfo, &dyn Fn(u64) -> Registers, &mut dyn Interrupts) -> Result<T, Error>,

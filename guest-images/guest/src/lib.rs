@@ -11,8 +11,9 @@
 //!   contract                              what the VMM and the guest agree on
 //! ```
 //!
-//! The library builds on the host too: its tests run there, and the VMM takes the [`contract`] and the `IMAGE` from it.
-//! Over a [`Bus`](register::Bus) its drivers and the conformance cases run against a device in the same process.
+//! The library builds on the host too: its tests run there, and the VMM takes the [`contract`] and
+//! the `IMAGE` from it. Over a [`Bus`](register::Bus) its drivers and the conformance cases run
+//! against a device in the same process.
 #![cfg_attr(not(test), no_std)]
 
 /// The image: a static ELF executable, whose entry takes the address of a [`contract::BootInfo`].

@@ -44,8 +44,8 @@ pub struct Mmio {
 }
 
 impl Mmio {
-    /// Looks for a block device in the slots that `info` names, and connects its interrupt. `registers` gives the
-    /// registers at an address.
+    /// Looks for a block device in the slots that `info` names, and connects its interrupt.
+    /// `registers` gives the registers at an address.
     ///
     /// # Errors
     /// [`Error::NoDevice`] if there is none.

@@ -395,7 +395,8 @@ pub(crate) fn register(
     if let Some(old) = disks.get_mut(place)
         && (old.void_lsn.get() > applied || spilled)
     {
-        // The log still holds void records of that disk, or a spill file; without the entry, they would be of no disk.
+        // The log still holds void records of that disk, or a spill file; without the entry, they
+        // would be of no disk.
         old.path_len = U16::new(0);
         place = disks.len();
     }

@@ -38,8 +38,8 @@ const TEND: Duration = Duration::from_millis(20);
 /// How often a copy ahead of schedule checks whether it still is.
 pub(crate) const SHORT: Duration = Duration::from_millis(1);
 
-/// Mean time of a write above which an image is too slow, if writers wait for the copy and the log's own syncs take less
-/// than a tenth of it.
+/// Mean time of a write above which an image is too slow, if writers wait for the copy and the
+/// log's own syncs take less than a tenth of it.
 const SLOW_WRITE: Duration = Duration::from_millis(100);
 const SLOW_AGAINST_SYNC: u32 = 10;
 /// After a longer time between two looks at operations, nothing is known of how long they took.
@@ -177,21 +177,23 @@ pub(crate) type FrozenLayer = (Arc<DiskState>, Arc<ExtentMap>);
 
 /// How a copy ended.
 pub(crate) enum CopyOutcome {
-    /// Everything is copied and durable, except damaged extents, which stay in the log, and except what is of disks
-    /// whose images failed: of that, any part may be copied, and nothing is known to be durable.
+    /// Everything is copied and durable, except damaged extents, which stay in the log, and except
+    /// what is of disks whose images failed: of that, any part may be copied, and nothing is known
+    /// to be durable.
     Complete(Vec<DamagedExtents>),
     /// The time limit ran out. Parts of the layers may be copied, nothing is in flight, and the images are neither
     /// marked nor synced. The damaged extents are those found so far.
     TimeUp(Vec<DamagedExtents>),
 }
 
-/// Copies frozen layers to their base images, or spill files, then marks and syncs those. Adds the images that could not
-/// be written to `failures`, and goes on with the others. `urgent_work` is called regularly, with a function that it may
-/// call to let the copy make progress. `over` is called before each run; once it returns `true`, nothing more is copied.
+/// Copies frozen layers to their base images, or spill files, then marks and syncs those. Adds the
+/// images that could not be written to `failures`, and goes on with the others. `urgent_work` is
+/// called regularly, with a function that it may call to let the copy make progress. `over` is
+/// called before each run; once it returns `true`, nothing more is copied.
 ///
 /// # Errors
-/// If the log can't be read, or a spill file not be written. Parts of the layers may then be copied, and nothing is in
-/// flight.
+/// If the log can't be read, or a spill file not be written. Parts of the layers may then be
+/// copied, and nothing is in flight.
 pub(crate) fn copy<'a>(
     log: &'a Log,
     layers: &'a [FrozenLayer],
@@ -319,7 +321,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             if let Some(spill) = disk.base.spill() {
                 spill.commit(&*self.log.medium.files())?;
             } else if !self.has_failed(disk)
-                // The mark gets the image's new generation, and the sync makes it durable together with the data.
+                // The mark gets the image's new generation, and the sync makes it durable together
+                // with the data.
                 && let Err(error) = disk.mark(true)
             {
                 self.fail(disk, error);
@@ -328,8 +331,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         Ok(())
     }
 
-    /// How long writes to a disk's image take: the mean, or as long as the oldest has been in flight. Zero if slowness does
-    /// not count, or none has been waited for.
+    /// How long writes to a disk's image take: the mean, or as long as the oldest has been in
+    /// flight. Zero if slowness does not count, or none has been waited for.
     fn write_time(&self, disk: &DiskState) -> Duration {
         if !self.failures.slow_counts {
             return Duration::ZERO;
@@ -342,7 +345,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         oldest.map_or(mean, |oldest| mean.max(sync::now() - oldest))
     }
 
-    /// Why a disk's image is too slow, if it is: writers wait for this copy, and the log's own medium is much faster.
+    /// Why a disk's image is too slow, if it is: writers wait for this copy, and the log's own
+    /// medium is much faster.
     fn too_slow(&self, disk: &DiskState) -> Option<Error> {
         let time = self.write_time(disk);
         if time < SLOW_WRITE || self.away || disk.base.is_spilled() {
@@ -359,7 +363,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         })
     }
 
-    /// Whether a run of this disk may start: not many while its image is slow, or has not answered yet.
+    /// Whether a run of this disk may start: not many while its image is slow, or has not answered
+    /// yet.
     fn may_start(&self, disk: &DiskState) -> bool {
         let is_known = self.times.contains_key(&disk.id) || disk.base.is_spilled();
         let writes = self.flights.values();

@@ -63,12 +63,13 @@ impl Disk {
             .map_err(|error| Error::io("open a queue on the disk", &self.state.path, error))
     }
 
-    /// Copies everything written so far to the base images of the disk's log, while requests go on. Returns the LSN up
-    /// to which the images now hold everything. Images of other disks that fail don't count: what they lack is in spill
-    /// files.
+    /// Copies everything written so far to the base images of the disk's log, while requests go on.
+    /// Returns the LSN up to which the images now hold everything. Images of other disks that fail
+    /// don't count: what they lack is in spill files.
     ///
     /// # Errors
-    /// If the log had failed, is being closed, or the copy fails, or this disk's image does. Nothing is lost.
+    /// If the log had failed, is being closed, or the copy fails, or this disk's image does.
+    /// Nothing is lost.
     pub fn checkpoint(&self) -> Result<u64> {
         let newest = self.log.lock().pipeline.appended();
         self.log.order(KeeperTask::Checkpoint(newest))?;

@@ -11,7 +11,8 @@ const SPILL_MAGIC: [u8; 8] = *b"WALVSPIL";
 /// The format version of spill maps.
 const SPILL_VERSION: u32 = 1;
 
-/// Start of a map. It is followed by `count` [`SpillRange`]s, and zeroes up to a multiple of 512 bytes.
+/// Start of a map. It is followed by `count` [`SpillRange`]s, and zeroes up to a multiple of 512
+/// bytes.
 ///
 /// A map is written to another file, synced, and renamed: the one with the name is always whole.
 #[derive(Clone, Copy, Debug, FromBytes, IntoBytes, KnownLayout, Immutable)]

@@ -51,7 +51,8 @@ const RETRY: Duration = Duration::from_secs(1);
 /// length.
 type NewGeneration = (Arc<DiskState>, [Option<(u64, u64)>; 2]);
 
-/// Notes in the control file that a disk's image is about to be written. `forget` drops the samples that may change.
+/// Notes in the control file that a disk's image is about to be written. `forget` drops the samples
+/// that may change.
 pub(super) fn announce_writes(
     control: &mut Control,
     disk: &DiskState,
@@ -244,7 +245,8 @@ impl Keeper {
     /// Changes the control file, or makes sure that it has not changed.
     ///
     /// # Errors
-    /// If it can't be written. If what the medium has is unknown then, the log is poisoned: what follows depends on it.
+    /// If it can't be written. If what the medium has is unknown then, the log is poisoned: what
+    /// follows depends on it.
     pub(super) fn change_certainly(&mut self, change: impl FnOnce(&mut Control)) -> Result<()> {
         let changed = self.control.change(change);
         if changed.is_err()

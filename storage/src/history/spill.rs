@@ -1,4 +1,5 @@
-//! Images that fail: their disks' bytes go to [spill files](crate::log::spill), and back once that works again.
+//! Images that fail: their disks' bytes go to [spill files](crate::log::spill), and back once that
+//! works again.
 //!
 //! A log with one disk has none: nobody else waits for the room that its image doesn't free.
 
@@ -21,13 +22,14 @@ use crate::{Buffer, SECTOR_SIZE};
 
 /// Least pause before an image that failed is tried again.
 const RETRY: Duration = Duration::from_secs(1);
-/// An attempt that failed, or a part that was copied, is followed by a pause of so many times as long as it took: the
-/// keeper does nothing else meanwhile.
+/// An attempt that failed, or a part that was copied, is followed by a pause of so many times as
+/// long as it took: the keeper does nothing else meanwhile.
 const PAUSE_AFTER_FAILURE: u32 = 20;
 const PAUSE_AFTER_PART: u32 = 4;
 /// A part that took less is followed by the next one.
 const QUICK: Duration = Duration::from_millis(50);
-/// Most sectors copied back at a time. The keeper does nothing else meanwhile, and the image may be slow.
+/// Most sectors copied back at a time. The keeper does nothing else meanwhile, and the image may be
+/// slow.
 const STEP: u64 = (256 << 10) / SECTOR_SIZE;
 
 /// Copying a spill file back to its image.
@@ -110,8 +112,8 @@ impl Keeper {
             .retain(|(other, _)| other.id != disk.id);
         if disk.note_trouble(&error) {
             tracing::error!(
-                "{error}; what it lacks goes to a spill file in {} until it can be written again; it is tried again and again, and other disks \
-                 go on",
+                "{error}; what it lacks goes to a spill file in {} until it can be written again; other \
+                 disks go on",
                 self.log.dir.display()
             );
         }
@@ -129,8 +131,8 @@ impl Keeper {
         self.control.change(|control| {
             control.set_spilled(disk.id, true).expect("there is room");
         })?;
-        // In the other slot too: if the newer one rots, an open must not take the image for complete. If this fails, the
-        // next write of the control file does it.
+        // In the other slot too: if the newer one rots, an open must not take the image for
+        // complete. If this fails, the next write of the control file does it.
         let _ = self.control.write();
         Ok(spill)
     }
@@ -155,7 +157,8 @@ impl Keeper {
         self.disks.iter().filter(|disk| disk.base.is_spilled())
     }
 
-    /// Copies spill files back, as long as nothing else is to do. What fails is noted, and tried again after a pause.
+    /// Copies spill files back, as long as nothing else is to do. What fails is noted, and tried
+    /// again after a pause.
     pub(super) fn copy_spills_back(&mut self) {
         let due = self.spilled().filter(|disk| self.pause_of(disk).is_zero());
         for disk in due.cloned().collect::<Vec<_>>() {
@@ -178,7 +181,8 @@ impl Keeper {
         pauses.min().unwrap_or(Duration::ZERO)
     }
 
-    /// Copies a disk's spill file back, whatever else is to do, and returns once its image has everything.
+    /// Copies a disk's spill file back, whatever else is to do, and returns once its image has
+    /// everything.
     ///
     /// # Errors
     /// If the image still fails, or the time limit for closing ran out.
@@ -193,8 +197,8 @@ impl Keeper {
         Ok(())
     }
 
-    /// Copies a part of a disk's spill file back: all, unless there is something else to do. Returns whether the image
-    /// has everything.
+    /// Copies a part of a disk's spill file back: all, unless there is something else to do.
+    /// Returns whether the image has everything.
     fn copy_spill_back(&mut self, disk: &Arc<DiskState>) -> Result<bool> {
         let Some(spill) = disk.base.spill() else {
             return Ok(true);
@@ -209,7 +213,8 @@ impl Keeper {
             Ok(false) => back.retry = sync::now().checked_add(took * PAUSE_AFTER_PART),
             Err(error) => {
                 disk.note_trouble(error);
-                // A failed sync may have dropped what was copied so far, and the next one would not tell.
+                // A failed sync may have dropped what was copied so far, and the next one would not
+                // tell.
                 back.rest.clear();
                 spill.count_all_as_written();
                 let pause = RETRY.max(took * PAUSE_AFTER_FAILURE);
@@ -306,8 +311,8 @@ impl Keeper {
         !self.has_spills()
     }
 
-    /// Removes spill files that the control file doesn't name: a crash came before it did, or after it no longer did. Notes
-    /// the trouble of disks that have one.
+    /// Removes spill files that the control file doesn't name: a crash came before it did, or after
+    /// it no longer did. Notes the trouble of disks that have one.
     pub(crate) fn remove_stale_spills(&self) {
         let (dir, files, control) = (
             &self.log.dir,

@@ -48,7 +48,8 @@ pub(crate) struct Committer {
 }
 
 impl Committer {
-    /// A committer for a port with `clients` clients that may join a group. `sharing`: counts the syncs of its disk.
+    /// A committer for a port with `clients` clients that may join a group. `sharing`: counts the
+    /// syncs of its disk.
     pub(crate) fn new(
         log: Arc<Log>,
         clients: usize,

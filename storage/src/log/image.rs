@@ -48,15 +48,16 @@ impl Image {
         self.spill.read().expect("image lock").clone()
     }
 
-    /// Uses this spill file from now on; or none, because the image has everything. Only the log's keeper does this,
-    /// with no copy under way.
+    /// Uses this spill file from now on; or none, because the image has everything. Only the log's
+    /// keeper does this, with no copy under way.
     pub(crate) fn set_spill(&self, spill: Option<Arc<Spill>>) {
         let mut own = self.spill.write().expect("image lock");
         self.spilled.store(spill.is_some(), Ordering::Release);
         *own = spill;
     }
 
-    /// Where copies of the log write: the spill file if there is one, else the image. Both have a byte where the disk has it.
+    /// Where copies of the log write: the spill file if there is one, else the image. Both have a
+    /// byte where the disk has it.
     pub(crate) fn target(&self) -> Arc<dyn DataFile> {
         match self.spill() {
             Some(spill) => spill.data().clone(),
@@ -71,8 +72,8 @@ impl Image {
         }
     }
 
-    /// Calls `each` with the parts of a range of sectors, in order, and the file that has each, at the same offset as on
-    /// the disk.
+    /// Calls `each` with the parts of a range of sectors, in order, and the file that has each, at
+    /// the same offset as on the disk.
     pub(crate) fn visit(
         &self,
         sectors: Range<u64>,

@@ -14,17 +14,19 @@ const MOST_PARTNERS: usize = 8;
 /// Parts of a sync are counted in millionths.
 const MILLION: u64 = 1_000_000;
 
-/// How the FLUSHes of a disk, and its writes that had to be durable, have shared the syncs of the log since the disk was
-/// opened.
+/// How the FLUSHes of a disk, and its writes that had to be durable, have shared the syncs of the
+/// log since the disk was opened.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct SyncSharing {
     /// How many of them a sync has ended.
     pub flushes: u64,
-    /// Their part of these syncs: of a sync that ended `n` requests of any disks, each has an `n`th.
+    /// Their part of these syncs: of a sync that ended `n` requests of any disks, each has an
+    /// `n`th.
     pub syncs: f64,
     /// The commit groups that they were in.
     pub groups: u64,
-    /// The other disks in these groups, by number. Of a group with more than eight disks, eight count.
+    /// The other disks in these groups, by number. Of a group with more than eight disks, eight
+    /// count.
     pub partners: Vec<SyncPartner>,
 }
 
@@ -82,7 +84,8 @@ impl SharingCounters {
     }
 }
 
-/// Counts the requests that the sync of a group has ended. `group`: its number, which no other group of the log has; not
+/// Counts the requests that the sync of a group has ended. `group`: its number, which no other
+/// group of the log has; not
 /// 0. Without the log's lock.
 pub(crate) fn count_sync(ended: &[Waiter], group: u64) {
     if let [alone] = ended {

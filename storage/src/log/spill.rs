@@ -3,11 +3,12 @@
 //! ```text
 //!   a read   =   log ─ gaps ─▶ spill file ─ gaps ─▶ image
 //! ```
-//! If one of several images can't be written, checkpoints write its disk's bytes to a sparse file beside the log instead,
-//! at the same offsets as on the disk. So the log's segments become free for the other disks. A map says which
-//! sectors are there. It is replaced as a whole before the control file says that the log no longer has them. Once the
-//! image can be written again, the keeper copies everything back ([`history::spill`](crate::history::spill)) and removes
-//! both files.
+//! If one of several images can't be written, checkpoints write its disk's bytes to a sparse file
+//! beside the log instead, at the same offsets as on the disk. So the log's segments become free
+//! for the other disks. A map says which sectors are there. It is replaced as a whole before the
+//! control file says that the log no longer has them. Once the image can be written again, the
+//! keeper copies everything back ([`history::spill`](crate::history::spill)) and removes both
+//! files.
 
 use std::ffi::OsStr;
 use std::io;
@@ -118,7 +119,8 @@ impl Spill {
         Ok(spill)
     }
 
-    /// Opens the spill file of a disk of a log, if it has one; `how`: [`OpenMode::Existing`] or [`OpenMode::Read`].
+    /// Opens the spill file of a disk of a log, if it has one; `how`: [`OpenMode::Existing`] or
+    /// [`OpenMode::Read`].
     ///
     /// # Errors
     /// As [`open`](Self::open).

@@ -38,7 +38,8 @@ pub(crate) trait ReadFile: Send + Sync + std::fmt::Debug {
     fn read_exact_at(&self, buffer: &mut [u8], offset: u64) -> io::Result<()>;
     /// The descriptor, for engines.
     fn raw_fd(&self) -> RawFd;
-    /// The file itself, for operations that only the host has; `None` if the file is not on the host.
+    /// The file itself, for operations that only the host has; `None` if the file is not on the
+    /// host.
     fn host(&self) -> Option<&File>;
 }
 

@@ -33,7 +33,8 @@ pub struct DiscardReport {
     pub image: Option<PathBuf>,
     /// Records of the disk that were not in its image; `None` (unknown) if there was no log.
     pub records: Option<u64>,
-    /// Bytes of the payloads of those records, and of the disk's spill file; `None` if there was no log.
+    /// Bytes of the payloads of those records, and of the disk's spill file; `None` if there was no
+    /// log.
     pub payload_bytes: Option<u64>,
     /// Whether the image at the path can now be opened as the disk.
     pub image_fits: bool,

@@ -196,7 +196,8 @@ pub(crate) struct Groups {
 }
 
 impl Groups {
-    /// Takes the next record. Returns the group before it, if the record is the first of another one.
+    /// Takes the next record. Returns the group before it, if the record is the first of another
+    /// one.
     pub(crate) fn take(&mut self, record: &LogRecord<'_>) -> Option<LogGroup> {
         let ended = self.open.take_if(|group| group.cid != record.cid);
         let group = self.open.get_or_insert_with(|| LogGroup {

@@ -14,12 +14,13 @@ use crate::recovery::scan::FoundRecord;
 /// The points of a disk in use: see [`Disk::points`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DiskPoints {
-    /// The oldest state that can be reached without a snapshot. The commit group and the time are those of this record,
-    /// or of the next one if it has left the log; 0 if there is none.
+    /// The oldest state that can be reached without a snapshot. The commit group and the time are
+    /// those of this record, or of the next one if it has left the log; 0 if there is none.
     pub oldest: Commit,
     /// How many commit groups after that change the disk, or have a mark.
     pub groups: u64,
-    /// The newest of them, and the newest with a mark, oldest first. They count the records of this disk and the marks.
+    /// The newest of them, and the newest with a mark, oldest first. They count the records of this
+    /// disk and the marks.
     pub newest: Vec<LogGroup>,
     /// The disk's snapshots, oldest first.
     pub snapshots: Vec<Snapshot>,
@@ -41,8 +42,8 @@ impl NewestGroups {
 }
 
 impl Disk {
-    /// The points of the disk, while it is in use. Of the commit groups it returns the newest `most`, and as many of the
-    /// older ones with marks.
+    /// The points of the disk, while it is in use. Of the commit groups it returns the newest
+    /// `most`, and as many of the older ones with marks.
     ///
     /// While this reads the log, requests that need more room in it wait.
     ///

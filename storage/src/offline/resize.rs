@@ -110,8 +110,8 @@ fn resize(
     Ok(done)
 }
 
-/// Whether the log has records of the disk that are not in its image and that count, or may count again; or a spill file
-/// has them.
+/// Whether the log has records of the disk that are not in its image and that count, or may count
+/// again; or a spill file has them.
 fn holds_records(view: &View) -> bool {
     view.rewound || !view.extents.is_empty() || view.reader.is_spilled()
 }

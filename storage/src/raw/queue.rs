@@ -179,7 +179,8 @@ impl RawQueue {
         self.engine.submit(id, io);
     }
 
-    /// Handles the end of an operation: starts the next one, or appends the request's completion to `done`.
+    /// Handles the end of an operation: starts the next one, or appends the request's completion to
+    /// `done`.
     fn end(&mut self, ended: IoCompletion, done: &mut Vec<Completion>) {
         let RawRequest {
             token,

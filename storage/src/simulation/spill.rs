@@ -1,4 +1,5 @@
-//! Images that fail for a while, beside one that works: the other disk does not notice, and nothing is lost.
+//! Images that fail for a while, beside one that works: the other disk does not notice, and nothing
+//! is lost.
 
 use super::fixture::{Fixture, RunningStore, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
@@ -125,8 +126,8 @@ fn a_log_is_closed_and_opened_again_with_a_failing_image() {
     assert_eq!((fixture.bases(), spills(&fixture)), (all, 0));
 }
 
-/// Images fail and recover at any time, and power is cut at any time: what a disk was when its last FLUSH ended is
-/// there, whether or not the log keeps history.
+/// Images fail and recover at any time, and power is cut at any time: what a disk was when its last
+/// FLUSH ended is there, whether or not the log keeps history.
 fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
     let (mut spilled, mut cuts) = (0, 0);
     let mut random = walvisor_testkit::Random(seed);
@@ -144,7 +145,8 @@ fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
             3 => drop(running.keeper.step(true)),
             4 => fixture.medium.lock().ticks = Some(random.below(60)),
             5 => {
-                // Without a FLUSH before, only what was durable must be there: so each change below has one.
+                // Without a FLUSH before, only what was durable must be there: so each change below
+                // has one.
                 let closed = running.keeper.close();
                 drop(running);
                 if fixture.medium.lock().crashed {

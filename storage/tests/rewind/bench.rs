@@ -106,7 +106,8 @@ impl Bench {
         drop(store);
     }
 
-    /// The log and the images as a kill would leave them now take the places of these, which are returned.
+    /// The log and the images as a kill would leave them now take the places of these, which are
+    /// returned.
     pub(crate) fn take_copy(&mut self) -> tempfile::TempDir {
         let copy = tempfile::tempdir().unwrap();
         let images = NAMES.map(|name| (self.dir.path().join(name), copy.path().join(name)));

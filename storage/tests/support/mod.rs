@@ -76,8 +76,9 @@ impl Place {
     }
 }
 
-/// Copies a log, and images to other paths, as a process killed now would leave them. If a checkpoint writes the control
-/// file or a mark meanwhile, the copy is repeated, since it would mix two moments.
+/// Copies a log, and images to other paths, as a process killed now would leave them. If a
+/// checkpoint writes the control file or a mark meanwhile, the copy is repeated, since it would mix
+/// two moments.
 pub fn copy_killed(from: &Path, to: &Path, images: &[(PathBuf, PathBuf)]) {
     std::fs::create_dir(to).unwrap();
     let state = || {

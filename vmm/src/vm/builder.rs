@@ -143,7 +143,8 @@ impl VmBuilder {
         self
     }
 
-    /// Says which of the VMs of this process this one is, if there are several, one after the other.
+    /// Says which of the VMs of this process this one is, if there are several, one after the
+    /// other.
     pub fn series(mut self, series: Series) -> Self {
         self.series = series;
         self

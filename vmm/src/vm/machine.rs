@@ -88,7 +88,8 @@ pub enum Series {
     /// The only one.
     #[default]
     Only,
-    /// The first one. Others follow on the same disks, each once the guest of the one before has asked for a reset.
+    /// The first one. Others follow on the same disks, each once the guest of the one before has
+    /// asked for a reset.
     First,
     /// One of those that follow.
     Later,

@@ -141,7 +141,8 @@ pub enum CtlRequest {
         #[command(flatten)]
         disk: DiskName,
     },
-    /// List the points of a disk's history: its snapshots, marks and newest commits, and how far back it goes
+    /// List the points of a disk's history: its snapshots, marks and newest commits, and how far
+    /// back it goes
     Points {
         /// Which disk
         #[command(flatten)]
@@ -253,8 +254,8 @@ pub struct LookArguments {
 /// Which disk.
 #[derive(Args, Debug)]
 pub struct DiskName {
-    /// The disk's name in stats (its serial=, else its path=), or that of its export; optional if there is only one
-    /// disk, or only one log for a request about a log
+    /// The disk's name in stats (its serial=, else its path=), or that of its export; optional if
+    /// there is only one disk, or only one log for a request about a log
     #[arg(long = "disk", value_name = "NAME")]
     name: Option<String>,
 }

@@ -115,8 +115,8 @@ pub struct RunArguments {
     pub power_down_seconds: u32,
 }
 
-/// Boots the guest. Returns when it has powered off, when a signal has stopped it, or when it has reset, unless that is
-/// followed by another boot.
+/// Boots the guest. Returns when it has powered off, when a signal has stopped it, or when it has
+/// reset, unless that is followed by another boot.
 ///
 /// # Errors
 /// If the guest cannot be started, cannot run on this machine, or reports that its kernel panicked.

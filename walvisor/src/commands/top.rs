@@ -1,4 +1,5 @@
-//! `walvisor top`: what the disks of a running process do, and what their FLUSHes cost, each second.
+//! `walvisor top`: what the disks of a running process do, and what their FLUSHes cost, each
+//! second.
 
 use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;

@@ -128,7 +128,8 @@ fn newest() -> String {
     "newest".to_owned()
 }
 
-/// A request. Its disk may be left out if there is only one or, if the request is about a log, if there is only one log.
+/// A request. Its disk may be left out if there is only one or, if the request is about a log, if
+/// there is only one log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ControlCommand {
     /// Report counters and the current state.
@@ -237,7 +238,8 @@ pub enum ControlCommand {
         /// Its name.
         disk: String,
     },
-    /// Report the daemon's configuration file, and which disks clients have added and removed since.
+    /// Report the daemon's configuration file, and which disks clients have added and removed
+    /// since.
     Config,
     /// Serve a disk as of a point, on the listening socket whose descriptor comes with the request.
     Look(LookRequest),

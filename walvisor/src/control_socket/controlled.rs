@@ -91,7 +91,8 @@ pub struct RemovalError {
 #[derive(Clone)]
 pub(super) struct DiskLease {
     disk: DiskInUse,
-    /// This disk is paused, whether or not all are. Changed with `changing` locked, read without it.
+    /// This disk is paused, whether or not all are. Changed with `changing` locked, read without
+    /// it.
     pub(super) paused: Arc<AtomicBool>,
     /// Dropped after the disk, which tells the receiver when nobody has the disk any more.
     _held: Sender<()>,

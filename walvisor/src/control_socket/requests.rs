@@ -142,8 +142,8 @@ impl ControlledProcess {
         }
     }
 
-    /// The disk of this name, or the only one. The name of its export, which is its file's, is a name too, unless that is
-    /// the name of another disk.
+    /// The disk of this name, or the only one. The name of its export, which is its file's, is a
+    /// name too, unless that is the name of another disk.
     fn disk(&self, name: Option<&str>) -> Result<DiskLease, ControlError> {
         let disks = self.disks();
         let names = || {
@@ -226,7 +226,8 @@ impl ControlledProcess {
 
     /// Makes a disk's device take no more requests, and waits until those in flight have ended.
     fn end_requests(&self, disk: &DiskLease) -> Result<(), ControlError> {
-        // A limit that holds back requests would delay the pause, and no client could lift it meanwhile.
+        // A limit that holds back requests would delay the pause, and no client could lift it
+        // meanwhile.
         let limits = disk.throttle.limits();
         disk.throttle.set(throttle::Limits::default());
         let rests = disk.device.pause();

@@ -116,8 +116,8 @@ impl Guest {
     }
 }
 
-/// A guest that asks for a reset boots again and again, whichever way it asks. Its disks stay open, the control socket
-/// answers, and a signal or a request ends it.
+/// A guest that asks for a reset boots again and again, whichever way it asks. Its disks stay open,
+/// the control socket answers, and a signal or a request ends it.
 #[test]
 fn a_guest_that_resets_boots_again_on_the_same_disks() {
     if !has_kvm() {

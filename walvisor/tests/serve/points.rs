@@ -9,7 +9,8 @@ use walvisor_testkit::nbd::{FLUSH, READ, RawClient};
 use super::control::ctl;
 use super::{Daemon, MIB, create, text, walvisor};
 
-/// A daemon with the disks `vms/a` and `b` of 1 MiB on a log that keeps all history, and a client of each.
+/// A daemon with the disks `vms/a` and `b` of 1 MiB on a log that keeps all history, and a client
+/// of each.
 fn two_disks(dir: &Path) -> (Daemon, [RawClient; 2]) {
     fs::create_dir(dir.join("vms")).unwrap();
     for disk in ["vms/a", "b"] {
@@ -226,7 +227,8 @@ fn one_disk_is_paused_and_restored_while_another_goes_on() {
     assert_eq!(daemon.stop(), "");
 }
 
-/// The name of a disk's export is a name of the disk, and a request about a log needs none if there is one log.
+/// The name of a disk's export is a name of the disk, and a request about a log needs none if there
+/// is one log.
 #[test]
 fn names_of_exports_and_of_the_only_log() {
     let dir = tempfile::tempdir().unwrap();

@@ -13,7 +13,8 @@ use super::control::ctl;
 use super::vhost_user::Client;
 use super::{Daemon, WALVISOR, create, text, walvisor};
 
-/// Starts a daemon with the file `pool.toml` and waits until it serves so many disks. Its errors go to the file `errors`.
+/// Starts a daemon with the file `pool.toml` and waits until it serves so many disks. Its errors go
+/// to the file `errors`.
 fn start(dir: &Path, disks: usize) -> Daemon {
     let errors = fs::File::create(dir.join("errors")).unwrap();
     let mut command = Command::new(WALVISOR);
@@ -31,8 +32,8 @@ fn names(dir: &Path) -> Vec<String> {
     names.collect()
 }
 
-/// Disks come and go, and the file of the daemon says so once it is saved; all else in it stays. After a kill the next
-/// start takes over the sockets, also that of a disk that was added.
+/// Disks come and go, and the file of the daemon says so once it is saved; all else in it stays.
+/// After a kill the next start takes over the sockets, also that of a disk that was added.
 #[test]
 fn disks_that_were_added_live_are_there_after_a_kill() {
     let dir = tempfile::tempdir().unwrap();

@@ -16,7 +16,8 @@ use walvisor_tests::terminal;
 use super::control::ctl;
 use super::{Daemon, WALVISOR, create, text, walvisor};
 
-/// A daemon with disks `a` and `b` on one log, whose commits wait for two FLUSHes, and a client of each.
+/// A daemon with disks `a` and `b` on one log, whose commits wait for two FLUSHes, and a client of
+/// each.
 fn two_disks(dir: &Path) -> (Daemon, [RawClient; 2]) {
     for disk in ["a", "b"] {
         create(dir, disk, "1M --log log");
@@ -150,7 +151,8 @@ impl Watcher {
         }
     }
 
-    /// Waits for its end with this status, and asserts that the terminal is as it was. Returns its stderr.
+    /// Waits for its end with this status, and asserts that the terminal is as it was. Returns its
+    /// stderr.
     fn end(mut self, status: i32) -> String {
         // The other screen goes, after the cursor has come back.
         self.expect("\u{1b}[?25h\u{1b}[?1049l");

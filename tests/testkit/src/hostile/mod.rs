@@ -1,4 +1,5 @@
-//! Clients that harm whom they can, and the client beside them that writes 4 KiB and flushes, again and again.
+//! Clients that harm whom they can, and the client beside them that writes 4 KiB and flushes, again
+//! and again.
 //!
 //! ```text
 //!   Attack ─ start ─▶ Attackers: a thread for each connection ─ end ─▶ how many the server has disconnected
@@ -36,7 +37,8 @@ pub struct Attack {
     /// Whether a connection that the server has ended is made again.
     repeats: bool,
     connect: fn(&Target) -> io::Result<UnixStream>,
-    /// What a connection does. It ends when the server or [`Attackers::end`] ends the connection, or before.
+    /// What a connection does. It ends when the server or [`Attackers::end`] ends the connection,
+    /// or before.
     act: fn(&mut UnixStream) -> io::Result<()>,
 }
 
@@ -81,7 +83,8 @@ impl Battle {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes a connection, that of the attacker `at`. `None`: it can't be made, or the attack is over.
+    /// Makes a connection, that of the attacker `at`. `None`: it can't be made, or the attack is
+    /// over.
     fn connect(&self, attack: &Attack, target: &Target, at: usize) -> Option<UnixStream> {
         let stream = (attack.connect)(target).ok()?;
         self.lock()[at] = Some(stream.try_clone().ok()?);
@@ -232,8 +235,8 @@ pub fn tell(
     Ok(())
 }
 
-/// The main function of a program that attacks: `attack` gets the arguments before SECONDS, which `usage` names, and the time
-/// of each attack.
+/// The main function of a program that attacks: `attack` gets the arguments before SECONDS, which
+/// `usage` names, and the time of each attack.
 #[must_use]
 pub fn main<const N: usize>(
     usage: &str,

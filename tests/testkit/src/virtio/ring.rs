@@ -284,7 +284,8 @@ impl Ring {
     }
 }
 
-/// Writes descriptors into a ring. A megabyte of memory at the address is free for buffers and tables.
+/// Writes descriptors into a ring. A megabyte of memory at the address is free for buffers and
+/// tables.
 pub type RingEdit = fn(&Ring, u64);
 
 /// Chains from descriptor 0 on that make a device of any kind ask for a reset.

@@ -73,7 +73,8 @@ fn flush_line(disk: &Value) -> Option<String> {
     Some(line)
 }
 
-/// The disks with which a disk has shared its `groups` commit groups, those with most first, and how many of its groups.
+/// The disks with which a disk has shared its `groups` commit groups, those with most first, and
+/// how many of its groups.
 pub(in crate::commands) fn shared_with(partners: &Value, groups: u64) -> String {
     let mut all: Vec<_> = partners.as_array().into_iter().flatten().collect();
     all.sort_by_key(|partner| Reverse(partner["groups"].as_u64()));

@@ -17,8 +17,8 @@ use crate::control_socket::{AddedDisk, DiskHotplug, RemovalError};
 use crate::disk_spec::DiskSpec;
 use crate::disks::{self, OpenLogs, RemovedDisk, real_path};
 
-/// The logs of a daemon, which the main thread closes at the end. To open a log and to copy its records to an image may take
-/// long, so each has a lock of its own.
+/// The logs of a daemon, which the main thread closes at the end. To open a log and to copy its
+/// records to an image may take long, so each has a lock of its own.
 #[derive(Clone)]
 pub(super) struct SharedLogs(Arc<Mutex<BTreeMap<PathBuf, Arc<LogPlace>>>>);
 
@@ -88,8 +88,8 @@ pub(super) struct ServedDisks {
     pub(super) specs: Vec<DiskSpec>,
     /// The disks that are being opened or closed, which may take long.
     changing: Vec<DiskSpec>,
-    /// The images of all of them by the disk's name, as they were found when it was added: to look again would wait for a
-    /// file system that does not answer.
+    /// The images of all of them by the disk's name, as they were found when it was added: to look
+    /// again would wait for a file system that does not answer.
     images: BTreeMap<String, PathBuf>,
 }
 
@@ -122,8 +122,8 @@ impl ServedDisks {
     }
 }
 
-/// Adds disks to a daemon, and removes them. Copies share the disks. No lock that others need is held while a disk is opened or
-/// closed.
+/// Adds disks to a daemon, and removes them. Copies share the disks. No lock that others need is
+/// held while a disk is opened or closed.
 #[derive(Clone)]
 pub(super) struct Hotplug {
     served: Arc<Mutex<ServedDisks>>,

@@ -1,8 +1,9 @@
-//! `walvisor ctl SOCKET save`: writes to the file of `--config` which disks were added and removed since the daemon
-//! began. The client does it, because the daemon has given up the right to write there.
+//! `walvisor ctl SOCKET save`: writes to the file of `--config` which disks were added and removed
+//! since the daemon began. The client does it, because the daemon has given up the right to write
+//! there.
 //!
-//! The rest of the file stays as it is, letter by letter: comments, order and all. The new text is read again before it
-//! takes the place of the old one.
+//! The rest of the file stays as it is, letter by letter: comments, order and all. The new text is
+//! read again before it takes the place of the old one.
 
 use std::fs::{self, File, Permissions};
 use std::io::{self, Write};
@@ -133,7 +134,8 @@ fn change(text: &str, changes: &PoolChanges) -> Result<(String, SavedChanges), S
     Ok((changed, SavedChanges { added, removed }))
 }
 
-/// The first and the last line of each table `[[disk]]`. Comments and empty lines after it are not part of it.
+/// The first and the last line of each table `[[disk]]`. Comments and empty lines after it are not
+/// part of it.
 fn tables(lines: &[&str]) -> Vec<(usize, usize)> {
     let code = |line: &str| {
         let code = line.split('#').next().unwrap_or_default();
@@ -225,7 +227,8 @@ mod tests {
             (saved.added, saved.removed),
             (vec!["c,1".to_owned()], vec!["x".to_owned()])
         );
-        // A disk that is there already is not added, and one that was removed and added again takes its new keys.
+        // A disk that is there already is not added, and one that was removed and added again takes
+        // its new keys.
         assert_eq!(changed(&["path=b,serial=x,socket=s"], &[]).unwrap().0, FILE);
         let (text, _) = changed(
             &["path=b,serial=x,socket=s,log=pool.wal,cache=unsafe"],
