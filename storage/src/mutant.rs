@@ -26,6 +26,11 @@ pub(crate) enum Mutant {
     /// A spill file is removed before the image is synced that got everything from it. The medium
     /// cannot tell that sync of an image from others.
     CopyBackUnsynced,
+    /// A control file that could not be written may name the spill file all the same, and nobody
+    /// makes sure.
+    SpillUnsure,
+    /// An image's samples are of the page cache, which may not be what the image has.
+    CopyBackTrustsCache,
     /// Segments are reused before the control file says that they are free. The ring of segments is in memory.
     RecycleEarly,
     /// Recovery ignores how far the control file says that the log was durable. The medium does not know what the file means.

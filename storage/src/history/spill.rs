@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 use crate::checkpoint::copy::{CopyOutcome, FailedImage, FrozenLayer, ImageFailures, copy};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
+use crate::format::Control;
 use crate::history::keeper::{Keeper, announce_writes, settle};
 use crate::log::disk_state::DiskState;
 use crate::log::spill::{Spill, SpillPaths, is_spill};
@@ -128,9 +129,15 @@ impl Keeper {
         // Only now that there is a map: from here on, an open needs one.
         let room = self.control.control.clone().set_spilled(disk.id, true);
         room.map_err(|error| error.of_file(&self.log.dir))?;
-        self.control.change(|control| {
+        // If nobody knew whether the medium says so, the next attempt must not remove these files.
+        let spilled = |control: &mut Control| {
             control.set_spilled(disk.id, true).expect("there is room");
-        })?;
+        };
+        if planted(Mutant::SpillUnsure) {
+            self.control.change(spilled)
+        } else {
+            self.change_certainly(spilled)
+        }?;
         // In the other slot too: if the newer one rots, an open must not take the image for
         // complete. If this fails, the next write of the control file does it.
         let _ = self.control.write();
@@ -275,6 +282,12 @@ impl Keeper {
     fn end_spill(&mut self, disk: &Arc<DiskState>, spill: &Spill) -> Result<()> {
         if !planted(Mutant::CopyBackUnsynced) {
             disk.mark(true)?;
+        }
+        // The samples must be of what is on the medium. A sync that failed earlier may have left
+        // other bytes in the cache.
+        if !planted(Mutant::CopyBackTrustsCache) {
+            let settled = disk.base.file().drop_cache();
+            settled.map_err(|error| Error::io("sync the base image", &disk.path, error))?;
         }
         let image = [(disk.clone(), [None, None])];
         // Nothing may be added to the file while an open might ignore it.

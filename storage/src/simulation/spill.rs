@@ -8,11 +8,14 @@ use crate::{Backend, CommitWait, Condition, Failure, Operation, Port, Retention}
 use std::path::Path;
 
 const SECTORS: u64 = 256;
+/// So small that many writes hit the blocks that the control file has samples of.
+const FEW_SECTORS: u64 = 64;
 const SEGMENTS: u32 = 8;
 const WRITE: u64 = 8;
 
-fn open(world: u64) -> (Fixture, RunningStore) {
-    let fixture = Fixture::new(World::new(world), Shape::two_disks(SECTORS, SEGMENTS));
+fn open(world: u64, sectors: u64) -> (Fixture, RunningStore) {
+    let shape = Shape::two_disks(sectors, SEGMENTS);
+    let fixture = Fixture::new(World::new(world), shape);
     let running = opened(&fixture);
     (fixture, running)
 }
@@ -61,7 +64,7 @@ fn spills(fixture: &Fixture) -> usize {
 #[test]
 fn a_failing_image_does_not_stop_the_other_disk_and_loses_nothing() {
     for crash in [false, true] {
-        let (mut fixture, mut running) = open(1);
+        let (mut fixture, mut running) = open(1, SECTORS);
         let [mut sick, mut well] = [0, 1].map(|disk| running.disks[disk].open_port().unwrap());
         break_image(&fixture, Some(0));
         // Many times the log's room.
@@ -98,7 +101,7 @@ fn a_failing_image_does_not_stop_the_other_disk_and_loses_nothing() {
 /// A close leaves what the image lacks in the spill file, and closes the other disk for good.
 #[test]
 fn a_log_is_closed_and_opened_again_with_a_failing_image() {
-    let (fixture, mut running) = open(2);
+    let (fixture, mut running) = open(2, SECTORS);
     let [mut sick, mut well] = [0, 1].map(|disk| running.disks[disk].open_port().unwrap());
     break_image(&fixture, Some(0));
     for number in 1..40 {
@@ -126,12 +129,55 @@ fn a_log_is_closed_and_opened_again_with_a_failing_image() {
     assert_eq!((fixture.bases(), spills(&fixture)), (all, 0));
 }
 
+/// A checkpoint in which a sync fails, and later a read, and then a kill.
+fn twice_failed(world: u64, sync: u64, read: u64) -> Result<(), String> {
+    let (fixture, mut running) = open(world, FEW_SECTORS);
+    let mut sick = running.disks[0].open_port().map_err(|_| "no port")?;
+    for number in [0, 3, 7] {
+        durably(&mut running, &mut sick, write(number)).map_err(|_| "a write")?;
+    }
+    drop(sick);
+    let all = running.read().map_err(|_| "the first read")?;
+    let mut world = fixture.medium.lock();
+    (world.fail_sync, world.fail_read) = (Some(sync), Some(read));
+    drop(world);
+    let _ = running.keeper.step(true);
+    drop(running);
+    fixture.medium.lock().restart();
+    let running = reopened(&fixture)?;
+    let found = running.read().map_err(|_| "the last read")?;
+    if found == all {
+        Ok(())
+    } else {
+        Err(format!("{found:?}\nnot {all:?}"))
+    }
+}
+
+fn all_twice_failed() -> Result<(), String> {
+    for world in 0..20 {
+        for (sync, read) in (0..10).flat_map(|sync| (0..10).map(move |read| (sync, read))) {
+            twice_failed(world, sync, read)
+                .map_err(|wrong| format!("world {world}, sync {sync}, read {read}: {wrong}"))?;
+        }
+    }
+    Ok(())
+}
+
+#[test]
+fn a_sync_that_fails_and_then_a_read_leave_a_log_that_opens() {
+    assert_eq!(all_twice_failed(), Ok(()));
+    PLANTED.set(Some(Mutant::CopyBackTrustsCache));
+    let noticed = std::panic::catch_unwind(all_twice_failed);
+    PLANTED.set(None);
+    assert!(!matches!(noticed, Ok(Ok(()))), "a fault");
+}
+
 /// Images fail and recover at any time, and power is cut at any time: what a disk was when its last
 /// FLUSH ended is there, whether or not the log keeps history.
 fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
     let (mut spilled, mut cuts) = (0, 0);
     let mut random = walvisor_testkit::Random(seed);
-    let (mut fixture, running) = open(seed);
+    let (mut fixture, running) = open(seed, FEW_SECTORS);
     drop(running);
     fixture.medium.lock().restart();
     fixture.retain = retain;
@@ -145,6 +191,25 @@ fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
             3 => drop(running.keeper.step(true)),
             4 => fixture.medium.lock().ticks = Some(random.below(60)),
             5 => {
+                // Checkpoints with other faults besides, and a kill.
+                for _ in 0..1 + random.below(2) {
+                    let mut world = fixture.medium.lock();
+                    let mut after = || Some(random.below(10)).filter(|after| *after < 7);
+                    (world.fail_read, world.fail_write) = (after(), after());
+                    (world.fail_sync, world.ticks) = (after(), after().map(|after| after * 5));
+                    world.base_full = random.below(2) == 0;
+                    drop(world);
+                    let _ = running.keeper.step(true);
+                }
+                drop(running);
+                if fixture.medium.lock().crashed {
+                    fixture.lose_power();
+                } else {
+                    fixture.medium.lock().restart();
+                }
+                running = reopened(&fixture)?;
+            }
+            6 => {
                 // Without a FLUSH before, only what was durable must be there: so each change below
                 // has one.
                 let closed = running.keeper.close();
@@ -165,7 +230,7 @@ fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
             _ => {
                 let disk = random.below(2) as usize;
                 let sectors = 1 + random.below(24);
-                let sector = random.below(SECTORS - sectors);
+                let sector = random.below(FEW_SECTORS + 1 - sectors);
                 let range = sector as usize..(sector + sectors) as usize;
                 let zero = random.below(6) == 0;
                 let operation = if zero {
@@ -220,15 +285,19 @@ fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
             .iter()
             .filter(|disk| disk.state.base.is_spilled())
             .count() as u32;
+        let planted = fixture.medium.lock().fail_read.take();
         let found = running
             .read()
             .map_err(|failure| format!("step {step}: {failure}"))?;
+        fixture.medium.lock().fail_read = planted;
         if found != model {
             return Err(format!("step {step}: {found:?}\nnot {model:?}"));
         }
     }
-    break_image(&fixture, None);
-    fixture.medium.lock().ticks = None;
+    // The log may have failed for good, and faults may be due.
+    drop(running);
+    fixture.medium.lock().restart();
+    running = reopened(&fixture)?;
     // History would stay in the log.
     let _ = running
         .keeper
@@ -265,13 +334,17 @@ fn nothing_that_was_flushed_is_lost_however_images_fail() {
 
 #[test]
 fn planted_faults_of_spill_files_are_noticed() {
-    for mutant in [Mutant::SpillUncommitted, Mutant::CopyBackUnsynced] {
+    for mutant in [
+        Mutant::SpillUncommitted,
+        Mutant::SpillUnsure,
+        Mutant::CopyBackUnsynced,
+    ] {
         let noticed = |seed| {
             PLANTED.set(Some(mutant));
             let run = std::panic::catch_unwind(|| random_run(seed, Retention::Nothing));
             PLANTED.set(None);
             !matches!(run, Ok(Ok(_)))
         };
-        assert!((1..200).any(noticed), "{mutant:?}");
+        assert!((1..5000).any(noticed), "{mutant:?}");
     }
 }
