@@ -11,6 +11,7 @@
 //! If many small parts of a segment are needed, they are read through the page cache, see [`Readahead`].
 
 use std::collections::{HashMap, VecDeque};
+use std::io;
 use std::iter::Peekable;
 use std::ops::Range;
 use std::time::{Duration, Instant};
@@ -42,6 +43,12 @@ pub(crate) const SHORT: Duration = Duration::from_millis(1);
 /// log's own syncs take less than a tenth of it.
 const SLOW_WRITE: Duration = Duration::from_millis(100);
 const SLOW_AGAINST_SYNC: u32 = 10;
+/// Time after which an image is too slow even if nobody waits for the copy: what else the keeper
+/// is to do waits.
+const UNANSWERED: Duration = Duration::from_secs(5);
+/// Longest wait for a sync of an image, and for other single operations on it, while other disks
+/// need the keeper.
+const LIMIT: Duration = Duration::from_secs(2);
 /// After a longer time between two looks at operations, nothing is known of how long they took.
 const AWAY: Duration = Duration::from_millis(50);
 /// Most writes in flight to an image that is slow, or has not answered one of this copy yet.
@@ -69,6 +76,8 @@ struct InFlightRun<'a> {
     damaged: bool,
     /// When its write began.
     writing: Option<Instant>,
+    /// When the oldest operation on the image that may be under way began.
+    asked: Option<Instant>,
 }
 
 /// A part of a run.
@@ -124,10 +133,56 @@ pub(crate) struct FailedImage {
 
 /// The images that fail during copies.
 pub(crate) struct ImageFailures {
-    /// Whether an image counts that is much slower than the log while writers wait.
+    /// Whether an image counts that is much slower than the log while writers wait, or that does
+    /// not answer.
     pub slow_counts: bool,
     /// Those that failed, in order.
     pub found: Vec<FailedImage>,
+    /// Operations on images that copies did not wait for.
+    pub unanswered: Vec<UnansweredIo>,
+}
+
+/// Operations on images that did not end in time. Until they have, they may change the images.
+pub(crate) struct UnansweredIo {
+    engine: Box<dyn Engine>,
+    /// What the engine signals.
+    _event: Event,
+    /// The disk and the number of operations, by the number of their run.
+    runs: HashMap<u64, (u32, usize)>,
+}
+
+impl UnansweredIo {
+    /// Looks for operations that have ended. Returns whether all have.
+    pub(crate) fn have_ended(&mut self) -> bool {
+        let mut ended = Vec::new();
+        self.engine.poll(&mut ended);
+        for end in ended {
+            end_unanswered(&mut self.runs, end.id / MAX_CHUNKS as u64);
+        }
+        self.runs.is_empty()
+    }
+
+    /// Whether a disk's image has not answered all.
+    pub(crate) fn has(&self, disk_id: u32) -> bool {
+        self.runs.values().any(|(id, _)| *id == disk_id)
+    }
+
+    /// Gives up waiting for them: their memory stays theirs for good.
+    pub(crate) fn abandon(self) {
+        std::mem::forget(self.engine);
+    }
+}
+
+/// An operation of this run has ended that nobody waits for. Returns whether it was one.
+fn end_unanswered(runs: &mut HashMap<u64, (u32, usize)>, run: u64) -> bool {
+    let Some((_, left)) = runs.get_mut(&run) else {
+        return false;
+    };
+    *left -= 1;
+    if *left == 0 {
+        runs.remove(&run);
+    }
+    true
 }
 
 /// The writes to one image that have ended.
@@ -154,6 +209,8 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     event: Event,
     /// By number; operation ids are `number * MAX_CHUNKS + part`.
     flights: HashMap<u64, InFlightRun<'a>>,
+    /// Runs of failed images that nobody waits for: the disk, and how many operations are in flight.
+    unanswered: HashMap<u64, (u32, usize)>,
     next: u64,
     memory: usize,
     /// The cost of the runs in flight.
@@ -235,6 +292,7 @@ pub(crate) fn copy<'a>(
         engine,
         event,
         flights: HashMap::new(),
+        unanswered: HashMap::new(),
         next: 0,
         memory: 0,
         cost: 0,
@@ -257,13 +315,21 @@ pub(crate) fn copy<'a>(
             copier.sleep();
         }
     }
-    match copier.failed {
-        Some(error) => return Err(error),
-        None if copier.cut => return Ok(CopyOutcome::TimeUp(copier.damaged)),
-        None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => {}
-        None => copier.sync_images(layers)?,
-    }
-    Ok(CopyOutcome::Complete(copier.damaged))
+    let ended = match copier.failed.take() {
+        Some(error) => Err(error),
+        None if copier.cut => Ok(()),
+        None if planted(Mutant::SkipBaseSync) || planted(Mutant::BaseSyncTooEarly) => Ok(()),
+        None => copier.sync_images(layers),
+    };
+    let (cut, damaged) = (copier.cut, std::mem::take(&mut copier.damaged));
+    copier.leave_unanswered();
+    ended.map(|()| {
+        if cut {
+            CopyOutcome::TimeUp(damaged)
+        } else {
+            CopyOutcome::Complete(damaged)
+        }
+    })
 }
 
 /// What the copy of these layers writes.
@@ -320,15 +386,62 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         for (disk, _) in layers {
             if let Some(spill) = disk.base.spill() {
                 spill.commit(&*self.log.medium.files())?;
-            } else if !self.has_failed(disk)
+            } else if !self.has_failed(disk) {
                 // The mark gets the image's new generation, and the sync makes it durable together
                 // with the data.
-                && let Err(error) = disk.mark(true)
+                let marking = disk.clone();
+                let marked = disk.base.within(self.limit(), move || marking.mark(true));
+                let marked = marked
+                    .unwrap_or_else(|late| Err(Error::io("sync the base image", &disk.path, late)));
+                if let Err(error) = marked {
+                    self.fail(disk, error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// How long to wait for a single operation on an image. `None`: as long as it takes.
+    fn limit(&self) -> Option<Duration> {
+        self.failures.slow_counts.then_some(LIMIT)
+    }
+
+    /// Leaves the engine to operations that nobody waits for, if there are any.
+    fn leave_unanswered(self) {
+        if !self.unanswered.is_empty() {
+            self.failures.unanswered.push(UnansweredIo {
+                engine: self.engine,
+                _event: self.event,
+                runs: self.unanswered,
+            });
+        }
+    }
+
+    /// Images that have become too slow fail. Operations on failed images are no longer waited for
+    /// if they take long.
+    fn give_up_unanswered(&mut self) {
+        let mut asked: Vec<_> = self.flights.values().map(|flight| flight.disk).collect();
+        asked.sort_by_key(|disk| disk.id);
+        asked.dedup_by_key(|disk| disk.id);
+        for disk in asked {
+            if !self.has_failed(disk)
+                && let Some(error) = self.too_slow(disk)
             {
                 self.fail(disk, error);
             }
         }
-        Ok(())
+        let now = sync::now();
+        let late = |asked: Option<Instant>| asked.is_some_and(|asked| now - asked >= SLOW_WRITE);
+        let flights = self.flights.iter();
+        let late = flights.filter(|(_, flight)| late(flight.asked) && self.has_failed(flight.disk));
+        let late: Vec<u64> = late.map(|(number, _)| *number).collect();
+        for number in late {
+            let flight = self.flights.remove(&number).expect("a run in flight");
+            self.memory -= flight.memory;
+            self.cost -= flight.cost;
+            let left = flight.reads + usize::from(flight.writing.is_some());
+            self.unanswered.insert(number, (flight.disk.id, left));
+        }
     }
 
     /// How long writes to a disk's image take: the mean, or as long as the oldest has been in
@@ -341,7 +454,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         let mean = times.map_or(Duration::ZERO, |times| times.total / times.count);
         let writes = self.flights.values();
         let writes = writes.filter(|flight| flight.disk.id == disk.id);
-        let oldest = writes.filter_map(|flight| flight.writing).min();
+        let oldest = writes.filter_map(|flight| flight.asked).min();
         oldest.map_or(mean, |oldest| mean.max(sync::now() - oldest))
     }
 
@@ -353,7 +466,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             return None;
         }
         let state = self.log.lock();
-        let waited_for = state.ring.holds_back() || state.ring.is_starved();
+        let waited_for = state.ring.holds_back() || state.ring.is_starved() || time >= UNANSWERED;
         let log_is_slow = time < state.commit_delay.sync_time() * SLOW_AGAINST_SYNC;
         (waited_for && !log_is_slow).then(|| {
             let (path, ms) = (disk.path.display(), time.as_millis());
@@ -384,6 +497,9 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         let most = self.pace.max_runs(self.log, self.done);
         self.away = sync::now() - self.looked > AWAY;
         let mut begun = self.end_operations();
+        if self.failures.slow_counts {
+            self.give_up_unanswered();
+        }
         while self.failed.is_none()
             && !self.cut
             && self.flights.len() < most
@@ -463,8 +579,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                     self.again.push_front((disk, rest));
                 }
                 self.known = KnownData::default();
-                let target = disk.base.target();
-                match target.zero_range(range.start, saved - range.start, unmap) {
+                let (target, range) = (disk.base.target(), range.start..saved);
+                let zero = move || target.zero_range(range.start, range.end - range.start, unmap);
+                let limit = self.limit().filter(|_| !disk.base.is_spilled());
+                match disk.base.within(limit, zero).flatten() {
                     Ok(()) => disk.base.note_written(sector..saved / SECTOR_SIZE),
                     Err(error) => self.fail(disk, image_error("zero", disk, sector, error)),
                 }
@@ -476,9 +594,14 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         while saved < range.end {
             saved = save(disk, saved..range.end);
         }
-        if stripe && self.known.has_hole(disk, range) {
-            self.split(disk, parts, span);
-            return;
+        if stripe {
+            match self.known.has_hole(disk, range, self.limit()) {
+                Ok(false) => {}
+                Ok(true) => return self.split(disk, parts, span),
+                Err(error) => {
+                    return self.fail(disk, image_error("find holes of", disk, sector, error));
+                }
+            }
         }
         let number = self.next;
         self.next += 1;
@@ -494,6 +617,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             reads: 0,
             damaged: false,
             writing: None,
+            asked: None,
             pieces: Vec::new(),
         };
         let id = |part: usize| number * MAX_CHUNKS as u64 + part as u64;
@@ -524,6 +648,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             flight.fill = Some(Buffer::zeroed(span));
         } else if stripe {
             flight.reads += 1;
+            flight.asked = Some(sync::now());
             flight.memory += span.next_multiple_of(BUFFER_ALIGN);
             let io = Io::Read {
                 source: ReadSource::File(disk.base.file().clone()),
@@ -545,6 +670,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     fn write(&mut self, number: u64, flight: &mut InFlightRun<'_>) {
         self.count_write();
         flight.writing = Some(sync::now());
+        flight.asked = flight.writing;
         let mut chunks: Vec<_> = flight.chunks.drain(..).filter_map(RunPart::read).collect();
         if let Some(mut stripe) = flight.fill.take() {
             for (piece, part) in flight.pieces.iter().zip(chunks) {
@@ -618,6 +744,9 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
 
     fn end(&mut self, end: IoCompletion) {
         let number = end.id / MAX_CHUNKS as u64;
+        if end_unanswered(&mut self.unanswered, number) {
+            return;
+        }
         let part = (end.id % MAX_CHUNKS as u64) as usize;
         let mut flight = self.flights.remove(&number).expect("a run in flight");
         let was_written = flight.writing.is_some();
@@ -634,9 +763,13 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 let sectors = flight.sector..flight.sector + bytes / SECTOR_SIZE;
                 flight.disk.base.note_written(sectors);
             }
-            Ok(buffer) if part == flight.pieces.len() => flight.fill = buffer,
+            Ok(buffer) if part == flight.pieces.len() => {
+                (flight.fill, flight.asked) = (buffer, None);
+            }
             // The gaps of the stripe can't be read, and its parts don't need them.
-            Err(_) if !was_written && part == flight.pieces.len() => flight.damaged = true,
+            Err(_) if !was_written && part == flight.pieces.len() => {
+                (flight.damaged, flight.asked) = (true, None);
+            }
             Ok(buffer) => {
                 let buffer = buffer.expect("a read gives bytes");
                 if let Err(error) = flight.chunks[part].verified(buffer) {
@@ -703,17 +836,26 @@ struct KnownData {
 
 impl KnownData {
     /// Whether the base image has a hole in this range of bytes, which a stripe would fill.
-    fn has_hole(&mut self, disk: &DiskState, range: Range<u64>) -> bool {
+    ///
+    /// # Errors
+    /// If the image does not answer within `limit`.
+    fn has_hole(
+        &mut self,
+        disk: &DiskState,
+        range: Range<u64>,
+        limit: Option<Duration>,
+    ) -> io::Result<bool> {
         let known = |data: &Range<u64>| data.start <= range.start && range.end <= data.end;
         if self.disk_id != disk.id || !known(&self.bytes) {
+            let (image, path) = (disk.base.clone(), disk.path.clone());
             let rest = range.start..u64::MAX;
-            let mut data = DataRanges::new(disk.base.host(), &disk.path, rest, u64::MAX);
-            let Some(Ok(bytes)) = data.next() else {
-                return true;
+            let find = move || DataRanges::new(image.host(), &path, rest, u64::MAX).next();
+            let Some(Ok(bytes)) = disk.base.within(limit, find)? else {
+                return Ok(true);
             };
             (self.disk_id, self.bytes) = (disk.id, bytes);
         }
-        !known(&self.bytes)
+        Ok(!known(&self.bytes))
     }
 }
 
@@ -765,6 +907,7 @@ mod tests {
         let mut failures = ImageFailures {
             slow_counts: false,
             found: Vec::new(),
+            unanswered: Vec::new(),
         };
         let copied = copy(log, &layers, pace, medium, &mut failures, |_| {}, || false);
         let copied = copied.unwrap();
@@ -788,12 +931,13 @@ mod tests {
         let store = Store::open(&log, &[DiskOptions::new(&path)], &options).unwrap();
         let disk = &store.disks()[0].state;
         let mut known = KnownData::default();
-        assert!(!known.has_hole(disk, 0..LEN / 4));
+        assert!(!known.has_hole(disk, 0..LEN / 4, None).unwrap());
         // Only the copy itself makes holes, so it need not see this one.
         let image = disk.base.file();
         image.zero_range(LEN / 2, LEN / 4, true).unwrap();
-        assert!(!known.has_hole(disk, LEN / 2..LEN));
-        assert!(KnownData::default().has_hole(disk, LEN / 2..LEN));
+        assert!(!known.has_hole(disk, LEN / 2..LEN, None).unwrap());
+        let mut unknown = KnownData::default();
+        assert!(unknown.has_hole(disk, LEN / 2..LEN, None).unwrap());
         store.close().unwrap();
     }
 }

@@ -22,7 +22,7 @@ use zerocopy::little_endian::U64;
 
 use crate::catalog::control::ControlFile;
 use crate::catalog::identity::{written, written_parts};
-use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer};
+use crate::checkpoint::copy::{CopyOutcome, DamagedExtents, FrozenLayer, UnansweredIo};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, DiskEntry};
@@ -105,6 +105,8 @@ pub(crate) struct Keeper {
     pub(super) step_failed: bool,
     /// What is being copied back from spill files, by disk number.
     pub(super) copies_back: BTreeMap<u32, CopyBack>,
+    /// Operations on images that copies did not wait for.
+    pub(super) unanswered: Vec<UnansweredIo>,
     /// It was reported that the log has no room for all the history it should keep.
     pub(super) shortened: bool,
     /// It was reported that history which must stay has almost filled the log.
@@ -136,6 +138,7 @@ impl Keeper {
             saved: (0, 0),
             step_failed: false,
             copies_back: BTreeMap::new(),
+            unanswered: Vec::new(),
             shortened: false,
             crowded: false,
         })
@@ -642,6 +645,11 @@ impl Keeper {
 
 impl Drop for Keeper {
     fn drop(&mut self) {
+        for mut io in self.unanswered.drain(..) {
+            if !io.have_ended() {
+                io.abandon();
+            }
+        }
         let mut state = self.log.lock();
         state.keeper.gone = true;
         // Dropping an order closes its channel, which tells the waiting caller.

@@ -3,45 +3,78 @@
 //!
 //! A log with one disk has none: nobody else waits for the room that its image doesn't free.
 
-use std::collections::VecDeque;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use crate::checkpoint::copy::{CopyOutcome, FailedImage, FrozenLayer, ImageFailures, copy};
+use crate::checkpoint::copy::{CopyOutcome, FailedImage, FrozenLayer, ImageFailures, SHORT, copy};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
 use crate::history::keeper::{Keeper, announce_writes, settle};
 use crate::log::disk_state::DiskState;
+use crate::log::image_thread::Answer;
 use crate::log::spill::{Spill, SpillPaths, is_spill};
 use crate::medium::cost::MediumCost;
 use crate::medium::filesystem::remove_leftover;
 use crate::medium::holes::DataRanges;
 use crate::mutant::{Mutant, planted};
+use crate::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use crate::sync::{self, Arc};
 use crate::{Buffer, SECTOR_SIZE};
 
-/// Least pause before an image that failed is tried again.
+/// Pause before an image that failed is tried again.
 const RETRY: Duration = Duration::from_secs(1);
-/// An attempt that failed, or a part that was copied, is followed by a pause of so many times as
-/// long as it took: the keeper does nothing else meanwhile.
-const PAUSE_AFTER_FAILURE: u32 = 20;
-const PAUSE_AFTER_PART: u32 = 4;
-/// A part that took less is followed by the next one.
-const QUICK: Duration = Duration::from_millis(50);
-/// Most sectors copied back at a time. The keeper does nothing else meanwhile, and the image may be
-/// slow.
+/// Pause between two looks at a running copy.
+const LOOK: Duration = Duration::from_millis(20);
+/// An image without progress for so long does not answer.
+const UNANSWERED: Duration = Duration::from_secs(5);
+/// Most sectors copied back at a time.
 const STEP: u64 = (256 << 10) / SECTOR_SIZE;
 
-/// Copying a spill file back to its image.
+/// Copying a spill file back to its image, in the image's own thread.
 #[derive(Default)]
 pub(crate) struct CopyBack {
     /// The control file says that the image is being written.
     announced: bool,
-    /// Sectors that are left.
-    rest: VecDeque<Range<u64>>,
-    /// When to go on.
+    /// What the thread does now.
+    round: Option<CopyRound>,
+    /// When to try again after a failure.
     retry: Option<Instant>,
+}
+
+/// One pass over what the image lacks.
+struct CopyRound {
+    answer: Answer<Result<()>>,
+    control: Arc<RoundControl>,
+    /// The parts that were copied, and when this was last seen to change.
+    seen: (u64, Instant),
+}
+
+/// What the keeper and the image's thread tell each other.
+#[derive(Default)]
+struct RoundControl {
+    parts: AtomicU64,
+    /// A caller is waiting: no pauses.
+    hurry: AtomicBool,
+    /// Nobody is waiting any more: it ends after the part at hand.
+    stop: AtomicBool,
+}
+
+impl CopyRound {
+    /// How long the image has not answered.
+    fn silence(&mut self) -> Duration {
+        let (parts, now) = (self.control.parts.load(Ordering::Relaxed), sync::now());
+        if parts != self.seen.0 {
+            self.seen = (parts, now);
+        }
+        now - self.seen.1
+    }
+}
+
+impl Drop for CopyRound {
+    fn drop(&mut self) {
+        self.control.stop.store(true, Ordering::Relaxed);
+    }
 }
 
 impl Keeper {
@@ -61,6 +94,7 @@ impl Keeper {
             let mut failures = ImageFailures {
                 slow_counts: self.disks.len() > 1,
                 found: Vec::new(),
+                unanswered: Vec::new(),
             };
             let urgent_work = |meanwhile: &mut dyn FnMut()| self.do_urgent_work(meanwhile);
             let over = || log.lock().keeper.is_over();
@@ -73,6 +107,7 @@ impl Keeper {
                 urgent_work,
                 over,
             );
+            self.unanswered.append(&mut failures.unanswered);
             match copied? {
                 CopyOutcome::Complete(mut found) => damaged.append(&mut found),
                 CopyOutcome::TimeUp(mut found) => {
@@ -164,13 +199,12 @@ impl Keeper {
         self.disks.iter().filter(|disk| disk.base.is_spilled())
     }
 
-    /// Copies spill files back, as long as nothing else is to do. What fails is noted, and tried
-    /// again after a pause.
+    /// Goes on copying spill files back. What fails is noted, and tried again after a pause.
     pub(super) fn copy_spills_back(&mut self) {
         let due = self.spilled().filter(|disk| self.pause_of(disk).is_zero());
         for disk in due.cloned().collect::<Vec<_>>() {
             // Noted, and tried again.
-            let _ = self.copy_spill_back(&disk);
+            let _ = self.copy_spill_back(&disk, false);
         }
     }
 
@@ -182,93 +216,119 @@ impl Keeper {
         })
     }
 
-    /// How long the keeper may sleep before it goes on copying spill files back.
+    /// How long the keeper may sleep before it looks at the copies of spill files again.
     pub(super) fn until_copy_back(&self) -> Duration {
         let pauses = self.spilled().map(|disk| self.pause_of(disk));
-        pauses.min().unwrap_or(Duration::ZERO)
+        pauses.min().unwrap_or(Duration::ZERO).max(LOOK)
     }
 
     /// Copies a disk's spill file back, whatever else is to do, and returns once its image has
     /// everything.
     ///
     /// # Errors
-    /// If the image still fails, or the time limit for closing ran out.
+    /// If the image still fails, or does not answer, or the time limit for closing ran out.
     pub(super) fn bring_up_to_date(&mut self, disk: &Arc<DiskState>) -> Result<()> {
-        while !self.copy_spill_back(disk)? {
+        while !self.copy_spill_back(disk, true)? {
             self.refuse_over()?;
+            let back = self.copies_back.get_mut(&disk.id);
+            let round = back.and_then(|back| back.round.as_mut());
+            let silence = round.map_or(Duration::ZERO, CopyRound::silence);
+            if silence > UNANSWERED {
+                return Err(unanswered(disk, silence));
+            }
             if !self.log.lock().keeper.stop {
                 // Other disks need their room. What fails there is reported elsewhere.
                 let _ = self.step(false);
+                self.refuse_pausing(disk)?;
             }
+            sync::sleep(SHORT);
         }
         Ok(())
     }
 
-    /// Copies a part of a disk's spill file back: all, unless there is something else to do.
-    /// Returns whether the image has everything.
-    fn copy_spill_back(&mut self, disk: &Arc<DiskState>) -> Result<bool> {
+    /// Refuses to wait for a copy that has failed, and is tried again later.
+    fn refuse_pausing(&self, disk: &DiskState) -> Result<()> {
+        let condition = disk.condition();
+        match condition.trouble() {
+            Some(trouble) if !self.pause_of(disk).is_zero() => {
+                Err(Error::new(ErrorKind::Io, trouble.error.clone()))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Goes on copying a disk's spill file back. Returns whether the image has everything.
+    fn copy_spill_back(&mut self, disk: &Arc<DiskState>, hurry: bool) -> Result<bool> {
         let Some(spill) = disk.base.spill() else {
             return Ok(true);
         };
         let mut back = self.copies_back.remove(&disk.id).unwrap_or_default();
-        let begun = sync::now();
-        let copied = self.copy_parts_back(disk, &spill, &mut back);
-        let took = sync::now() - begun;
+        let copied = self.copy_round(disk, &spill, &mut back, hurry);
         match &copied {
             Ok(true) => return Ok(true),
-            Ok(false) if took < QUICK => back.retry = None,
-            Ok(false) => back.retry = sync::now().checked_add(took * PAUSE_AFTER_PART),
+            Ok(false) => back.retry = None,
             Err(error) => {
                 disk.note_trouble(error);
                 // A failed sync may have dropped what was copied so far, and the next one would not
                 // tell.
-                back.rest.clear();
+                back.round = None;
                 spill.count_all_as_written();
-                let pause = RETRY.max(took * PAUSE_AFTER_FAILURE);
-                back.retry = sync::now().checked_add(pause);
+                back.retry = sync::now().checked_add(RETRY);
             }
         }
         self.copies_back.insert(disk.id, back);
         copied
     }
 
-    fn copy_parts_back(
+    /// Begins a pass over what the image lacks, or looks at the one under way. The last pass finds
+    /// nothing that was spilled meanwhile.
+    fn copy_round(
         &mut self,
         disk: &Arc<DiskState>,
-        spill: &Spill,
-        CopyBack {
-            announced, rest, ..
-        }: &mut CopyBack,
+        spill: &Arc<Spill>,
+        back: &mut CopyBack,
+        hurry: bool,
     ) -> Result<bool> {
-        if !*announced {
-            self.announce_copy_back(disk)?;
-            *announced = true;
+        self.unanswered.retain_mut(|io| !io.have_ended());
+        if self.unanswered.iter().any(|io| io.has(disk.id)) {
+            return Err(unanswered(disk, Duration::ZERO));
         }
-        let begun = sync::now();
         loop {
-            if rest.is_empty() {
-                // Also what was spilled since this began.
-                rest.extend(spill.take_written());
+            if let Some(round) = &mut back.round {
+                round.control.hurry.store(hurry, Ordering::Relaxed);
+                let Some(ended) = round.answer.take() else {
+                    let silence = round.silence();
+                    if silence > UNANSWERED {
+                        disk.note_trouble(&unanswered(disk, silence));
+                    }
+                    return Ok(false);
+                };
+                back.round = None;
+                ended?;
+                if !spill.has_written() {
+                    self.end_spill(disk, spill)?;
+                    return Ok(true);
+                }
             }
-            let Some(range) = rest.pop_front() else {
-                break;
-            };
-            let part = range.start..range.end.min(range.start + STEP);
-            copy_sectors(disk, spill, part.clone())?;
-            if part.end < range.end {
-                rest.push_front(part.end..range.end);
+            if !back.announced {
+                self.announce_copy_back(disk)?;
+                back.announced = true;
             }
-            let state = self.log.lock();
-            let keeper = &state.keeper;
-            // If copies fail, this may be what makes room.
-            let wanted = keeper.checkpoint || state.ring.is_short() || state.ring.holds_back();
-            let busy = wanted && !self.step_failed;
-            if busy || keeper.stop || !keeper.orders.is_empty() || sync::now() - begun > QUICK {
-                return Ok(false);
-            }
+            let control = Arc::new(RoundControl::default());
+            control.hurry.store(hurry, Ordering::Relaxed);
+            let ranges = spill.take_written();
+            let (state, from, told) = (disk.clone(), spill.clone(), control.clone());
+            let begun = disk
+                .base
+                .begin(move || copy_back(&state, &from, ranges, &told));
+            let answer =
+                begun.map_err(|error| Error::io("write the base image", &disk.path, error))?;
+            back.round = Some(CopyRound {
+                answer,
+                control,
+                seen: (0, sync::now()),
+            });
         }
-        self.end_spill(disk, spill)?;
-        Ok(true)
     }
 
     /// Notes in the control file that a disk's image is about to be written.
@@ -278,17 +338,8 @@ impl Keeper {
         })
     }
 
-    /// The image has everything: makes that durable, and removes the spill file.
+    /// The image durably has everything: removes the spill file.
     fn end_spill(&mut self, disk: &Arc<DiskState>, spill: &Spill) -> Result<()> {
-        if !planted(Mutant::CopyBackUnsynced) {
-            disk.mark(true)?;
-        }
-        // The samples must be of what is on the medium. A sync that failed earlier may have left
-        // other bytes in the cache.
-        if !planted(Mutant::CopyBackTrustsCache) {
-            let settled = disk.base.file().drop_cache();
-            settled.map_err(|error| Error::io("sync the base image", &disk.path, error))?;
-        }
         let image = [(disk.clone(), [None, None])];
         // Nothing may be added to the file while an open might ignore it.
         self.change_certainly(|control| {
@@ -358,6 +409,54 @@ impl Keeper {
             disk.note_trouble(&Error::new(ErrorKind::Io, message));
         }
     }
+}
+
+/// The error for an image that has not answered for this long; zero: nobody knows how long.
+fn unanswered(disk: &DiskState, silence: Duration) -> Error {
+    let path = disk.path.display();
+    let long = match silence.as_secs() {
+        0 => "earlier writes".to_owned(),
+        seconds => format!("a write for {seconds} s"),
+    };
+    let message = format!("{path}: its image has not answered {long}");
+    Error::new(ErrorKind::Io, message)
+}
+
+/// Copies these ranges of sectors from a spill file to the disk's image, and makes them durable.
+fn copy_back(
+    disk: &DiskState,
+    spill: &Spill,
+    ranges: Vec<Range<u64>>,
+    control: &RoundControl,
+) -> Result<()> {
+    for range in ranges {
+        let starts = range.clone().step_by(STEP as usize);
+        for part in starts.map(|start| start..range.end.min(start + STEP)) {
+            if control.stop.load(Ordering::Relaxed) {
+                let path = disk.path.display();
+                let message = format!("{path}: copying its spill file back was broken off");
+                return Err(Error::new(ErrorKind::Io, message));
+            }
+            let begun = sync::now();
+            copy_sectors(disk, spill, part)?;
+            control.parts.fetch_add(1, Ordering::Relaxed);
+            if !control.hurry.load(Ordering::Relaxed) {
+                // Half of the time is for others that use the medium.
+                sync::sleep(sync::now() - begun);
+            }
+        }
+    }
+    if !planted(Mutant::CopyBackUnsynced) {
+        disk.mark(true)?;
+    }
+    control.parts.fetch_add(1, Ordering::Relaxed);
+    // The samples must be of what is on the medium. A sync that failed earlier may have left other
+    // bytes in the cache.
+    if !planted(Mutant::CopyBackTrustsCache) {
+        let settled = disk.base.file().drop_cache();
+        settled.map_err(|error| Error::io("sync the base image", &disk.path, error))?;
+    }
+    Ok(())
 }
 
 /// Copies these sectors from a spill file to the disk's image.

@@ -4,8 +4,10 @@ use std::fs::File;
 use std::io;
 use std::ops::Range;
 use std::os::fd::RawFd;
+use std::time::Duration;
 
 use crate::SECTOR_SIZE;
+use crate::log::image_thread::{Answer, ImageThread};
 use crate::log::spill::Spill;
 use crate::medium::file::{DataFile, ReadFile};
 use crate::sync::atomic::{AtomicBool, Ordering};
@@ -19,6 +21,7 @@ pub(crate) struct Image {
     /// Whether there is a spill file, for readers that look without the lock.
     spilled: AtomicBool,
     spill: RwLock<Option<Arc<Spill>>>,
+    thread: ImageThread,
 }
 
 impl Image {
@@ -27,12 +30,49 @@ impl Image {
             file,
             spilled: AtomicBool::new(spill.is_some()),
             spill: RwLock::new(spill),
+            thread: ImageThread::default(),
         }
     }
 
     /// The image alone.
     pub(crate) fn file(&self) -> &Arc<dyn DataFile> {
         &self.file
+    }
+
+    /// Begins an operation on the image in a thread of the image's own. Only the log's keeper does
+    /// this.
+    ///
+    /// # Errors
+    /// If the image has not answered an earlier one yet.
+    pub(crate) fn begin<T: Send + 'static>(
+        &self,
+        operation: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<Answer<T>> {
+        if self.thread.is_busy() {
+            return Err(unanswered());
+        }
+        // Only the host's files may not answer.
+        let here = self.file.host().is_none() || cfg!(feature = "shuttle");
+        Ok(self.thread.begin(here, operation))
+    }
+
+    /// Carries out an operation on the image, and waits for it no longer than `limit`, if there is
+    /// one. If it has not ended then, it goes on, and until it has ended no other begins.
+    ///
+    /// # Errors
+    /// If it, or an earlier one, has not ended.
+    pub(crate) fn within<T: Send + 'static>(
+        &self,
+        limit: Option<Duration>,
+        operation: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        match limit {
+            None => Ok(operation()),
+            Some(limit) => {
+                let ended = self.begin(operation)?.wait(limit);
+                ended.ok_or_else(unanswered)
+            }
+        }
     }
 
     /// Whether the image lacks bytes that are in a spill file.
@@ -86,6 +126,10 @@ impl Image {
             }),
         }
     }
+}
+
+fn unanswered() -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, "the image does not answer")
 }
 
 impl ReadFile for Image {

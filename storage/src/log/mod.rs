@@ -10,6 +10,7 @@ pub(crate) mod disk_state;
 pub(crate) mod export;
 pub(crate) mod group;
 pub(crate) mod image;
+pub(crate) mod image_thread;
 pub(crate) mod orders;
 pub(crate) mod pin;
 pub(crate) mod pipeline;

@@ -261,6 +261,11 @@ impl Spill {
             .collect()
     }
 
+    /// Whether anything was written since the last call of [`take_written`](Self::take_written).
+    pub(crate) fn has_written(&self) -> bool {
+        !self.written().is_empty()
+    }
+
     /// Counts everything here as written since: what was copied from here may be lost.
     pub(crate) fn count_all_as_written(&self) {
         let all = self.sectors.read().expect("spill lock");

@@ -1,14 +1,15 @@
-//! One of two disks on a log can't be copied to its image, because that image's file system is
-//! full. The other disk goes on for as long as it likes, and nothing is lost.
+//! One of two disks on a log can't be copied to its image, because that image's file system is full,
+//! or does not answer. The other disk goes on for as long as it likes, and nothing is lost.
 
 use std::fs;
 use std::path::Path;
 
 use serde_json::Value;
-use walvisor_storage::{StoreOptions, create_disk};
-use walvisor_testkit::MemoryFs;
+use walvisor_storage::{StoreOptions, create_disk, move_to_log};
 use walvisor_testkit::nbd::{FLUSH, READ, SimpleClient, WRITE};
+use walvisor_testkit::{MemoryFs, wait_until};
 
+use super::slow_holes::mount;
 use super::{Daemon, MIB, noise, text, walvisor};
 
 const LENGTH: u64 = MIB / 16;
@@ -28,10 +29,12 @@ fn expect_written(client: &mut SimpleClient, places: impl Iterator<Item = u64>) 
     for place in places {
         let mut found = vec![0; LENGTH as usize];
         let read = client.end(READ, place * LENGTH, found.len(), &mut found, false);
-        assert!(
-            read.is_ok() && found == noise(LENGTH as usize),
-            "place {place}"
-        );
+        assert!(read.is_ok(), "place {place}: {read:?}");
+        let differs = found
+            .iter()
+            .zip(noise(LENGTH as usize))
+            .position(|(a, b)| *a != b);
+        assert_eq!(differs, None, "place {place}");
     }
 }
 
@@ -129,6 +132,73 @@ fn a_full_file_system_under_one_image_does_not_stop_the_other_disk() {
     assert!(!names.any(|name| name.to_string_lossy().starts_with("spill")));
     let bytes = fs::read(&image).unwrap();
     for place in (0..72).chain([500]) {
+        let at = (place * LENGTH) as usize;
+        assert!(
+            bytes[at..][..LENGTH as usize] == noise(LENGTH as usize),
+            "place {place}"
+        );
+    }
+}
+
+#[test]
+fn an_image_that_does_not_answer_does_not_stop_the_other_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let Some(slow) = mount(dir) else {
+        return;
+    };
+    let image = dir.join("slow/disk.img");
+    let options = StoreOptions {
+        segment_size: 4 * MIB,
+        max_segments: 16,
+        ..StoreOptions::default()
+    };
+    create_disk(&dir.join("well.img"), 32 * MIB, &dir.join("log"), &options).unwrap();
+    move_to_log(&image, &dir.join("none"), &dir.join("log"), &options, &[]).unwrap();
+    let daemon = Daemon::start(
+        dir,
+        "--control ctl --disk path=slow/disk.img,log=log,socket=s,serial=sick \
+         --disk path=well.img,log=log,socket=s,serial=well",
+    );
+    let connect = |export: &str| SimpleClient::connect(&dir.join("s"), export).unwrap();
+    let (mut sick, mut well) = (connect("sick"), connect("well"));
+    (0..8).for_each(|place| write(&mut sick, place));
+    flush(&mut sick);
+    // Copied before the image stops to answer.
+    assert!(walvisor(dir, "ctl ctl checkpoint").status.success());
+    slow.halt();
+    (8..24).for_each(|place| write(&mut sick, place));
+    flush(&mut sick);
+    // Many times the log's room.
+    for number in 0..4096 {
+        write(&mut well, number % 256);
+        flush(&mut well);
+    }
+    let told = condition(dir, "sick");
+    assert_eq!(told["name"], "copy_failing", "{told}");
+    assert_eq!(condition(dir, "well")["name"], "ok");
+    expect_written(&mut sick, 8..24);
+    expect_written(&mut well, 0..256);
+    for command in ["checkpoint --disk sick", "remove-disk sick"] {
+        let refused = text(&walvisor(dir, &format!("ctl ctl {command}")).stderr);
+        assert!(refused.contains("answer"), "{command}: {refused}");
+    }
+    let snapshot = walvisor(dir, "ctl ctl snapshot monday");
+    assert!(snapshot.status.success(), "{}", text(&snapshot.stderr));
+    let deleted = walvisor(dir, "ctl ctl snapshot-delete monday");
+    assert!(deleted.status.success(), "{}", text(&deleted.stderr));
+    slow.go_on();
+    wait_until("the image to have everything", || {
+        condition(dir, "sick")["name"] == "ok"
+    });
+    // The removal has ended the connection.
+    let mut sick = connect("sick");
+    expect_written(&mut sick, 0..24);
+    drop((sick, well));
+    let errors = daemon.stop();
+    assert!(errors.contains("has everything"), "{errors}");
+    let bytes = fs::read(image).unwrap();
+    for place in 0..24 {
         let at = (place * LENGTH) as usize;
         assert!(
             bytes[at..][..LENGTH as usize] == noise(LENGTH as usize),

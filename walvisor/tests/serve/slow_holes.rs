@@ -18,7 +18,7 @@ use super::{Daemon, WALVISOR, client, create, text, walvisor};
 const LIMIT: Duration = Duration::from_secs(60);
 
 /// An image in a file system whose program can be halted.
-struct SlowFileSystem {
+pub(super) struct SlowFileSystem {
     fuse: Process,
     mountpoint: std::path::PathBuf,
 }
@@ -53,11 +53,16 @@ impl SlowFileSystem {
 
     /// Halts the program. SIGSTOP goes to one of its threads, and the others still answer until
     /// that thread has run.
-    fn halt(&self) {
+    pub(super) fn halt(&self) {
         self.fuse.signal(Signal::STOP);
         let stopped = WaitId::Pid(self.fuse.pid());
         let status = waitid(stopped, WaitIdOptions::STOPPED).unwrap().unwrap();
         assert!(status.stopped(), "nbdfuse ended");
+    }
+
+    /// Lets the program go on.
+    pub(super) fn go_on(&self) {
+        self.fuse.signal(Signal::CONT);
     }
 }
 
@@ -77,7 +82,7 @@ impl Drop for SlowFileSystem {
 }
 
 /// A file system as above. `None`: this machine has none, and `skipped: why` was printed.
-fn mount(dir: &Path) -> Option<SlowFileSystem> {
+pub(super) fn mount(dir: &Path) -> Option<SlowFileSystem> {
     let here = have("nbdsh", "python3-libnbd")
         && have("nbdfuse", "libnbd-bin")
         && have("nbdkit", "nbdkit")
@@ -122,7 +127,7 @@ print('all')
     // The client that asked also goes on, with requests that do not need that file system.
     asking.write(2, 4096, &[7; 4096]);
     asking.flush(3);
-    slow.fuse.signal(Signal::CONT);
+    slow.go_on();
     let told = asking.reply();
     assert_eq!((told.kind, told.cookie), (6, 1));
     drop(asking);
@@ -175,7 +180,7 @@ fn a_removal_that_waits_for_its_image_delays_no_other_request() {
     client.write(1, 0, &[8; 4096]);
     client.flush(2);
     drop(client);
-    slow.fuse.signal(Signal::CONT);
+    slow.go_on();
     assert!(removal.wait().unwrap().success());
     assert_eq!(disks(dir), ["b"]);
     assert_eq!(daemon.stop(), "");

@@ -1,0 +1,84 @@
+//! A thread for operations on one image. An image may never answer, and the log's keeper must go on
+//! all the same.
+
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::time::Duration;
+
+use crate::sync::atomic::{AtomicBool, Ordering};
+use crate::sync::{Arc, Mutex, thread};
+
+/// An operation, with its way to report.
+type Job = Box<dyn FnOnce() + Send>;
+
+/// See the module's documentation. The thread starts with the first operation, and ends after the
+/// last one once this is dropped.
+#[derive(Debug, Default)]
+pub(crate) struct ImageThread {
+    jobs: Mutex<Option<Sender<Job>>>,
+    /// An operation is under way.
+    busy: Arc<AtomicBool>,
+}
+
+/// The answer of an operation.
+#[derive(Debug)]
+pub(crate) struct Answer<T>(Receiver<T>);
+
+impl<T> Answer<T> {
+    /// Waits for it, not longer than this. `None`: the operation has not ended.
+    pub(crate) fn wait(&self, limit: Duration) -> Option<T> {
+        self.0.recv_timeout(limit).ok()
+    }
+
+    /// The answer, if the operation has ended.
+    pub(crate) fn take(&self) -> Option<T> {
+        self.0.try_recv().ok()
+    }
+}
+
+impl ImageThread {
+    /// Whether an operation is under way.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.busy.load(Ordering::Acquire)
+    }
+
+    /// Begins an operation. `here`: carries it out in the calling thread, as is done too if no
+    /// thread can be had.
+    ///
+    /// # Panics
+    /// If one is under way.
+    pub(crate) fn begin<T: Send + 'static>(
+        &self,
+        here: bool,
+        operation: impl FnOnce() -> T + Send + 'static,
+    ) -> Answer<T> {
+        assert!(
+            !self.busy.swap(true, Ordering::AcqRel),
+            "one operation at a time"
+        );
+        let (sender, receiver) = mpsc::channel();
+        let busy = self.busy.clone();
+        let job: Job = Box::new(move || {
+            let ended = operation();
+            busy.store(false, Ordering::Release);
+            // Nobody may be waiting any more.
+            let _ = sender.send(ended);
+        });
+        let mut jobs = self.jobs.lock().expect("image thread lock");
+        if !here && jobs.is_none() {
+            *jobs = start();
+        }
+        match jobs.as_ref().filter(|_| !here) {
+            Some(jobs) => jobs.send(job).expect("the thread lives as long as this"),
+            None => job(),
+        }
+        Answer(receiver)
+    }
+}
+
+/// Starts the thread. `None`: there is none to be had.
+fn start() -> Option<Sender<Job>> {
+    let (sender, receiver) = mpsc::channel::<Job>();
+    let thread = thread::Builder::new().name("image".into());
+    let started = thread.spawn(move || receiver.into_iter().for_each(|job| job()));
+    started.ok().map(|_| sender)
+}
