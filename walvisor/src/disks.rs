@@ -48,6 +48,8 @@ pub enum RemovedDisk {
     Complete,
     /// The newest records are in the log, which keeps history.
     InLog,
+    /// What the image lacks is in a file beside the log.
+    Kept,
 }
 
 impl OpenLogs {
@@ -126,8 +128,13 @@ impl OpenLogs {
     /// Closes a disk that nobody uses any more. The last disk of a log closes the log too.
     ///
     /// # Errors
-    /// If the disk's records cannot be copied to its image. The disk then stays open.
-    pub fn remove(&mut self, spec: &DiskSpec) -> Result<RemovedDisk, walvisor_storage::Error> {
+    /// If the disk's records cannot be copied to its image, or with `keep_records` to a file beside
+    /// the log. The disk then stays open.
+    pub fn remove(
+        &mut self,
+        spec: &DiskSpec,
+        keep_records: bool,
+    ) -> Result<RemovedDisk, walvisor_storage::Error> {
         let (Some(place), Some(path)) = (self.log_of(spec), &spec.path) else {
             return Ok(RemovedDisk::Complete);
         };
@@ -135,12 +142,18 @@ impl OpenLogs {
         let keeps =
             |disk: &Disk| disk.retain() != Retention::Nothing || !disk.snapshots().is_empty();
         let keeps_history = store.disks().iter().any(keeps);
-        store.remove_disk(path)?;
+        if keep_records {
+            store.remove_disk_keeping_records(path)?;
+        } else {
+            store.remove_disk(path)?;
+        }
         if store.disks().is_empty() {
             drop(self.logs.remove(place));
         }
         Ok(if keeps_history {
             RemovedDisk::InLog
+        } else if keep_records {
+            RemovedDisk::Kept
         } else {
             RemovedDisk::Complete
         })

@@ -198,7 +198,7 @@ impl Keeper {
             let lock = &self.log.state;
             state = sync::wait_timeout_while(wanted, lock, state, RETRY, |state| !urgent(state));
             *paused = urgent(&state);
-        } else if self.has_spills() {
+        } else if self.has_spills() || !self.unanswered.is_empty() {
             let (lock, pause) = (&self.log.state, self.until_copy_back());
             state = sync::wait_timeout_while(wanted, lock, state, pause, |state| idle(state));
         } else {

@@ -4,15 +4,17 @@
 //! void. Other disks are not copied. If the log keeps history, nothing is copied: the disk is detached and its records
 //! stay in the log, as with a disk that was opened as a detached one.
 
+use std::path::{Path, PathBuf};
+
 use zerocopy::little_endian::U64;
 
-use crate::catalog::control::real_path;
 use crate::catalog::log_location::LogLocation;
 use crate::catalog::options::DiskOptions;
 use crate::checkpoint::copy::CopyOutcome;
 use crate::error::{Error, ErrorKind, Result};
 use crate::history::keeper::{Keeper, settle};
 use crate::history::machine::CopyEvent;
+use crate::history::spill::note_spill;
 use crate::log::disk_state::DiskState;
 use crate::log::orders::DiskAdoption;
 use crate::log::pipeline::{MarkCommit, Modification};
@@ -21,24 +23,22 @@ use crate::sync::Arc;
 use crate::sync::atomic::Ordering;
 
 impl Keeper {
-    /// Adds a disk.
+    /// Adds a disk. `path`: its image's, with links resolved.
     pub(super) fn add(
         &mut self,
-        options: &DiskOptions,
+        (options, path): (&DiskOptions, &Path),
         adopt: DiskAdoption,
     ) -> Result<Arc<DiskState>> {
         self.refuse_failed()?;
-        let path = real_path(&options.path)?;
         let detached = |disk: &Arc<DiskState>| {
-            disk.detached.load(Ordering::Relaxed)
-                && real_path(&disk.path).is_ok_and(|other| other == path)
+            disk.detached.load(Ordering::Relaxed) && self.image_path(disk) == path
         };
         if let Some(place) = self.disks.iter().position(detached) {
             if self.log.lock().keeps_history() {
                 return self.reattach(place, options);
             }
             let disk = self.disks[place].clone();
-            self.remove(&disk)?;
+            self.remove(&disk, false)?;
         }
         let appended = self.log.lock().pipeline.appended();
         // The disk's past may begin here, so a power cut must not take this state back.
@@ -46,6 +46,7 @@ impl Keeper {
         let newest = self.control.control.with_rewinds(appended);
         let disk = adopt(&mut self.control, &self.disks, newest)?;
         disk.index_mut().count_in(&self.log.counters.index);
+        note_spill(&disk);
         self.disks.push(disk.clone());
         if disk.since_lsn > newest {
             // The disk's new state needs an LSN of its own, and in a log in use only records have LSNs.
@@ -71,8 +72,9 @@ impl Keeper {
     }
 
     /// Brings a disk's base image up to date, marks it as closed and forgets the disk; or, if the log keeps history,
-    /// detaches it. On failure, the disk stays as it was.
-    pub(crate) fn remove(&mut self, disk: &Arc<DiskState>) -> Result<()> {
+    /// detaches it. On failure, the disk stays as it was. `keeps_records`: leaves the image as it
+    /// is, and its disk's newest bytes in a spill file.
+    pub(crate) fn remove(&mut self, disk: &Arc<DiskState>, keeps_records: bool) -> Result<()> {
         self.refuse_failed()?;
         let state = self.log.lock();
         let was_detached = disk.detached.swap(true, Ordering::Relaxed);
@@ -80,6 +82,8 @@ impl Keeper {
         drop(state);
         let removed = if keeps_history {
             self.drain(disk.last_lsn.load(Ordering::Acquire))
+        } else if keeps_records {
+            self.spill_records(disk)
         } else {
             // Mark it as closed only after the control file says that the log has no records for it.
             self.copy_records(disk)
@@ -95,6 +99,23 @@ impl Keeper {
             self.reclaim();
         }
         Ok(())
+    }
+
+    /// Puts all records of a leaving disk into its spill file, and stops copying that back.
+    fn spill_records(&mut self, disk: &Arc<DiskState>) -> Result<()> {
+        if !disk.base.is_spilled() {
+            self.use_spill(disk)?;
+        }
+        self.copy_records(disk)?;
+        self.copies_back.remove(&disk.id);
+        Ok(())
+    }
+
+    /// The path of an open disk's image, with links resolved. Asks no file system, which may not
+    /// answer.
+    fn image_path(&self, disk: &DiskState) -> PathBuf {
+        let entry = self.control.control.disk(disk.id);
+        entry.map_or_else(PathBuf::new, |entry| entry.path(&self.control.home))
     }
 
     /// Marks the image of a leaving disk as closed. If that fails, marks it as open again: more records may follow, and

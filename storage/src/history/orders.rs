@@ -36,11 +36,13 @@ impl Keeper {
             KeeperTask::CopyBack(disk) => self.bring_up_to_date(&disk),
             KeeperTask::Export(lsn, disk, export) => self.begin_export(lsn, &disk, export),
             KeeperTask::Grow(disk, size) => self.grow(&disk, size),
-            KeeperTask::Add(options, adopt, added) => self.add(&options, adopt).map(|disk| {
-                // The caller may be gone.
-                let _ = added.send(disk);
-            }),
-            KeeperTask::Remove(disk) => self.remove(&disk),
+            KeeperTask::Add(options, path, adopt, added) => {
+                self.add((&options, &path), adopt).map(|disk| {
+                    // The caller may be gone.
+                    let _ = added.send(disk);
+                })
+            }
+            KeeperTask::Remove(disk, keeps_records) => self.remove(&disk, keeps_records),
             KeeperTask::Snapshot(name, disk_id) => self.snapshot(name, disk_id),
             KeeperTask::KeepPoint(point) => self.change_history(|control| point.add(control)),
             KeeperTask::DeleteSnapshot(name) => {

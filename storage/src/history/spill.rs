@@ -136,16 +136,10 @@ impl Keeper {
         if self.disks.len() < 2 {
             return Err(error);
         }
-        let spill = match self.make_spill(&disk) {
-            Ok(spill) => spill,
-            Err(why) => {
-                tracing::warn!("{}: no spill file for it: {why}", disk.path.display());
-                return Err(error);
-            }
-        };
-        disk.base.set_spill(Some(Arc::new(spill)));
-        self.new_generations
-            .retain(|(other, _)| other.id != disk.id);
+        if let Err(why) = self.use_spill(&disk) {
+            tracing::warn!("{}: no spill file for it: {why}", disk.path.display());
+            return Err(error);
+        }
         if disk.note_trouble(&error) {
             tracing::error!(
                 "{error}; what it lacks goes to a spill file in {} until it can be written again; other \
@@ -153,6 +147,15 @@ impl Keeper {
                 self.log.dir.display()
             );
         }
+        Ok(())
+    }
+
+    /// Makes a spill file for a disk, and uses it from now on.
+    pub(super) fn use_spill(&mut self, disk: &DiskState) -> Result<()> {
+        let spill = self.make_spill(disk)?;
+        disk.base.set_spill(Some(Arc::new(spill)));
+        self.new_generations
+            .retain(|(other, _)| other.id != disk.id);
         Ok(())
     }
 
@@ -201,6 +204,7 @@ impl Keeper {
 
     /// Goes on copying spill files back. What fails is noted, and tried again after a pause.
     pub(super) fn copy_spills_back(&mut self) {
+        self.unanswered.retain_mut(|io| !io.have_ended());
         let due = self.spilled().filter(|disk| self.pause_of(disk).is_zero());
         for disk in due.cloned().collect::<Vec<_>>() {
             // Noted, and tried again.
@@ -219,7 +223,7 @@ impl Keeper {
     /// How long the keeper may sleep before it looks at the copies of spill files again.
     pub(super) fn until_copy_back(&self) -> Duration {
         let pauses = self.spilled().map(|disk| self.pause_of(disk));
-        pauses.min().unwrap_or(Duration::ZERO).max(LOOK)
+        pauses.min().unwrap_or(RETRY).max(LOOK)
     }
 
     /// Copies a disk's spill file back, whatever else is to do, and returns once its image has
@@ -396,18 +400,17 @@ impl Keeper {
                 remove_leftover(&*files, &dir.join(name));
             }
         }
-        for (disk, spill) in self
-            .disks
-            .iter()
-            .filter_map(|disk| Some((disk, disk.base.spill()?)))
-        {
-            let (path, bytes) = (disk.path.display(), spill.bytes());
-            let message = format!(
-                "{path}: its image failed before, and lacks {bytes} bytes that are in a spill file"
-            );
-            tracing::warn!("{message}; they are copied back once the image can be written");
-            disk.note_trouble(&Error::new(ErrorKind::Io, message));
-        }
+        self.disks.iter().for_each(|disk| note_spill(disk));
+    }
+}
+
+/// Notes that an image which is opened lacks what is in a spill file, if so.
+pub(super) fn note_spill(disk: &DiskState) {
+    if let Some(spill) = disk.base.spill() {
+        let (path, bytes) = (disk.path.display(), spill.bytes());
+        let message = format!("{path}: its image lacks {bytes} bytes that are in a spill file");
+        tracing::warn!("{message}; they are copied back once the image can be written");
+        disk.note_trouble(&Error::new(ErrorKind::Io, message));
     }
 }
 

@@ -12,6 +12,7 @@
 //! ```
 //! The keeper does all of it because it alone writes the control file and the base images.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
 use crate::catalog::control::ControlFile;
@@ -50,10 +51,15 @@ pub(crate) enum KeeperTask {
     Export(u64, Arc<DiskState>, Arc<Export>),
     /// Grow a disk to this many bytes; never shrinks it.
     Grow(Arc<DiskState>, u64),
-    /// Add a disk.
-    Add(DiskOptions, DiskAdoption, mpsc::Sender<Arc<DiskState>>),
-    /// Bring a disk's base image up to date, and forget the disk.
-    Remove(Arc<DiskState>),
+    /// Add a disk, at this path with links resolved.
+    Add(
+        DiskOptions,
+        PathBuf,
+        DiskAdoption,
+        mpsc::Sender<Arc<DiskState>>,
+    ),
+    /// Bring a disk's base image up to date, or with `true` its spill file, and forget the disk.
+    Remove(Arc<DiskState>, bool),
     /// Name the present state of the log's disks.
     Snapshot(SnapshotName, Option<u32>),
     /// Keep a point while it is exported. The caller has pinned it.

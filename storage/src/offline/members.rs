@@ -40,7 +40,7 @@ impl Store {
     /// As [`Store::open`] for this disk; the other disks are not affected.
     pub fn add_disk(&mut self, options: &DiskOptions) -> Result<&Disk> {
         let (added, adding) = mpsc::channel();
-        self.log.order(add_task(&self.log, options, added))?;
+        self.log.order(add_task(&self.log, options, added)?)?;
         let state = adding.recv().map_err(|_| {
             let dir = self.log.dir.display();
             Error::new(ErrorKind::Io, format!("{dir}: the log is being closed"))
@@ -63,6 +63,22 @@ impl Store {
     /// # Errors
     /// If the disk is not one of [`disks`](Self::disks), or the copy fails. The disk then stays open.
     pub fn remove_disk(&mut self, path: &Path) -> Result<()> {
+        self.close_disk(path, false)
+    }
+
+    /// As [`remove_disk`](Self::remove_disk), but does not write to the base image, which may be
+    /// failing, and needs no answer from it. What it lacks goes to a file in the log's directory,
+    /// and is copied back once the disk is [added](Self::add_disk), or opened, again. Until then
+    /// the image stays marked as open.
+    ///
+    /// # Errors
+    /// If the disk is not one of [`disks`](Self::disks), or the file can't be written. The disk
+    /// then stays open.
+    pub fn remove_disk_keeping_records(&mut self, path: &Path) -> Result<()> {
+        self.close_disk(path, true)
+    }
+
+    fn close_disk(&mut self, path: &Path, keeps_records: bool) -> Result<()> {
         let place = self.disks.iter().position(|disk| disk.path() == path);
         let place = place.ok_or_else(|| {
             Error::new(
@@ -77,25 +93,35 @@ impl Store {
         // A log open for reading only has no keeper, and nothing to copy.
         if self.control.is_none() {
             let state = self.disks[place].state.clone();
-            self.log.order(KeeperTask::Remove(state))?;
+            self.log.order(KeeperTask::Remove(state, keeps_records))?;
         }
         self.disks.remove(place);
         Ok(())
     }
 }
 
-/// The task that adds a disk and sends it to `added`.
+/// The task that adds a disk and sends it to `added`. Opens its image here: a file system that does
+/// not answer holds up the caller, not the log's keeper.
 pub(crate) fn add_task(
     log: &Log,
     options: &DiskOptions,
     added: mpsc::Sender<Arc<DiskState>>,
-) -> KeeperTask {
+) -> Result<KeeperTask> {
+    let path = real_path(&options.path)?;
     let (asked, dir, salt) = (options.clone(), log.dir.clone(), log.medium.salt());
+    let opened = match OpenBase::open(&asked, Access::Write, &dir, false) {
+        // The log itself may have it open, as a detached disk.
+        Err(error) if error.kind() == ErrorKind::Locked => None,
+        opened => Some(opened?),
+    };
     let adopt: DiskAdoption = Box::new(move |control, open, newest| {
-        let base = OpenBase::open(&asked, Access::Write, &dir, false)?;
+        let base = match opened {
+            Some(base) => base,
+            None => OpenBase::open(&asked, Access::Write, &dir, false)?,
+        };
         adopt(base, control, open, &dir, (salt, newest))
     });
-    KeeperTask::Add(options.clone(), adopt, added)
+    Ok(KeeperTask::Add(options.clone(), path, adopt, added))
 }
 
 /// Points where a crash can cut a disk's leaving of a log.
@@ -283,6 +309,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
+    use crate::log::spill::is_spill;
     use crate::offline::resize::tests::{MIB, copy_all, end, fill};
     use crate::{Operation, Point, Port, create_disk, import_disk, inspect};
 
@@ -477,6 +504,47 @@ mod tests {
             .unwrap();
         assert_eq!(std::fs::read(&precious).unwrap()[..4096], [8; 4096]);
         assert_eq!(std::fs::read(&b).unwrap()[..4096], [0; 4096]);
+    }
+
+    /// The image does not change, and is unlocked; every later open finds what it lacks.
+    #[test]
+    fn a_disk_leaves_a_log_in_use_and_its_records_stay() {
+        for again in [false, true] {
+            let dir = tempfile::tempdir().unwrap();
+            let [a, b, log] = logged_disks(dir.path());
+            let mut store = open_with(&log, &[&a, &b], Some(Duration::ZERO)).unwrap();
+            store.disks()[0].checkpoint().unwrap();
+            let before = std::fs::read(&a).unwrap();
+            fill(&mut store.disks()[0].open_port().unwrap(), 8, 9);
+            store.remove_disk_keeping_records(&a).unwrap();
+            assert!(std::fs::read(&a).unwrap() == before);
+            let error = OpenBase::open_as_is(&DiskOptions::new(&a), Access::Write, false).err();
+            assert!(error.is_none(), "{error:?}");
+            if again {
+                drop(store);
+                // The other disks don't need it.
+                open_with(&log, &[&b], None).unwrap().close().unwrap();
+                store = open_with(&log, &[&a], None).unwrap();
+            } else {
+                store.add_disk(&DiskOptions::new(&a)).unwrap();
+            }
+            store.disks().last().unwrap().checkpoint().unwrap();
+            store.close().unwrap();
+            let bytes = std::fs::read(&a).unwrap();
+            assert_eq!(
+                (&bytes[..4096], &bytes[4096..8192]),
+                (&[7; 4096][..], &[9; 4096][..])
+            );
+            assert!(!has_spill(&log));
+        }
+    }
+
+    /// Whether a log's directory has a spill file.
+    fn has_spill(log: &Path) -> bool {
+        let mut names = std::fs::read_dir(log)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
+        names.any(|name| is_spill(&name))
     }
 
     /// Nothing was written, so nothing is copied: the image does not change, and is unlocked.

@@ -405,14 +405,14 @@ impl Life {
             running.keeper.serve_orders();
             answered.try_recv().expect("an answer")
         };
-        let removed = order(KeeperTask::Remove(disk.state));
+        let removed = order(KeeperTask::Remove(disk.state, false));
         if self.excuse("removing a disk", removed)?.is_none() {
             return Ok(false);
         }
         self.disks[last].settle();
         let options = DiskOptions::new(&self.disks[last].path);
         let (added, adding) = mpsc::channel();
-        let added = order(add_task(&disk.log, &options, added));
+        let added = add_task(&disk.log, &options, added).and_then(order);
         if self.excuse("adding a disk", added)?.is_none() {
             return Ok(false);
         }

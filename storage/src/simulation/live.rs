@@ -608,7 +608,7 @@ impl History {
         }
         let keeps_history = running.log().lock().keeps_history();
         let state = running.disks[which].state.clone();
-        if let Err(error) = Self::order(running, KeeperTask::Remove(state)) {
+        if let Err(error) = Self::order(running, KeeperTask::Remove(state, false)) {
             return self.excuse(running, "removing a disk", &error);
         }
         trace(|| format!("disk {disk} has left the log in use, history kept: {keeps_history}"));
@@ -651,7 +651,7 @@ impl History {
         };
         let (added, adding) = mpsc::channel();
         let (task, before) = (add_task(running.log(), &options, added), running.appended());
-        if let Err(error) = Self::order(running, task) {
+        if let Err(error) = task.and_then(|task| Self::order(running, task)) {
             return self.excuse(running, "adding a disk", &error);
         }
         trace(|| format!("disk {disk} has come to the log in use"));
@@ -733,7 +733,7 @@ mod tests {
             write(&mut running, 1).unwrap();
             running.finish_writer();
             fixture.medium.lock().fail_sync = Some(failing);
-            let task = KeeperTask::Remove(running.disks[1].state.clone());
+            let task = KeeperTask::Remove(running.disks[1].state.clone(), false);
             let removed = History::order(&mut running, task);
             let stays = removed.is_err() && !running.poisoned();
             fixture.medium.lock().fail_sync = None;

@@ -188,6 +188,10 @@ pub enum CtlRequest {
     RemoveDisk {
         /// The disk's name in stats
         name: String,
+        /// Leave the image as it is, even if it fails or does not answer: what it lacks stays in a
+        /// file beside the log until the disk is added again
+        #[arg(long)]
+        keep_records: bool,
     },
     /// Write the disks that were added and removed to the daemon's configuration file
     Save,
@@ -333,7 +337,10 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             retain: retain.clone(),
         },
         CtlRequest::AddDisk { spec } => ControlCommand::AddDisk { spec: spec.clone() },
-        CtlRequest::RemoveDisk { name } => ControlCommand::RemoveDisk { disk: name.clone() },
+        CtlRequest::RemoveDisk { name, keep_records } => ControlCommand::RemoveDisk {
+            disk: name.clone(),
+            keep_records: *keep_records,
+        },
         CtlRequest::Save => return save(&arguments.socket, arguments.json),
         CtlRequest::Look(wanted) => return look(&arguments.socket, wanted, arguments.json),
         CtlRequest::Unlook { look } => ControlCommand::Unlook {

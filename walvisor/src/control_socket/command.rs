@@ -237,6 +237,8 @@ pub enum ControlCommand {
     RemoveDisk {
         /// Its name.
         disk: String,
+        /// What its image lacks stays beside the log, and the image is left as it is.
+        keep_records: bool,
     },
     /// Report the daemon's configuration file, and which disks clients have added and removed
     /// since.
@@ -384,6 +386,14 @@ struct AddArguments {
 
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
+struct RemoveArguments {
+    disk: String,
+    #[serde(default)]
+    keep_records: bool,
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
 struct NamedDisk {
     disk: String,
 }
@@ -436,7 +446,10 @@ impl ControlCommand {
                 ("set-retain", json!({ "disk": disk, "retain": retain }))
             }
             Self::AddDisk { spec } => ("add-disk", json!({ "spec": spec })),
-            Self::RemoveDisk { disk } => ("remove-disk", json!({ "disk": disk })),
+            Self::RemoveDisk { disk, keep_records } => (
+                "remove-disk",
+                json!({ "disk": disk, "keep_records": keep_records }),
+            ),
             Self::Config => ("config", json!({})),
             Self::Look(request) => ("look", json!(request)),
             Self::Unlook { look } => ("unlook", json!({ "look": look })),
@@ -534,8 +547,8 @@ impl ControlCommand {
                 Self::AddDisk { spec }
             }
             "remove-disk" => {
-                let NamedDisk { disk } = read(name, arguments)?;
-                Self::RemoveDisk { disk }
+                let RemoveArguments { disk, keep_records } = read(name, arguments)?;
+                Self::RemoveDisk { disk, keep_records }
             }
             "config" => read(name, arguments).map(|NoArguments {}| Self::Config)?,
             "look" => Self::Look(read(name, arguments)?),

@@ -54,7 +54,7 @@ pub trait DiskHotplug: Send + Sync {
     ///
     /// # Errors
     /// If the disk cannot be closed.
-    fn remove(&self, name: &str) -> Result<RemovedDisk, RemovalError>;
+    fn remove(&self, name: &str, keep_records: bool) -> Result<RemovedDisk, RemovalError>;
 
     /// The daemon's configuration file, if it has one. An absolute path.
     fn config(&self) -> Option<&Path> {

@@ -67,8 +67,8 @@ impl ControlledProcess {
                 self.changes().added.push((name, spec.clone()));
                 Ok(added)
             }
-            ControlCommand::RemoveDisk { disk } => {
-                let removed = self.remove_disk(disk)?;
+            ControlCommand::RemoveDisk { disk, keep_records } => {
+                let removed = self.remove_disk(disk, *keep_records)?;
                 let name = removed["disk"].as_str().unwrap_or_default().to_owned();
                 let mut changes = self.changes();
                 changes.added.retain(|(added, _)| *added != name);
@@ -413,8 +413,13 @@ impl ControlledProcess {
         self.apply_end(&disk);
     }
 
-    /// Stops serving a disk, and closes it. Returns the answer for clients.
-    pub(crate) fn remove_disk(&self, name: &str) -> Result<Value, ControlError> {
+    /// Stops serving a disk, and closes it. Returns the answer for clients. `keep_records`: see
+    /// [`Store::remove_disk_keeping_records`](walvisor_storage::Store::remove_disk_keeping_records).
+    pub(crate) fn remove_disk(
+        &self,
+        name: &str,
+        keep_records: bool,
+    ) -> Result<Value, ControlError> {
         let hotplug = self.hotplug()?;
         let disk = self.disk(Some(name))?;
         let name = &disk.name.clone();
@@ -428,7 +433,7 @@ impl ControlledProcess {
                 "no disk '{name}': another client has removed it"
             )));
         }
-        match hotplug.remove(name) {
+        match hotplug.remove(name, keep_records) {
             Ok(RemovedDisk::Complete) => {
                 Ok(json!({ "disk": name, "image": "complete", "log": log }))
             }
@@ -438,6 +443,13 @@ impl ControlledProcess {
                 "log": log,
                 "note": "the log keeps history, and with it this disk's newest records: open the \
                     disk together with its log",
+            })),
+            Ok(RemovedDisk::Kept) => Ok(json!({
+                "disk": name,
+                "image": "incomplete",
+                "log": log,
+                "note": "what the image lacks is in a file beside the log: open the disk together \
+                    with its log",
             })),
             Err(RemovalError { reason, disk }) => {
                 if let Some(disk) = disk {

@@ -157,7 +157,7 @@ fn an_image_that_does_not_answer_does_not_stop_the_other_disk() {
     move_to_log(&image, &dir.join("none"), &dir.join("log"), &options, &[]).unwrap();
     let daemon = Daemon::start(
         dir,
-        "--control ctl --disk path=slow/disk.img,log=log,socket=s,serial=sick \
+        "--control ctl --disk-dir . --disk path=slow/disk.img,log=log,socket=s,serial=sick \
          --disk path=well.img,log=log,socket=s,serial=well",
     );
     let connect = |export: &str| SimpleClient::connect(&dir.join("s"), export).unwrap();
@@ -187,11 +187,26 @@ fn an_image_that_does_not_answer_does_not_stop_the_other_disk() {
     assert!(snapshot.status.success(), "{}", text(&snapshot.stderr));
     let deleted = walvisor(dir, "ctl ctl snapshot-delete monday");
     assert!(deleted.status.success(), "{}", text(&deleted.stderr));
+    // The disk goes, the image still does not answer, and the disk comes back.
+    let removed = walvisor(dir, "ctl ctl remove-disk sick --keep-records");
+    let told = text(&removed.stdout);
+    assert!(
+        told.contains("beside the log"),
+        "{told}{}",
+        text(&removed.stderr)
+    );
+    write(&mut well, 300);
+    flush(&mut well);
     slow.go_on();
+    let add = "ctl ctl add-disk path=slow/disk.img,log=log,socket=s,serial=sick";
+    // Its last write has to end first.
+    wait_until("the image to be added", || {
+        walvisor(dir, add).status.success()
+    });
     wait_until("the image to have everything", || {
         condition(dir, "sick")["name"] == "ok"
     });
-    // The removal has ended the connection.
+    // The removals have ended the connection.
     let mut sick = connect("sick");
     expect_written(&mut sick, 0..24);
     drop((sick, well));

@@ -142,7 +142,7 @@ impl PoolFile {
                     );
                 }
                 kept.push(disk);
-            } else if let Err(error) = controlled.remove_disk(&name) {
+            } else if let Err(error) = controlled.remove_disk(&name, false) {
                 tracing::error!("{error}");
                 failed += 1;
                 kept.push(disk);

@@ -306,7 +306,7 @@ impl DiskHotplug for Hotplug {
             }
             Err(error) => {
                 drop((served, disk));
-                if let Err(error) = place.with(|log| log.remove(spec)) {
+                if let Err(error) = place.with(|log| log.remove(spec, false)) {
                     tracing::error!("{error}");
                 }
                 Err(error)
@@ -314,7 +314,7 @@ impl DiskHotplug for Hotplug {
         }
     }
 
-    fn remove(&self, name: &str) -> Result<RemovedDisk, RemovalError> {
+    fn remove(&self, name: &str, keep_records: bool) -> Result<RemovedDisk, RemovalError> {
         let mut served = self.lock();
         let refused = |reason: String| RemovalError { reason, disk: None };
         let Some(place) = served.named(&served.specs, name) else {
@@ -330,7 +330,11 @@ impl DiskHotplug for Hotplug {
         // Until it is closed.
         change.listed = Some(spec.clone());
         drop(served);
-        match self.logs.of(&spec).with(|log| log.remove(&spec)) {
+        let removed = self
+            .logs
+            .of(&spec)
+            .with(|log| log.remove(&spec, keep_records));
+        match removed {
             Ok(removed) => {
                 change.listed = None;
                 let doors = &mut self.lock().doors;

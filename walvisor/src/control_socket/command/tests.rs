@@ -43,6 +43,7 @@ fn every_command() -> Vec<ControlCommand> {
         },
         ControlCommand::RemoveDisk {
             disk: "a,b".to_owned(),
+            keep_records: true,
         },
         ControlCommand::Export {
             disk: disk(),
