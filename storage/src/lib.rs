@@ -74,6 +74,7 @@ mod raw;
 mod recovery;
 #[cfg(test)]
 mod simulation;
+mod size;
 mod sync;
 mod tracepoints;
 
@@ -124,6 +125,7 @@ pub use {
     },
     parallel::Progress,
     raw::{RawCache, RawDisk},
+    size::{SIZE, parse_size, show_size},
 };
 
 pub(crate) use walvisor_block::SharedBuffer;

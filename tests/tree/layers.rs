@@ -11,7 +11,7 @@ const BLOCK: &[&[&str]] = &[
     &["buffer", "condition", "descriptor", "schedule"],
     &["memory", "request"],
     &["backend"],
-    &["ram"],
+    &["blocking", "ram", "threaded"],
 ];
 
 /// Modules of `storage`.
@@ -22,6 +22,7 @@ const STORAGE: &[&[&str]] = &[
         "mutant",
         "tracepoints",
         "parallel",
+        "size",
         "sync",
     ],
     &["medium"],

@@ -1,52 +1,13 @@
 //! Points of a log's history, snapshots, and amounts of history, as text and JSON of the command
 //! line.
 
-use std::time::Duration;
-
-use jiff::{SignedDuration, Span, SpanRelativeTo, Timestamp};
+use jiff::{SignedDuration, Timestamp};
 use serde_json::{Value, json};
 use walvisor_storage::{
-    Commit, DiskPoints, LogHistory, MarkText, Point, Retention, RewindReport, Snapshot,
+    Commit, DiskPoints, LogHistory, MarkText, Retention, RewindReport, Snapshot,
 };
 
-use crate::size::{human_size, parse_size};
-
-/// Describes the accepted points to the user.
-pub const POINT: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, \
-    time:2026-11-22T12:03:00Z, a time before now, such as -15m, or newest";
-
-/// Why a text is not a point.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum PointError {
-    /// It has none of the forms of a point.
-    #[error("'{0}' is not a point: give {POINT}")]
-    Form(String),
-    /// It is later than now.
-    #[error("'{0}' is in the future: give a time in the past")]
-    Future(String),
-}
-
-/// Describes the accepted amounts of history to the user.
-pub const RETAIN: &str = "off, all, a time such as 24h or 15m, or a size such as 50G";
-
-/// Parses how much history a log keeps: `off`, `all`, a duration, or a size.
-///
-/// # Errors
-/// A message with the accepted forms.
-pub fn parse_retain(text: &str) -> Result<Retention, String> {
-    let time = || duration(text).and_then(|time| Duration::try_from(time).ok());
-    // 24 may be meant as hours, days or gigabytes.
-    let has_unit = !text.ends_with(|last: char| last.is_ascii_digit());
-    match (text, time(), parse_size(text)) {
-        ("off", ..) => Ok(Retention::Nothing),
-        ("all", ..) => Ok(Retention::All),
-        (_, Some(time), _) if !time.is_zero() => Ok(Retention::Time(time)),
-        (_, None, Ok(bytes)) if bytes > 0 && has_unit => Ok(Retention::Bytes(bytes)),
-        _ => Err(format!(
-            "'{text}' is not an amount of history: give {RETAIN}"
-        )),
-    }
-}
+use crate::size::human_size;
 
 /// A retention in words, for whoever has just set it.
 pub fn retain_text(retain: Retention) -> String {
@@ -55,40 +16,6 @@ pub fn retain_text(retain: Retention) -> String {
         Retention::All => "all history, while the log has room".to_owned(),
         Retention::Time(_) => format!("the history of the last {}", retain),
         Retention::Bytes(bytes) => format!("the last {} of the log", human_size(bytes)),
-    }
-}
-
-/// Parses a point: `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a
-/// duration before now, or `newest`.
-///
-/// # Errors
-/// If `text` is none of these, or is in the future.
-pub fn parse_point(text: &str) -> Result<Point, PointError> {
-    let now = Timestamp::now();
-    let form = || PointError::Form(text.to_owned());
-    if text == "newest" {
-        return Ok(Point::Newest);
-    }
-    let number = |number: &str| number.parse().map_err(|_| form());
-    if let Some(cid) = text.strip_prefix("cid:") {
-        return number(cid).map(Point::Cid);
-    }
-    if let Some(lsn) = text.strip_prefix("lsn:") {
-        return number(lsn).map(Point::Lsn);
-    }
-    if let Some(name) = text.strip_prefix("snapshot:") {
-        return name.parse().map(Point::Snapshot).map_err(|_| form());
-    }
-    let time = match (text.strip_prefix("time:"), text.strip_prefix('-')) {
-        (Some(time), _) => time.parse::<Timestamp>().ok(),
-        (None, Some(ago)) => before(now, ago),
-        (None, None) => None,
-    };
-    let time = time.ok_or_else(form)?;
-    match u64::try_from(time.as_microsecond()) {
-        Ok(_) if time > now => Err(PointError::Future(text.to_owned())),
-        Ok(unix_us) => Ok(Point::Time(unix_us)),
-        Err(_) => Err(form()),
     }
 }
 
@@ -255,100 +182,4 @@ pub fn time_text(unix_us: u64) -> String {
         || format!("{unix_us} us after 1970"),
         |time| time.to_string(),
     )
-}
-
-/// The time that lies a duration before now. A day has 24 hours.
-fn before(now: Timestamp, ago: &str) -> Option<Timestamp> {
-    now.checked_sub(duration(ago)?).ok()
-}
-
-/// A duration that is not negative. A day has 24 hours.
-fn duration(text: &str) -> Option<SignedDuration> {
-    let span = text.parse::<Span>().ok().filter(|span| !span.is_negative());
-    span?.to_duration(SpanRelativeTo::days_are_24_hours()).ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn points() {
-        assert_eq!(parse_point("cid:7"), Ok(Point::Cid(7)));
-        assert_eq!(parse_point("lsn:0"), Ok(Point::Lsn(0)));
-        assert_eq!(parse_point("newest"), Ok(Point::Newest));
-        for time in [
-            "time:2001-09-09T01:46:40.5Z",
-            "time:2001-09-09t03:46:40.5+02:00",
-        ] {
-            assert_eq!(
-                parse_point(time),
-                Ok(Point::Time(1_000_000_000_500_000)),
-                "{time}"
-            );
-        }
-        for (text, seconds) in [
-            ("-90s", 90),
-            ("-15m", 900),
-            ("-1h30m", 5400),
-            ("-2d", 172_800),
-        ] {
-            let now = Timestamp::now().as_microsecond() as u64;
-            let Ok(Point::Time(point)) = parse_point(text) else {
-                panic!("{text}");
-            };
-            // The clock may have been read a little later.
-            let ago = now.abs_diff(point);
-            assert!(
-                ago.abs_diff(seconds * 1_000_000) < 60_000_000,
-                "{text}: {ago}"
-            );
-        }
-    }
-
-    #[test]
-    fn amounts_of_history_parse_and_print() {
-        for (text, retain) in [
-            ("off", Retention::Nothing),
-            ("all", Retention::All),
-            ("24h", Retention::Time(Duration::from_secs(86_400))),
-            ("15m", Retention::Time(Duration::from_secs(900))),
-            ("2d", Retention::Time(Duration::from_secs(172_800))),
-            ("50G", Retention::Bytes(50 << 30)),
-            ("15M", Retention::Bytes(15 << 20)),
-        ] {
-            assert_eq!(parse_retain(text), Ok(retain), "{text}");
-            assert_eq!(parse_retain(&retain.to_string()), Ok(retain), "{text}");
-        }
-        for text in ["", "0", "0s", "-5m", "1y", "some", "5x"] {
-            let error = parse_retain(text).unwrap_err();
-            assert!(error.contains("is not an amount of history"), "{error}");
-        }
-    }
-
-    #[test]
-    fn texts_that_are_not_points_are_refused() {
-        for text in [
-            "",
-            "7",
-            "cid:",
-            "cid:-1",
-            "lsn:x",
-            "time:",
-            "time:noon",
-            "time:1960-01-01T00:00:00Z",
-            "-",
-            "--5m",
-            "-15",
-            "-1y",
-            "-99999d",
-        ] {
-            assert_eq!(parse_point(text), Err(PointError::Form(text.to_owned())));
-        }
-        let later = "time:9999-01-01T00:00:00Z";
-        assert_eq!(
-            parse_point(later),
-            Err(PointError::Future(later.to_owned()))
-        );
-    }
 }

@@ -1,12 +1,15 @@
 //! How much of its history a log keeps.
 
 use std::fmt;
+use std::str::FromStr;
 use std::time::Duration;
 
+use jiff::{SignedDuration, Span, SpanRelativeTo};
 use zerocopy::little_endian::{U32, U64};
 
-use crate::error::{Result, invalid};
+use crate::error::{Error, Result, invalid};
 use crate::format::{Control, HistoryHeader};
+use crate::size::{parse_size, show_size};
 
 /// Most segments of a log, and the fewest it has beside those of its history.
 const MOST_SEGMENTS: u64 = 65536;
@@ -30,6 +33,9 @@ pub enum Retention {
 }
 
 impl Retention {
+    /// What the command line takes, and [`FromStr`], for people.
+    pub const FORMS: &str = "off, all, a time such as 24h or 15m, or a size such as 50G";
+
     /// Segments needed to keep this many bytes; 0 for other kinds of retention.
     pub(crate) fn segments(self, segment_size: u64) -> u64 {
         match self {
@@ -116,16 +122,38 @@ impl fmt::Display for Retention {
                 }
                 Ok(())
             }
-            Self::Bytes(bytes) => {
-                let units = ["B", "K", "M", "G", "T", "P", "E"];
-                let power = match bytes {
-                    0 => 0,
-                    _ => (bytes.trailing_zeros() / 10) as usize,
-                };
-                write!(f, "{}{}", bytes >> (10 * power), units[power])
-            }
+            Self::Bytes(bytes) => f.write_str(&show_size(bytes)),
         }
     }
+}
+
+/// As the key `retain=` takes it; what [`Display`](fmt::Display) writes is read back.
+impl FromStr for Retention {
+    type Err = Error;
+
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput), with the accepted [`FORMS`](Self::FORMS).
+    fn from_str(text: &str) -> Result<Self> {
+        let time = || duration(text).and_then(|time| Duration::try_from(time).ok());
+        // 24 may be meant as hours, days or gigabytes.
+        let has_unit = !text.ends_with(|last: char| last.is_ascii_digit());
+        match (text, time(), parse_size(text)) {
+            ("off", ..) => Ok(Self::Nothing),
+            ("all", ..) => Ok(Self::All),
+            (_, Some(time), _) if !time.is_zero() => Ok(Self::Time(time)),
+            (_, None, Ok(bytes)) if bytes > 0 && has_unit => Ok(Self::Bytes(bytes)),
+            _ => Err(invalid(format!(
+                "'{text}' is not an amount of history: give {}",
+                Self::FORMS
+            ))),
+        }
+    }
+}
+
+/// Parses a duration that is not negative, such as `1h 30m`. A day has 24 hours.
+pub(crate) fn duration(text: &str) -> Option<SignedDuration> {
+    let span = text.parse::<Span>().ok().filter(|span| !span.is_negative());
+    span?.to_duration(SpanRelativeTo::days_are_24_hours()).ok()
 }
 
 #[cfg(test)]
@@ -146,6 +174,28 @@ mod tests {
             (Retention::Bytes(1 << 63), "8E"),
         ] {
             assert_eq!(retain.to_string(), text);
+        }
+    }
+
+    #[test]
+    fn amounts_of_history_parse_and_print() {
+        for (text, retain) in [
+            ("off", Retention::Nothing),
+            ("all", Retention::All),
+            ("24h", Retention::Time(Duration::from_secs(86_400))),
+            ("15m", Retention::Time(Duration::from_secs(900))),
+            ("2d", Retention::Time(Duration::from_secs(172_800))),
+            ("50G", Retention::Bytes(50 << 30)),
+            ("15M", Retention::Bytes(15 << 20)),
+        ] {
+            assert_eq!(text.parse::<Retention>().unwrap(), retain, "{text}");
+            let shown = retain.to_string();
+            assert_eq!(shown.parse::<Retention>().unwrap(), retain, "{shown}");
+        }
+        for text in ["", "0", "24", "0s", "-5m", "1y", "some", "5x"] {
+            let error = text.parse::<Retention>().unwrap_err().to_string();
+            let expected = format!("'{text}' is not an amount of history: give off, all, a time");
+            assert!(error.starts_with(&expected), "{error}");
         }
     }
 }

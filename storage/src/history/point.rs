@@ -9,13 +9,14 @@
 use std::cmp::Ordering;
 use std::fmt;
 use std::path::Path;
+use std::str::FromStr;
 
 use jiff::Timestamp;
 
 use crate::catalog::control::open_control;
-use crate::catalog::retention::Retention;
+use crate::catalog::retention::{Retention, duration};
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
-use crate::error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::format::Control;
 use crate::log::commit::Commit;
 use crate::medium::filesystem::parent;
@@ -38,6 +39,10 @@ pub enum Point {
 }
 
 impl Point {
+    /// What the command line takes, and [`FromStr`], for people.
+    pub const FORMS: &str = "cid:N, lsn:N (both as 'walvisor log dump' shows them), snapshot:NAME, \
+        time:2026-11-22T12:03:00Z, a time before now, such as -15m, or newest";
+
     /// Compares a record with the point: [`Less`](Ordering::Less) if it comes before.
     ///
     /// # Panics
@@ -200,14 +205,53 @@ impl Point {
     }
 }
 
+/// As the command line takes it.
 impl fmt::Display for Point {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Lsn(lsn) => write!(f, "lsn:{lsn}"),
             Self::Cid(cid) => write!(f, "cid:{cid}"),
-            Self::Time(_) => write!(f, "this time"),
+            Self::Time(unix_us) => write!(f, "time:{}", utc(*unix_us)),
             Self::Snapshot(name) => write!(f, "snapshot:{name}"),
             Self::Newest => write!(f, "newest"),
+        }
+    }
+}
+
+/// `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a duration before now, or `newest`.
+impl FromStr for Point {
+    type Err = Error;
+
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`] if `text` is none of these, or is in the future.
+    fn from_str(text: &str) -> Result<Self> {
+        let now = Timestamp::now();
+        let form = || invalid(format!("'{text}' is not a point: give {}", Self::FORMS));
+        if text == "newest" {
+            return Ok(Self::Newest);
+        }
+        let number = |number: &str| number.parse().map_err(|_| form());
+        if let Some(cid) = text.strip_prefix("cid:") {
+            return number(cid).map(Self::Cid);
+        }
+        if let Some(lsn) = text.strip_prefix("lsn:") {
+            return number(lsn).map(Self::Lsn);
+        }
+        if let Some(name) = text.strip_prefix("snapshot:") {
+            return name.parse().map(Self::Snapshot).map_err(|_| form());
+        }
+        let time = match (text.strip_prefix("time:"), text.strip_prefix('-')) {
+            (Some(time), _) => time.parse::<Timestamp>().ok(),
+            (None, Some(ago)) => duration(ago).and_then(|ago| now.checked_sub(ago).ok()),
+            (None, None) => None,
+        };
+        let time = time.ok_or_else(form)?;
+        match u64::try_from(time.as_microsecond()) {
+            Ok(_) if time > now => Err(invalid(format!(
+                "'{text}' is in the future: give a time in the past"
+            ))),
+            Ok(unix_us) => Ok(Self::Time(unix_us)),
+            Err(_) => Err(form()),
         }
     }
 }
@@ -222,7 +266,11 @@ fn utc(unix_us: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::utc;
+    use super::*;
+
+    fn parse(text: &str) -> Point {
+        text.parse().unwrap()
+    }
 
     #[test]
     fn times_are_shown_in_utc() {
@@ -236,5 +284,63 @@ mod tests {
         ] {
             assert_eq!(utc(seconds * 1_000_000 + 7), text);
         }
+    }
+
+    #[test]
+    fn points_are_parsed() {
+        assert_eq!(parse("cid:7"), Point::Cid(7));
+        assert_eq!(parse("lsn:0"), Point::Lsn(0));
+        assert_eq!(parse("newest"), Point::Newest);
+        assert_eq!(parse("snapshot:monday").to_string(), "snapshot:monday");
+        for time in [
+            "time:2001-09-09T01:46:40.5Z",
+            "time:2001-09-09t03:46:40.5+02:00",
+        ] {
+            assert_eq!(parse(time), Point::Time(1_000_000_000_500_000), "{time}");
+            assert_eq!(parse(&parse(time).to_string()), parse(time));
+        }
+        for (text, seconds) in [
+            ("-90s", 90),
+            ("-15m", 900),
+            ("-1h30m", 5400),
+            ("-2d", 172_800),
+        ] {
+            let now = Timestamp::now().as_microsecond() as u64;
+            let Point::Time(point) = parse(text) else {
+                panic!("{text}");
+            };
+            // The clock may have been read a little later.
+            let ago = now.abs_diff(point);
+            assert!(
+                ago.abs_diff(seconds * 1_000_000) < 60_000_000,
+                "{text}: {ago}"
+            );
+        }
+    }
+
+    #[test]
+    fn texts_that_are_not_points_are_refused() {
+        for text in [
+            "",
+            "7",
+            "cid:",
+            "cid:-1",
+            "lsn:x",
+            "time:",
+            "time:noon",
+            "time:1960-01-01T00:00:00Z",
+            "-",
+            "--5m",
+            "-15",
+            "-1y",
+            "-99999d",
+        ] {
+            let error = text.parse::<Point>().unwrap_err().to_string();
+            let expected = format!("'{text}' is not a point: give cid:N, lsn:N");
+            assert!(error.starts_with(&expected), "{error}");
+        }
+        let later = "time:9999-01-01T00:00:00Z".parse::<Point>();
+        let error = later.unwrap_err().to_string();
+        assert!(error.contains("is in the future"), "{error}");
     }
 }

@@ -18,9 +18,7 @@ use walvisor_storage::{self as storage, DiskReport, LogReport, Retention, Store,
 use super::CommandError;
 use super::in_use::cannot_look;
 use super::threads::Threads;
-use crate::point::{
-    history_json, history_text, parse_retain, refuse_checkpoint, snapshot_json, time_text,
-};
+use crate::point::{history_json, history_text, refuse_checkpoint, snapshot_json, time_text};
 use crate::size::{human_size, parse_size};
 
 /// Arguments of `walvisor disk`.
@@ -43,7 +41,7 @@ enum DiskAction {
         size: u64,
         /// How much history the log keeps, for all its disks: off, all, a time such as 24h or 15m,
         /// or a size such as 50G [default: off, or as an existing log is set].
-        #[arg(long, value_parser = parse_retain)]
+        #[arg(long)]
         retain: Option<Retention>,
     },
     /// Show a disk and its log.

@@ -12,7 +12,6 @@ use walvisor_storage::{self as storage, LogGroup, LogRecord, MarkText, Point, Re
 use super::CommandError;
 use super::disk::print;
 use super::in_use::cannot_look;
-use crate::point::parse_point;
 use crate::size::{human_size, parse_size};
 
 /// Arguments of `walvisor log`.
@@ -34,10 +33,10 @@ enum LogAction {
         records: bool,
         /// Begin with this point: cid:N, lsn:N, time:2026-11-22T12:03:00Z, or a time before now,
         /// such as -15m.
-        #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
+        #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         since: Option<Point>,
         /// End with this point.
-        #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
+        #[arg(long, value_name = "AT", allow_hyphen_values = true)]
         until: Option<Point>,
         /// Print JSON: one object per line.
         #[arg(long)]

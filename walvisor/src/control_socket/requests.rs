@@ -22,8 +22,7 @@ use crate::disk::{cache_in_force, grow, log_name, logged};
 use crate::disk_spec::DiskSpec;
 use crate::disks::RemovedDisk;
 use crate::point::{
-    mark_json, parse_point, parse_retain, points_json, refuse_checkpoint, retain_text,
-    rewound_json, snapshot_json,
+    mark_json, points_json, refuse_checkpoint, retain_text, rewound_json, snapshot_json,
 };
 
 impl ControlledProcess {
@@ -106,7 +105,7 @@ impl ControlledProcess {
                 Ok(mark_json(&text, &made))
             }
             ControlCommand::SetRetain { disk, retain } => {
-                let kept = parse_retain(retain).map_err(ControlError::new)?;
+                let kept = retain.parse().map_err(ControlError::new)?;
                 let disk = self.disk_of_log(disk.as_deref())?;
                 in_log(&disk, |disk| disk.set_retain(kept))?;
                 Ok(json!({ "retain": kept.to_string(), "keeps": retain_text(kept) }))
@@ -508,7 +507,7 @@ impl ControlledProcess {
     /// Makes a disk what it was at a point. The disk is paused, so none of its requests is in
     /// flight.
     fn restore(&self, name: Option<&str>, at: &str) -> Result<Value, ControlError> {
-        let at = parse_point(at).map_err(ControlError::new)?;
+        let at = at.parse().map_err(ControlError::new)?;
         let _change = self.change();
         let disk = self.disk(name)?;
         let name = &disk.name;
@@ -530,7 +529,7 @@ impl ControlledProcess {
         request: &LookRequest,
         files: Vec<OwnedFd>,
     ) -> Result<Value, ControlError> {
-        let at = parse_point(&request.at).map_err(ControlError::new)?;
+        let at = request.at.parse().map_err(ControlError::new)?;
         let mut files = files.into_iter();
         let listener = files
             .next()
@@ -564,7 +563,7 @@ impl ControlledProcess {
         let disk = self.disk(name)?;
         let listed = self.exports.begin(&disk.name, at);
         let progress = &mut |passed, total| listed.note(passed, total) && progress(passed, total);
-        let at = at.map(parse_point).transpose().map_err(ControlError::new)?;
+        let at = at.map(str::parse).transpose().map_err(ControlError::new)?;
         let done = match at {
             Some(at) => in_log(&disk, |disk| disk.export_at(at, file, progress))?,
             None => {

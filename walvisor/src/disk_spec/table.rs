@@ -7,12 +7,11 @@ use std::time::Duration;
 use walvisor_devices::backend::{Answer, SECTOR_SIZE};
 use walvisor_devices::block::{MAX_POLL, MAX_QUEUE_SIZE, MIN_QUEUE_SIZE};
 use walvisor_devices::throttle::MAX_WEIGHT;
-use walvisor_storage::{FullLogPolicy, ImageFormat};
+use walvisor_storage::{FullLogPolicy, ImageFormat, Point, Retention};
 use walvisor_vmm::disk::{Notifications, TransportKind};
 
 use super::key::{Key, Value};
 use super::spec::{BackendKind, DiskCache, DiskCommand, Fabric};
-use crate::point::{POINT, RETAIN, parse_point, parse_retain};
 
 /// Longest serial in bytes: the size of a GET_ID answer (virtio 1.2, 5.2.6).
 pub const MAX_SERIAL_BYTES: usize = 20;
@@ -140,8 +139,8 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "at",
         value: Value::Text {
-            expected: POINT,
-            set: |spec, text| parse_point(text).ok().map(|point| spec.at = Some(point)),
+            expected: Point::FORMS,
+            set: |spec, text| text.parse().ok().map(|point| spec.at = Some(point)),
         },
         default: "the disk as it is now",
         commands: EVERYWHERE,
@@ -361,12 +360,8 @@ pub const KEYS: &[Key] = &[
     Key {
         name: "retain",
         value: Value::Text {
-            expected: RETAIN,
-            set: |spec, text| {
-                parse_retain(text)
-                    .ok()
-                    .map(|retain| spec.retain = Some(retain))
-            },
+            expected: Retention::FORMS,
+            set: |spec, text| text.parse().ok().map(|retain| spec.retain = Some(retain)),
         },
         default: "as the log was last set; off for a new log",
         commands: EVERYWHERE,

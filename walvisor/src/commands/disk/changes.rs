@@ -8,7 +8,6 @@ use super::path::{DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::in_use::cannot_look;
 use crate::commands::threads::Threads;
-use crate::point::parse_point;
 
 /// The arguments of `walvisor disk changes`.
 #[derive(Debug, Args)]
@@ -17,10 +16,10 @@ pub(super) struct ChangesArguments {
     disk: DiskPath,
     /// The point after which changes count: cid:N or lsn:N (`walvisor log dump` shows both),
     /// time:2026-11-22T12:03:00Z, or a time before now, such as -15m.
-    #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
+    #[arg(long, value_name = "AT", allow_hyphen_values = true)]
     from: Point,
     /// The last point of the changes [default: the newest record].
-    #[arg(long, value_name = "AT", value_parser = parse_point, allow_hyphen_values = true)]
+    #[arg(long, value_name = "AT", allow_hyphen_values = true)]
     to: Option<Point>,
     #[command(flatten)]
     threads: Threads,

@@ -10,7 +10,7 @@ use super::path::{Detached, DiskPath, print};
 use crate::commands::CommandError;
 use crate::commands::in_use::ask_owner;
 use crate::commands::threads::Threads;
-use crate::point::{parse_point, rewound_json};
+use crate::point::rewound_json;
 use crate::progress::with_bar;
 use crate::size::{human_size, parse_size};
 
@@ -55,7 +55,7 @@ pub(super) struct RestoreArguments {
     disk: DiskPath,
     /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a
     /// time before now, such as -15m.
-    #[arg(long, value_parser = parse_point, allow_hyphen_values = true)]
+    #[arg(long, allow_hyphen_values = true)]
     at: Point,
     /// The raw image to create.
     #[arg(long, short, value_name = "NEW", required_unless_present = "in_place")]
@@ -83,7 +83,7 @@ pub(super) struct CloneArguments {
     new_log: Option<PathBuf>,
     /// The point: cid:N or lsn:N (`walvisor log dump` shows both), time:2026-11-22T12:03:00Z, or a
     /// time before now, such as -15m [default: the disk as it is].
-    #[arg(long, value_parser = parse_point, allow_hyphen_values = true)]
+    #[arg(long, allow_hyphen_values = true)]
     at: Option<Point>,
     #[command(flatten)]
     threads: Threads,
