@@ -6,9 +6,6 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
-use rustix::event::{PollFd, PollFlags, poll};
-use rustix::io::Errno;
-
 use crate::{
     Change, Completion, Condition, Extent, LogCounters, MAX_REQUEST_BYTES, Operation, PastPoint,
     Transfer,
@@ -219,33 +216,4 @@ pub trait BackendQueue: Send {
     /// Appends ended requests to `done`, in the order in which they ended, and clears the event. Call it after
     /// [`kick`](Self::kick) too: a request may end at once, without the event.
     fn completions(&mut self, done: &mut Vec<Completion>);
-}
-
-/// Flushes `backend`, for a caller without a queue: opens one, and blocks until everything written so far is durable.
-/// Does nothing for a backend without FLUSH.
-///
-/// # Errors
-/// If the system refuses a queue, or the flush fails.
-pub fn flush(backend: &dyn Backend) -> io::Result<()> {
-    if !backend.capabilities().flush {
-        return Ok(());
-    }
-    let mut queue = backend.open_queue()?;
-    queue.submit(0, Operation::Flush);
-    queue.kick();
-    let mut done = Vec::new();
-    loop {
-        queue.completions(&mut done);
-        if let Some(completion) = done.pop() {
-            return completion
-                .result
-                .map(drop)
-                .map_err(|failure| io::Error::other(failure.to_string()));
-        }
-        let mut event = [PollFd::from_borrowed_fd(queue.event(), PollFlags::IN)];
-        match poll(&mut event, None) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(error) => return Err(error.into()),
-        }
-    }
 }

@@ -1,12 +1,9 @@
-//! What front-ends and disks share: requests, the buffers that carry their bytes, and the interface of a disk.
+#![doc = include_str!("../README.md")]
 //!
-//! ```text
-//!   front-end (virtio-blk, SCSI, NBD) ──submit──▶ BackendQueue ──▶ the disk (write-ahead log, raw image, RAM)
-//!          ▲                                           │
-//!          └─────────────── completions ◀──── event ───┘      one queue, one thread, one event descriptor
-//! ```
-//! A disk implements [`Backend`] and [`BackendQueue`]. This crate has no front-end and no disk, except the one in
-//! memory ([`ram`]). `docs/glossary.md` explains the terms.
+//! # Writing a `Backend` itself
+//!
+//! A disk whose requests end later, in the program's own event loop for instance, implements [`Backend`] and
+//! [`BackendQueue`]. A queue, with a disk that ends each request at once:
 //!
 //! ```
 //! use walvisor_block::ram::RamDisk;
@@ -28,6 +25,7 @@
 //! ```
 
 mod backend;
+mod blocking;
 mod buffer;
 mod condition;
 mod descriptor;
@@ -35,10 +33,12 @@ mod memory;
 pub mod ram;
 mod request;
 mod schedule;
+mod threaded;
 
 pub use backend::{
-    Answer, Backend, BackendQueue, Capabilities, Logged, Mapped, Resizable, Tracked, flush,
+    Answer, Backend, BackendQueue, Capabilities, Logged, Mapped, Resizable, Tracked,
 };
+pub use blocking::{BlockingDisk, flush};
 pub use buffer::{BUFFER_ALIGN, Buffer, OutOfMemory, SharedBuffer};
 pub use condition::{Condition, Trouble};
 pub use descriptor::descriptor;
@@ -48,6 +48,7 @@ pub use request::{
     MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE, Transfer,
 };
 pub use schedule::request_short_slices;
+pub use threaded::{SyncBackend, ThreadedDisk};
 
 /// For its `EventFd`, which most disks use as a queue's event, see [`descriptor`].
 pub use vmm_sys_util;

@@ -1,5 +1,7 @@
 //! A front-end's requests to a disk, their completions, and reports on a disk and its log.
 
+use std::io;
+
 use crate::Buffer;
 
 /// Bytes in a sector, the unit of every address here, as in virtio-blk (virtio 1.2, 5.2.4).
@@ -62,6 +64,17 @@ pub enum Failure {
     /// emptied, for instance for lack of space for the base image; once there is space, requests succeed again.
     #[error("I/O error")]
     Io,
+}
+
+impl From<Failure> for io::Error {
+    fn from(failure: Failure) -> Self {
+        let kind = match failure {
+            Failure::OutOfRange | Failure::TooLarge => io::ErrorKind::InvalidInput,
+            Failure::ReadOnly => io::ErrorKind::ReadOnlyFilesystem,
+            Failure::Io => io::ErrorKind::Other,
+        };
+        Self::new(kind, failure)
+    }
 }
 
 /// The end of a request.
