@@ -166,7 +166,7 @@ COMPUTING = $(filter-out $(GUESTS),$(call names,$(addsuffix /tests,block storage
 WAITING = $(filter-out $(GUESTS) $(COMPUTING),$(call names,$(addsuffix /tests,vmm walvisor devices)))
 
 # Examples with tests.
-EXAMPLES = backup embed kv
+EXAMPLES = embed event_loop
 
 # All commands take the same packages, so that they have the same features: nothing is built twice.
 TEST = $(CARGO) test --workspace --locked --no-fail-fast

@@ -1,6 +1,6 @@
-//! Frontends: virtio-blk and virtio-net with their transports, vhost-user, NBD, TCMU. They depend on neither KVM nor the
-//! store, and those of disks are generic over [`backend::Backend`]. `backend` is the crate `walvisor-block`, so a program
-//! needs only this crate.
+#![doc = include_str!("../README.md")]
+//!
+//! # Where things are
 //!
 //! ```text
 //!  driver ──registers──▶ transport::{MmioTransport, PciTransport}      vCPU thread, never blocks on I/O
@@ -16,18 +16,9 @@
 //! ```
 //! "A few" is one per two processors. Each of these threads waits in an [`event_loop`].
 //!
-//! # In a program of your own
-//!
-//! Write a [`backend::Backend`], make a [`block::VirtioBlock`] over it, and give that to a transport. The program passes
-//! the guest's memory and its register accesses to the transport, and gets interrupts through an eventfd (MMIO) or an
-//! [`interrupt::MsiRouter`] (PCI). The device's own threads serve the queues, or those of a [`block::WorkerPool`] that
-//! devices share; the backend may work in any thread or event loop. For a small example see `examples/embed`:
-//! `cargo run --example embed`.
-//!
-//! # Features
-//!
-//! virtio-blk and virtio-net over MMIO and PCI are always there. `vhost-user`, `nbd`, `tls` (NBD over TLS, which brings rustls), `scsi` and
-//! `tcmu` are features, all on by default. A program that needs none of them sets `default-features = false`.
+//! Write a [`backend::SyncBackend`] or a [`backend::Backend`], make a [`block::VirtioBlock`] over it, and give that to a transport. The
+//! program passes the guest's memory and its register accesses to the transport, and gets interrupts through an eventfd
+//! (MMIO) or an [`interrupt::MsiRouter`] (PCI).
 
 // Code that only some front-ends use is built even without them.
 #![cfg_attr(
@@ -61,4 +52,4 @@ mod virtio;
 #[doc(inline)]
 pub use walvisor_block as backend;
 // This API has types of these crates; a program takes them from here to get the same version.
-pub use {virtio_queue, vm_memory, vmm_sys_util};
+pub use {virtio_bindings, virtio_queue, vm_memory, vmm_sys_util};

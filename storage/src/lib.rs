@@ -1,4 +1,6 @@
-//! The write-ahead-logged block store. It knows nothing of virtio or KVM.
+#![doc = include_str!("../README.md")]
+//!
+//! # Where things are
 //!
 //! ```text
 //!   Disk ──open_port──▶ Port (one per thread)
@@ -9,14 +11,6 @@
 //!                        ▼
 //!                  keeper: checkpoint to the base image, recycle segments
 //! ```
-//! What a disk promises:
-//! 1. *Stable means stable*: a WRITE completed before a FLUSH was submitted survives power loss once that
-//!    FLUSH completes; in writethrough mode each WRITE is durable before it completes.
-//! 2. *All-or-nothing*: after a crash each request is entirely there or entirely absent.
-//! 3. *Prefix*: the records that survive a crash are a prefix of the LSN order.
-//! 4. *Never old data for new*: damage below the durable LSN is reported, never skipped.
-//! 5. *An error is final*: after a failed log write or sync the log is poisoned until reopened.
-//!
 //! A [`Disk`] is a [`Backend`] and a [`Port`] is a [`BackendQueue`] of `walvisor-block`, whose types are part of this
 //! API. [`RawDisk`], a raw image without a log, and [`Look`], a disk as it was at a point in its history, are backends
 //! too.
@@ -24,22 +18,21 @@
 //! The folders are layers. Each imports only from itself and from those after it in this list: `raw` (raw images),
 //! `offline` (opening, closing, and all work on disks that are not in use), `disk` (ports), `history` (the keeper,
 //! looks, snapshots, restores in place), `checkpoint`, `recovery`, `log`, `catalog` (the control file, options, which
-//! image is which disk), `index`, `medium` (files, segments,
-//! engines), and the modules outside the folders. `docs/glossary.md` explains the terms.
+//! image is which disk), `index`, `medium` (files, segments, engines), and the modules outside the folders.
 //!
-//! A disk, one write, and a FLUSH, after which the write survives a power loss (`examples/` has larger programs):
+//! A port, one write, and a FLUSH, after which the write survives a power loss:
 //!
-//! ```
-//! use walvisor_block::flush;
+//! ```standalone_crate
 //! use walvisor_storage::{
-//!     BackendQueue, Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk, default_log_dir,
+//!     BackendQueue, Buffer, DiskOptions, Operation, Store, StoreOptions, create_disk, default_log_dir, flush,
 //! };
 //!
-//! let dir = tempfile::tempdir()?;
-//! let (path, options) = (dir.path().join("disk.img"), StoreOptions::default());
-//! let log = default_log_dir(&path);
-//! create_disk(&path, 1 << 20, &log, &options)?;
-//! let store = Store::open(&log, &[DiskOptions::new(&path)], &options)?;
+//! # let dir = tempfile::tempdir()?;
+//! # std::env::set_current_dir(&dir)?;
+//! let (path, options) = ("disk.img".as_ref(), StoreOptions::default());
+//! let log = default_log_dir(path);
+//! create_disk(path, 1 << 20, &log, &options)?;
+//! let store = Store::open(&log, &[DiskOptions::new(path)], &options)?;
 //! let disk = &store.disks()[0];
 //! let mut port = disk.open_port()?;
 //! let data = Buffer::from(&[7; 512][..]);
@@ -48,7 +41,7 @@
 //! flush(disk)?;
 //! drop(port);
 //! store.close()?;
-//! assert_eq!(std::fs::read(&path)?[3 * 512..4 * 512], [7; 512]);
+//! assert_eq!(std::fs::read(path)?[3 * 512..4 * 512], [7; 512]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
@@ -79,9 +72,10 @@ mod sync;
 mod tracepoints;
 
 pub use walvisor_block::{
-    Allocation, BUFFER_ALIGN, Backend, BackendQueue, Buffer, Capabilities, Change, Completion,
-    Condition, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, Logged, MAX_REQUEST_BYTES, Mapped,
-    Operation, PastPoint, Resizable, SECTOR_SIZE, Tracked, Transfer, Trouble,
+    Allocation, BUFFER_ALIGN, Backend, BackendQueue, BlockingDisk, Buffer, Capabilities, Change,
+    Completion, Condition, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters, Logged,
+    MAX_REQUEST_BYTES, Mapped, Operation, PastPoint, Resizable, SECTOR_SIZE, Tracked, Transfer,
+    Trouble, flush,
 };
 pub use {
     catalog::control::has_log,

@@ -6,11 +6,7 @@
 //!       └── rings and buffers in shared memory ◀──────────────────────────────────────┴── kick, call
 //! ```
 //!
-//! Why not the crates `vhost` and `vhost-user-backend` (0.18 and 0.24): `vhost-user-backend` brings its own threads and
-//! rings, and handles neither GET_INFLIGHT_FD nor SET_INFLIGHT_FD. Here the queue worker is that of the other transports,
-//! so batches, the single store of the used index and EVENT_IDX are the same code everywhere. `vhost` refuses the memory
-//! table of user-mode Linux, whose message is longer than its table; it rejects a message that arrives in two pieces, and
-//! its reads cannot be interrupted in the middle of a message.
+//! Why not the crates `vhost` and `vhost-user-backend`: see the [crate's page](crate#why-not-vhost-user-backend).
 //!
 //! A front-end is trusted no more than a guest. Its messages are checked before use, its memory is mapped only as far as
 //! the files behind it reach, and a fault of a front-end ends only its own connection.
