@@ -66,6 +66,7 @@ const WALVISOR: &[&[&str]] = &[
         "child",
         "disk",
         "disk_spec",
+        "guest_file",
         "net_spec",
         "network",
         "point",

@@ -15,6 +15,7 @@ pub mod demo;
 pub mod disk;
 pub mod disk_spec;
 pub mod disks;
+mod guest_file;
 pub mod landlock;
 pub mod lio;
 pub mod memory_limit;

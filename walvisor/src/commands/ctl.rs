@@ -14,7 +14,7 @@ use walvisor_storage::{Transfer, receive_image, scratch_file};
 
 use self::answer::text;
 use super::CommandError;
-use super::disk::report_transfer;
+use super::disk::{FileArguments, PastFile, report_transfer};
 use super::serve::nbd::unix_uri;
 use super::serve::saving::{self, PoolChanges};
 use super::socket::bind;
@@ -152,7 +152,8 @@ pub enum CtlRequest {
         newest: usize,
     },
     /// Make a paused disk what it was at a point, at once; its current contents stay a point of the
-    /// log. Whoever uses the disk must read it again
+    /// log. Whoever uses the disk must read it again. With --file, take one file of the guest out of
+    /// the point: the disk stays as it is, and need not be paused
     Restore {
         /// The point, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]
@@ -160,6 +161,12 @@ pub enum CtlRequest {
         /// Which disk
         #[command(flatten)]
         disk: DiskName,
+        /// Which file
+        #[command(flatten)]
+        wanted: FileArguments,
+        /// The file to create
+        #[arg(long, short, value_name = "NEW", requires = "file")]
+        output: Option<PathBuf>,
     },
     /// Write a mark into the disk's log: a text that names this moment, which 'log dump' shows
     Mark {
@@ -324,7 +331,26 @@ pub fn run(arguments: &CtlArguments) -> Result<(), CommandError> {
             disk: named(disk),
             most: *newest,
         },
-        CtlRequest::Restore { at, disk } => ControlCommand::Restore {
+        CtlRequest::Restore {
+            at,
+            disk,
+            wanted,
+            output: Some(new),
+        } => {
+            let command = ControlCommand::Export {
+                disk: named(disk),
+                at: Some(at.clone()),
+            };
+            let past = PastFile {
+                disk: disk.name.as_deref().unwrap_or("the disk"),
+                at,
+                wanted,
+                new,
+                json: arguments.json,
+            };
+            return restore_file(&arguments.socket, &command, past);
+        }
+        CtlRequest::Restore { at, disk, .. } => ControlCommand::Restore {
             disk: named(disk),
             at: at.clone(),
         },
@@ -441,6 +467,23 @@ fn save(socket: &Path, json: bool) -> Result<(), CommandError> {
     };
     let _ = std::io::stdout().write_all(format!("{line}\n").as_bytes());
     Ok(())
+}
+
+/// Lets the other process write a copy of the disk, which is thrown away, and takes a file out of
+/// it.
+fn restore_file(
+    socket: &Path,
+    command: &ControlCommand,
+    past: PastFile<'_>,
+) -> Result<(), CommandError> {
+    past.check()?;
+    let copy = scratch_file()?;
+    let answer = with_bar("copying", |progress| {
+        ask_with(socket, command, &[copy.as_fd()], progress)
+    });
+    let answer = answer.map_err(CommandError::Failed)?;
+    let disk = &text(&answer["disk"]);
+    PastFile { disk, ..past }.take_from(&copy)
 }
 
 /// Lets the other process write a new image, which gets its name once it is complete.

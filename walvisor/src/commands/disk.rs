@@ -1,6 +1,7 @@
 //! `walvisor disk`: makes, inspects and changes disks, without a guest.
 
 mod changes;
+mod file;
 mod membership;
 mod path;
 mod snapshot;
@@ -9,6 +10,7 @@ mod transfer;
 use std::path::Path;
 
 use clap::{Args, Subcommand};
+pub(super) use file::{FileArguments, PastFile};
 pub(super) use path::print;
 use path::{Detached, DiskPath};
 use serde_json::json;

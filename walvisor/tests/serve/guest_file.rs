@@ -1,0 +1,106 @@
+//! `walvisor ctl restore --file`: one file of a guest, out of a point of a disk in use.
+
+use std::fs;
+use std::path::Path;
+
+use walvisor_storage::{ImageFormat, StoreOptions, default_log_dir, import_disk_as};
+use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::process::client;
+use walvisor_tests::have;
+
+use super::control::ctl;
+use super::{Daemon, text, walvisor};
+
+/// An ext4 of 8 MiB with this file.
+fn ext4(dir: &Path, notes: &str) -> Vec<u8> {
+    let from = dir.join("from");
+    fs::create_dir_all(&from).unwrap();
+    fs::write(from.join("notes"), notes).unwrap();
+    client(dir, "mkfs.ext4", &["-q", "-F", "-d", "from", "made", "8M"]);
+    let made = fs::read(dir.join("made")).unwrap();
+    fs::remove_file(dir.join("made")).unwrap();
+    made
+}
+
+#[test]
+fn a_file_comes_out_of_a_disk_that_is_written() {
+    if !have("mkfs.ext4", "e2fsprogs") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let [first, second] = ["one", "the second"].map(|notes| ext4(dir, notes));
+    fs::write(dir.join("raw"), &first).unwrap();
+    let (disk, raw, options) = (
+        dir.join("disk.img"),
+        dir.join("raw"),
+        StoreOptions::default(),
+    );
+    let log = default_log_dir(&disk);
+    import_disk_as(
+        &disk,
+        &raw,
+        ImageFormat::Raw,
+        &log,
+        &options,
+        &mut |_, _| {},
+    )
+    .unwrap();
+    let daemon = "--control ctl --disk path=disk.img,socket=s,retain=all";
+    let _daemon = Daemon::start(dir, daemon);
+    let mut guest = RawClient::extended(&dir.join("s"));
+    guest.write(1, 0, &first[..512]);
+    guest.flush(2);
+    ctl(dir, "snapshot first");
+    for (number, piece) in (0..).zip(second.chunks(1 << 20)) {
+        guest.write(3, number << 20, piece);
+    }
+    guest.flush(4);
+    for no_mount in ["", "--no-mount"] {
+        for (at, notes) in [("snapshot:first", "one"), ("newest", "the second")] {
+            let words = format!("restore --at {at} --file /notes -o out {no_mount}");
+            let told = ctl(dir, &words);
+            assert_eq!(
+                (&told["disk"], &told["at"]),
+                (&"disk.img".into(), &at.into())
+            );
+            assert_eq!(fs::read_to_string(dir.join("out")).unwrap(), notes);
+            fs::remove_file(dir.join("out")).unwrap();
+        }
+    }
+    // The disk was neither restored nor paused, and goes on.
+    guest.write(5, 0, &first[..512]);
+    assert_eq!(ctl(dir, "exports")["exports"].as_array().unwrap().len(), 0);
+    for (words, status, why) in [
+        (
+            "--at newest --file /none/x -o out",
+            1,
+            "no \"/none/x\" there; what is there is \"/\"",
+        ),
+        ("--at newest --file /notes -o raw", 1, "raw: exists already"),
+        (
+            "--at lsn:999 --file /notes -o out",
+            1,
+            "can't be brought back to lsn:999",
+        ),
+        ("--at newest --file /notes", 2, "--output"),
+        ("--at newest -o out", 2, "--file"),
+        ("--at newest", 1, "is in use"),
+        ("--disk other --at newest --file /notes -o out", 1, "other"),
+    ] {
+        let output = walvisor(dir, &format!("ctl ctl restore {words}"));
+        let error = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(status), "{words}: {error}");
+        assert!(error.contains(why), "{words}: {error}");
+        assert!(!dir.join("out").exists());
+    }
+    // Whoever asks for the disk's file is told where to ask.
+    let output = walvisor(
+        dir,
+        "disk restore disk.img --at newest --file /notes -o out",
+    );
+    let error = text(&output.stderr);
+    let socket = dir.join("ctl").display().to_string();
+    let ask = format!("ask it: walvisor ctl {socket} restore --file PATH --at AT -o NEW");
+    assert!(error.contains(&ask), "{error}");
+}
