@@ -141,7 +141,8 @@ impl Debugfs {
         let last = last
             .find(|line| !line.contains("not open"))
             .unwrap_or_default()
-            .to_owned();
+            .escape_debug()
+            .to_string();
         match output.status.success() {
             true => Ok((out, last)),
             false => Err(format!("debugfs failed ({}): {last}", output.status)),

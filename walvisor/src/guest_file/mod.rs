@@ -10,7 +10,8 @@
 //!   output.rs: a new file, which has its name once it is whole
 //! ```
 //! The file system's journal is replayed on the copy, so the disk itself is only read. All that this makes is held by
-//! descriptors alone: the copy, the loop device, the mount and the new file are gone with the process, however it ends.
+//! descriptors alone: the copy, the loop device, the mount and the new file are gone with the process, however it ends. (A
+//! new file on a file system that has no files without a name is gone if the process ends by itself.)
 
 mod debugfs;
 mod loop_device;
@@ -83,12 +84,11 @@ fn not_there(path: &Path, nearest: &Path, names: &[String]) -> String {
     const MOST: usize = 8;
     let mut has: Vec<_> = names.iter().map(|name| format!("{name:?}")).collect();
     has.sort();
-    let more = has.len().saturating_sub(MOST);
+    let more = if has.len() > MOST { " and more" } else { "" };
     has.truncate(MOST);
-    let has = match (has.is_empty(), more) {
-        (true, _) => String::new(),
-        (false, 0) => format!(", with {}", has.join(", ")),
-        (false, more) => format!(", with {} and {more} more", has.join(", ")),
+    let has = match has.join(", ") {
+        none if none.is_empty() => none,
+        names => format!(", with {names}{more}"),
     };
     let (path, nearest) = (shown(path), shown(nearest));
     format!("no {path} there; what is there is {nearest}{has}")

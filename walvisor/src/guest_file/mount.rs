@@ -19,6 +19,11 @@ use super::output::NewFile;
 use super::volume::{FileSystem, Volume};
 use super::{FoundFile, not_a_file, not_there, shown};
 
+/// How often an open is tried.
+const TRIES: usize = 1000;
+/// Most names of a directory that are looked at.
+const MOST_NAMES: usize = 1000;
+
 /// Why a file system is not mounted.
 pub(super) enum MountError {
     /// This process may not, or this machine can't.
@@ -98,13 +103,17 @@ impl Mounted {
     /// Opens a path, whose links stay inside the file system.
     fn open(&self, path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
         let resolve = ResolveFlags::IN_ROOT | ResolveFlags::NO_MAGICLINKS;
-        openat2(
-            &self.root,
-            path,
-            flags | OFlags::CLOEXEC,
-            Mode::empty(),
-            resolve,
-        )
+        let flags = flags | OFlags::CLOEXEC;
+        let open = || openat2(&self.root, path, flags, Mode::empty(), resolve);
+        // With ".." it fails while anybody on this machine renames something.
+        let mut opened = open();
+        for _ in 0..TRIES {
+            if opened.as_ref().err() != Some(&Errno::AGAIN) {
+                break;
+            }
+            opened = open();
+        }
+        opened
     }
 
     /// The error for a path that could not be opened.
@@ -141,14 +150,16 @@ fn found_file(stat: &Stat) -> FoundFile {
     }
 }
 
-/// The names in a directory.
+/// The names in a directory, or many of them.
 fn names(directory: impl AsFd) -> Vec<String> {
     let mut buffer = Vec::with_capacity(64 << 10);
     let (mut entries, mut names) = (
         RawDir::new(directory, buffer.spare_capacity_mut()),
         Vec::new(),
     );
-    while let Some(Ok(entry)) = entries.next() {
+    while names.len() < MOST_NAMES
+        && let Some(Ok(entry)) = entries.next()
+    {
         let name = entry.file_name().to_string_lossy().into_owned();
         if name != "." && name != ".." {
             names.push(name);
@@ -165,7 +176,7 @@ fn kernel_messages(context: OwnedFd) -> String {
     while let Ok(len @ 1..) = context.read(&mut message) {
         let line = String::from_utf8_lossy(&message[..len]);
         let line = line.split_once(' ').map_or(&*line, |(_, line)| line);
-        text += &format!(" ({})", line.trim_end());
+        text += &format!(" ({})", line.trim_end().escape_debug());
     }
     text
 }

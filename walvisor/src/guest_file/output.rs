@@ -18,6 +18,8 @@ const PIECE: usize = 1 << 20;
 pub struct NewFile {
     path: PathBuf,
     file: Unpublished,
+    /// The permission bits that it gets.
+    mode: u32,
 }
 
 enum Unpublished {
@@ -49,15 +51,21 @@ impl NewFile {
                 .tempfile_in(directory)
                 .map(Unpublished::Named),
         };
-        let path = path.to_owned();
-        match file {
-            Ok(file) => Ok(Self { path, file }),
-            Err(error) => Err(format!(
-                "{}: can't make a file in {}: {error}",
-                path.display(),
-                directory.display()
-            )),
-        }
+        let failed = |error| {
+            let (path, directory) = (path.display(), directory.display());
+            format!("{path}: can't make a file in {directory}: {error}")
+        };
+        let file = file.map_err(failed)?;
+        let mut new = Self {
+            path: path.to_owned(),
+            file,
+            mode: 0,
+        };
+        // While it is filled, its owner may write it, by name too.
+        let allowed = new.file().metadata().map_err(failed)?;
+        new.mode = allowed.permissions().mode();
+        new.set_mode(0o600).map_err(failed)?;
+        Ok(new)
     }
 
     /// Refuses a path at which there is something.
@@ -89,6 +97,10 @@ impl NewFile {
         }
     }
 
+    fn set_mode(&self, mode: u32) -> io::Result<()> {
+        self.file().set_permissions(PermissionsExt::from_mode(mode))
+    }
+
     /// Copies a file of `size` bytes, without its holes. `read_failed` names it in an error.
     pub(super) fn fill(
         &self,
@@ -103,7 +115,10 @@ impl NewFile {
 
     /// Makes the file durable and gives it its name.
     pub(super) fn publish(self) -> Result<(), String> {
-        self.file().sync_all().map_err(|error| self.failed(error))?;
+        let ready = self
+            .set_mode(self.mode)
+            .and_then(|()| self.file().sync_all());
+        ready.map_err(|error| self.failed(error))?;
         let path = self.path;
         let linked = match self.file {
             Unpublished::Unnamed(file) => {

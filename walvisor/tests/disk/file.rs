@@ -394,6 +394,9 @@ fn a_user_without_rights_reads_ext4_with_debugfs() {
         return;
     };
     guest.write("notes \"quoted\"", "one");
+    let notes = guest.path("notes \"quoted\"");
+    fs::set_permissions(&notes, PermissionsExt::from_mode(0o444)).unwrap();
+    File::open(notes).unwrap().sync_all().unwrap();
     guest.snapshot("now");
     let dir = guest.dir();
     fs::set_permissions(dir, PermissionsExt::from_mode(0o755)).unwrap();
@@ -414,7 +417,8 @@ fn a_user_without_rights_reads_ext4_with_debugfs() {
     let theirs = Path::new(&theirs);
     client(theirs, "setpriv", &command);
     assert_eq!(fs::read_to_string(theirs.join("out")).unwrap(), "one");
-    assert_eq!(theirs.join("out").metadata().unwrap().uid(), 65534);
+    let made = theirs.join("out").metadata().unwrap();
+    assert_eq!((made.uid(), made.mode() & 0o7777), (65534, 0o444));
 }
 
 /// Killed at any moment, it leaves neither a mount nor a loop device nor a file, and at the output nothing or the file.
