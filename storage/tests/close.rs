@@ -5,7 +5,9 @@ mod support;
 use std::time::Duration;
 
 use support::{Place, flush, read, small, wait_until, write};
-use walvisor_storage::{DiskOptions, EngineKind, ErrorKind, Image, Store, StoreOptions};
+use walvisor_storage::{
+    BlockingDisk, DiskOptions, EngineKind, ErrorKind, Image, Store, StoreOptions,
+};
 
 /// Writes of a test, each to a block of 4 KiB that is adjacent to no other. They fill less than half of the ring.
 const BLOCKS: u64 = 60;
@@ -100,5 +102,27 @@ fn a_checkpoint_under_way_is_cut_by_the_close() {
         }
         drop(port);
         store.close().unwrap();
+    }
+}
+
+/// A handle that blocks and outlives the store gets errors: its requests don't wait for a log that is gone.
+#[test]
+fn a_blocking_handle_of_a_closed_store_gets_errors_and_does_not_wait() {
+    for never_used in [false, true] {
+        let place = Place::new();
+        let store = open(&place, Duration::from_secs(60));
+        let disk = BlockingDisk::new(store.disks()[0].clone());
+        if !never_used {
+            disk.write(&[7; 512], 0).unwrap();
+        }
+        store.close().unwrap();
+        let (ended, ends) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let (write, flush) = (disk.write(&[8; 512], 0), disk.flush());
+            ended.send((write, flush)).unwrap();
+        });
+        let limit = Duration::from_secs(60);
+        let (write, flush) = ends.recv_timeout(limit).expect("requests end");
+        assert!(write.is_err() && flush.is_err(), "{never_used}");
     }
 }

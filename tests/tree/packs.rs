@@ -110,6 +110,13 @@ fn what_is_in_a_package_needs_nothing_beside_it() {
                     let target = file.parent().unwrap().join(path);
                     assert!(target.exists(), "{}: link to {path}", file.display());
                 }
+                let example = file.starts_with(package.join("examples"));
+                let own = name.replace('-', "_");
+                for used in text.lines().filter_map(|line| line.strip_prefix("use ")) {
+                    let known = ["std", &*own].iter().any(|own| used.starts_with(own));
+                    let whole = known && !used.contains('*');
+                    assert!(!example || whole, "{}: use {used}", file.display());
+                }
                 let elsewhere = "../docs/";
                 assert!(!text.contains(elsewhere), "{}", file.display());
             }
