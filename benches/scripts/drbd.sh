@@ -44,7 +44,8 @@ round_trip() { ping -q -c 20 -i 0.02 $peer | sed -n 's|^rtt .* = \([^/]*\)/\([^/
 commit() {
     place=$1
     shift
-    "$BENCH" store commit --no-baseline --json --dir "$place" "$@" >report </dev/null && echo "guest: report $(cat report)"
+    "$BENCH" store commit --no-baseline --rounds 1 --json --dir "$place" "$@" >report 2>errors </dev/null || { cat errors; return 1; }
+    echo "guest: report $(cat report)"
 }
 
 # Clients that print each commit that was acknowledged, until this machine dies.

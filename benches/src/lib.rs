@@ -17,6 +17,7 @@
 //!
 //! `walvisor` and `walvisor-guest-images` run in processes of their own: `programs.rs` finds these programs.
 
+mod bench;
 mod blocks;
 pub mod cli;
 mod commit;
@@ -24,6 +25,7 @@ mod console;
 mod daemon;
 mod database;
 mod drbd;
+mod exits;
 mod guests;
 mod linux;
 mod load;
@@ -35,7 +37,6 @@ mod peers;
 mod place;
 mod programs;
 pub mod report;
-mod sample;
 mod session;
 mod store;
 mod sustained;

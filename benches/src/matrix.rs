@@ -8,29 +8,13 @@
 
 use std::time::Duration;
 
-use serde_json::Value;
 use walvisor::commands::CommandError;
 
 use crate::report::plot::Series;
 use crate::report::{Cell, Preference, Section, Spread};
 use crate::session::Session;
 
-/// The figures of one turn: a JSON object whose keys have their unit.
-#[derive(Clone, Debug, Default)]
-pub struct Turn(pub Value);
-
-impl Turn {
-    /// The figure with this key. `None` if it was not measured.
-    pub fn get(&self, key: &str) -> Option<f64> {
-        self.0.get(key)?.as_f64()
-    }
-
-    /// The list with this key.
-    pub fn list(&self, key: &str) -> Vec<f64> {
-        let values = self.0[key].as_array().into_iter().flatten();
-        values.filter_map(Value::as_f64).collect()
-    }
-}
+pub use crate::bench::Turn;
 
 /// A side of a row, with its turns.
 #[derive(Clone, Debug)]

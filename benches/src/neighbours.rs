@@ -201,7 +201,7 @@ pub fn run(arguments: &NeighboursArguments) -> Result<(), CommandError> {
         let plan = |side: &&'static str| (*side, Plan { door, attack, side });
         matrix.add(format!("{door}: {}", attack.name), sides.iter().map(plan));
     }
-    let rounds = output.rounds(3, 1);
+    let rounds = output.rounds(if output.quick { 1 } else { 3 });
     let expected = |_: &Plan| turn * 2 + Duration::from_secs(1);
     let session = output.start(matrix.expected(expected) * rounds as u32)?;
     let place = Place::new(&output.dir)?;

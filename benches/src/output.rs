@@ -51,10 +51,9 @@ impl Output {
         Session::start(expected)
     }
 
-    /// The number of rounds that the user asked for; otherwise `full` or `quick`.
-    pub fn rounds(&self, full: u8, quick: u8) -> usize {
-        let otherwise = if self.quick { quick } else { full };
-        self.rounds.unwrap_or(otherwise).into()
+    /// The number of rounds that the user asked for, otherwise this one.
+    pub fn rounds(&self, otherwise: usize) -> usize {
+        self.rounds.map_or(otherwise, usize::from)
     }
 
     /// Writes the report in all the formats that the user asked for.

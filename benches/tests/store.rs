@@ -3,62 +3,54 @@
 mod support;
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::Command;
 
 use serde_json::Value;
-use support::{assert_refused, number};
+use support::{assert_refused, number, texts};
 
 /// `walvisor-bench store`.
-fn store() -> Command {
+fn store(arguments: &[&str]) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_walvisor-bench"));
-    command.arg("store");
+    command.arg("store").args(arguments);
     command
 }
 
-/// Runs a benchmark in `directory`, which must be empty again afterwards.
-fn bench(arguments: &[&str], directory: &Path) -> Output {
-    let output = store()
-        .args(arguments)
-        .arg("--dir")
-        .arg(directory)
+/// The rows of a benchmark's report. It works in a directory on the file system of the build, which is rarely in memory,
+/// and leaves nothing there.
+#[track_caller]
+fn rows(arguments: &[&str]) -> Vec<Value> {
+    let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
+    let mut command = store(arguments);
+    let output = command
+        .args(["--json", "--dir"])
+        .arg(directory.path())
         .output()
-        .expect("walvisor-bench starts");
-    let left = std::fs::read_dir(directory).map_or(0, Iterator::count);
+        .unwrap();
+    let left = std::fs::read_dir(directory.path()).map_or(0, Iterator::count);
     assert_eq!(left, 0, "the files are removed");
-    output
+    support::rows(&support::report(&output), arguments[0]).to_vec()
 }
 
-/// A directory on the file system of the build, which is rarely in memory.
-fn directory() -> tempfile::TempDir {
-    tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory")
-}
-
-/// The JSON report of a benchmark.
-fn report(arguments: &[&str]) -> Value {
-    let directory = directory();
-    let output = bench(&[arguments, &["--json"]].concat(), directory.path());
-    support::report(&output)
+/// The rows of the raw file and of the log, of `store commit` with one round.
+#[track_caller]
+fn commits(arguments: &[&str]) -> [Value; 2] {
+    let rows = rows(&[&["commit", "--rounds", "1"], arguments].concat());
+    assert_eq!(texts(&rows, "side"), ["raw file", "log"]);
+    rows.try_into().expect("two")
 }
 
 /// The number of groups in each size class.
-fn groups(report: &Value) -> Vec<u64> {
-    let sizes = report["group_sizes"].as_array().expect("a list");
-    sizes.iter().map(|count| count.as_u64().unwrap()).collect()
+fn groups(log: &Value) -> Vec<u64> {
+    let sizes = log["group_sizes"].as_array().expect("a list");
+    sizes
+        .iter()
+        .map(|count| count.as_f64().unwrap() as u64)
+        .collect()
 }
 
-const EIGHT: [&str; 7] = [
-    "commit",
-    "--clients",
-    "8",
-    "--sync-latency-us",
-    "2000",
-    "--commits",
-    "800",
-];
-
+const EIGHT: [&str; 4] = ["--clients", "8", "--sync-latency-us", "2000"];
 /// The same with a sync so slow that the clients are in time for the next group even on a busy machine.
-const SLOW_EIGHT: [&str; 7] = [
-    "commit",
+const SLOW_EIGHT: [&str; 6] = [
     "--clients",
     "8",
     "--sync-latency-us",
@@ -73,40 +65,47 @@ const SHARED: f64 = 2.0 * 2.0 / 8.0;
 
 #[test]
 fn eight_clients_share_syncs_and_two_groups_alternate() {
-    let report = report(&SLOW_EIGHT);
-    for key in ["p50_us", "p99_us", "raw_p50_us", "raw_p99_us", "ratio"] {
-        assert!(number(&report, key) > 0.0, "{report}");
-    }
-    assert_eq!(number(&report, "commits"), 320.0);
-    assert!(number(&report, "syncs_per_commit") <= SHARED, "{report}");
-    let groups = groups(&report);
-    assert_eq!(groups.len(), 10, "{report}");
+    let [raw, log] = commits(&SLOW_EIGHT);
+    assert_eq!(number(&log, "commits"), 320.0);
+    assert!(
+        number(&log, "syncs_per_commit") <= SHARED && number(&log, "ratio") > 0.0,
+        "{log}"
+    );
+    let groups = groups(&log);
+    assert_eq!(groups.len(), 10, "{log}");
     // Every sync made a group with waiters durable, and no group has more waiters than there are clients.
-    assert_eq!(groups.iter().sum::<u64>() as f64, number(&report, "syncs"));
-    assert_eq!(groups[4..].iter().sum::<u64>(), 0, "{report}");
-    // A commit waits for at least its own sync, and so do the threads of the baseline.
-    assert!(number(&report, "p50_us") >= 20_000.0 && number(&report, "raw_p50_us") >= 20_000.0);
-    assert!(number(&report, "p99_us") >= number(&report, "p50_us"));
+    assert_eq!(groups.iter().sum::<u64>() as f64, number(&log, "syncs"));
+    assert_eq!(groups[4..].iter().sum::<u64>(), 0, "{log}");
+    for side in [raw, log] {
+        // A commit waits for at least its own sync, and so do the threads of the baseline.
+        assert!(number(&side, "p50_us") >= 20_000.0, "{side}");
+        assert!(number(&side, "p99_us") >= number(&side, "p50_us"), "{side}");
+    }
 }
 
 #[test]
 fn a_group_that_waits_holds_all_clients() {
-    let wait = ["--commit-wait-usec", "1000000", "--commit-wait-count", "8"];
-    let report = report(&[&EIGHT[..], &wait].concat());
-    // All eight clients are in each group: 1/8, and a little more for the clients left when a round ends.
-    assert!(number(&report, "syncs_per_commit") <= 1.2 / 8.0, "{report}");
-    let groups = groups(&report);
-    assert!(groups[3] >= 90, "{report}");
+    let wait = [
+        "--commit-wait-usec",
+        "1000000",
+        "--commit-wait-count",
+        "8",
+        "--commits",
+        "800",
+    ];
+    let [_, log] = commits(&[&EIGHT[..], &wait].concat());
+    // All eight clients are in each group: 1/8, and a little more for the clients left when the loops end.
+    assert!(number(&log, "syncs_per_commit") <= 1.2 / 8.0, "{log}");
+    assert!(groups(&log)[3] >= 90, "{log}");
 }
 
 #[test]
 fn without_groups_each_commit_costs_a_sync() {
-    let report = report(&[&EIGHT[..5], &["--commits", "80", "--group", "off"]].concat());
-    assert_eq!(number(&report, "syncs_per_commit"), 1.0, "{report}");
-    let groups = groups(&report);
-    assert_eq!((groups[0], groups.iter().sum()), (80, 80));
+    let [_, log] = commits(&[&EIGHT[..], &["--commits", "80", "--group", "off"]].concat());
+    assert_eq!(number(&log, "syncs_per_commit"), 1.0, "{log}");
+    assert_eq!((groups(&log)[0], groups(&log).iter().sum()), (80, 80));
     // One sync at a time: the injected latency limits the rate.
-    assert!(number(&report, "commits_per_s") <= 500.0, "{report}");
+    assert!(number(&log, "commits_per_s") <= 500.0, "{log}");
 }
 
 /// Each of many clients makes a write of its own, and all share the syncs. Without the switch they share the writes
@@ -114,13 +113,18 @@ fn without_groups_each_commit_costs_a_sync() {
 #[test]
 fn with_a_write_per_waiter_each_commit_costs_a_write() {
     for clients in ["128", "256"] {
-        let many = ["commit", "--clients", clients, "--commits", "2560"];
-        let wait = ["--commit-wait-count", clients];
-        let each = report(&[&many[..], &wait, &["--write-per-waiter"]].concat());
-        assert_eq!(each["write_per_waiter"], true);
+        let many = [
+            "--clients",
+            clients,
+            "--commits",
+            "2560",
+            "--commit-wait-count",
+            clients,
+        ];
+        let [_, each] = commits(&[&many[..], &["--write-per-waiter"]].concat());
         assert_eq!(number(&each, "writes_per_commit"), 1.0, "{each}");
         assert!(number(&each, "syncs_per_commit") <= 0.1, "{each}");
-        let together = report(&[&many[..], &wait].concat());
+        let [_, together] = commits(&many);
         // The log also writes records that no client waits for yet, once there is 1 MiB of them.
         assert!(number(&together, "writes_per_commit") <= 0.1, "{together}");
         assert!(number(&together, "syncs_per_commit") <= 0.1, "{together}");
@@ -138,19 +142,16 @@ fn a_slow_medium_counts_writes_and_syncs() {
     ];
     let more: [&[&str]; 2] = [&[], &["--write-per-waiter"]];
     for more in more {
-        let four = ["commit", "--clients", "4", "--commits", "400"];
-        let report = report(&[&four[..], &slow, more].concat());
-        assert_eq!(number(&report, "operations_per_second"), 1000.0);
-        assert_eq!(number(&report, "operation_latency_us"), 500.0);
-        let operations = number(&report, "writes") + number(&report, "syncs");
-        let rate = operations / number(&report, "commits") * number(&report, "commits_per_s");
-        // Each of the four rounds may begin with saved-up operations, those of 10 ms.
-        assert!(rate <= 1000.0 * 1.5, "{report}");
-        assert!(
-            number(&report, "raw_commits_per_s") <= 500.0 * 1.5,
-            "{report}"
-        );
-        assert!(number(&report, "p50_us") >= 1000.0 && number(&report, "raw_p50_us") >= 1000.0);
+        let four = ["--clients", "4", "--commits", "400"];
+        for side in commits(&[&four[..], &slow, more].concat()) {
+            let operations = number(&side, "writes") + number(&side, "syncs");
+            let rate = operations / number(&side, "commits") * number(&side, "commits_per_s");
+            // It may begin with saved-up operations, those of 10 ms.
+            assert!(
+                rate <= 1000.0 * 1.5 && number(&side, "p50_us") >= 1000.0,
+                "{side}"
+            );
+        }
     }
 }
 
@@ -158,54 +159,63 @@ fn a_slow_medium_counts_writes_and_syncs() {
 fn disks_of_one_log_share_syncs_and_so_do_writethrough_writes() {
     let more: [&[&str]; 2] = [&["--disks", "4"], &["--mode", "writethrough"]];
     for more in more {
-        let report = report(&[&SLOW_EIGHT[..], more].concat());
-        assert!(number(&report, "syncs_per_commit") <= SHARED, "{report}");
+        let [_, log] = commits(&[&SLOW_EIGHT[..], more].concat());
+        assert!(number(&log, "syncs_per_commit") <= SHARED, "{log}");
     }
 }
 
 #[test]
 fn a_lone_client_gains_nothing_from_groups_and_pays_one_sync() {
-    let report = report(&["commit", "--clients", "1", "--commits", "50"]);
-    assert_eq!(number(&report, "syncs_per_commit"), 1.0, "{report}");
-    assert_eq!(groups(&report)[0], 50);
+    let [_, log] = commits(&["--clients", "1", "--commits", "50"]);
+    assert_eq!(number(&log, "syncs_per_commit"), 1.0, "{log}");
+    assert_eq!(groups(&log)[0], 50);
 }
 
 #[test]
-fn append_read_and_recover_stand_beside_their_baselines() {
-    let append = report(&["append", "--bytes", "8M", "--depth", "4"]);
-    assert_eq!(number(&append, "bytes"), (8 << 20) as f64);
+fn append_recover_and_a_checkpoint_stand_beside_their_baselines() {
+    let append = rows(&["append", "--bytes", "8M", "--depth", "4"]);
     // Headers need a little space; a payload is written once.
-    assert!(
-        (1.0..1.2).contains(&number(&append, "log_bytes_per_byte")),
-        "{append}"
-    );
-    assert!(number(&append, "mib_per_s") > 0.0 && number(&append, "raw_mib_per_s") > 0.0);
-
-    let read = report(&["read", "--bytes", "4M", "--reads", "2000", "--depth", "8"]);
-    for kind in ["checkpointed", "logged", "raw"] {
-        assert!(number(&read[kind], "reads_per_s") > 0.0, "{read}");
-        assert!(number(&read[kind], "p99_us") >= number(&read[kind], "p50_us"));
-    }
-    assert!(number(&read, "checkpointed_ratio") > 0.0 && number(&read, "logged_ratio") > 0.0);
-
-    let recover = report(&["recover", "--bytes", "8M"]);
-    assert_eq!(number(&recover, "records"), 2048.0);
-    assert!(number(&recover, "log_bytes") > (8 << 20) as f64);
-    assert!(number(&recover, "recover_us") > 0.0 && number(&recover, "raw_read_us") > 0.0);
+    let overhead = number(&append[1], "log_bytes_per_byte");
+    assert!((1.0..1.2).contains(&overhead), "{append:?}");
+    let recover = rows(&["recover", "--bytes", "8M"]);
+    assert!(number(&recover[1], "log_bytes") > (8 << 20) as f64);
     // The index alone takes 16 bytes.
-    assert!(number(&recover, "memory_bytes_per_record") >= 16.0);
-    let sparse = report(&["recover", "--bytes", "600M", "--sparse"]);
-    assert!(number(&sparse, "recover_us") > 0.0 && sparse["ratio"].is_null());
+    assert!(number(&recover[1], "memory_bytes_per_record") >= 16.0);
+    let scattered = rows(&["checkpoint", "--bytes", "4M"]);
+    let sequential = rows(&[
+        "checkpoint",
+        "--bytes",
+        "4M",
+        "--sequential",
+        "--block",
+        "64K",
+    ]);
+    for (rows, figure) in [
+        (append, "mib_per_s"),
+        (recover, "ms"),
+        (scattered, "mib_per_s"),
+        (sequential, "mib_per_s"),
+    ] {
+        assert!(
+            rows.len() == 2 && rows.iter().all(|row| number(row, figure) > 0.0),
+            "{rows:?}"
+        );
+        assert!(number(&rows[1], "ratio") > 0.0, "{rows:?}");
+    }
+    let sparse = rows(&["recover", "--bytes", "600M", "--sparse"]);
+    assert!(number(&sparse[0], "ms") > 0.0 && sparse[0]["ratio"].is_null());
 }
 
 #[test]
 fn a_load_is_done_by_one_thread_and_by_all() {
-    let load = report(&["load", "--bytes", "4M", "--threads", "3"]);
-    assert_eq!(number(&load, "threads"), 3.0);
-    assert!(number(&load, "log_bytes") > (4 << 20) as f64);
-    for work in ["import", "export", "check", "recover"] {
+    let load = rows(&["load", "--bytes", "4M", "--threads", "3"]);
+    assert_eq!(
+        texts(&load, "work"),
+        ["import", "export", "check", "recover"]
+    );
+    for work in load {
         for key in ["one_thread_mib_per_s", "all_threads_mib_per_s", "ratio"] {
-            assert!(number(&load[work], key) > 0.0, "{load}");
+            assert!(number(&work, key) > 0.0, "{work}");
         }
     }
 }
@@ -214,56 +224,36 @@ fn a_load_is_done_by_one_thread_and_by_all() {
 #[test]
 fn reads_do_not_wait_for_the_syncs_of_another_disk() {
     let small = ["read", "--bytes", "4M", "--reads", "4000", "--depth", "4"];
-    let read = report(&[&small[..], &["--beside-sync-us", "200000"]].concat());
-    let beside = &read["beside_syncs"];
-    let syncs = number(beside, "syncs");
-    assert!((4.0..200.0).contains(&syncs), "{read}");
-    for kind in ["alone", "beside"] {
-        assert!(number(&beside[kind], "reads_per_s") > 0.0, "{read}");
+    let read = rows(&[&small[..], &["--beside-sync-us", "200000"]].concat());
+    let beside = read.last().unwrap();
+    assert!((4.0..200.0).contains(&number(beside, "syncs")), "{beside}");
+    let kinds = [["checkpointed"; 2], ["in the log"; 2], ["beside syncs"; 2]].concat();
+    assert_eq!(texts(&read, "reads_of"), kinds);
+    for row in &read {
+        assert!(number(row, "reads_per_s") > 0.0, "{row}");
+        assert!(number(row, "p99_us") >= number(row, "p50_us"), "{row}");
     }
 }
 
 #[test]
 fn reads_are_measured_beside_writes_that_keep_the_log_full() {
     let small = ["read", "--bytes", "8M", "--reads", "1000", "--depth", "1"];
-    let read = report(&[&small[..], &["--beside-writes"]].concat());
-    let beside = &read["beside_writes"];
-    for medium in ["store", "raw"] {
-        assert!(number(&beside[medium], "p99_ratio") > 0.0, "{read}");
-    }
-}
-
-#[test]
-fn a_checkpoint_copies_all_and_stands_beside_its_baseline() {
-    for more in [&[][..], &["--sequential", "--block", "64K"]] {
-        let report = report(&[&["checkpoint", "--bytes", "4M"], more].concat());
-        assert_eq!(report["sequential"], !more.is_empty());
-        assert!(number(&report, "mib_per_s") > 0.0 && number(&report, "raw_mib_per_s") > 0.0);
-    }
-}
-
-#[test]
-fn tables_are_for_people() {
-    let directory = directory();
-    let table = |arguments: &[&str]| {
-        let output = bench(arguments, directory.path());
-        assert!(output.status.success(), "{output:?}");
-        String::from_utf8(output.stdout).unwrap()
+    let read = rows(&[&small[..], &["--beside-writes"]].concat());
+    let [.., store, _, raw] = &read[..] else {
+        panic!("{read:?}")
     };
-    let commit = table(&["commit", "--clients", "2", "--commits", "40"]);
-    for row in ["log ", "raw file ", "ratio ", "groups that served"] {
-        assert!(
-            commit
-                .lines()
-                .any(|line| line.trim_start().starts_with(row)),
-            "{commit}"
+    for (row, kind) in [(store, "beside writes"), (raw, "raw, beside writes")] {
+        assert_eq!(
+            (row["reads_of"].as_str(), row["side"].as_str()),
+            (Some(kind), Some("beside"))
         );
+        assert!(number(row, "p99_ratio") > 0.0, "{row}");
     }
 }
 
 #[test]
 fn arguments_that_make_no_sense_are_refused_in_one_line() {
-    let directory = directory();
+    let directory = tempfile::tempdir().unwrap();
     let cases: [(&[&str], &str); 12] = [
         (&["commit", "--clients", "0"], "--clients"),
         (
@@ -288,13 +278,11 @@ fn arguments_that_make_no_sense_are_refused_in_one_line() {
         (&["load", "--bytes", "4097"], "--bytes 4097"),
     ];
     for (arguments, named) in cases {
-        assert_refused(store().args(arguments).current_dir(&directory), 2, named);
+        assert_refused(store(arguments).current_dir(&directory), 2, named);
     }
-}
-
-#[test]
-fn a_directory_that_is_not_there_is_named() {
-    let output = bench(&["commit"], Path::new("/nonexistent/place"));
+    let nowhere = Path::new("/nonexistent/place");
+    let mut command = store(&["commit", "--dir"]);
+    let output = command.arg(nowhere).output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1), "{errors}");
     assert!(

@@ -70,7 +70,7 @@ pub fn run(arguments: &DatabaseArguments) -> Result<(), CommandError> {
         stage(1, &servers),
         stage(arguments.guests.into(), &[DatabasePart::Guests]),
     ];
-    let rounds = output.rounds(5, 1);
+    let rounds = output.rounds(if output.quick { 1 } else { 5 });
     let session = output.start(stages.iter().map(|stage| stage.expected(rounds)).sum())?;
     let mut failed = None;
     for stage in &mut stages {

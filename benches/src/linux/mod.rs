@@ -4,27 +4,27 @@
 //! ```text
 //!   scripts/load.sh + a script ──▶ walvisor-guest-images run | user-mode ──▶ its console, line by line
 //!                                                                                  │
-//!            Sample ◀── reader.rs: measure: job, counters, fio .., counters, end ◀──┘
+//!            a side's turn ◀── reader.rs: measure: job, counters, fio .., counters, end ◀──┘
 //! ```
+//! The script does all jobs of all rounds: it gets the settings of the matrices, and its results go to their sides.
 
 mod reader;
 
-use std::fmt::Write as _;
 use std::io::Write as _;
 use std::path::Path;
+use std::process::Command;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use walvisor::commands::CommandError;
 use walvisor::processor_time::of_host;
 use walvisor_storage::{StoreOptions, create_disk, default_log_dir};
 
+use crate::bench::{Matrix, Side};
 use crate::daemon::Daemon;
 use crate::guests::{self, write_script};
 use crate::place::Place;
 use crate::programs::walvisor;
-use crate::report::Section;
-use crate::sample::{Sample, check_caches};
 use crate::session::Session;
 use reader::{DiskCounters, EventReader, LinuxEvent};
 
@@ -42,224 +42,203 @@ const MODULES: [&str; 6] = [
 ];
 /// Bytes of the disks in user-mode Linux: `SIZE` of its scripts.
 const DISK_BYTES: u64 = 64 << 20;
-
-/// A kernel that runs fio.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Linux {
-    /// User-mode Linux, near native
-    UserMode,
-    /// That of a machine whose KVM runs Linux: this one, or an emulated one
-    Machine,
-}
+/// The kernels.
+const KERNELS: [&str; 2] = ["user-mode", "machine"];
 
 /// Which of them.
 #[derive(Debug, Args)]
 pub struct Kernels {
-    /// The kernels that run fio, separated by commas [default: both; with --quick the first]
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "NAME,NAME..")]
-    linux: Vec<Linux>,
+    /// The kernels that run fio, separated by commas: user-mode Linux, near native, or that of a machine whose KVM runs
+    /// Linux, this one or an emulated one [default: both; with --quick the first]
+    #[arg(long, value_delimiter = ',', value_name = "NAME,NAME..", value_parser = KERNELS)]
+    linux: Vec<String>,
 }
 
 impl Kernels {
-    /// The chosen kernels.
-    pub fn chosen(&self, quick: bool) -> &[Linux] {
-        match (self.linux.is_empty(), quick) {
-            (false, _) => &self.linux,
-            (true, true) => &[Linux::UserMode],
-            (true, false) => &[Linux::UserMode, Linux::Machine],
+    /// The chosen kernels, which are names of sections.
+    pub fn chosen(&self, quick: bool) -> Vec<String> {
+        let otherwise = if quick { 1 } else { KERNELS.len() };
+        match self.linux.is_empty() {
+            true => KERNELS[..otherwise]
+                .iter()
+                .map(|&name| name.to_owned())
+                .collect(),
+            false => self.linux.clone(),
         }
     }
 }
 
-/// The measurements in a kernel, which take turns.
-#[derive(Clone, Debug)]
-pub struct LinuxPlan {
-    /// What is measured, for the progress.
-    pub title: &'static str,
-    /// Where Linux runs.
-    pub place: LinuxPlace,
-    /// Pairs: requests in flight in each queue, and queues.
-    pub loops: &'static [(u32, u32)],
-    /// Backend and job: `ram:randread`, `wal:randwrite+fsync`, ...
-    pub jobs: Vec<&'static str>,
-    /// Number of turns of each measurement.
-    pub rounds: u32,
-    /// Size of a request in fio's notation: `4k`.
-    pub block: &'static str,
-    /// The amount of work of each job.
-    pub amount: Amount,
-    /// I/O schedulers of every disk, which take turns if the kernel has them.
-    pub schedulers: &'static [&'static str],
-    /// Number of paths to a disk of one backend.
-    pub paths: u32,
-}
-
-/// The amount of work of a job.
+/// What runs after scripts/load.sh.
 #[derive(Clone, Copy, Debug)]
-pub enum Amount {
-    /// This many requests in all.
-    Requests(u32),
-    /// This many seconds.
-    Seconds(u32),
+pub struct Scripts {
+    /// In user-mode Linux, which has two disks over vhost-user: `ram` and `wal`.
+    pub user_mode: &'static str,
+    /// On a machine whose KVM can run Linux.
+    pub machine: &'static str,
+    /// In a guest of `walvisor run` on that machine; may be empty.
+    pub guest: &'static str,
 }
 
-/// The place where Linux runs.
-#[derive(Clone, Copy, Debug)]
-pub enum LinuxPlace {
-    /// On a machine whose KVM can run Linux. It has a script, and another for a guest on it, which may be empty.
-    Kvm {
-        /// The machine's script.
-        machine: &'static str,
-        /// The script of a guest of `walvisor run`.
-        guest: &'static str,
-        /// The guest's vCPUs.
-        cpus: u32,
-        /// The job's time limit in seconds.
-        limit_s: u32,
-    },
-    /// In user-mode Linux, with two disks over vhost-user: `ram` and `wal`.
-    UserMode {
-        /// The guest's script.
-        script: &'static str,
-    },
-}
-
-/// The results of a comparison.
-#[derive(Debug, Default)]
-pub struct LinuxOutcome {
-    /// The measurements, in chronological order.
-    pub samples: Vec<Sample>,
-    /// Why each missing path could not be measured.
-    missing: Vec<String>,
-}
-
-impl LinuxOutcome {
-    /// Adds a note for each missing path.
-    pub fn tell_missing(&self, section: &mut Section) {
-        let missing = self.missing.iter();
-        let notes = missing.map(|missing| format!("Missing: {missing}."));
-        section.notes.extend(notes);
+/// Measures the matrices of a kernel, with disks in `dir`. If a signal interrupts it, what was measured so far stays.
+///
+/// # Errors
+/// If the program that runs guests is missing or fails, a disk cannot be created, or the write caches differ.
+pub fn measure(
+    matrices: &mut [Matrix],
+    scripts: &Scripts,
+    dir: &Path,
+    session: &Session,
+) -> Result<(), CommandError> {
+    let Some(kernel) = matrices.first().map(|matrix| matrix.spec.name.clone()) else {
+        return Ok(());
+    };
+    let expected = matrices.iter().map(Matrix::expected).sum();
+    session.step(&format!("fio in Linux: {kernel}"), expected, || {
+        run(matrices, scripts, dir, session)
+    })?;
+    if matrices
+        .iter()
+        .flat_map(Matrix::sides)
+        .any(|side| side.emulated)
+    {
+        matrices
+            .iter_mut()
+            .for_each(|matrix| matrix.spec.plots.clear());
+        matrices[0].notes.push(
+            "This machine's KVM runs no Linux: both the machine and its guest are emulated, the times are in brackets and \
+             mean nothing, and the counts are those of any KVM."
+                .to_owned(),
+        );
     }
+    Ok(())
 }
 
-impl LinuxPlan {
-    /// Estimated time.
-    pub fn expected(&self) -> Duration {
-        let jobs = self.jobs.len() * self.loops.len() * self.schedulers.len();
-        Duration::from_secs(20)
-            + Duration::from_millis(2300) * self.paths * self.rounds * jobs as u32
-    }
-
-    /// Measures it, with disks in `dir`. If a signal interrupts it, returns the measurements so far.
-    ///
-    /// # Errors
-    /// If the program that runs guests is missing or fails, a disk cannot be created, or the write caches differ.
-    pub fn measure(&self, dir: &Path, session: &Session) -> Result<LinuxOutcome, CommandError> {
-        // Measurements before a signal still count, so results are kept outside of the step.
-        let mut outcome = LinuxOutcome::default();
-        session.step(self.title, self.expected(), || {
-            self.run(dir, session, &mut outcome)
-        })?;
-        check_caches(&outcome.samples)?;
-        Ok(outcome)
-    }
-
-    fn run(
-        &self,
-        dir: &Path,
-        session: &Session,
-        outcome: &mut LinuxOutcome,
-    ) -> Result<(), CommandError> {
-        let walvisor = walvisor()?;
-        let work = Place::new(dir)?;
-        let at = work.images();
-        let (command, outside) = match self.place {
-            LinuxPlace::Kvm {
-                machine,
-                guest,
-                cpus,
-                limit_s,
-            } => {
-                let settings = format!("{}CPUS={cpus}\n{END_OF_SETTINGS}", self.settings());
-                let mut command = guests::command("run")?;
-                command.args([
-                    write_script(at, "job.sh", &format!("{settings}{LOAD}{machine}"))?,
-                    write_script(at, "load.sh", LOAD)?,
-                    write_script(at, "guest.sh", guest)?,
-                ]);
-                command.arg("--walvisor").arg(&walvisor);
-                command.args(["--seconds", &limit_s.to_string()]);
-                (command, None)
-            }
-            LinuxPlace::UserMode { script } => {
-                let text = format!(
-                    "WALVISOR='{}' PLACE='{}'\n{}{LOAD}{script}",
-                    walvisor.display(),
-                    at.display(),
-                    self.settings()
-                );
-                let mut command = guests::command("user-mode")?;
-                command.arg(write_script(at, "user-mode.sh", &text)?);
-                command.arg("--files-of-this-machine");
-                let disks = ["ram", "wal"].map(|name| work.sockets().join(name));
-                for disk in &disks {
-                    command.arg("--disk").arg(disk);
-                }
-                for module in MODULES {
-                    command.args(["--module", module]);
-                }
-                let image = at.join("vhost-user.img");
-                let log = default_log_dir(&image);
-                create_disk(&image, DISK_BYTES, &log, &StoreOptions::default())
-                    .map_err(CommandError::failed)?;
-                let [ram, wal] = disks.map(|socket| socket.display().to_string());
-                let specs = [
-                    format!("backend=ram,size={DISK_BYTES},serial=ram,socket={ram}"),
-                    format!("path=vhost-user.img,serial=wal,socket={wal}"),
-                ];
-                let outside = Daemon::start("vhost-user", &specs, at, work.sockets())?;
-                (command, Some(outside))
-            }
+fn run(
+    matrices: &mut [Matrix],
+    scripts: &Scripts,
+    dir: &Path,
+    session: &Session,
+) -> Result<(), CommandError> {
+    let work = Place::new(dir)?;
+    let settings = settings(matrices);
+    let (command, outside) = if matrices[0].spec.name == "user-mode" {
+        let (command, outside) = user_mode(&work, &settings, scripts)?;
+        (command, Some(outside))
+    } else {
+        (machine(&work, &settings, &matrices[0], scripts)?, None)
+    };
+    let mut reader = EventReader::default();
+    guests::run(command, session, |line, input| {
+        let Some((_, said)) = line.split_once("measure: ") else {
+            return Ok(());
         };
-        let mut reader = EventReader::default();
-        guests::run(command, session, |line, input| {
-            let Some((_, said)) = line.split_once("measure: ") else {
-                return Ok(());
-            };
-            match (reader.take(said)?, &outside) {
-                (Some(LinuxEvent::Measured(sample)), _) => outcome.samples.push(*sample),
-                (Some(LinuxEvent::Missing(why)), _) => outcome.missing.push(why),
-                (Some(LinuxEvent::Ask), Some(outside)) => {
-                    reader.add_outside_counters(counters(outside)?);
-                    // Fails if the guest has ended, which the end of its lines will show.
-                    let _ = input.write_all(b"go\n");
-                }
-                _ => {}
+        match (reader.take(said)?, &outside) {
+            (Some(LinuxEvent::Measured(sample)), _) => sample.take_turn(matrices)?,
+            (Some(LinuxEvent::Missing(why)), _) => {
+                matrices[0].notes.push(format!("Missing: {why}."));
             }
-            Ok(())
-        })?;
-        // The disks are thrown away, so nothing needs to be copied to them.
-        outside.into_iter().for_each(Daemon::kill);
+            (Some(LinuxEvent::Ask), Some(outside)) => {
+                reader.add_outside_counters(counters(outside)?);
+                // Fails if the guest has ended, which the end of its lines will show.
+                let _ = input.write_all(b"go\n");
+            }
+            _ => {}
+        }
         Ok(())
-    }
+    })?;
+    // The disks are thrown away, so nothing needs to be copied to them.
+    outside.into_iter().for_each(Daemon::kill);
+    Ok(())
+}
 
-    fn settings(&self) -> String {
-        let mut loops = String::new();
-        for (depth, queues) in self.loops {
-            let _ = write!(loops, "{depth}:{queues} ");
+/// The settings of the matrices for scripts/load.sh.
+fn settings(matrices: &[Matrix]) -> String {
+    let each = |of: &dyn Fn(&Side) -> String| {
+        let mut words: Vec<String> = Vec::new();
+        for word in matrices.iter().flat_map(Matrix::sides).map(of) {
+            if !words.contains(&word) {
+                words.push(word);
+            }
         }
-        let amount = match self.amount {
-            Amount::Requests(requests) => format!("REQUESTS={requests} SECONDS_EACH="),
-            Amount::Seconds(seconds) => format!("REQUESTS= SECONDS_EACH={seconds}"),
-        };
-        format!(
-            "LOOPS='{loops}' JOBS='{}' ROUNDS={} BLOCK={} SCHEDULERS='{}' {amount}\n",
-            self.jobs.join(" "),
-            self.rounds,
-            self.block,
-            self.schedulers.join(" ")
-        )
+        words.join(" ")
+    };
+    let loops = each(&|side| format!("{}:{}", side.number("iodepth"), side.number("queues")));
+    let jobs = each(&|side| format!("{}:{}", side.text("backend"), side.text("job")));
+    let schedulers = each(&|side| match side.text("scheduler") {
+        "" => "none".to_owned(),
+        name => name.to_owned(),
+    });
+    let block = each(&|side| side.text("block").to_owned());
+    let amount = each(&|side| match side.number("seconds") {
+        0 => format!("REQUESTS={} SECONDS_EACH=", side.number("requests")),
+        seconds => format!("REQUESTS= SECONDS_EACH={seconds}"),
+    });
+    let rounds = matrices[0].rounds();
+    format!(
+        "LOOPS='{loops}' JOBS='{jobs}' ROUNDS={rounds} BLOCK={block} SCHEDULERS='{schedulers}' {amount}\n"
+    )
+}
+
+/// The command that runs the scripts on a machine with KVM.
+fn machine(
+    work: &Place,
+    settings: &str,
+    matrix: &Matrix,
+    scripts: &Scripts,
+) -> Result<Command, CommandError> {
+    let (at, side) = (work.images(), &matrix.rows[0].sides[0]);
+    let (cpus, limit_s) = (side.number("cpus"), side.number("limit_s"));
+    let settings = format!("{settings}CPUS={cpus}\n{END_OF_SETTINGS}");
+    let mut command = guests::command("run")?;
+    command.args([
+        write_script(
+            at,
+            "job.sh",
+            &format!("{settings}{LOAD}{}", scripts.machine),
+        )?,
+        write_script(at, "load.sh", LOAD)?,
+        write_script(at, "guest.sh", scripts.guest)?,
+    ]);
+    command.arg("--walvisor").arg(walvisor()?);
+    command.args(["--seconds", &limit_s.to_string()]);
+    Ok(command)
+}
+
+/// The command that runs the script in user-mode Linux, and the daemon that serves its disks.
+fn user_mode(
+    work: &Place,
+    settings: &str,
+    scripts: &Scripts,
+) -> Result<(Command, Daemon), CommandError> {
+    let at = work.images();
+    let text = format!(
+        "WALVISOR='{}' PLACE='{}'\n{settings}{LOAD}{}",
+        walvisor()?.display(),
+        at.display(),
+        scripts.user_mode
+    );
+    let mut command = guests::command("user-mode")?;
+    command.arg(write_script(at, "user-mode.sh", &text)?);
+    command.arg("--files-of-this-machine");
+    let disks = ["ram", "wal"].map(|name| work.sockets().join(name));
+    for disk in &disks {
+        command.arg("--disk").arg(disk);
     }
+    for module in MODULES {
+        command.args(["--module", module]);
+    }
+    let image = at.join("vhost-user.img");
+    let (log, options) = (default_log_dir(&image), StoreOptions::default());
+    create_disk(&image, DISK_BYTES, &log, &options).map_err(CommandError::failed)?;
+    let [ram, wal] = disks.map(|socket| socket.display().to_string());
+    let specs = [
+        format!("backend=ram,size={DISK_BYTES},serial=ram,socket={ram}"),
+        format!("path=vhost-user.img,serial=wal,socket={wal}"),
+    ];
+    Ok((
+        command,
+        Daemon::start("vhost-user", &specs, at, work.sockets())?,
+    ))
 }
 
 /// The counters of the daemon outside.

@@ -15,8 +15,8 @@ use serde_json::{Value, json};
 
 use walvisor::commands::CommandError;
 
-use crate::matrix::Turn;
-use crate::sample::{Point, Sample, add_exits};
+use crate::bench::{Matrix, Turn};
+use crate::exits::{add_exits, check_cache};
 
 /// The meaning of a line.
 pub enum LinuxEvent {
@@ -26,6 +26,57 @@ pub enum LinuxEvent {
     Missing(String),
     /// The guest waits for the counters of the daemon outside.
     Ask,
+}
+
+/// A measurement.
+#[derive(Debug)]
+pub struct Sample {
+    /// `direct`, `nested` or `user-mode`.
+    machine: String,
+    /// What was measured, in the words of the script.
+    job: Job,
+    turn: Turn,
+}
+
+/// A job: the words of its line that say what it measures.
+#[derive(Debug)]
+struct Job {
+    path: String,
+    backend: String,
+    job: String,
+    iodepth: u64,
+    queues: u64,
+    scheduler: String,
+}
+
+impl Sample {
+    /// Adds the turn to the side of the matrices that has measured it.
+    ///
+    /// # Errors
+    /// If no side has these settings.
+    pub fn take_turn(self, matrices: &mut [Matrix]) -> Result<(), CommandError> {
+        let job = &self.job;
+        let mut sides = matrices.iter_mut().flat_map(Matrix::sides_mut);
+        let side = sides.find(|side| {
+            let scheduler = side.text("scheduler");
+            side.side == job.path
+                && side.text("backend") == job.backend
+                && side.text("job") == job.job
+                && side.number("iodepth") == job.iodepth
+                && side.number("queues") == job.queues
+                && (scheduler.is_empty() || scheduler == job.scheduler)
+        });
+        let Some(side) = side else {
+            return Err(CommandError::Failed(format!(
+                "a guest measured {job:?}, which was not asked for"
+            )));
+        };
+        side.plan
+            .insert("load".to_owned(), load(&self.machine).into());
+        side.emulated = self.machine == "nested";
+        side.turns.push(self.turn);
+        Ok(())
+    }
 }
 
 /// Counters of the process that serves a disk, at one moment.
@@ -49,10 +100,8 @@ pub struct EventReader {
 
 /// A job that is under way.
 struct RunningJob {
-    /// What it measures, with the path's name in the script.
-    point: Point,
+    job: Job,
     disk: String,
-    write_cache: bool,
     /// Counters of the monitor or daemon that serves the disk, before and after the job.
     monitor: Vec<DiskCounters>,
     daemon: Vec<DiskCounters>,
@@ -73,7 +122,11 @@ impl EventReader {
         let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
         match kind {
             "machine" => self.machine = rest.to_owned(),
-            "job" => self.job = Some(RunningJob::parse(rest).ok_or_else(strange)?),
+            "job" => {
+                let (job, write_cache) = RunningJob::parse(rest).ok_or_else(strange)?;
+                check_cache(&job.job.path, &job.job.backend, write_cache)?;
+                self.job = Some(job);
+            }
             "counters" => {
                 let (place, counters) = parse_counters(rest).ok_or_else(strange)?;
                 if let Some(job) = &mut self.job {
@@ -88,7 +141,8 @@ impl EventReader {
             }
             "end" => {
                 let job = self.job.take().ok_or_else(strange)?;
-                let measured = job.into_measurement(&self.machine).ok_or_else(strange)?;
+                let machine = self.machine.clone();
+                let measured = job.into_measurement(machine).ok_or_else(strange)?;
                 return Ok(Some(LinuxEvent::Measured(Box::new(measured))));
             }
             "failed" => return Err(CommandError::Failed(rest.to_owned())),
@@ -111,16 +165,21 @@ impl EventReader {
 }
 
 impl RunningJob {
-    fn parse(text: &str) -> Option<Self> {
+    /// The job of a line, and whether its disk's write cache is on.
+    fn parse(text: &str) -> Option<(Self, bool)> {
         let words: Vec<_> = text.split('|').collect();
         let &[path, backend, job, depth, queues, _, disk, cache, scheduler] = words.as_slice()
         else {
             return None;
         };
-        Some(Self {
-            point: Point {
+        let write_cache = match cache {
+            "write back" => true,
+            "write through" => false,
+            _ => return None,
+        };
+        let job = Self {
+            job: Job {
                 path: path.to_owned(),
-                load: String::new(),
                 backend: backend.to_owned(),
                 job: job.to_owned(),
                 iodepth: depth.parse().ok()?,
@@ -128,15 +187,11 @@ impl RunningJob {
                 scheduler: scheduler.to_owned(),
             },
             disk: disk.to_owned(),
-            write_cache: match cache {
-                "write back" => true,
-                "write through" => false,
-                _ => return None,
-            },
             monitor: Vec::new(),
             daemon: Vec::new(),
             fio: BTreeMap::new(),
-        })
+        };
+        Some((job, write_cache))
     }
 
     fn counters_of(&mut self, place: &str) -> &mut Vec<DiskCounters> {
@@ -147,9 +202,9 @@ impl RunningJob {
     }
 
     /// The measurement, or `None` if a part of it is missing.
-    fn into_measurement(self, machine: &str) -> Option<Sample> {
+    fn into_measurement(self, machine: String) -> Option<Sample> {
         // The counters of the monitor if it serves the disk, or else of the daemon that runs next to fio.
-        let path = self.point.path.as_str();
+        let path = self.job.path.as_str();
         let user_mode = machine == "user-mode";
         let of_monitor = !user_mode || path == "vhost-user" || path == "tcmu-in-guest";
         let served = match (self.monitor.is_empty(), of_monitor) {
@@ -159,7 +214,7 @@ impl RunningJob {
         let [before, after] = served.as_slice() else {
             return None;
         };
-        let job = self.point.job.trim_end_matches("+fsync");
+        let job = self.job.job.trim_end_matches("+fsync");
         let data = self.fio.get(if job.ends_with("read") {
             "read"
         } else {
@@ -230,35 +285,22 @@ impl RunningJob {
             "syncs_per_request": grown(&["log", "syncs"]),
         });
         if !path.starts_with("nbd") {
-            figures["doorbells_per_request"] = json!(grown(&["doorbells"]));
-            figures["interrupts_per_request"] = json!(grown(&["interrupts"]));
+            let (doorbells, interrupts) = (grown(&["doorbells"]), grown(&["interrupts"]));
+            figures["doorbells_per_request"] = json!(doorbells);
+            figures["interrupts_per_request"] = json!(interrupts);
+            let wakes = doorbells.zip(interrupts).map(|(told, woken)| told + woken);
+            figures["wakes_per_request"] = json!(wakes);
         }
         add_exits(&mut figures, &exits);
         Some(Sample {
-            point: Point {
-                path: label(path).to_owned(),
-                load: load(machine).to_owned(),
-                ..self.point
-            },
+            machine,
+            job: self.job,
             turn: Turn(figures),
-            write_cache: self.write_cache,
-            emulated: machine == "nested",
         })
     }
 }
 
-/// The name of a path in reports.
-fn label(path: &str) -> &str {
-    match path {
-        "mmio-on" => "virtio-mmio ioeventfd",
-        "mmio-off" => "virtio-mmio exits",
-        "pci-on" => "virtio-pci ioeventfd",
-        "pci-off" => "virtio-pci exits",
-        "tcmu-in-guest" => "tcmu in a guest",
-        other => other,
-    }
-}
-
+/// What tables call the load on a machine.
 fn load(machine: &str) -> &'static str {
     match machine {
         "nested" => "fio, nested Linux",
@@ -314,9 +356,11 @@ mod tests {
         let Some(LinuxEvent::Measured(measured)) = reader.take("end").unwrap() else {
             panic!("no measurement");
         };
-        let point = &measured.point;
-        assert_eq!(point.path, "virtio-pci ioeventfd");
-        assert_eq!((point.iodepth, point.queues), (4, 2));
+        let job = &measured.job;
+        assert_eq!(
+            (job.path.as_str(), job.iodepth, job.queues),
+            ("pci-on", 4, 2)
+        );
         for (key, value) in [
             ("requests", 40.0),
             ("p50_us", 10.0),
@@ -329,7 +373,7 @@ mod tests {
         ] {
             assert_eq!(measured.turn.get(key), Some(value), "{key}");
         }
-        assert!(measured.write_cache && measured.emulated);
+        assert_eq!(measured.machine, "nested");
     }
 
     #[test]
@@ -339,6 +383,7 @@ mod tests {
             "end",
             "job a|b",
             "job mmio-on|ram|randread|1|1|4k|ram|odd|none",
+            "job mmio-on|ram|randread|1|1|4k|ram|write through|none",
             "counters monitor x 1 {}",
             "fio read 1 2",
             "missing nothing",

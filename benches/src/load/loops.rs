@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use serde::Deserialize;
 use serde_json::{Value, json};
 use walvisor_guest::contract::LoadKind;
 use walvisor_guest::histogram::Histogram;
@@ -10,13 +11,16 @@ use walvisor_testkit::Random;
 use crate::blocks::BLOCK;
 
 /// The job of a closed loop, on random 4 KiB blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub enum LoadJob {
     /// Reads.
+    #[serde(rename = "randread")]
     Read,
     /// Writes.
+    #[serde(rename = "randwrite")]
     Write,
     /// A write, then a FLUSH.
+    #[serde(rename = "randwrite+fsync")]
     WriteFsync,
 }
 

@@ -4,7 +4,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::json;
+use serde::Deserialize;
+use serde_json::{Value, json};
 use walvisor::commands::CommandError;
 use walvisor::demo::{self, DemoError};
 use walvisor::disk_spec::{Notifications, TransportKind};
@@ -20,21 +21,44 @@ use walvisor_testkit::vhost_user_client::VhostUserClient;
 use walvisor_vmm::disk::OpenDisk;
 use walvisor_vmm::vm::DiskConfig;
 
-use super::{BackendKind, Path, Work};
+use crate::bench::{Matrix, Side, Turn};
 use crate::blocks::BLOCK;
 use crate::daemon::Daemon;
-use crate::load::loops::{Tally, figures};
+use crate::exits::{add_exits, check_cache};
+use crate::load::loops::{LoadJob, Tally, figures};
 use crate::load::nbd::{NbdClient, drive_all};
 use crate::load::vhost_user::drive;
-use crate::matrix::Turn;
 use crate::place::Place;
-use crate::sample::add_exits;
 use crate::session::Session;
 
+/// What keeps the data: memory, or an image and a log.
+pub const BACKENDS: [&str; 2] = ["ram", "wal"];
 /// Bytes of each disk.
 const DISK_BYTES: u64 = 64 << 20;
 /// Queues of each disk. A job may use fewer.
 const QUEUES: u16 = 4;
+
+/// Whether the embedded guest uses this path.
+pub fn is_of_guest(path: &str) -> bool {
+    !matches!(path, "vhost-user" | "nbd")
+}
+
+/// What a side does in a turn.
+#[derive(Debug, Deserialize)]
+struct Work {
+    backend: String,
+    job: LoadJob,
+    iodepth: u8,
+    queues: u8,
+}
+
+impl Work {
+    /// Whether syncs are counted. If so, a checkpoint precedes the job, whose first FLUSH would otherwise also sync the writes
+    /// of earlier jobs, in any number of the log's segments.
+    fn counts_syncs(&self) -> bool {
+        self.backend == "wal" && self.job == LoadJob::WriteFsync
+    }
+}
 
 /// The doors that are open. Each has disks of its own.
 pub struct Doors<'a> {
@@ -49,17 +73,21 @@ pub struct Doors<'a> {
 type Measured = (Turn, bool);
 
 impl<'a> Doors<'a> {
-    /// Opens those of `paths`, for turns of length `turn`.
+    /// Opens the doors of all sides, for turns of length `turn`.
     ///
     /// # Errors
     /// If the disks cannot be made or served, or there is no usable KVM.
     pub fn open(
         place: &'a Place,
-        paths: &[Path],
-        backends: &[BackendKind],
+        matrices: &[Matrix],
         turn: Duration,
     ) -> Result<Self, CommandError> {
-        let wal = backends.contains(&BackendKind::Wal);
+        let sides = || matrices.iter().flat_map(Matrix::sides);
+        let backends = BACKENDS.into_iter();
+        let backends =
+            backends.filter(|&backend| sides().any(|side| side.text("backend") == backend));
+        let backends: Vec<&str> = backends.collect();
+        let wal = backends.contains(&"wal");
         let disk = |name: &str| -> Result<String, CommandError> {
             let image = format!("{name}.img");
             if wal {
@@ -67,24 +95,26 @@ impl<'a> Doors<'a> {
             }
             Ok(image)
         };
-        let serve = |path: Path, door: &str, more: &str| {
-            if !paths.contains(&path) {
+        let serve = |door: &str, more: &str| {
+            if !sides().any(|side| side.side == door) {
                 return Ok(None);
             }
             let image = disk(door)?;
-            let spec = |&backend: &BackendKind| {
-                let place_of = match backend {
-                    BackendKind::Ram => format!("backend=ram,size={DISK_BYTES}"),
-                    BackendKind::Wal => format!("path={image}"),
+            let spec = |backend: &&str| {
+                let place_of = match *backend {
+                    "ram" => format!("backend=ram,size={DISK_BYTES}"),
+                    _ => format!("path={image}"),
                 };
-                let name = backend.name();
-                let socket = place.sockets().join(socket_name(path, backend));
-                format!("{place_of},serial={name},socket={}{more}", socket.display())
+                let socket = place.sockets().join(socket_name(door, backend));
+                format!(
+                    "{place_of},serial={backend},socket={}{more}",
+                    socket.display()
+                )
             };
             let specs: Vec<String> = backends.iter().map(spec).collect();
             Daemon::start(door, &specs, place.images(), place.sockets()).map(Some)
         };
-        let guest = if paths.iter().any(|path| path.is_of_guest()) {
+        let guest = if sides().any(|side| is_of_guest(&side.side)) {
             let store = wal
                 .then(|| open_store(place, &disk("guest")?))
                 .transpose()?;
@@ -100,22 +130,25 @@ impl<'a> Doors<'a> {
             place,
             turn,
             guest,
-            vhost_user: serve(Path::VhostUser, "vhost-user", &format!(",queues={QUEUES}"))?,
-            nbd: serve(Path::Nbd, "nbd", "")?,
+            vhost_user: serve("vhost-user", &format!(",queues={QUEUES}"))?,
+            nbd: serve("nbd", "")?,
         })
     }
 
-    /// Does `work` once.
+    /// Takes the turn of a side.
     ///
     /// # Errors
-    /// If the VM or the daemon does not run, or a request fails.
-    pub fn measure(&mut self, work: &Work, session: &Session) -> Result<Measured, CommandError> {
-        let closed = || CommandError::Failed(format!("{} is not open", work.path.name()));
-        match work.path {
-            Path::VhostUser => self.vhost_user(self.vhost_user.as_ref().ok_or_else(closed)?, work),
-            Path::Nbd => self.nbd(self.nbd.as_ref().ok_or_else(closed)?, work, session),
-            _ => self.guest.as_mut().ok_or_else(closed)?.measure(work),
-        }
+    /// If the VM or the daemon does not run, a request fails, or the write cache is off.
+    pub fn measure(&mut self, side: &Side, session: &Session) -> Result<Turn, CommandError> {
+        let (work, path): (Work, &str) = (side.plan(), &side.side);
+        let closed = || CommandError::Failed(format!("{path} is not open"));
+        let (turn, write_cache) = match path {
+            "vhost-user" => self.vhost_user(self.vhost_user.as_ref().ok_or_else(closed)?, &work),
+            "nbd" => self.nbd(self.nbd.as_ref().ok_or_else(closed)?, &work, session),
+            _ => self.guest.as_mut().ok_or_else(closed)?.measure(path, &work),
+        }?;
+        check_cache(&side.name, &work.backend, write_cache)?;
+        Ok(turn)
     }
 
     fn vhost_user(&self, daemon: &Daemon, work: &Work) -> Result<Measured, CommandError> {
@@ -123,9 +156,9 @@ impl<'a> Doors<'a> {
         let socket = self
             .place
             .sockets()
-            .join(socket_name(work.path, work.backend));
-        let mut client =
-            VhostUserClient::try_connect(&socket, work.queues.into()).map_err(failed)?;
+            .join(socket_name("vhost-user", &work.backend));
+        let client = VhostUserClient::try_connect(&socket, work.queues.into());
+        let mut client = client.map_err(failed)?;
         let write_cache = client.write_cache().map_err(failed)?;
         client.start_counting().map_err(failed)?;
         let loops = (work.job, work.queues.into(), work.iodepth.into());
@@ -147,15 +180,11 @@ impl<'a> Doors<'a> {
         session: &Session,
     ) -> Result<Measured, CommandError> {
         let failed = |error: std::io::Error| CommandError::Failed(format!("nbd: {error}"));
-        let socket = self
-            .place
-            .sockets()
-            .join(socket_name(work.path, work.backend));
+        let socket = self.place.sockets().join(socket_name("nbd", &work.backend));
         let mut clients = Vec::new();
         let mut sends_flush = true;
         for _ in 0..work.queues {
-            let (client, flags) =
-                NbdClient::connect(&socket, work.backend.name()).map_err(failed)?;
+            let (client, flags) = NbdClient::connect(&socket, &work.backend).map_err(failed)?;
             sends_flush &= flags & SEND_FLUSH != 0;
             clients.push(client);
         }
@@ -164,14 +193,14 @@ impl<'a> Doors<'a> {
             drive_all(clients, loops, self.turn, session).map_err(failed)
         })?;
         // The protocol says whether there is a cache to flush. Only the daemon says whether it is on.
-        let writeback = daemon.counters(work.backend.name())?["cache"] == "writeback";
+        let writeback = daemon.counters(&work.backend)?["cache"] == "writeback";
         Ok((turn, sends_flush && writeback))
     }
 }
 
-fn socket_name(path: Path, backend: BackendKind) -> String {
-    match path {
-        Path::VhostUser => format!("vhost-user-{}.sock", backend.name()),
+fn socket_name(door: &str, backend: &str) -> String {
+    match door {
+        "vhost-user" => format!("vhost-user-{backend}.sock"),
         _ => "nbd.sock".to_owned(),
     }
 }
@@ -186,7 +215,7 @@ fn measure_daemon(
         daemon.checkpoint()?;
     }
     let syncs = || -> Result<u64, CommandError> {
-        let disk = daemon.counters(work.backend.name())?;
+        let disk = daemon.counters(&work.backend)?;
         Ok(disk["log"]["syncs"].as_u64().unwrap_or(0))
     };
     let (syncs_before, cpu, host) = (syncs()?, daemon.cpu(), of_host());
@@ -205,11 +234,11 @@ fn measure_daemon(
 
 /// Adds what a request cost: processor time of the disk's own threads and of the whole machine, and syncs of the log.
 fn with_costs(
-    mut figures: serde_json::Value,
+    mut figures: Value,
     cpu: Option<Duration>,
     host_cpu: Option<Duration>,
     syncs: u64,
-) -> serde_json::Value {
+) -> Value {
     let requests = figures["requests"].as_f64().unwrap_or(0.0).max(1.0);
     let each = |time: Duration| time.as_secs_f64() * 1e6 / requests;
     figures["vmm_cpu_us_per_request"] = json!(cpu.map(each));
@@ -234,12 +263,14 @@ struct GuestDoor {
 }
 
 impl GuestDoor {
-    fn measure(&mut self, work: &Work) -> Result<Measured, CommandError> {
-        let (transport, notifications) = match work.path {
-            Path::Mmio => (TransportKind::Mmio, Notifications::Eventfds),
-            Path::MmioExits => (TransportKind::Mmio, Notifications::Exits),
-            Path::Pci => (TransportKind::Pci, Notifications::Eventfds),
-            _ => (TransportKind::Pci, Notifications::Exits),
+    fn measure(&mut self, path: &str, work: &Work) -> Result<Measured, CommandError> {
+        let transport = match path {
+            "mmio" | "mmio-exits" => TransportKind::Mmio,
+            _ => TransportKind::Pci,
+        };
+        let notifications = match path {
+            "mmio" | "pci" => Notifications::Eventfds,
+            _ => Notifications::Exits,
         };
         if work.counts_syncs()
             && let Some(store) = &self.store
@@ -247,13 +278,13 @@ impl GuestDoor {
             let done = store.disks()[0].checkpoint();
             done.map_err(CommandError::failed)?;
         }
-        let backend: Arc<dyn Backend> = match (&self.store, work.backend) {
-            (Some(store), BackendKind::Wal) => Arc::new(store.disks()[0].clone()),
+        let backend: Arc<dyn Backend> = match (&self.store, work.backend.as_str()) {
+            (Some(store), "wal") => Arc::new(store.disks()[0].clone()),
             _ => Arc::clone(&self.ram) as _,
         };
         let disk = DiskConfig {
             disk: OpenDisk {
-                name: work.backend.name().to_owned(),
+                name: work.backend.clone(),
                 backend,
                 device: BlockConfig {
                     queues: QUEUES,

@@ -5,269 +5,135 @@
 //!   virtio driver  ─▶ vhost-user daemon ───────────────────────────┼─▶ RAM disk, write-ahead-logged disk
 //!   NBD client     ─▶ NBD daemon ──────────────────────────────────┘
 //! ```
-//! and, with --load linux, fio in Linux kernels (linux.rs): the same paths, TCMU, and TCMU inside a guest. Each path
+//! and, with --load linux, fio in Linux kernels (linux/): the same paths, TCMU, and TCMU inside a guest. Each path
 //! runs the same closed loops, in turns.
 
 mod doors;
-mod linux;
-mod section;
 
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
-
+use clap::Args;
+use serde_json::json;
 use walvisor::commands::CommandError;
 use walvisor_vmm::probe::{self, Ring0};
 
-use crate::linux::{Kernels, LinuxPlan};
-use crate::load::loops::LoadJob;
-use crate::matrix::Matrix;
-use crate::output::{Output, chosen};
+use crate::bench::{Bench, Matrix, measure_together, settings, sides};
+use crate::linux::{self, Kernels, Scripts};
+use crate::output::Output;
 use crate::place::Place;
-use crate::sample::{Point, Sample, check_caches};
-use doors::Doors;
+use crate::session::Session;
+use doors::{BACKENDS, Doors, is_of_guest};
+
+const MATRICES: &str = include_str!("../../matrices/notify.toml");
+const LOADS: [&str; 2] = ["embedded", "linux"];
+const SCRIPTS: Scripts = Scripts {
+    user_mode: include_str!("../../scripts/notify-user-mode.sh"),
+    machine: include_str!("../../scripts/notify-machine.sh"),
+    guest: include_str!("../../scripts/notify-guest.sh"),
+};
 
 /// Arguments of `walvisor-bench notify`.
 #[derive(Debug, Args)]
 pub struct NotifyArguments {
-    /// The load generators, separated by commas
-    #[arg(
-        long,
-        value_enum,
-        value_delimiter = ',',
-        value_name = "LOAD,LOAD..",
-        default_value = "embedded"
-    )]
-    load: Vec<Load>,
-    /// Only these paths of the embedded load, separated by commas
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "PATH,PATH..")]
-    only: Vec<Path>,
-    /// Only these backends, separated by commas
-    #[arg(
-        long,
-        value_enum,
-        value_delimiter = ',',
-        value_name = "BACKEND,BACKEND.."
-    )]
-    backends: Vec<BackendKind>,
+    /// The load generators, separated by commas. Embedded: a guest in this program, and its clients, wherever KVM opens.
+    /// Linux: fio in Linux kernels, with TCMU: user-mode Linux, and a machine with KVM, emulated where this one runs no
+    /// Linux
+    #[arg(long, value_delimiter = ',', value_name = "LOAD,LOAD..", default_value = LOADS[0], value_parser = LOADS)]
+    load: Vec<String>,
+    /// Only these paths of the embedded load, separated by commas. Exits: doorbells exit, and interrupts are ioctls
+    #[arg(long, value_delimiter = ',', value_name = "PATH,PATH..", value_parser = sides(MATRICES))]
+    only: Vec<String>,
+    /// Only these backends, separated by commas: memory, which shows the notification alone, or an image and a log
+    #[arg(long, value_delimiter = ',', value_name = "BACKEND,BACKEND..", value_parser = BACKENDS)]
+    backends: Vec<String>,
     #[command(flatten)]
     kernels: Kernels,
     #[command(flatten)]
     output: Output,
 }
 
-/// What makes requests.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Load {
-    /// The embedded guest, and clients of this program: wherever KVM opens
-    Embedded,
-    /// fio in Linux kernels, with TCMU: user-mode Linux, and a machine with KVM, emulated where this one runs no Linux
-    Linux,
-}
-
-/// A way to the disk.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Path {
-    /// virtio-mmio with ioeventfd and irqfd
-    Mmio,
-    /// virtio-mmio whose doorbells exit and whose interrupts are ioctls
-    MmioExits,
-    /// virtio-pci with ioeventfd and irqfd
-    Pci,
-    /// virtio-pci whose doorbells exit and whose interrupts are ioctls
-    PciExits,
-    /// vhost-user, driven from this process
-    VhostUser,
-    /// NBD over a Unix socket, driven from this process
-    Nbd,
-}
-
-impl Path {
-    /// Its name in tables.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Mmio => "virtio-mmio ioeventfd",
-            Self::MmioExits => "virtio-mmio exits",
-            Self::Pci => "virtio-pci ioeventfd",
-            Self::PciExits => "virtio-pci exits",
-            Self::VhostUser => "vhost-user",
-            Self::Nbd => "nbd",
-        }
-    }
-
-    /// Whether the embedded guest uses it.
-    fn is_of_guest(self) -> bool {
-        !matches!(self, Self::VhostUser | Self::Nbd)
-    }
-
-    /// The source of its requests.
-    fn load(self) -> &'static str {
-        match self {
-            Self::VhostUser => "vhost-user driver",
-            Self::Nbd => "nbd client",
-            _ => section::EMBEDDED_GUEST,
-        }
-    }
-}
-
-/// What keeps the data.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum BackendKind {
-    /// Memory: the notification alone
-    Ram,
-    /// An image and a write-ahead log
-    Wal,
-}
-
-impl BackendKind {
-    /// Its name in tables and SPECs.
-    fn name(self) -> &'static str {
-        match self {
-            Self::Ram => "ram",
-            Self::Wal => "wal",
-        }
-    }
-}
-
-/// What a side does in a turn.
-#[derive(Clone, Copy, Debug)]
-struct Work {
-    path: Path,
-    backend: BackendKind,
-    /// The job of each loop.
-    job: LoadJob,
-    /// Number of loops on each queue.
-    iodepth: u8,
-    /// Number of queues.
-    queues: u8,
-}
-
-impl Work {
-    /// Whether syncs are counted. If so, a checkpoint precedes the job, whose first FLUSH would otherwise also sync the writes
-    /// of earlier jobs, in any number of the log's segments.
-    fn counts_syncs(&self) -> bool {
-        self.backend == BackendKind::Wal && self.job == LoadJob::WriteFsync
-    }
-
-    fn point(&self) -> Point {
-        Point {
-            path: self.path.name().to_owned(),
-            load: self.path.load().to_owned(),
-            backend: self.backend.name().to_owned(),
-            job: self.job.name().to_owned(),
-            iodepth: self.iodepth.into(),
-            queues: self.queues.into(),
-            scheduler: String::new(),
-        }
-    }
-}
-
-/// All measurements on these paths, or those that fit in a minute.
-fn plan(quick: bool, paths: &[Path], backends: &[BackendKind]) -> Matrix<Work> {
-    let (depths, queues): (&[u8], &[u8]) = if quick {
-        (&[1, 32], &[1])
-    } else {
-        (&[1, 4, 32], &[1, 4])
-    };
-    let mut matrix = Matrix::default();
-    for &backend in backends {
-        for job in [LoadJob::Read, LoadJob::Write, LoadJob::WriteFsync] {
-            for &queues in queues {
-                for &iodepth in depths {
-                    let work = |&path: &Path| Work {
-                        path,
-                        backend,
-                        job,
-                        iodepth,
-                        queues,
-                    };
-                    let (backend, job) = (backend.name(), job.name());
-                    let name = format!("{backend} {job}, iodepth {iodepth}, {queues} queues");
-                    matrix.add(name, paths.iter().map(|path| (path.name(), work(path))));
-                }
-            }
-        }
-    }
-    matrix
-}
-
-/// Estimated time to start and stop around each turn.
-const OVERHEAD: Duration = Duration::from_millis(60);
-
 /// Runs `walvisor-bench notify`.
 ///
 /// # Errors
 /// If a measurement fails, a file can't be written, or a path has another cache mode than the others.
 pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
-    let output = &arguments.output;
-    let mut paths = chosen(&arguments.only);
-    if !arguments.load.contains(&Load::Embedded) {
-        paths.clear();
+    let (output, has) = (&arguments.output, |load| {
+        arguments.load.iter().any(|known| known == load)
+    });
+    let mut sections: Vec<String> = Vec::new();
+    sections.extend(has("embedded").then(|| "embedded".to_owned()));
+    if has("linux") {
+        sections.extend(arguments.kernels.chosen(output.quick));
     }
-    let backends = chosen(&arguments.backends);
-    let mut notes = Vec::new();
-    let guest_seconds = match probe::ring0() {
-        _ if paths.is_empty() => false,
-        Ok(Ring0::Native) => true,
-        Ok(Ring0::Interpreted) => {
-            notes.push(
-                "This KVM interprets ring 0, where a guest takes its interrupts: the times of the embedded guest are grey (in \
-                 brackets), its counts are those of any KVM."
-                    .to_owned(),
-            );
-            false
-        }
-        Err(error) => {
-            paths.retain(|path| !path.is_of_guest());
-            notes.push(format!("virtio-mmio and virtio-pci: skipped: {error}"));
-            false
-        }
+    let mut bench = Bench::new(MATRICES, output, &sections, &settings(json!({})));
+    let is_wanted = |matrix: &Matrix| {
+        let backend = matrix
+            .sides()
+            .next()
+            .map_or("", |side| side.text("backend"));
+        arguments.backends.is_empty() || arguments.backends.iter().any(|known| known == backend)
     };
-    let rounds = output.rounds(5, 3);
-    let turn = Duration::from_millis(if output.quick { 120 } else { 500 });
-    let mut matrix = plan(output.quick, &paths, &backends);
-    let kernels = if arguments.load.contains(&Load::Linux) {
-        linux::plans(output, arguments.kernels.chosen(output.quick), &backends)
-    } else {
-        Vec::new()
+    bench.matrices.retain(is_wanted);
+    let embedded = bench
+        .matrices
+        .partition_point(|matrix| matrix.spec.name == "embedded");
+    for matrix in &mut bench.matrices[..embedded] {
+        matrix.keep_sides(&arguments.only);
+    }
+    prepare(&mut bench.matrices[..embedded])?;
+    let session = bench.start()?;
+    let (embedded, kernels) = bench.matrices.split_at_mut(embedded);
+    let mut run = measure(embedded, output, &session);
+    for kernel in kernels.chunk_by_mut(|one, other| one.spec.name == other.spec.name) {
+        run = run.and_then(|()| linux::measure(kernel, &SCRIPTS, &output.dir, &session));
+    }
+    bench.finish(session, run)
+}
+
+/// Leaves out the paths of a virtual machine if there is no KVM, and marks those whose times mean nothing.
+fn prepare(matrices: &mut [Matrix]) -> Result<(), CommandError> {
+    let ring0 = probe::ring0();
+    let note = match &ring0 {
+        Ok(Ring0::Native) => None,
+        Ok(Ring0::Interpreted) => Some(
+            "This KVM interprets ring 0, where a guest takes its interrupts: the times of the embedded guest are grey (in \
+             brackets), its counts are those of any KVM."
+                .to_owned(),
+        ),
+        Err(error) => Some(format!("virtio-mmio and virtio-pci: skipped: {error}")),
     };
-    let linux: Duration = kernels
-        .iter()
-        .map(|(_, plan)| LinuxPlan::expected(plan))
-        .sum();
-    let session = output.start(matrix.expected(|_| turn + OVERHEAD) * rounds as u32 + linux)?;
-    let mut sections = Vec::new();
-    if !paths.is_empty() {
-        let place = Place::new(&output.dir)?;
-        let mut doors = Doors::open(&place, &paths, &backends, turn)?;
-        let mut samples = Vec::new();
-        matrix.measure(
-            rounds,
-            &session,
-            |_| turn + OVERHEAD,
-            |side| {
-                let work = &side.plan;
-                let (turn, write_cache) = doors.measure(work, &session)?;
-                let sample = Sample {
-                    point: work.point(),
-                    turn: turn.clone(),
-                    write_cache,
-                    emulated: is_emulated() || (work.path.is_of_guest() && !guest_seconds),
-                };
-                check_caches(std::slice::from_ref(&sample))?;
-                samples.push(sample);
-                Ok(turn)
-            },
-        )?;
-        drop(doors);
-        sections = section::sections(&samples, &notes);
+    for matrix in &mut *matrices {
+        for row in &mut matrix.rows {
+            row.sides
+                .retain(|side| ring0.is_ok() || !is_of_guest(&side.side));
+        }
+        matrix.rows.retain(|row| !row.sides.is_empty());
+        for side in matrix.sides_mut() {
+            let interpreted = is_of_guest(&side.side) && note.is_some();
+            side.emulated = interpreted || is_emulated();
+        }
     }
-    for (key, plan) in &kernels {
-        let outcome = plan.measure(&output.dir, &session)?;
-        sections.extend(linux::sections(key, plan, outcome));
+    if let (Some(first), Some(note)) = (matrices.first_mut(), note) {
+        if first.rows.is_empty() {
+            return Err(CommandError::Failed(note));
+        }
+        first.notes.push(note);
     }
-    let title = "What a notification costs, and what a flush costs, on each path";
-    output.write(title, session, sections)
+    Ok(())
+}
+
+fn measure(
+    matrices: &mut [Matrix],
+    output: &Output,
+    session: &Session,
+) -> Result<(), CommandError> {
+    if matrices.is_empty() {
+        return Ok(());
+    }
+    let place = Place::new(&output.dir)?;
+    let turn = Duration::from_millis(matrices[0].rows[0].sides[0].number("turn_ms"));
+    let mut doors = Doors::open(&place, matrices, turn)?;
+    measure_together(matrices, session, |side| doors.measure(side, session))
 }
 
 /// Whether QEMU emulates this machine, which makes its times meaningless too.

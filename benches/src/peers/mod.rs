@@ -209,7 +209,7 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
         Schedule {
             door,
             jobs,
-            rounds: output.rounds(5, 1),
+            rounds: output.rounds(if output.quick { 1 } else { 5 }),
             turn,
             quick,
         }
@@ -247,7 +247,7 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     }
     let rounds = format!(
         "4 KiB, random; requests or commits a second: median of {} turns of {} s each (lowest to highest).",
-        output.rounds(5, 1),
+        output.rounds(if output.quick { 1 } else { 5 }),
         turn.as_secs()
     );
     let section = section(&rounds, &rows, &notes);

@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use clap::Args;
+use serde::Serialize;
 use serde_json::json;
 use walvisor::commands::CommandError;
 use walvisor::size::parse_size;
@@ -11,22 +12,22 @@ use walvisor_storage::{
 };
 
 use super::client::{QueueClient, StoreClient};
-use super::output::{StoreOutput, StoreReport, take_turns, thousandths};
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
+use super::{STORE, rate};
+use crate::bench::{Bench, Side, settings};
 use crate::blocks::{BLOCK, damage_error, is_stamped, stamp, stamped_block};
+use crate::output::Output;
 use crate::place::{directory, failed, make_raw};
 
-/// Number of turns of store and baseline.
-const ROUNDS: u64 = 5;
 /// The longest write: the largest that fits in a segment of the benchmark's ring.
 const MOST_BLOCK: u64 = 4 << 20;
 const _: () = assert!(MOST_BLOCK <= MAX_REQUEST_BYTES as u64);
 
 /// Arguments of `walvisor-bench store append`.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Serialize)]
 pub struct AppendArguments {
-    /// Bytes to write in each of 5 rounds
+    /// Bytes to write in each round
     #[arg(long, value_name = "SIZE", default_value = "256M", value_parser = parse_size)]
     bytes: u64,
     /// Bytes of a write, a multiple of 4K up to 4M
@@ -36,11 +37,11 @@ pub struct AppendArguments {
     #[arg(long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u16).range(1..=256))]
     depth: u16,
     #[command(flatten)]
-    output: StoreOutput,
+    #[serde(skip)]
+    output: Output,
 }
 
-/// Runs `walvisor-bench store append`. Each rate is the median of the rounds, and includes a FLUSH or fdatasync at the end
-/// of the round.
+/// Runs `walvisor-bench store append`.
 ///
 /// # Errors
 /// See [`super::run`].
@@ -66,7 +67,14 @@ pub fn run(arguments: &AppendArguments) -> Result<(), CommandError> {
     site::create(site, 1, bytes, &options)?;
     let raw_path = site.join("raw");
     let raw_file = make_raw(&raw_path, bytes, block as usize)?;
-    let (mut log_bytes, mut syncs) = (0, 0);
+    let raw = || {
+        let mut queue = RawQueue::new(&raw_file, Direction::Write, block as usize, depth)?;
+        (0..depth).for_each(|slot| stamp(queue.buffer(slot), 0, slot as u64));
+        let began = Instant::now();
+        queue.run((0..bytes).step_by(block as usize))?;
+        raw_file.sync_data().map_err(failed("sync", &raw_path))?;
+        Ok(rate(bytes, began.elapsed()))
+    };
     let log = |round| {
         let store = site::open(site, 1, CacheMode::Writeback, &options)?;
         let mut queue = QueueClient::open(&store.disks()[0], depth)?;
@@ -78,43 +86,28 @@ pub fn run(arguments: &AppendArguments) -> Result<(), CommandError> {
             sector,
             data: Buffer::from(&template[..]),
         }))?;
-        let took = began.elapsed();
+        let mut turn = rate(bytes, began.elapsed());
         let counters = store.log_counters();
+        turn.0["log_bytes_per_byte"] = json!(counters.log_bytes as f64 / bytes as f64);
+        turn.0["syncs"] = json!(counters.syncs);
         drop(queue);
-        if round == ROUNDS {
-            verify(&mut StoreClient::open(&store.disks()[0])?, bytes, round)?;
-        }
-        if round > 0 {
-            log_bytes += counters.log_bytes;
-            syncs += counters.syncs;
-        }
+        verify(&mut StoreClient::open(&store.disks()[0])?, bytes, round)?;
         store.close().map_err(CommandError::failed)?;
-        Ok(took)
+        Ok(turn)
     };
-    let raw = |round| {
-        let mut queue = RawQueue::new(&raw_file, Direction::Write, block as usize, depth)?;
-        (0..depth).for_each(|slot| stamp(queue.buffer(slot), 0, round));
-        let began = Instant::now();
-        queue.run((0..bytes).step_by(block as usize))?;
-        raw_file.sync_data().map_err(failed("sync", &raw_path))?;
-        Ok(began.elapsed())
+    let (output, only) = (&arguments.output, ["append".to_owned()]);
+    let mut bench = Bench::new(STORE, output, &only, &settings(json!(arguments)));
+    let session = bench.start()?;
+    let mut round = 0;
+    let turn = |side: &Side| match side.side.as_str() {
+        "raw" => raw(),
+        _ => {
+            round += 1;
+            log(round)
+        }
     };
-    let rates = take_turns(ROUNDS, bytes, log, raw)?;
-    let overhead = log_bytes as f64 / (ROUNDS * bytes) as f64;
-    let json = json!({
-        "bytes": bytes,
-        "block_bytes": block,
-        "depth": depth,
-        "rounds": ROUNDS,
-        "log_bytes_per_byte": thousandths(overhead),
-        "syncs": syncs,
-    });
-    let head = format!(
-        "{bytes} bytes in writes of {block}, {depth} in flight, a FLUSH at the end; median of {ROUNDS} rounds"
-    );
-    let note = format!("{overhead:.3} log bytes for each byte written, {syncs} syncs");
-    let report = StoreReport::of_rates("log", rates, json, head, vec![note]);
-    arguments.output.print(report)
+    let run = bench.matrices[0].measure(&session, turn);
+    bench.finish(session, run)
 }
 
 /// Reads 4 KiB of each MiB back through the log, and checks it.

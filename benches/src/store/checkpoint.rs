@@ -3,30 +3,29 @@
 use std::time::Instant;
 
 use clap::Args;
+use serde::Serialize;
 use serde_json::json;
 use walvisor::commands::CommandError;
 use walvisor::size::parse_size;
 use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE};
 
 use super::client::QueueClient;
-use super::output::{StoreOutput, StoreReport, check_bytes, take_turns};
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
+use super::{STORE, VERIFY_EACH, check_bytes, rate};
+use crate::bench::{Bench, Side, settings};
 use crate::blocks::{BLOCK, scattered, stamped_block};
+use crate::output::Output;
 use crate::place::{directory, failed, make_raw, verify};
 
-/// Number of turns of store and baseline.
-const ROUNDS: u64 = 3;
 /// Writes in flight while the log is filled.
 const DEPTH: usize = 64;
 /// Size and number of the baseline's requests in flight: first reads, then writes.
 const RAW_BLOCK: usize = 256 << 10;
 const RAW_DEPTH: usize = 8;
-/// One in this many blocks is verified.
-const VERIFY_EACH: usize = 61;
 
 /// Arguments of `walvisor-bench store checkpoint`.
-#[derive(Debug, Args)]
+#[derive(Debug, Args, Serialize)]
 pub struct CheckpointArguments {
     /// Bytes of payload in the log
     #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_size)]
@@ -38,16 +37,16 @@ pub struct CheckpointArguments {
     #[arg(long)]
     sequential: bool,
     #[command(flatten)]
-    output: StoreOutput,
+    #[serde(skip)]
+    output: Output,
 }
 
-/// Runs `walvisor-bench store checkpoint`. Each rate is the median of the rounds, and includes the sync of the base image or
-/// the file.
+/// Runs `walvisor-bench store checkpoint`.
 ///
 /// # Errors
 /// See [`super::run`].
 pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
-    let (bytes, block, sequential) = (arguments.bytes, arguments.block, arguments.sequential);
+    let (bytes, block) = (arguments.bytes, arguments.block);
     if !block.is_multiple_of(BLOCK as u64) || !(BLOCK as u64..=1 << 20).contains(&block) {
         return Err(CommandError::Usage(format!(
             "--block {block}: give a multiple of 4K from 4K to 1M"
@@ -63,18 +62,27 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
     site::create(site, 1, bytes, &options)?;
     let raw_path = site.join("raw");
     let raw_file = make_raw(&raw_path, bytes, RAW_BLOCK)?;
-    let log = |round| {
+    let raw = || {
+        let began = Instant::now();
+        for direction in [Direction::Read, Direction::Write] {
+            let mut queue = RawQueue::new(&raw_file, direction, RAW_BLOCK, RAW_DEPTH)?;
+            queue.run((0..bytes).step_by(RAW_BLOCK))?;
+        }
+        raw_file.sync_data().map_err(failed("sync", &raw_path))?;
+        Ok(rate(bytes, began.elapsed()))
+    };
+    let log = |writer| {
         let store = site::open(site, 1, CacheMode::Writeback, &options)?;
         let mut queue = QueueClient::open(&store.disks()[0], DEPTH)?;
         queue.run((0..blocks).map(|record| {
-            let place = if sequential {
+            let place = if arguments.sequential {
                 record
             } else {
                 scattered(record, blocks)
             };
             Operation::Write {
                 sector: place * block / SECTOR_SIZE,
-                data: stamped_block(block as usize, 1 + round, place),
+                data: stamped_block(block as usize, writer, place),
             }
         }))?;
         drop(queue);
@@ -86,31 +94,25 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         // Only the copy is left, so the close is the checkpoint.
         let began = Instant::now();
         store.close().map_err(CommandError::failed)?;
-        let took = began.elapsed();
+        let turn = rate(bytes, began.elapsed());
         // The base image is a plain image after the close.
-        let some = (0..blocks).step_by(VERIFY_EACH);
-        let some = some.map(|number| (number, number));
-        verify(&site::image(site, 0), block as usize, 1 + round, some)?;
-        Ok(took)
+        let some = (0..blocks)
+            .step_by(VERIFY_EACH)
+            .map(|number| (number, number));
+        verify(&site::image(site, 0), block as usize, writer, some)?;
+        Ok(turn)
     };
-    let raw = |_| {
-        let began = Instant::now();
-        for direction in [Direction::Read, Direction::Write] {
-            let mut queue = RawQueue::new(&raw_file, direction, RAW_BLOCK, RAW_DEPTH)?;
-            queue.run((0..bytes).step_by(RAW_BLOCK))?;
+    let (output, only) = (&arguments.output, ["checkpoint".to_owned()]);
+    let mut bench = Bench::new(STORE, output, &only, &settings(json!(arguments)));
+    let session = bench.start()?;
+    let mut round = 0;
+    let turn = |side: &Side| match side.side.as_str() {
+        "raw" => raw(),
+        _ => {
+            round += 1;
+            log(round)
         }
-        raw_file.sync_data().map_err(failed("sync", &raw_path))?;
-        Ok(began.elapsed())
     };
-    let rates = take_turns(ROUNDS, bytes, log, raw)?;
-    let json = json!({
-        "bytes": bytes,
-        "block_bytes": block,
-        "sequential": sequential,
-        "rounds": ROUNDS,
-    });
-    let order = if sequential { "in order" } else { "scattered" };
-    let head = format!("{bytes} bytes in records of {block}, {order}; median of {ROUNDS} rounds");
-    let report = StoreReport::of_rates("checkpoint", rates, json, head, Vec::new());
-    arguments.output.print(report)
+    let run = bench.matrices[0].measure(&session, turn);
+    bench.finish(session, run)
 }

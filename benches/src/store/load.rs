@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use clap::Args;
 use serde_json::json;
@@ -12,17 +12,13 @@ use walvisor::commands::threads::Threads;
 use walvisor::size::parse_size;
 use walvisor_storage::{StoreOptions, export_disk, import_disk, inspect_with_progress};
 
-use super::output::{StoreOutput, StoreReport, check_bytes, median, tenths, thousandths};
 use super::recover::child;
 use super::site::{self, log, ring};
+use super::{STORE, VERIFY_EACH, check_bytes, rate};
+use crate::bench::{Bench, Side, settings};
 use crate::blocks::BLOCK;
+use crate::output::Output;
 use crate::place::{self, directory, failed, make_raw};
-use crate::report::Cell;
-
-/// Number of turns of one thread and all threads.
-const ROUNDS: usize = 3;
-/// One in this many blocks is verified.
-const VERIFY_EACH: usize = 61;
 
 /// Arguments of `walvisor-bench store load`.
 #[derive(Debug, Args)]
@@ -33,87 +29,46 @@ pub struct LoadArguments {
     #[command(flatten)]
     threads: Threads,
     #[command(flatten)]
-    output: StoreOutput,
+    output: Output,
 }
 
-/// Runs `walvisor-bench store load`. Each rate is the median of the rounds.
+/// Runs `walvisor-bench store load`.
 ///
 /// # Errors
 /// See [`super::run`].
 pub fn run(arguments: &LoadArguments) -> Result<(), CommandError> {
-    let bytes = arguments.bytes;
+    let (bytes, output) = (arguments.bytes, &arguments.output);
     check_bytes(bytes, 1 << 20, "1M")?;
-    let all = arguments
-        .threads
-        .get()
-        .map_or_else(std::thread::available_parallelism, Ok)
-        .map_err(CommandError::failed)?;
-    let directory = directory(&arguments.output.dir)?;
+    let chosen = arguments.threads.get();
+    let all = chosen.map_or_else(std::thread::available_parallelism, Ok);
+    let all = all.map_err(CommandError::failed)?;
+    let directory = directory(&output.dir)?;
     let site = directory.path();
-    let (image, disk) = (site.join("raw"), site.join("loaded.img"));
+    let [image, imported, disk] = ["raw", "imported.img", "loaded.img"].map(|name| site.join(name));
     make_raw(&image, bytes, BLOCK)?;
-    let imported = measure_both(all, bytes, |threads| import(&image, &disk, threads))?;
     import_into(&image, &disk, all)?;
-    let exported = measure_both(all, bytes, |threads| export(&disk, threads))?;
-
     site::create(site, 1, bytes, &ring(2 * bytes))?;
     let log_bytes = child(site, "fill", bytes, &[])? as u64;
-    let checked = measure_both(all, log_bytes, |threads| check(site, threads))?;
-    let recovered = measure_both(all, log_bytes, |threads| {
-        let threads = threads.to_string();
-        child(site, "open", bytes, &["--verify", "--threads", &threads]).map(|us| us / 1e6)
-    })?;
-    let works = [
-        ("import", imported),
-        ("export", exported),
-        ("check", checked),
-        ("recover", recovered),
-    ];
-    let mut json = json!({
-        "bytes": bytes,
-        "log_bytes": log_bytes,
-        "threads": all,
-        "rounds": ROUNDS,
-    });
-    let mut rows = Vec::new();
-    for (name, [one, all]) in works {
-        json[name] = json!({
-            "one_thread_mib_per_s": tenths(one),
-            "all_threads_mib_per_s": tenths(all),
-            "ratio": thousandths(all / one),
-        });
-        rows.push(vec![
-            Cell::text(name),
-            Cell::Number(one, 1),
-            Cell::Number(all, 1),
-            Cell::Number(all / one, 3),
-        ]);
-    }
-    arguments.output.print(StoreReport {
-        json,
-        head: format!(
-            "{bytes} bytes of image, {log_bytes} bytes of log, {all} threads; median of {ROUNDS} rounds"
-        ),
-        columns: &["MiB/s", "1 thread", "all threads", "ratio"],
-        rows,
-        notes: Vec::new(),
-    })
-}
-
-/// Runs `work` in turns with one thread and with all. `work` returns its time in seconds for `bytes` bytes. Returns both
-/// rates in MiB a second.
-fn measure_both(
-    all: NonZeroUsize,
-    bytes: u64,
-    work: impl Fn(NonZeroUsize) -> Result<f64, CommandError>,
-) -> Result<[f64; 2], CommandError> {
-    let mut rates = [Vec::new(), Vec::new()];
-    for _ in 0..ROUNDS {
-        for (rates, threads) in rates.iter_mut().zip([NonZeroUsize::MIN, all]) {
-            rates.push(bytes as f64 / f64::from(1 << 20) / work(threads)?);
-        }
-    }
-    Ok(rates.map(median))
+    let given = settings(json!({ "bytes": bytes, "threads": all }));
+    let mut bench = Bench::new(STORE, output, &["load".to_owned()], &given);
+    let session = bench.start()?;
+    let mut turn = |side: &Side| {
+        let threads = NonZeroUsize::new(side.number("use") as usize).unwrap_or(all);
+        let (moved, took) = match side.text("work") {
+            "import" => (bytes, import(&image, &imported, threads)?),
+            "export" => (bytes, export(&disk, threads)?),
+            "check" => (log_bytes, check(site, threads)?),
+            _ => {
+                let threads = threads.to_string();
+                let us = child(site, "open", bytes, &["--verify", "--threads", &threads])?;
+                (log_bytes, Duration::from_secs_f64(us / 1e6))
+            }
+        };
+        Ok(rate(moved, took))
+    };
+    // Row by row, as the page cache holds what one kind of work has used.
+    let run = bench.matrices[0].measure_rows(&session, &mut turn);
+    bench.finish(session, run)
 }
 
 /// Removes a file from the page cache, so that it is read from the medium. Returns its size in bytes.
@@ -126,8 +81,8 @@ fn drop_from_cache(path: &Path) -> Result<u64, CommandError> {
     Ok(metadata.len())
 }
 
-/// Imports an image, checks the disk and removes it. Returns the time in seconds.
-fn import(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
+/// Imports an image, checks the disk and removes it. Returns the time.
+fn import(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<Duration, CommandError> {
     let bytes = drop_from_cache(image)?;
     let began = Instant::now();
     import_into(image, disk, threads)?;
@@ -136,7 +91,7 @@ fn import(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<f64, Comma
     std::fs::remove_file(disk).map_err(failed("remove", disk))?;
     let log = log_of(disk);
     std::fs::remove_dir_all(&log).map_err(failed("remove", &log))?;
-    Ok(time.as_secs_f64())
+    Ok(time)
 }
 
 fn import_into(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<(), CommandError> {
@@ -148,8 +103,8 @@ fn import_into(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<(), C
     done.map(drop).map_err(CommandError::failed)
 }
 
-/// Exports a disk whose content is all in its base image, checks the image and removes it. Returns the time in seconds.
-fn export(disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
+/// Exports a disk whose content is all in its base image, checks the image and removes it. Returns the time.
+fn export(disk: &Path, threads: NonZeroUsize) -> Result<Duration, CommandError> {
     let bytes = drop_from_cache(disk)?;
     let (image, threads) = (disk.with_extension("raw"), Some(threads));
     let began = Instant::now();
@@ -158,16 +113,16 @@ fn export(disk: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
     let time = began.elapsed();
     verify(&image, bytes)?;
     std::fs::remove_file(&image).map_err(failed("remove", &image))?;
-    Ok(time.as_secs_f64())
+    Ok(time)
 }
 
-/// Verifies the whole log. Returns the time in seconds.
-fn check(site: &Path, threads: NonZeroUsize) -> Result<f64, CommandError> {
+/// Verifies the whole log. Returns the time.
+fn check(site: &Path, threads: NonZeroUsize) -> Result<Duration, CommandError> {
     let began = Instant::now();
     let (disk, log) = (site::image(site, 0), log(site));
     inspect_with_progress(&disk, &log, Some(threads), &mut |_, _| {})
         .map_err(CommandError::failed)?;
-    Ok(began.elapsed().as_secs_f64())
+    Ok(began.elapsed())
 }
 
 fn log_of(disk: &Path) -> PathBuf {

@@ -16,15 +16,24 @@ mod client;
 pub mod commit;
 mod failover;
 mod load;
-mod output;
 mod raw;
 mod read;
 mod recover;
 mod site;
 mod timing;
 
+use std::time::Duration;
+
 use clap::{Args, Subcommand};
+use serde_json::json;
 use walvisor::commands::CommandError;
+
+use crate::bench::Turn;
+
+/// The matrices of all of them.
+const STORE: &str = include_str!("../../matrices/store.toml");
+/// One in this many blocks is verified.
+const VERIFY_EACH: usize = 61;
 
 /// Arguments of `walvisor-bench store`.
 #[derive(Debug, Args)]
@@ -79,4 +88,23 @@ pub fn run(arguments: &StoreArguments) -> Result<(), CommandError> {
         StoreAction::Acknowledge(arguments) => failover::acknowledge(arguments),
         StoreAction::Survivors(arguments) => failover::survivors(arguments),
     }
+}
+
+/// A turn that moved `bytes` bytes in the time `took`.
+fn rate(bytes: u64, took: Duration) -> Turn {
+    let mib_per_s = bytes as f64 / f64::from(1 << 20) / took.as_secs_f64();
+    Turn(json!({ "mib_per_s": mib_per_s }))
+}
+
+/// Checks a number of bytes: a multiple of `unit` up to 64 GiB, at least 1 MiB.
+///
+/// # Errors
+/// If it is not; the error names the option and the unit.
+fn check_bytes(bytes: u64, unit: u64, name: &str) -> Result<(), CommandError> {
+    if (1 << 20..=64 << 30).contains(&bytes) && bytes.is_multiple_of(unit) {
+        return Ok(());
+    }
+    Err(CommandError::Usage(format!(
+        "--bytes {bytes}: give a multiple of {name} from 1M to 64G"
+    )))
 }

@@ -14,21 +14,19 @@ use walvisor::size::parse_size;
 use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOptions};
 
 use super::client::{QueueClient, StoreClient, write_block};
-use super::output::{StoreOutput, StoreReport, check_bytes, median, row, tenths, thousandths};
 use super::site::{self, ring};
+use super::{STORE, VERIFY_EACH, check_bytes};
+use crate::bench::{Bench, Side, Turn, settings};
 use crate::blocks::{BLOCK, damage_error, is_stamped, scattered};
+use crate::output::Output;
 use crate::place::{directory, failed, open_direct};
 
-/// Number of turns of store and baseline.
-const ROUNDS: usize = 3;
 /// Records between two FLUSHes.
 const BURST: u64 = 256;
 /// Bytes of each read of the baseline.
 const RAW_BYTES: usize = 1 << 20;
 /// Number of full segments in which holes are dug at once.
 const DUG_TOGETHER: usize = 16;
-/// One in this many blocks is verified.
-const VERIFY_EACH: u64 = 61;
 
 /// Arguments of `walvisor-bench store recover`.
 #[derive(Debug, Args)]
@@ -41,7 +39,7 @@ pub struct RecoverArguments {
     #[arg(long)]
     sparse: bool,
     #[command(flatten)]
-    output: StoreOutput,
+    output: Output,
 }
 
 /// Arguments of the process that fills the log.
@@ -68,54 +66,44 @@ pub struct OpenArguments {
     threads: Threads,
 }
 
-/// Runs `walvisor-bench store recover`. Each time is the median of the rounds.
+/// Runs `walvisor-bench store recover`.
 ///
 /// # Errors
 /// See [`super::run`].
 pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
-    let bytes = arguments.bytes;
+    let (bytes, output) = (arguments.bytes, &arguments.output);
     check_bytes(bytes, BLOCK as u64, "4K")?;
-    let directory = directory(&arguments.output.dir)?;
+    let directory = directory(&output.dir)?;
     let site = directory.path();
     site::create(site, 1, bytes, &ring(2 * bytes))?;
     let sparse: &[&str] = if arguments.sparse { &["--sparse"] } else { &[] };
     let log_bytes = child(site, "fill", bytes, sparse)? as u64;
-    let (mut recovered, mut read) = (Vec::new(), Vec::new());
-    for _ in 0..ROUNDS {
-        // A sparse log is not read from the medium.
-        if !arguments.sparse {
-            read.push(read_raw(&site::log(site), log_bytes)?);
+    // A sparse log is not read from the medium.
+    let mut bench = Bench::new(
+        STORE,
+        output,
+        &["recover".to_owned()],
+        &settings(json!({ "bytes": bytes, "sparse": arguments.sparse })),
+    );
+    let session = bench.start()?;
+    let turn = |side: &Side| {
+        if side.side == "raw" {
+            let us = read_raw(&site::log(site), log_bytes)?;
+            return Ok(Turn(json!({ "ms": us / 1000.0, "log_bytes": log_bytes })));
         }
-        recovered.push(child(site, "open", bytes, &[])?);
-    }
-    if !arguments.sparse {
+        let ms = child(site, "open", bytes, &[])? / 1000.0;
+        let memory = child(site, "open", bytes, &["--memory"])?;
+        Ok(Turn(json!({
+            "ms": ms,
+            "log_bytes": log_bytes,
+            "memory_bytes_per_record": memory / (bytes / BLOCK as u64) as f64,
+        })))
+    };
+    let run = bench.matrices[0].measure(&session, turn);
+    if run.is_ok() && !arguments.sparse {
         child(site, "open", bytes, &["--verify"])?;
     }
-    let records = bytes / BLOCK as u64;
-    let memory = child(site, "open", bytes, &["--memory"])? / records as f64;
-    let recover_us = median(recovered);
-    let raw_us = (!read.is_empty()).then(|| median(read));
-    let ratio = raw_us.map(|raw| recover_us / raw);
-    let mut rows = vec![row("open and recover", 1, &[recover_us / 1000.0])];
-    rows.extend(raw_us.map(|raw| row("raw read", 1, &[raw / 1000.0])));
-    rows.extend(ratio.map(|ratio| row("ratio", 3, &[ratio])));
-    arguments.output.print(StoreReport {
-        json: json!({
-            "records": records,
-            "log_bytes": log_bytes,
-            "rounds": ROUNDS,
-            "recover_us": recover_us.round(),
-            "memory_bytes_per_record": tenths(memory),
-            "raw_read_us": raw_us.map(f64::round),
-            "ratio": ratio.map(thousandths),
-        }),
-        head: format!(
-            "{records} records of 4 KiB, {log_bytes} bytes of log; median of {ROUNDS} rounds"
-        ),
-        columns: &["", "ms"],
-        rows,
-        notes: vec![format!("{memory:.1} bytes of memory for each record")],
-    })
+    bench.finish(session, run)
 }
 
 /// Runs a process that leaves the log unclosed, and returns the number that it prints.
@@ -189,7 +177,7 @@ pub fn open(arguments: &OpenArguments) -> Result<(), CommandError> {
     }
     if arguments.verify {
         let mut client = StoreClient::open(&store.disks()[0])?;
-        for block in (0..arguments.bytes / BLOCK as u64).step_by(VERIFY_EACH as usize) {
+        for block in (0..arguments.bytes / BLOCK as u64).step_by(VERIFY_EACH) {
             if !is_stamped(&client.read(block * BLOCK as u64 / SECTOR_SIZE)?, 1, block) {
                 return Err(damage_error("the recovered disk", block));
             }

@@ -114,7 +114,7 @@ pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
                 .unwrap_or(if quick { 3 } else { 60 })
                 .into(),
         ),
-        rounds: output.rounds(1, 1),
+        rounds: output.rounds(if output.quick { 1 } else { 1 }),
         bytes: arguments
             .size
             .unwrap_or(if quick { 256 << 20 } else { 2 << 30 }),
