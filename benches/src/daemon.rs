@@ -135,6 +135,42 @@ impl Daemon {
         Self::peer(&mut command, images, &[socket.to_owned()])
     }
 
+    /// Serves the raw images `peer-N.img` with qemu-storage-daemon, which `command` starts. Over vhost-user each disk has its
+    /// socket; over NBD all are exports of the first socket, by their numbers.
+    ///
+    /// # Errors
+    /// As for [`Self::peer`].
+    pub fn storage_daemon(
+        command: &mut Command,
+        door: &str,
+        queues: usize,
+        images: &Path,
+        sockets: &[PathBuf],
+    ) -> Result<Self, CommandError> {
+        let nbd = door == "nbd";
+        if nbd {
+            let path = format!("addr.type=unix,addr.path={}", sockets[0].display());
+            command.arg("--nbd-server").arg(path);
+        }
+        for (disk, socket) in sockets.iter().enumerate() {
+            command.arg("--blockdev").arg(format!(
+                "driver=file,node-name=disk{disk},filename=peer-{disk}.img,aio=io_uring,cache.direct=on,discard=unmap"
+            ));
+            let socket = socket.display();
+            let export = match nbd {
+                true => format!("type=nbd,name={disk}"),
+                false => format!(
+                    "type=vhost-user-blk,addr.type=unix,addr.path={socket},num-queues={queues}"
+                ),
+            };
+            command.arg("--export").arg(format!(
+                "{export},id=export{disk},node-name=disk{disk},writable=on"
+            ));
+        }
+        let served = if nbd { &sockets[..1] } else { sockets };
+        Self::peer(command, images, served)
+    }
+
     /// Stops the daemon until the returned value is dropped.
     pub fn halt(&self) -> HaltGuard {
         HaltGuard::new(&self.child)

@@ -29,7 +29,6 @@ mod exits;
 mod guests;
 mod linux;
 mod load;
-mod matrix;
 mod neighbours;
 mod notify;
 mod output;

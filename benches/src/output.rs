@@ -4,7 +4,7 @@ use std::fs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::Args;
 use walvisor::commands::CommandError;
 
 use crate::place::failed;
@@ -94,11 +94,4 @@ impl Output {
         }
         Ok(())
     }
-}
-
-/// Those of all values that the user asked for: all, if `only` is empty.
-pub fn chosen<T: ValueEnum + Copy + PartialEq>(only: &[T]) -> Vec<T> {
-    let all = T::value_variants().iter().copied();
-    all.filter(|value| only.is_empty() || only.contains(value))
-        .collect()
 }

@@ -111,6 +111,14 @@ pub fn sides(file: &str) -> PossibleValuesParser {
     names.collect::<Vec<_>>().into()
 }
 
+/// The values of a setting in the rows of a file's first section, for the options that choose some.
+pub fn rows(file: &str, setting: &str) -> PossibleValuesParser {
+    let sections = spec::sections(&read(file).sections, false);
+    let rows = sections[0].rows.iter();
+    let names = rows.filter_map(|row| Some(row.get(setting)?.as_str()?.to_owned()));
+    names.collect::<Vec<_>>().into()
+}
+
 /// Settings from the fields of a value.
 ///
 /// # Panics

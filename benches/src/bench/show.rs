@@ -266,8 +266,8 @@ fn full(spec: &ColumnSpec, figures: &Figures) -> Column {
             .map_or(&column.key, |(title, _)| title)
             .replace('_', " ");
         column.title = match &column.side {
-            Some(side) => format!("{}: {title}", side.replace('_', " ")),
-            None => title,
+            Some(side) if column.beside.is_none() => format!("{}: {title}", side.replace('_', " ")),
+            _ => title,
         };
     }
     column.decimals = column.decimals.or(known.map(|known| known.1));
@@ -285,13 +285,18 @@ impl Column {
     }
 
     fn any_cell(&self, row: &Row, side: &Side) -> Cell {
+        let this = side;
         let side = match &self.side {
             Some(name) => row.side(name),
-            None => Some(side),
+            None => Some(this),
         };
         let (Some(side), Some(figure)) = (side, &self.figure) else {
             return Cell::None;
         };
+        let is_true = |only: &String| evaluate(only, &names(row, this)).as_bool() == Some(true);
+        if !self.only.as_ref().is_none_or(is_true) {
+            return Cell::None;
+        }
         let decimals = self.decimals.unwrap_or(0);
         if let Some(known) = &self.is {
             return match evaluate(known, &names(row, side)) {
@@ -308,7 +313,11 @@ impl Column {
             } else {
                 Preference::More
             };
-            let other = row.side(other).and_then(|other| other.median(figure));
+            let other = match other.as_str() {
+                "this" => Some(this),
+                other => row.side(other),
+            };
+            let other = other.and_then(|other| other.median(figure));
             return Cell::ratio_of(side.median(figure), other, better);
         }
         let rounds = side.of(figure);

@@ -131,8 +131,11 @@ pub struct Column {
     pub figure: Option<String>,
     /// The side, if it is not that of the table's row.
     pub side: Option<String>,
-    /// How many times the figure of this side it is.
+    /// How many times the figure of this side it is; `this` is that of the table's row.
     pub beside: Option<String>,
+    /// In which rows of the table it is: an expression; otherwise in all.
+    #[serde(rename = "where")]
+    pub only: Option<String>,
     /// Whether less is better.
     #[serde(default)]
     pub less: bool,

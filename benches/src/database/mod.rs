@@ -2,33 +2,34 @@
 //! the write-ahead log, with and without writing each page twice; and several guests on one log.
 //!
 //! ```text
-//!   mod.rs: sides in turns ──▶ site.rs ──▶ walvisor serve vhost-user: raw-0.img, wal-0.img, single-0.img, raw-1.img, ...
-//!    │ job.rs, section.rs         │ jobs, one by one                ▲ /dev/vda, vdb, vdc
-//!    └─▶ tables                   └──▶ guests, user-mode Linux: scripts/database.sh: the servers, their load
+//!   mod.rs: sides in turns ─▶ site.rs ─▶ walvisor serve vhost-user: raw-0.img, wal-0.img, single-0.img, raw-1.img, ...
+//!                              │ jobs, one by one                ▲ /dev/vda, vdb, vdc
+//!                              └──▶ guests, user-mode Linux: scripts/database.sh: the servers, their load
 //! ```
 
-mod job;
-mod section;
 mod site;
 
 use std::time::Duration;
 
 use clap::Args;
-
+use serde_json::json;
 use walvisor::commands::CommandError;
 
-use crate::matrix::Matrix;
-use crate::output::{Output, chosen};
+use crate::bench::{Bench, Matrix, measure_together, sections, settings};
+use crate::output::Output;
 use crate::session::Session;
-use job::{DatabaseJob, DatabasePart};
 use site::DatabaseSite;
+
+const MATRICES: &str = include_str!("../../matrices/database.toml");
+/// Estimated time to start a guest's servers.
+const START: Duration = Duration::from_secs(20);
 
 /// Arguments of `walvisor-bench database`.
 #[derive(Debug, Args)]
 pub struct DatabaseArguments {
     /// Only these parts, with commas between
-    #[arg(long, value_enum, value_delimiter = ',', value_name = "PART,PART")]
-    only: Vec<DatabasePart>,
+    #[arg(long, value_delimiter = ',', value_name = "PART,PART", value_parser = sections(MATRICES))]
+    only: Vec<String>,
     /// Numbers of clients of MariaDB and PostgreSQL, measured in turns, separated by commas [default: 1,2,4,8,16,32; with
     /// --quick 1,16]
     #[arg(long, value_delimiter = ',', value_name = "N,N..", value_parser = clap::value_parser!(u32).range(1..=64))]
@@ -46,100 +47,37 @@ pub struct DatabaseArguments {
 /// If a measurement fails, a file can't be written, or a database is not installed.
 pub fn run(arguments: &DatabaseArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
-    let clients = match (&arguments.clients[..], output.quick) {
-        ([], true) => &[1, 16],
-        ([], false) => &[1, 2, 4, 8, 16, 32][..],
-        (chosen, _) => chosen,
-    };
-    let stage = |guests: usize, parts: &[DatabasePart]| {
-        let wanted = chosen(&arguments.only).into_iter();
-        let wanted = wanted.filter(|part| parts.contains(part));
-        Stage {
-            guests,
-            parts: wanted
-                .map(|part| (part, part.matrix(output.quick, clients)))
-                .collect(),
-        }
-    };
-    let servers = [
-        DatabasePart::Mariadb,
-        DatabasePart::Postgresql,
-        DatabasePart::Sqlite,
-    ];
-    let mut stages = [
-        stage(1, &servers),
-        stage(arguments.guests.into(), &[DatabasePart::Guests]),
-    ];
-    let rounds = output.rounds(if output.quick { 1 } else { 5 });
-    let session = output.start(stages.iter().map(|stage| stage.expected(rounds)).sum())?;
-    let mut failed = None;
-    for stage in &mut stages {
-        if failed.is_none() {
-            failed = stage.measure(rounds, &session, output).err();
-        }
+    let mut given = settings(json!({ "guests": arguments.guests }));
+    if !arguments.clients.is_empty() {
+        given.insert("clients".to_owned(), json!(arguments.clients));
     }
-    let parts = || stages.iter().flat_map(|stage| &stage.parts);
-    // What was measured before a failure is still reported.
-    if failed.is_none() || parts().any(|(_, matrix)| matrix.is_measured()) {
-        let guests = arguments.guests.into();
-        let sections = parts().map(|(part, matrix)| section::section(*part, matrix, guests));
-        let title = "Databases: what a commit costs on a raw image and on the write-ahead log";
-        output.write(title, session, sections.collect())?;
-    }
-    failed.map_or(Ok(()), Err)
+    let mut bench = Bench::new(MATRICES, output, &arguments.only, &given);
+    let session = bench.start()?;
+    // One guest has all servers, and its parts take turns. Several guests have one server each.
+    let several = bench
+        .matrices
+        .partition_point(|matrix| matrix.spec.name != "guests");
+    let (one, several) = bench.matrices.split_at_mut(several);
+    let run = measure(one, 1, output, &session);
+    let run = run.and_then(|()| measure(several, arguments.guests.into(), output, &session));
+    bench.finish(session, run)
 }
 
-/// Estimated time to start a guest's servers.
-const START: Duration = Duration::from_secs(20);
-
-/// Parts that are measured in turns, in the same guests.
-struct Stage {
+/// Measures parts in turns, in the same guests.
+fn measure(
+    parts: &mut [Matrix],
     guests: usize,
-    parts: Vec<(DatabasePart, Matrix<DatabaseJob>)>,
-}
-
-impl Stage {
-    fn expected(&self, rounds: usize) -> Duration {
-        if self.parts.is_empty() {
-            return Duration::ZERO;
-        }
-        let parts = self.parts.iter();
-        let once: Duration = parts
-            .map(|(_, matrix)| matrix.expected(DatabaseJob::expected))
-            .sum();
-        (START + once * rounds as u32) * self.guests as u32
+    output: &Output,
+    session: &Session,
+) -> Result<(), CommandError> {
+    if parts.is_empty() {
+        return Ok(());
     }
-
-    /// Measures all parts in turns, `rounds` times, unless the user interrupts it.
-    fn measure(
-        &mut self,
-        rounds: usize,
-        session: &Session,
-        output: &Output,
-    ) -> Result<(), CommandError> {
-        if self.parts.is_empty() {
-            return Ok(());
-        }
-        let parts: Vec<_> = self.parts.iter().map(|(part, _)| *part).collect();
-        let guests = self.guests;
-        let what = format!("starting servers in user-mode Linux, guests: {guests}");
-        let start = || DatabaseSite::start(&output.dir, guests, &parts);
-        let Some(mut site) = session.step(&what, START * guests as u32, start)? else {
-            return Ok(());
-        };
-        for round in 0..rounds {
-            for row in self
-                .parts
-                .iter_mut()
-                .flat_map(|(_, matrix)| &mut matrix.rows)
-            {
-                let expected = |job: &DatabaseJob| job.expected() * guests as u32;
-                let turn = |side: &_| site.measure(side);
-                if !row.measure((round, rounds), session, expected, turn)? {
-                    return Ok(());
-                }
-            }
-        }
-        Ok(())
-    }
+    let names: Vec<&str> = parts.iter().map(|part| part.spec.name.as_str()).collect();
+    let what = format!("starting servers in user-mode Linux, guests: {guests}");
+    let start = || DatabaseSite::start(&output.dir, guests, &names);
+    let Some(mut site) = session.step(&what, START * guests as u32, start)? else {
+        return Ok(());
+    };
+    measure_together(parts, session, |side| site.measure(side))
 }

@@ -10,11 +10,10 @@ use walvisor_guest_images::UserMode;
 use walvisor_storage::{StoreOptions, create_disk};
 use walvisor_tests::postgresql;
 
-use super::job::{DatabaseDisk, DatabaseJob, DatabasePart};
+use crate::bench::{Side, Turn};
 use crate::blocks::BLOCK;
 use crate::console::Console;
 use crate::daemon::Daemon;
-use crate::matrix::{Side, Turn};
 use crate::place::{Place, directory, make_raw};
 use crate::programs::require;
 
@@ -28,16 +27,19 @@ const NEEDS: [(&str, &str); 3] = [
 ];
 const DISK_BYTES: u64 = 320 << 20;
 
-/// The programs that the server of a part needs.
-fn needs(part: DatabasePart) -> &'static [(&'static str, &'static str)] {
+/// The name of a part's server in the guests' script, and the programs that it needs.
+fn server(part: &str) -> (&'static str, &'static [(&'static str, &'static str)]) {
     match part {
-        DatabasePart::Mariadb => &[
-            ("mariadbd", "mariadb-server-core"),
-            ("mariadb", "mariadb-client-core"),
-            ("mariadb-slap", "mariadb-client"),
-        ],
-        DatabasePart::Postgresql | DatabasePart::Guests => &postgresql::NEEDS,
-        DatabasePart::Sqlite => &[("sqlite3", "sqlite3")],
+        "mariadb" => {
+            const MARIADB: [(&str, &str); 3] = [
+                ("mariadbd", "mariadb-server-core"),
+                ("mariadb", "mariadb-client-core"),
+                ("mariadb-slap", "mariadb-client"),
+            ];
+            ("mariadb", &MARIADB)
+        }
+        "sqlite" => ("sqlite", &[("sqlite3", "sqlite3")]),
+        _ => ("postgresql", &postgresql::NEEDS),
     }
 }
 
@@ -55,19 +57,15 @@ impl DatabaseSite {
     ///
     /// # Errors
     /// If a program is missing, a disk cannot be made, or the daemon, a guest or a server does not start.
-    pub fn start(dir: &Path, guests: usize, parts: &[DatabasePart]) -> Result<Self, CommandError> {
+    pub fn start(dir: &Path, guests: usize, parts: &[&str]) -> Result<Self, CommandError> {
         require(&NEEDS)?;
-        for part in parts {
-            require(needs(*part))?;
-        }
+        let servers: Vec<_> = parts.iter().map(|part| server(part)).collect();
+        servers.iter().try_for_each(|(_, needs)| require(needs))?;
+        let servers: Vec<&str> = servers.iter().map(|(name, _)| *name).collect();
         let place = Place::new(dir)?;
-        let mut disks = vec![DatabaseDisk::Raw, DatabaseDisk::Wal];
-        if parts.contains(&DatabasePart::Mariadb) {
-            disks.push(DatabaseDisk::Single);
-        }
-        let names: Vec<_> = disks.iter().map(|disk| disk.name()).collect();
-        let servers: Vec<_> = parts.iter().map(|part| part.server()).collect();
-        let (names, running) = (names.join(" "), servers.join(" "));
+        let mut disks = vec!["raw", "wal"];
+        disks.extend(parts.contains(&"mariadb").then_some("single"));
+        let (names, running) = (disks.join(" "), servers.join(" "));
         let mut script = format!("DISKS='{names}' SERVERS='{running}'\n");
         let mut directories = Vec::new();
         if servers.contains(&"postgresql") {
@@ -79,8 +77,8 @@ impl DatabaseSite {
         let (mut specs, mut machines) = (Vec::new(), Vec::new());
         for guest in 0..guests {
             let mut machine = UserMode::default();
-            for &disk in &disks {
-                let socket = place.sockets().join(disk.image(guest));
+            for disk in &disks {
+                let socket = place.sockets().join(image(disk, guest));
                 specs.push(make_disk(disk, guest, &place, &socket)?);
                 machine.disks.push(socket);
             }
@@ -108,15 +106,11 @@ impl DatabaseSite {
     ///
     /// # Errors
     /// If it fails in a guest, or a guest has ended.
-    pub fn measure(&mut self, side: &Side<DatabaseJob>) -> Result<Turn, CommandError> {
-        let DatabaseJob {
-            engine,
-            disk,
-            clients,
-            commits,
-        } = side.plan;
+    pub fn measure(&mut self, side: &Side) -> Result<Turn, CommandError> {
+        let (engine, disk) = (side.text("engine"), side.text("disk"));
+        let (clients, commits) = (side.number("clients"), side.number("commits"));
         for guest in &mut self.guests {
-            guest.send(&format!("{engine} {} {clients} {commits}", disk.name()))?;
+            guest.send(&format!("{engine} {disk} {clients} {commits}"))?;
         }
         for guest in &mut self.guests {
             guest.wait_for("ready")?;
@@ -139,7 +133,7 @@ impl DatabaseSite {
             }
         }
         let after = self.counters(disk)?;
-        let commits = f64::from(commits) * self.guests.len() as f64;
+        let commits = commits as f64 * self.guests.len() as f64;
         let each = |figure: fn(&Counters) -> u64| {
             figure(&after).saturating_sub(figure(&before)) as f64 / commits
         };
@@ -153,10 +147,10 @@ impl DatabaseSite {
     }
 
     /// The counters of all guests' disks of this kind.
-    fn counters(&self, kind: DatabaseDisk) -> Result<Counters, CommandError> {
+    fn counters(&self, disk: &str) -> Result<Counters, CommandError> {
         let mut sum = Counters::default();
         for guest in 0..self.guests.len() {
-            let of = self.daemon.counters(&kind.image(guest))?;
+            let of = self.daemon.counters(&image(disk, guest))?;
             let count = |key: &str| of[key].as_u64().unwrap_or(0);
             sum.flushes += count("flushes");
             sum.writes += count("writes");
@@ -188,25 +182,27 @@ struct Counters {
     written_bytes: u64,
 }
 
-/// Creates a guest's disk in `place`. Returns its SPEC.
+/// The image of a guest's disk: `raw`, `wal`, or `single`, which is a `wal` whose server writes each page once.
+fn image(disk: &str, guest: usize) -> String {
+    format!("{disk}-{guest}.img")
+}
+
+/// Creates a guest's disk in `place`. All guests' disks of a kind share a log. Returns its SPEC.
 fn make_disk(
-    disk: DatabaseDisk,
+    disk: &str,
     guest: usize,
     place: &Place,
     socket: &Path,
 ) -> Result<String, CommandError> {
-    let image = disk.image(guest);
+    let image = image(disk, guest);
     let (path, socket) = (place.images().join(&image), socket.display());
-    match disk.log() {
+    if disk == "raw" {
         // All its blocks are allocated: a sync then writes only data, which is the best case for a raw image.
-        None => {
-            make_raw(&path, DISK_BYTES, BLOCK)?;
-            Ok(format!("path={image},backend=raw,socket={socket}"))
-        }
-        Some(log) => {
-            let (directory, options) = (place.images().join(&log), StoreOptions::default());
-            create_disk(&path, DISK_BYTES, &directory, &options).map_err(CommandError::failed)?;
-            Ok(format!("path={image},log={log},socket={socket}"))
-        }
+        make_raw(&path, DISK_BYTES, BLOCK)?;
+        return Ok(format!("path={image},backend=raw,socket={socket}"));
     }
+    let log = format!("{disk}.log");
+    let (directory, options) = (place.images().join(&log), StoreOptions::default());
+    create_disk(&path, DISK_BYTES, &directory, &options).map_err(CommandError::failed)?;
+    Ok(format!("path={image},log={log},socket={socket}"))
 }

@@ -25,15 +25,6 @@ pub enum LoadJob {
 }
 
 impl LoadJob {
-    /// Its name in tables.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Read => "randread",
-            Self::Write => "randwrite",
-            Self::WriteFsync => "randwrite+fsync",
-        }
-    }
-
     /// The job as a load of the embedded guest.
     pub fn kind(self) -> LoadKind {
         match self {
@@ -45,7 +36,7 @@ impl LoadJob {
 }
 
 /// The requests of a loop, at random offsets.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
 pub struct Work {
     /// Bytes of each read and write.
     pub block: usize,

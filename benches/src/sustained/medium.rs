@@ -3,22 +3,12 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use clap::ValueEnum;
 use walvisor::commands::CommandError;
 use walvisor_storage::{StoreOptions, import_disk};
 
 use super::capped::Volume;
 use crate::blocks::BLOCK;
 use crate::place::{Place, failed, make_raw};
-
-/// Where the disks are.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Medium {
-    /// The directory of --dir
-    Directory,
-    /// A volume that takes 1 ms for an operation, and does three at a time, made in that directory
-    Capped,
-}
 
 /// Bytes and operations that reached a device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -54,14 +44,14 @@ pub struct MountedMedium {
 }
 
 impl MountedMedium {
-    /// Creates a directory in `parent`, with a volume in it for [`Medium::Capped`], for sides of `bytes` bytes each and a log
+    /// Creates a directory in `parent`, with a volume in it if it is to be `capped`, for sides of `bytes` bytes each and a log
     /// with these options.
     ///
     /// # Errors
     /// If it cannot be made.
     pub fn new(
         parent: &Path,
-        medium: Medium,
+        capped: bool,
         bytes: u64,
         options: StoreOptions,
     ) -> Result<Self, CommandError> {
@@ -69,10 +59,8 @@ impl MountedMedium {
         let log = u64::from(options.max_segments) * options.segment_size;
         // The peers' images, those of walvisor, its log, and what the file system takes.
         let needed = (2 * bytes + log) / 10 * 11 + (128 << 20);
-        let volume = match medium {
-            Medium::Directory => None,
-            Medium::Capped => Some(Volume::make(place.images(), needed)?),
-        };
+        let volume = capped.then(|| Volume::make(place.images(), needed));
+        let volume = volume.transpose()?;
         Ok(Self {
             volume,
             place,
@@ -93,6 +81,11 @@ impl MountedMedium {
             Some(volume) => volume.disks(),
             None => self.place.images().to_owned(),
         }
+    }
+
+    /// Bytes of all disks of a side.
+    pub fn bytes(&self) -> u64 {
+        self.bytes
     }
 
     /// Bytes of each disk.

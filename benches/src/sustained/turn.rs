@@ -7,12 +7,12 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::json;
 use walvisor::commands::CommandError;
 
-use super::job::{Job, Server};
 use super::medium::{MountedMedium, Traffic};
+use super::{interrupted, is_peer};
+use crate::bench::{Side, Turn};
 use crate::daemon::Daemon;
 use crate::load::loops::Tally;
 use crate::load::nbd::{NbdClient, drive_all};
-use crate::matrix::Turn;
 use crate::session::Session;
 
 /// Runs one turn. The images must exist.
@@ -21,18 +21,15 @@ use crate::session::Session;
 /// If a daemon does not start, a request fails, or a daemon ends with an error.
 pub fn measure(
     medium: &MountedMedium,
-    (server, job): (Server, Job),
-    time: Duration,
+    side: &Side,
     session: &Session,
 ) -> Result<Turn, CommandError> {
     let before = medium.traffic()?;
-    let daemons = serve(server, job.plan().disks, &medium.images(), medium.sockets())?;
-    let tally = drive(medium, job, time, session);
+    let daemons = serve(side, &medium.images(), medium.sockets())?;
+    let tally = drive(medium, side, session);
     if session.interrupted() || tally.is_err() {
         daemons.into_iter().for_each(Daemon::kill);
-        return Err(tally
-            .err()
-            .unwrap_or_else(|| CommandError::Failed("interrupted".to_owned())));
+        return Err(tally.err().unwrap_or_else(interrupted));
     }
     let (close, moved) = end(daemons, session)?;
     let traffic = match (medium.traffic()?, before) {
@@ -42,40 +39,34 @@ pub fn measure(
     Ok(figures(&tally?, close, traffic))
 }
 
-fn socket(sockets: &Path, disk: usize) -> std::path::PathBuf {
+fn socket(sockets: &Path, disk: u64) -> std::path::PathBuf {
     sockets.join(format!("disk-{disk}"))
 }
 
-/// Starts the daemons of `disks` disks, each of which is the export `disk`.
-fn serve(
-    server: Server,
-    disks: usize,
-    images: &Path,
-    sockets: &Path,
-) -> Result<Vec<Daemon>, CommandError> {
-    for disk in 0..disks {
+/// Starts the daemons of a side's disks, each of which is the export `disk`.
+fn serve(side: &Side, images: &Path, sockets: &Path) -> Result<Vec<Daemon>, CommandError> {
+    let disks = 0..side.number("disks");
+    for disk in disks.clone() {
         // An earlier daemon may have left it.
         let _ = std::fs::remove_file(socket(sockets, disk));
     }
-    if server.is_peer() {
-        let cache = match server {
-            Server::QemuNbdWriteback => "writeback",
-            _ => "none",
-        };
+    // Before the comma: how the peer opens its image otherwise is the same for all.
+    let cache = side.text("cache").split(',').next().unwrap_or_default();
+    if is_peer(side) {
         let peer = |disk| {
             let image = format!("raw-{disk}.img");
             Daemon::qemu_nbd(images, &image, &socket(sockets, disk), cache)
         };
-        return (0..disks).map(peer).collect();
+        return disks.map(peer).collect();
     }
-    let specs = (0..disks).map(|disk| {
-        let place = match server {
-            Server::Raw => format!("path=raw-{disk}.img,backend=raw"),
+    let specs = disks.map(|disk| {
+        let place = match side.side.as_str() {
+            "raw" => format!("path=raw-{disk}.img,backend=raw"),
             // The log remembers this setting.
-            Server::Keeping => format!("path=wal-{disk}.img,log=log,answer=written,retain=1G"),
+            "keeping" => format!("path=wal-{disk}.img,log=log,answer=written,retain=1G"),
             _ => format!("path=wal-{disk}.img,log=log,answer=written,retain=off"),
         };
-        let (cache, socket) = (server.cache(), socket(sockets, disk));
+        let socket = socket(sockets, disk);
         format!(
             "{place},cache={cache},serial=disk,socket={}",
             socket.display()
@@ -86,23 +77,23 @@ fn serve(
 }
 
 /// Runs the clients, each in a thread of its own.
-fn drive(
-    medium: &MountedMedium,
-    job: Job,
-    time: Duration,
-    session: &Session,
-) -> Result<Tally, CommandError> {
-    let plan = job.plan();
-    let failed = |error: std::io::Error| CommandError::Failed(format!("{}: {error}", plan.title));
+fn drive(medium: &MountedMedium, side: &Side, session: &Session) -> Result<Tally, CommandError> {
+    let job = side.text("title");
+    let failed = |error: std::io::Error| CommandError::Failed(format!("{job}: {error}"));
     let mut clients = Vec::new();
-    for disk in 0..plan.disks {
-        for _ in 0..plan.connections {
+    for disk in 0..side.number("disks") {
+        for _ in 0..side.number("connections") {
             let socket = socket(medium.sockets(), disk);
             clients.push(NbdClient::connect(&socket, "disk").map_err(failed)?.0);
         }
     }
-    let loops = (plan.work, plan.depth, medium.disk_bytes());
-    drive_all(clients, loops, time, session).map_err(failed)
+    let loops = (
+        side.plan(),
+        side.number("depth") as usize,
+        medium.disk_bytes(),
+    );
+    let turn = Duration::from_secs(side.number("seconds"));
+    drive_all(clients, loops, turn, session).map_err(failed)
 }
 
 /// Ends the daemons with SIGTERM. Returns the time until all have ended, and the bytes that they moved in all. If the
