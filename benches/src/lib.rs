@@ -11,9 +11,10 @@
 //!                  drbd      the disk on a block device that DRBD copies to a second machine, and a failover
 //!                  store     the store without a guest, compared with a raw file
 //! ```
-//! All but the last declare a `Matrix` (matrix.rs): rows, the sides that take turns in each, so that all see the machine in the same
-//! states, and the columns of a table. The result is a [`report::Report`], as tables, as JSON, as a page with plots, or as plots
-//! alone. A new comparison is a new plan of a side, what a side does in a turn, and its columns.
+//! A file in `matrices/` says what each measures: the rows, the sides that take turns in each, so that all see the machine in
+//! the same states, the columns of the table and the plots. `bench/` is the runner of all of them; what is left of a benchmark
+//! is what a side does in a turn. The result is a [`report::Report`], as tables, as JSON, as a page with plots, or as plots
+//! alone.
 //!
 //! `walvisor` and `walvisor-guest-images` run in processes of their own: `programs.rs` finds these programs.
 

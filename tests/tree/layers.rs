@@ -89,8 +89,10 @@ const WALVISOR: &[&[&str]] = &[
 /// Modules of `benches`, which measures the product and is not part of it.
 const BENCHES: &[&[&str]] = &[
     &["blocks", "programs", "report", "session", "tiny_guest"],
-    &["console", "daemon", "load", "matrix", "place"],
-    &["guests", "output", "sample"],
+    &["console", "daemon", "load", "place"],
+    &["guests", "output"],
+    &["bench"],
+    &["exits"],
     &["linux", "store"],
     &[
         "commit",

@@ -38,21 +38,10 @@ impl<'a> Bench<'a> {
     /// If the file has a mistake: a test reads all files.
     pub fn new(file: &str, output: &'a Output, only: &[String], given: &Settings) -> Self {
         let bench = read(file);
-        let mut matrices = Vec::new();
-        for mut spec in spec::sections(&bench.sections, output.quick) {
-            if !only.is_empty() && !only.contains(&spec.name) {
-                continue;
-            }
-            spec.rounds = output.rounds(spec.rounds);
-            for (name, value) in given {
-                let axes = spec.axes.iter_mut().chain(&mut spec.split);
-                let mut known = axes.filter_map(|axis| axis.get_mut(name)).peekable();
-                if known.peek().is_none() {
-                    spec.plan.insert(name.clone(), value.clone());
-                }
-                known.for_each(|known| *known = value.clone());
-            }
-            matrices.extend(Matrix::of(&spec));
+        let mut matrices = matrices(&bench, output.quick, given);
+        matrices.retain(|matrix| only.is_empty() || only.contains(&matrix.spec.name));
+        for matrix in &mut matrices {
+            matrix.spec.rounds = output.rounds(matrix.spec.rounds);
         }
         Self {
             title: bench.title,
@@ -97,6 +86,22 @@ fn read(file: &str) -> BenchSpec {
     toml::from_str(file).unwrap_or_else(|error| panic!("a file of matrices: {error}"))
 }
 
+/// The matrices of a file. `given` settings replace those of a section, and lists of its axes.
+fn matrices(bench: &BenchSpec, quick: bool, given: &Settings) -> Vec<Matrix> {
+    let mut specs = spec::sections(&bench.sections, quick);
+    for spec in &mut specs {
+        for (name, value) in given {
+            let axes = spec.axes.iter_mut().chain(&mut spec.split);
+            let mut known = axes.filter_map(|axis| axis.get_mut(name)).peekable();
+            if known.peek().is_none() {
+                spec.plan.insert(name.clone(), value.clone());
+            }
+            known.for_each(|known| *known = value.clone());
+        }
+    }
+    specs.iter().flat_map(Matrix::of).collect()
+}
+
 /// The names of the sections of a file, for `--only`.
 pub fn sections(file: &str) -> PossibleValuesParser {
     let sections = spec::sections(&read(file).sections, false).into_iter();
@@ -127,5 +132,151 @@ pub fn settings(value: Value) -> Settings {
     match value {
         Value::Object(settings) => settings,
         other => panic!("{other} has no fields"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::report::Cell;
+    use crate::report::plot::PlotKind;
+
+    const FILES: [&str; 9] = [
+        include_str!("../../matrices/commit.toml"),
+        include_str!("../../matrices/database.toml"),
+        include_str!("../../matrices/drbd.toml"),
+        include_str!("../../matrices/neighbours.toml"),
+        include_str!("../../matrices/notify.toml"),
+        include_str!("../../matrices/peers.toml"),
+        include_str!("../../matrices/store.toml"),
+        include_str!("../../matrices/sustained.toml"),
+        include_str!("../../matrices/tcmu.toml"),
+    ];
+
+    /// Gives each side of a matrix two turns, in which all figures of its columns are 1 and 3.
+    fn measure(matrix: &mut Matrix, figures: &show::Figures) {
+        let columns = matrix.spec.columns.iter();
+        let keys = columns.filter_map(|column| show::full(column, figures).figure);
+        let keys: Vec<String> = keys.collect();
+        for side in matrix.sides_mut() {
+            let turn = |value: u8| Turn(keys.iter().map(|key| (key.clone(), value)).collect());
+            side.turns = [1, 3].map(turn).into();
+        }
+    }
+
+    #[test]
+    fn every_file_has_tables_and_plots_in_full_and_quickly() {
+        // Some settings come from the command line.
+        let given = json!({ "bytes": 4096, "door": ["nbd"], "attack": ["garbage"] });
+        let given = settings(given);
+        for (file, quick) in FILES.iter().flat_map(|file| [(file, false), (file, true)]) {
+            let bench = read(file);
+            for mut matrix in matrices(&bench, quick, &given) {
+                measure(&mut matrix, &bench.figures);
+                let section = matrix.section(&bench.figures);
+                let mut cells = section.table.rows.iter().flatten();
+                let measured = cells
+                    .any(|cell| matches!(cell, Cell::Spread(spread, _) if spread.median == 2.0));
+                assert!(measured && !section.title.is_empty(), "{section:?}");
+                for plot in &section.plots {
+                    plot.draw(false).unwrap();
+                }
+            }
+        }
+    }
+
+    const SMALL: &str = r#"
+        title = "Small"
+        [figures]
+        per_s = ["a second", 1]
+        [[section]]
+        name = "one"
+        title = "{{ clients }} and more"
+        rounds = 2
+        plan = { commits = "=10 * clients", slow = false }
+        axes = [{ clients = [1, 8] }]
+        row = "{{ clients }} clients"
+        sides = [
+            { side = "off" },
+            { side = "on", name = "on, {{ commits }}" },
+            { side = "more", where = "clients > 1", slow = true },
+        ]
+        columns = [
+            "=clients",
+            "on.per_s",
+            { key = "gain", figure = "per_s", side = "on", beside = "off" },
+            { key = "sum", side = "more", figure = "per_s", show = "sum" },
+        ]
+        [[section.plots]]
+        name = "lines"
+        title = "Lines"
+        figure = "per_s"
+        where = "not slow"
+        x = "clients"
+        y_label = "a second"
+        ideal = [{ name = "ideal", is = "2 * x", at = "off" }]
+        [[section]]
+        name = "other"
+        like = "one"
+        table = "beside"
+        columns = [
+            { key = "side", is = "name" },
+            { key = "per_s", timed = true },
+            { key = "ratio", side = "off", beside = "this", figure = "per_s", where = "not slow" },
+        ]
+        plots = []
+    "#;
+
+    #[test]
+    fn figures_of_sides_become_rows_and_lines() {
+        let bench = read(SMALL);
+        let mut all = matrices(&bench, false, &Settings::new());
+        for matrix in &mut all {
+            for (at, side) in matrix.sides_mut().enumerate() {
+                let turn = |round| Turn(json!({ "per_s": 10 * at + round }));
+                side.turns = [2, 4].map(turn).into();
+                side.emulated = side.side == "more";
+            }
+        }
+        let text = |at: usize| {
+            let section = all[at].section(&bench.figures);
+            let rows = section.table.to_string();
+            let words = |line: &str| line.split_whitespace().collect::<Vec<_>>().join(" ");
+            rows.lines().map(words).collect::<Vec<_>>()
+        };
+        assert_eq!(
+            text(0),
+            [
+                "clients on: a second gain more: a second",
+                "1 13.0 (12.0 to 14.0) 4.33 -",
+                "8 33.0 (32.0 to 34.0) 1.43 86.0",
+            ]
+        );
+        assert_eq!(
+            text(1),
+            [
+                "side a second ratio",
+                "on, 10 13.0 (12.0 to 14.0) 0.23",
+                "on, 80 33.0 (32.0 to 34.0) 0.70",
+                "more [43.0 (42.0 to 44.0)] -",
+            ]
+        );
+        let section = all[0].section(&bench.figures);
+        assert_eq!(section.title, "1 and more");
+        let PlotKind::Lines { series, .. } = &section.plots[0].kind else {
+            panic!("no lines");
+        };
+        let lines = series
+            .iter()
+            .map(|line| (line.name.as_str(), &line.points[..]));
+        let expected = [
+            ("off", &[(1.0, 3.0), (8.0, 23.0)][..]),
+            ("on, 10", &[(1.0, 13.0)]),
+            ("on, 80", &[(8.0, 33.0)]),
+            ("ideal", &[(1.0, 2.0), (8.0, 16.0)]),
+        ];
+        assert_eq!(lines.collect::<Vec<_>>(), expected);
     }
 }

@@ -237,7 +237,7 @@ fn names(row: &Row, side: &Side) -> Settings {
 }
 
 /// A column with all that its figure adds.
-fn full(spec: &ColumnSpec, figures: &Figures) -> Column {
+pub fn full(spec: &ColumnSpec, figures: &Figures) -> Column {
     let mut column = match spec {
         ColumnSpec::Full(column) => column.clone(),
         ColumnSpec::Short(text) => match (text.strip_prefix('='), text.split_once('.')) {
