@@ -1,4 +1,4 @@
-# Runs fio, and prints the results of fio and the counters in lines that begin with `measure: `, which linux/mod.rs reads.
+# Runs fio, and prints the results of fio and the counters in lines that begin with `measure: `, which linux/reader.rs reads.
 # It comes before each script, after lines that set
 #   $LOOPS  DEPTH:QUEUES ...   $JOBS  BACKEND:JOB ...   $SCHEDULERS   $ROUNDS   $BLOCK   $REQUESTS of a job in all, or its $SECONDS_EACH
 # and the script defines ask: it makes the process outside report its counters, if a disk is served from there.
@@ -15,7 +15,7 @@ machine_cpu_ns() { awk '$1 == "cpu" { printf "%.0f", ($2 + $3 + $4 + $7 + $8) * 
 tell() {
     stats='{}'
     [ -z "$3" ] || stats=$(walvisor ctl "$3" stats --json | tr -d '\n')
-    echo "measure: counters $1 $(cpu_ns "$2") $(machine_cpu_ns) $stats"
+    echo "measure: counters $1 {\"cpu_ns\":$(cpu_ns "$2"),\"machine_cpu_ns\":$(machine_cpu_ns),\"stats\":$stats}"
 }
 
 counters() {
@@ -37,7 +37,8 @@ measure() {
     in_force=$(sed 's/.*\[\(.*\)\].*/\1/' /sys/block/"$device"/queue/scheduler)
     # Sequential threads must not read the data that the thread before them has just read.
     case $kind in read | write) amount="$amount --offset_increment=1M" ;; esac
-    echo "measure: job $path|$backend|$job|$depth|$queues|$BLOCK|$disk|$(cat /sys/block/"$device"/queue/write_cache)|$in_force"
+    echo "measure: job {\"path\":\"$path\",\"backend\":\"$backend\",\"job\":\"$job\",\"iodepth\":$depth,\"queues\":$queues,\"disk\":\"$disk\"," \
+        "\"scheduler\":\"$in_force\",\"cache\":\"$(cat /sys/block/"$device"/queue/write_cache)\"}"
     counters
     fio --name=load --filename=/dev/"$device" --rw="$kind" --bs="$BLOCK" --direct=1 --ioengine=libaio --iodepth="$depth" \
         --numjobs="$queues" --thread --group_reporting --norandommap --percentile_list=50:99:99.9 --output-format=json \
@@ -60,7 +61,8 @@ measure() {
         END {
             for (kind in total)
                 if (total[kind] > 0)
-                    print "measure: fio", kind, total[kind], iops[kind] + 0, bytes[kind] + 0, half[kind] + 0, most[kind] + 0, nearly[kind] + 0
+                    print "measure: fio", kind, "{\"requests\":" total[kind] ",\"iops\":" iops[kind] + 0 ",\"bytes_per_s\":" bytes[kind] + 0 \
+                        ",\"p50\":" half[kind] + 0 ",\"p99\":" most[kind] + 0 ",\"p999\":" nearly[kind] + 0 "}"
         }' fio.json
     echo 'measure: end'
 }

@@ -67,8 +67,39 @@ impl Console {
         }
     }
 
+    /// Runs a command. Returns the lines that it printed for the caller.
+    ///
+    /// # Errors
+    /// If the command fails, or the machine ends.
+    pub fn run(&mut self, command: &str) -> Result<Vec<String>, CommandError> {
+        self.send(command)?;
+        self.wait_for_end()
+            .map_err(|error| CommandError::Failed(format!("{command}: {error}")))
+    }
+
+    /// Waits until the command ends, with a line `done STATUS`. Returns the lines before it.
+    ///
+    /// # Errors
+    /// As for [`Self::run`].
+    pub fn wait_for_end(&mut self) -> Result<Vec<String>, CommandError> {
+        let mut said = Vec::new();
+        loop {
+            let line = self.next_line()?;
+            match line.strip_prefix("done ") {
+                Some("0") => return Ok(said),
+                Some(status) => {
+                    return Err(CommandError::Failed(format!(
+                        "status {status}; the machine's last lines: {}",
+                        self.last()
+                    )));
+                }
+                None => said.push(line),
+            }
+        }
+    }
+
     /// The last lines of the console, for an error.
-    pub fn last(&self) -> String {
+    fn last(&self) -> String {
         let console = self.guest.console();
         let last: Vec<&str> = console.lines().collect();
         last[last.len().saturating_sub(LAST_LINES)..].join(" / ")

@@ -135,7 +135,7 @@ impl Daemon {
         Self::peer(&mut command, images, &[socket.to_owned()])
     }
 
-    /// Serves the raw images `peer-N.img` with qemu-storage-daemon, which `command` starts. Over vhost-user each disk has its
+    /// Serves the raw images `raw-N.img` with qemu-storage-daemon, which `command` starts. Over vhost-user each disk has its
     /// socket; over NBD all are exports of the first socket, by their numbers.
     ///
     /// # Errors
@@ -154,7 +154,7 @@ impl Daemon {
         }
         for (disk, socket) in sockets.iter().enumerate() {
             command.arg("--blockdev").arg(format!(
-                "driver=file,node-name=disk{disk},filename=peer-{disk}.img,aio=io_uring,cache.direct=on,discard=unmap"
+                "driver=file,node-name=disk{disk},filename=raw-{disk}.img,aio=io_uring,cache.direct=on,discard=unmap"
             ));
             let socket = socket.display();
             let export = match nbd {

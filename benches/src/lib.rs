@@ -37,6 +37,7 @@ mod peers;
 mod place;
 mod programs;
 pub mod report;
+mod serve;
 mod session;
 mod store;
 mod sustained;

@@ -10,21 +10,21 @@
 
 use std::fs;
 use std::io;
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use clap::Args;
 use serde_json::{Value, json};
 use walvisor::commands::CommandError;
+use walvisor_storage::StoreOptions;
 use walvisor_testkit::hostile::{Attack, Attackers, Commits, Target, Victim, nbd, vhost_user};
 use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 use crate::bench::{Bench, Side, Turn, settings};
 use crate::daemon::Daemon;
 use crate::output::Output;
-use crate::place::Place;
+use crate::place::{Place, make_disks};
 use crate::programs::missing;
+use crate::serve::serve;
 
 const MATRICES: &str = include_str!("../matrices/neighbours.toml");
 
@@ -40,13 +40,8 @@ pub struct NeighboursArguments {
 
 const OURS: &str = "walvisor";
 const THEIRS: &str = "qemu-storage-daemon";
-/// What ours may use.
-const MEMORY_LIMIT: &str = "256M";
-/// What the peer may have at most, with all that it has mapped: with unread replies it would take what the machine has.
-const PEER_BYTES: u64 = 4 << 30;
 /// How often the victim is measured alone and beside in a turn.
 const SLICES: u32 = 3;
-const QUEUES: usize = 4;
 const DISK_BYTES: u64 = 256 << 20;
 
 /// All attacks, each with its door.
@@ -74,10 +69,7 @@ pub fn run(arguments: &NeighboursArguments) -> Result<(), CommandError> {
     }
     let session = bench.start()?;
     let place = Place::new(&output.dir)?;
-    for disk in 0..2 {
-        let (raw, image) = (format!("peer-{disk}.img"), format!("ours-{disk}.img"));
-        place.make_disk(&raw, DISK_BYTES, (&image, "log"))?;
-    }
+    make_disks(place.images(), 2, DISK_BYTES, &StoreOptions::default())?;
     let run = bench.matrices[0].measure(&session, |side| {
         let mut disks = Disks::start(&place, side)?;
         let named = |(door, attack): &(&str, &Attack)| {
@@ -92,8 +84,7 @@ pub fn run(arguments: &NeighboursArguments) -> Result<(), CommandError> {
 
 /// Two disks of a daemon.
 struct Disks {
-    _daemon: Daemon,
-    id: u32,
+    daemon: Daemon,
     target: Target,
     victim: Box<dyn Victim>,
 }
@@ -101,20 +92,8 @@ struct Disks {
 impl Disks {
     fn start(place: &Place, side: &Side) -> Result<Self, CommandError> {
         let sockets = [0, 1].map(|disk| place.sockets().join(format!("{disk}")));
-        for socket in &sockets {
-            // Left by a daemon that a neighbour has ended.
-            let _ = fs::remove_file(socket);
-        }
         let (door, is_ours) = (side.text("door"), side.side == OURS);
-        let mut daemon = if is_ours {
-            ours(place, door, &sockets)?
-        } else {
-            let mut command = Command::new("prlimit");
-            command.arg(format!("--as={PEER_BYTES}")).arg(THEIRS);
-            // It tells of each attacker.
-            command.stderr(Stdio::null());
-            Daemon::storage_daemon(&mut command, door, QUEUES, place.images(), &sockets)?
-        };
+        let daemons = serve(side, door, place.images(), place.sockets(), &sockets)?;
         let (target, victim) = if door == "nbd" {
             let victim = nbd::victim(&sockets[0], "0");
             let victim = victim.map(|victim| Box::new(victim) as Box<dyn Victim>);
@@ -126,8 +105,7 @@ impl Disks {
             (Target::new(&sockets[1], ""), victim)
         };
         Ok(Self {
-            id: daemon.process().id(),
-            _daemon: daemon,
+            daemon: daemons.into_iter().next().expect("one for both disks"),
             target,
             victim: victim.map_err(CommandError::failed)?,
         })
@@ -151,28 +129,13 @@ impl Disks {
     }
 
     /// The most MiB of memory that the daemon has had.
-    fn peak_mib(&self) -> Option<f64> {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.id)).ok()?;
+    fn peak_mib(&mut self) -> Option<f64> {
+        let id = self.daemon.process().id();
+        let status = fs::read_to_string(format!("/proc/{id}/status")).ok()?;
         let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
         let kib: f64 = line?.trim().trim_end_matches(" kB").parse().ok()?;
         Some(kib / 1024.0)
     }
-}
-
-fn ours(place: &Place, door: &str, sockets: &[PathBuf]) -> Result<Daemon, CommandError> {
-    let spec = |(disk, socket): (usize, &PathBuf)| {
-        let more = match door {
-            "nbd" => format!("serial={disk}"),
-            _ => format!("queues={QUEUES}"),
-        };
-        format!(
-            "path=ours-{disk}.img,log=log,{more},socket={}",
-            socket.display()
-        )
-    };
-    let specs: Vec<String> = sockets.iter().enumerate().map(spec).collect();
-    let options = ["--memory-limit", MEMORY_LIMIT];
-    Daemon::start_with(door, &options, &specs, place.images(), place.sockets())
 }
 
 /// A victim that has lost its server has none but the memory, if the server is still there.

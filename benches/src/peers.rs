@@ -17,6 +17,7 @@ use std::time::Duration;
 use clap::Args;
 use serde_json::{Value, json};
 use walvisor::commands::CommandError;
+use walvisor_storage::StoreOptions;
 use walvisor_testkit::vhost_user_client::VhostUserClient;
 
 use crate::bench::{Bench, Matrix, Row, Settings, Side, TakeTurns, Turn};
@@ -24,8 +25,9 @@ use crate::daemon::{Daemon, HaltGuard};
 use crate::guests::{self, write_script};
 use crate::load::vhost_user::drive;
 use crate::output::Output;
-use crate::place::Place;
+use crate::place::{Place, make_disk, make_disks};
 use crate::programs::{missing, walvisor};
+use crate::serve::serve;
 use crate::session::Session;
 
 const MATRICES: &str = include_str!("../matrices/peers.toml");
@@ -35,9 +37,8 @@ const TARGET: &str = include_str!("../scripts/peers-target.sh");
 /// The ways to reach a disk: over vhost-user, compared with qemu-storage-daemon; over NBD, compared with qemu-nbd; as a disk
 /// of an emulated machine, compared with QEMU's own disks; in user-mode Linux, compared with tcmu-runner.
 const DOORS: [&str; 4] = ["vhost-user", "nbd", "qemu", "tcmu"];
-/// Number of disks of each side over vhost-user, queues and bytes of each disk.
+/// Number of disks of each side over vhost-user, and bytes of each disk.
 const DISKS: usize = 4;
-const QUEUES: usize = 4;
 const DISK_BYTES: u64 = 256 << 20;
 /// Unmeasured work of each daemon before its first turn, to reach the steady state: all segment files of the log exist, and
 /// all blocks of the peers' images are allocated.
@@ -127,21 +128,9 @@ pub fn run(arguments: &PeersArguments) -> Result<(), CommandError> {
     bench.finish(session, failed)
 }
 
-/// Creates the images of the first `disks` disks unless they exist: `peer-N.img`, and `ours-N.img` on one log.
-fn make_images(place: &Place, disks: usize) -> Result<(), CommandError> {
-    for disk in 0..disks {
-        let ours = format!("ours-{disk}.img");
-        if !place.images().join(&ours).exists() {
-            let raw = format!("peer-{disk}.img");
-            place.make_disk(&raw, DISK_BYTES, (&ours, "log"))?;
-        }
-    }
-    Ok(())
-}
-
 /// The daemons of a door, which all run. While one is measured, the others are stopped.
 struct Daemons<R> {
-    daemons: Vec<(&'static str, Daemon)>,
+    daemons: Vec<(String, Daemon)>,
     /// Measures the rate of a side.
     rate: R,
 }
@@ -181,61 +170,60 @@ impl<R: Fn(&Side, Duration) -> Result<f64, CommandError>> TakeTurns for Daemons<
     }
 }
 
+/// Starts what serves the sides of a door, each with sockets of its own for its disks.
+fn serve_all(
+    place: &Place,
+    door: &str,
+    matrix: &Matrix,
+    disks: usize,
+) -> Result<Vec<(String, Daemon)>, CommandError> {
+    let mut daemons = Vec::new();
+    for side in &matrix.rows[0].sides {
+        let sockets: Vec<PathBuf> = (0..disks).map(|disk| socket(place, side, disk)).collect();
+        // Each daemon needs a directory for its control socket.
+        let control = tempfile::tempdir_in(place.sockets()).map_err(CommandError::failed)?;
+        let served = serve(side, door, place.images(), &control.keep(), &sockets)?;
+        daemons.extend(served.into_iter().map(|daemon| (side.side.clone(), daemon)));
+    }
+    Ok(daemons)
+}
+
+fn socket(place: &Place, side: &Side, disk: usize) -> PathBuf {
+    place.sockets().join(format!("{}-{disk}", side.side))
+}
+
 /// Over vhost-user, with a virtio driver in this process as client, which serves all disks in one thread.
 fn vhost_user(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
-    make_images(place, DISKS)?;
-    let socket = |side: &str, disk: usize| place.sockets().join(format!("{side}-{disk}"));
-    let spec = |disk: usize| {
-        let socket = socket("walvisor", disk);
-        format!(
-            "path=ours-{disk}.img,log=log,queues={QUEUES},socket={}",
-            socket.display()
-        )
-    };
-    let specs: Vec<String> = (0..DISKS).map(spec).collect();
-    let theirs = "qemu-storage-daemon";
-    let sockets: Vec<PathBuf> = (0..DISKS).map(|disk| socket(theirs, disk)).collect();
-    let ours = Daemon::start("vhost-user", &specs, place.images(), place.sockets())?;
-    let mut command = Command::new(theirs);
-    let peer =
-        Daemon::storage_daemon(&mut command, "vhost-user", QUEUES, place.images(), &sockets)?;
+    make_disks(place.images(), DISKS, DISK_BYTES, &StoreOptions::default())?;
     let rate = |side: &Side, turn: Duration| {
         let failed =
             |error| CommandError::Failed(format!("vhost-user: {}: {error}", side.text("title")));
         let [disks, queues, depth] =
             ["disks", "queues", "depth"].map(|name| side.number(name) as usize);
-        let connect = |disk| VhostUserClient::try_connect(&socket(&side.side, disk), queues);
+        let connect = |disk| VhostUserClient::try_connect(&socket(place, side, disk), queues);
         let clients = (0..disks).map(connect).collect::<Result<Vec<_>, _>>();
         let mut clients = clients.map_err(failed)?;
         let job = serde_json::from_value(side.plan["job"].clone()).map_err(CommandError::failed)?;
         let tally = drive(&mut clients, (job, queues, depth), DISK_BYTES, turn);
         Ok(tally.map_err(failed)?.rate())
     };
-    let daemons = vec![("walvisor", ours), (theirs, peer)];
+    let daemons = serve_all(place, "vhost-user", matrix, DISKS)?;
     Daemons { daemons, rate }.measure(matrix, session)
 }
 
 /// Over NBD, with fio as client. Each queue is a connection.
 fn nbd(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
-    make_images(place, 1)?;
-    place.make_disk("peer-0.img", DISK_BYTES, ("memory.img", "memory-log"))?;
-    let socket = |side: &str| place.sockets().join(format!("{side}.nbd"));
-    let start = |side: &str, spec: &str| {
-        let spec = format!("{spec},socket={},serial=disk", socket(side).display());
-        // Each daemon needs a directory for its control socket.
-        let control = tempfile::tempdir_in(place.sockets()).map_err(CommandError::failed)?;
-        Daemon::start("nbd", &[spec], place.images(), &control.keep())
-    };
-    let peer = Daemon::qemu_nbd(place.images(), "peer-0.img", &socket("qemu-nbd"), "none")?;
-    let daemons = vec![
-        ("walvisor", start("walvisor", "path=ours-0.img,log=log")?),
-        ("qemu-nbd", peer),
-        (
-            "memory",
-            start("memory", "path=memory.img,log=memory-log,answer=memory")?,
-        ),
-    ];
-    let rate = |side: &Side, turn| fio(&socket(&side.side), side, turn);
+    let (images, options) = (place.images(), StoreOptions::default());
+    make_disks(images, 1, DISK_BYTES, &options)?;
+    make_disk(
+        images,
+        "raw-0.img",
+        DISK_BYTES,
+        ("memory.img", "memory-log"),
+        &options,
+    )?;
+    let rate = |side: &Side, turn| fio(&socket(place, side, 0), side, turn);
+    let daemons = serve_all(place, "nbd", matrix, 1)?;
     Daemons { daemons, rate }.measure(matrix, session)
 }
 
@@ -282,12 +270,17 @@ fn job(side: &Side) -> (&str, u8) {
 /// page cache.
 fn qemu(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
     matrix.sides_mut().for_each(|side| side.emulated = true);
-    make_images(place, 1)?;
-    let socket = place.sockets().join("guest");
-    let socket = socket.display();
-    let spec = format!("path=ours-0.img,log=log,socket={socket},queues=2");
-    let _ours = Daemon::start("vhost-user", &[spec], place.images(), place.sockets())?;
-    let image = place.images().join("peer-0.img");
+    make_disks(place.images(), 1, DISK_BYTES, &StoreOptions::default())?;
+    let (ours, sockets) = (&matrix.rows[0].sides[0], [place.sockets().join("guest")]);
+    let _daemons = serve(
+        ours,
+        "vhost-user",
+        place.images(),
+        place.sockets(),
+        &sockets,
+    )?;
+    let socket = sockets[0].display();
+    let image = place.images().join("raw-0.img");
     let drive = |name: &str, options: &str| {
         // QEMU's two disks can share an image, because no job checks its content.
         let options = format!("{options},discard=unmap,file.locking=off");

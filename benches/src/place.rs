@@ -66,26 +66,46 @@ impl Place {
     pub fn sockets(&self) -> &Path {
         self.sockets.path()
     }
+}
 
-    /// Creates the raw image `raw` unless it exists, and with its content the disk `image` on the log `log`.
-    ///
-    /// # Errors
-    /// If one can't be made.
-    pub fn make_disk(
-        &self,
-        raw: &str,
-        bytes: u64,
-        (image, log): (&str, &str),
-    ) -> Result<(), CommandError> {
-        let [raw, image, log] = [raw, image, log].map(|name| self.images().join(name));
-        if !raw.exists() {
-            make_raw(&raw, bytes, BLOCK)?;
+/// Creates `disks` raw images `raw-N.img` in `images`, and with their content the disks `wal-N.img` on one log in `log`, unless
+/// they exist. All their blocks hold data.
+///
+/// # Errors
+/// If one can't be made.
+pub fn make_disks(
+    images: &Path,
+    disks: usize,
+    bytes: u64,
+    options: &StoreOptions,
+) -> Result<(), CommandError> {
+    for disk in 0..disks {
+        let (raw, image) = (format!("raw-{disk}.img"), format!("wal-{disk}.img"));
+        if !images.join(&image).exists() {
+            make_disk(images, &raw, bytes, (&image, "log"), options)?;
         }
-        let options = StoreOptions::default();
-        import_disk(&image, &raw, &log, &options, &mut |_, _| ())
-            .map(drop)
-            .map_err(CommandError::failed)
     }
+    Ok(())
+}
+
+/// Creates the raw image `raw` in `images` unless it exists, and with its content the disk `image` on the log `log`.
+///
+/// # Errors
+/// If one can't be made.
+pub fn make_disk(
+    images: &Path,
+    raw: &str,
+    bytes: u64,
+    (image, log): (&str, &str),
+    options: &StoreOptions,
+) -> Result<(), CommandError> {
+    let [raw, image, log] = [raw, image, log].map(|name| images.join(name));
+    if !raw.exists() {
+        make_raw(&raw, bytes, BLOCK)?;
+    }
+    import_disk(&image, &raw, &log, options, &mut |_, _| ())
+        .map(drop)
+        .map_err(CommandError::failed)
 }
 
 /// Creates a raw image of `bytes` bytes, with every block written and stamped with writer 0 and its number.

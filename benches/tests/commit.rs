@@ -1,4 +1,4 @@
-//! `walvisor-bench commit`: its results, its output files, and its end after an interrupt.
+//! `walvisor-bench commit`: its results, its output files, and its end after an interrupt; and what any command refuses.
 
 mod support;
 
@@ -109,18 +109,39 @@ fn what_was_measured_before_an_interrupt_is_kept() {
 }
 
 #[test]
-fn what_cannot_be_written_is_told_first() {
+fn what_cannot_be_done_is_told_and_no_table_printed() {
     let dir = tempfile::tempdir().unwrap();
     for (arguments, status, told) in [
         (
-            ["--html", "no/page.html"],
+            &["commit", "--html", "no/page.html"],
             1,
             "no/page.html: cannot write the page: ",
         ),
-        (["--dir", "no"], 1, "no: can't work there"),
-        (["--only", "everything"], 2, "invalid value 'everything'"),
+        (&["commit", "--dir", "no"], 1, "no: can't work there"),
+        (
+            &["commit", "--only", "everything"],
+            2,
+            "invalid value 'everything'",
+        ),
+        (
+            &["drbd", "--only", "everything"],
+            2,
+            "invalid value 'everything'",
+        ),
+        (&["drbd", "--dir", "."], 1, " is missing: apt-get install "),
+        (
+            &["sustained", "--only", "everything"],
+            2,
+            "invalid value 'everything'",
+        ),
+        (&["sustained", "--size", "5000"], 2, "not a multiple of 1M"),
+        (
+            &["sustained", "--dir", "."],
+            1,
+            "qemu-nbd is missing: apt-get install ",
+        ),
     ] {
-        let mut command = bench(dir.path(), &["commit"]);
-        assert_refused(command.args(arguments), status, told);
+        let mut command = bench(dir.path(), arguments);
+        assert_refused(command.env("PATH", "/nowhere"), status, told);
     }
 }

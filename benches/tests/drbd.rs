@@ -6,7 +6,7 @@ mod support;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Command, Stdio};
 
-use support::{assert_refused, bench, compare, number, rows};
+use support::{bench, compare, number, rows};
 use walvisor_testkit::leash;
 
 const NEEDS: [(&str, &str); 6] = [
@@ -133,26 +133,4 @@ fn the_judge_of_a_failover_finds_all_commits_and_sees_damage() {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(errors.contains("does not read back as written"), "{errors}");
     assert_eq!(output.status.code(), Some(1));
-}
-
-#[test]
-fn what_cannot_be_done_is_told_and_no_table_printed() {
-    for (arguments, path, status, told) in [
-        (
-            &["--only", "everything"],
-            None,
-            2,
-            "invalid value 'everything'",
-        ),
-        (
-            &["--dir", "."],
-            Some("/nowhere"),
-            1,
-            " is missing: apt-get install ",
-        ),
-    ] {
-        let mut command = bench(std::env::temp_dir().as_path(), &["drbd"]);
-        path.map(|path| command.env("PATH", path));
-        assert_refused(command.args(arguments), status, told);
-    }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, geteuid, kill_process};
 use serde_json::Value;
-use support::{assert_refused, bench, number, texts};
+use support::{bench, number, texts};
 use walvisor_testkit::leash;
 use walvisor_tests::have;
 
@@ -237,17 +237,4 @@ fn children(pid: u32) -> Vec<String> {
         }
     }
     names
-}
-
-#[test]
-fn what_cannot_be_done_is_told_first() {
-    let dir = tempfile::tempdir().unwrap();
-    for (arguments, status, told) in [
-        (["--size", "5000"], 2, "not a multiple of 1M"),
-        (["--dir", "no"], 1, "no: can't work there"),
-        (["--only", "everything"], 2, "invalid value 'everything'"),
-    ] {
-        let mut command = bench(dir.path(), &["sustained"]);
-        assert_refused(command.args(arguments), status, told);
-    }
 }

@@ -14,7 +14,7 @@ use clap::builder::{PossibleValue, PossibleValuesParser};
 use serde_json::Value;
 use walvisor::commands::CommandError;
 
-pub use formula::Settings;
+pub use formula::{Settings, fill};
 pub use matrix::{Matrix, Row, Side, TakeTurns, Turn, measure_together};
 use spec::BenchSpec;
 
@@ -100,6 +100,12 @@ fn matrices(bench: &BenchSpec, quick: bool, given: &Settings) -> Vec<Matrix> {
         }
     }
     specs.iter().flat_map(Matrix::of).collect()
+}
+
+/// The matrices of a file, for tests.
+#[cfg(test)]
+pub fn matrices_of(file: &str, given: &Settings) -> Vec<Matrix> {
+    matrices(&read(file), false, given)
 }
 
 /// The names of the sections of a file, for `--only`.

@@ -143,8 +143,8 @@ impl Matrix {
             series.push(Series::ideal(name, ends.map(|at| (at, value)).to_vec()));
         }
         PlotKind::Lines {
-            x: axis(&spec.x_label, spec.log.contains('x')),
-            y: axis(&spec.y_label, spec.log.contains('y')),
+            x: Axis::new(&spec.x_label, spec.log.contains('x')),
+            y: Axis::new(&spec.y_label, spec.log.contains('y')),
             series,
         }
     }
@@ -203,8 +203,8 @@ fn list_plot(spec: &PlotSpec, row: &Row) -> Plot {
         Series::measured(&side.name, points.collect())
     });
     let kind = PlotKind::Lines {
-        x: axis(&spec.x_label, false),
-        y: axis(&spec.y_label, false),
+        x: Axis::new(&spec.x_label, false),
+        y: Axis::new(&spec.y_label, false),
         series: series.collect(),
     };
     plot(spec, &names(row, &row.sides[0]), kind)
@@ -218,13 +218,6 @@ fn plot(spec: &PlotSpec, settings: &Settings, kind: PlotKind) -> Plot {
         title,
         caption,
         kind,
-    }
-}
-
-fn axis(label: &str, log: bool) -> Axis {
-    Axis {
-        label: label.to_owned(),
-        log,
     }
 }
 

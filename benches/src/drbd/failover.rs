@@ -31,7 +31,7 @@ pub fn fail_over(
     let mut acknowledged = Commits([0; CLIENTS]);
     let mut said = pair.first.run(&format!("load {CLIENTS}"))?;
     while acknowledged.sum() < COMMITS {
-        said.push(pair.first.console.next_line()?);
+        said.push(pair.first.next_line()?);
         for line in said.drain(..) {
             acknowledged.read("acknowledged", &line)?;
         }
@@ -41,11 +41,11 @@ pub fn fail_over(
     }
     let end = acknowledged.sum() + COMMITS + 61 * round;
     while acknowledged.sum() < end {
-        let line = pair.first.console.next_line()?;
+        let line = pair.first.next_line()?;
         acknowledged.read("acknowledged", &line)?;
     }
     let killed = Instant::now();
-    for line in pair.first.console.kill() {
+    for line in pair.first.kill() {
         // The last line may be incomplete.
         let _ = acknowledged.read("acknowledged", &line);
     }

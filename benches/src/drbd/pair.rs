@@ -27,17 +27,11 @@ const DISK_BYTES: u64 = 600 << 20;
 /// The pair. Dropping it kills both machines.
 pub struct MachinePair {
     /// The machine that starts as the primary.
-    pub first: Machine,
+    pub first: Console,
     /// The other machine.
-    pub second: Machine,
+    pub second: Console,
     // The machines end before their files are removed.
     _places: [TempDir; 3],
-}
-
-/// A running machine. Dropping it kills it.
-pub struct Machine {
-    /// Its console.
-    pub console: Console,
 }
 
 impl MachinePair {
@@ -69,18 +63,17 @@ impl MachinePair {
                 "NODE={node} PROTOCOL={protocol} BENCH='{}'\n{SCRIPT}",
                 bench.display()
             );
-            let console = Console::boot(&machine, places[node - 1].path(), &script)?;
-            Ok::<_, CommandError>(Machine { console })
+            Console::boot(&machine, places[node - 1].path(), &script)
         };
         let [one, other] = CableEnd::pair().map_err(CommandError::failed)?;
         let mut first = boot(1, &["first", "plain"], one)?;
         let mut second = boot(2, &["second"], other)?;
         for machine in [&mut first, &mut second] {
-            machine.console.wait_for("ready")?;
+            machine.wait_for("ready")?;
         }
         // Each waits for the other.
-        first.console.send("up")?;
-        second.console.send("up")?;
+        first.send("up")?;
+        second.send("up")?;
         first.wait_for_end()?;
         second.wait_for_end()?;
         let [one, other] = places;
@@ -110,35 +103,5 @@ impl MachinePair {
             machine.run(&format!("delay {milliseconds}"))?;
         }
         Ok(())
-    }
-}
-
-impl Machine {
-    /// Runs a command. Returns the lines that it printed for the caller.
-    ///
-    /// # Errors
-    /// If the command fails, or the machine ends.
-    pub fn run(&mut self, command: &str) -> Result<Vec<String>, CommandError> {
-        self.console.send(command)?;
-        self.wait_for_end()
-            .map_err(|error| CommandError::Failed(format!("{command}: {error}")))
-    }
-
-    /// Waits until the command ends.
-    fn wait_for_end(&mut self) -> Result<Vec<String>, CommandError> {
-        let mut said = Vec::new();
-        loop {
-            let line = self.console.next_line()?;
-            match line.strip_prefix("done ") {
-                Some("0") => return Ok(said),
-                Some(status) => {
-                    return Err(CommandError::Failed(format!(
-                        "status {status}; the machine's last lines: {}",
-                        self.console.last()
-                    )));
-                }
-                None => said.push(line),
-            }
-        }
     }
 }

@@ -26,7 +26,7 @@ use crate::guests::{self, write_script};
 use crate::place::Place;
 use crate::programs::walvisor;
 use crate::session::Session;
-use reader::{DiskCounters, EventReader, LinuxEvent};
+use reader::{DiskCounters, EventReader};
 
 const LOAD: &str = include_str!("../../scripts/load.sh");
 /// In a machine's script, ends the settings that the guest's script needs too.
@@ -132,17 +132,10 @@ fn run(
         let Some((_, said)) = line.split_once("measure: ") else {
             return Ok(());
         };
-        match (reader.take(said)?, &outside) {
-            (Some(LinuxEvent::Measured(sample)), _) => sample.take_turn(matrices)?,
-            (Some(LinuxEvent::Missing(why)), _) => {
-                matrices[0].notes.push(format!("Missing: {why}."));
-            }
-            (Some(LinuxEvent::Ask), Some(outside)) => {
-                reader.add_outside_counters(counters(outside)?);
-                // Fails if the guest has ended, which the end of its lines will show.
-                let _ = input.write_all(b"go\n");
-            }
-            _ => {}
+        if let (true, Some(outside)) = (reader.take(said, matrices)?, &outside) {
+            reader.add_outside_counters(counters(outside)?);
+            // Fails if the guest has ended, which the end of its lines will show.
+            let _ = input.write_all(b"go\n");
         }
         Ok(())
     })?;

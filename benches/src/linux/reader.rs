@@ -1,86 +1,42 @@
-//! The lines that begin with `measure: `, as scripts/load.sh prints them.
+//! The lines that begin with `measure: `, as scripts/load.sh prints them; `{}` are JSON.
 //!
 //! ```text
-//!   machine direct|nested|user-mode                                        where it all runs
-//!   job PATH|BACKEND|JOB|DEPTH|QUEUES|BLOCK|DISK|write back|SCHEDULER      a measurement begins
-//!   counters monitor|daemon CPU_NS MACHINE_CPU_NS STATS                    before, and after
-//!   fio read|write|sync TOTAL IOPS BYTES_PER_S P50 P99 P999                nanoseconds
-//!   end                                                                    a measurement ends
+//!   machine direct|nested|user-mode       where it all runs
+//!   job {}                                a measurement begins
+//!   counters monitor|daemon {}            before, and after
+//!   fio read|write|sync {}                what fio says of these requests
+//!   end                                   a measurement ends
 //!   failed WHY   missing WHAT|WHY   ask
 //! ```
 
 use std::collections::BTreeMap;
 
+use serde::Deserialize;
 use serde_json::{Value, json};
-
 use walvisor::commands::CommandError;
 
 use crate::bench::{Matrix, Turn};
 use crate::exits::{add_exits, check_cache};
 
-/// The meaning of a line.
-pub enum LinuxEvent {
-    /// A job was measured.
-    Measured(Box<Sample>),
-    /// A path cannot be measured: its name and the reason.
-    Missing(String),
-    /// The guest waits for the counters of the daemon outside.
-    Ask,
-}
-
-/// A measurement.
-#[derive(Debug)]
-pub struct Sample {
-    /// `direct`, `nested` or `user-mode`.
-    machine: String,
-    /// What was measured, in the words of the script.
-    job: Job,
-    turn: Turn,
-}
-
-/// A job: the words of its line that say what it measures.
-#[derive(Debug)]
+/// What a job measures.
+#[derive(Debug, Deserialize)]
 struct Job {
+    /// The side of the matrix.
     path: String,
     backend: String,
     job: String,
     iodepth: u64,
     queues: u64,
+    /// The I/O scheduler in force.
     scheduler: String,
-}
-
-impl Sample {
-    /// Adds the turn to the side of the matrices that has measured it.
-    ///
-    /// # Errors
-    /// If no side has these settings.
-    pub fn take_turn(self, matrices: &mut [Matrix]) -> Result<(), CommandError> {
-        let job = &self.job;
-        let mut sides = matrices.iter_mut().flat_map(Matrix::sides_mut);
-        let side = sides.find(|side| {
-            let scheduler = side.text("scheduler");
-            side.side == job.path
-                && side.text("backend") == job.backend
-                && side.text("job") == job.job
-                && side.number("iodepth") == job.iodepth
-                && side.number("queues") == job.queues
-                && (scheduler.is_empty() || scheduler == job.scheduler)
-        });
-        let Some(side) = side else {
-            return Err(CommandError::Failed(format!(
-                "a guest measured {job:?}, which was not asked for"
-            )));
-        };
-        side.plan
-            .insert("load".to_owned(), load(&self.machine).into());
-        side.emulated = self.machine == "nested";
-        side.turns.push(self.turn);
-        Ok(())
-    }
+    /// The disk's name in the process that serves it.
+    disk: String,
+    /// What the kernel says of its write cache.
+    cache: String,
 }
 
 /// Counters of the process that serves a disk, at one moment.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Deserialize)]
 pub struct DiskCounters {
     /// Processor time of the server's threads, in nanoseconds.
     pub cpu_ns: f64,
@@ -90,7 +46,18 @@ pub struct DiskCounters {
     pub stats: Value,
 }
 
-/// Combines lines into events.
+/// What fio says of some requests. Half, 99 % and 99.9 % of them stayed within these nanoseconds.
+#[derive(Clone, Copy, Debug, Default, Deserialize)]
+struct Requests {
+    requests: f64,
+    iops: f64,
+    bytes_per_s: f64,
+    p50: f64,
+    p99: f64,
+    p999: f64,
+}
+
+/// Combines lines into turns.
 #[derive(Default)]
 pub struct EventReader {
     /// `direct`, `nested` or `user-mode`.
@@ -101,59 +68,66 @@ pub struct EventReader {
 /// A job that is under way.
 struct RunningJob {
     job: Job,
-    disk: String,
     /// Counters of the monitor or daemon that serves the disk, before and after the job.
     monitor: Vec<DiskCounters>,
     daemon: Vec<DiskCounters>,
-    fio: BTreeMap<String, [f64; 6]>,
+    fio: BTreeMap<String, Requests>,
 }
 
 impl EventReader {
-    /// Takes a line, without its `measure: `.
+    /// Takes a line, without its `measure: `. What was measured goes to the side of its job, and why something is missing to
+    /// the notes. Returns whether the guest waits for the counters of the daemon outside.
     ///
     /// # Errors
-    /// If the line has none of these forms, or fio failed.
-    pub fn take(&mut self, line: &str) -> Result<Option<LinuxEvent>, CommandError> {
+    /// If the line has none of these forms, no side has this job, its write cache is off, or fio failed.
+    pub fn take(&mut self, line: &str, matrices: &mut [Matrix]) -> Result<bool, CommandError> {
         let strange = || {
             CommandError::Failed(format!(
                 "a guest said {line:?}: scripts of another version?"
             ))
         };
         let (kind, rest) = line.split_once(' ').unwrap_or((line, ""));
+        let (of, data) = rest.split_once(' ').unwrap_or((rest, ""));
         match kind {
             "machine" => self.machine = rest.to_owned(),
             "job" => {
-                let (job, write_cache) = RunningJob::parse(rest).ok_or_else(strange)?;
-                check_cache(&job.job.path, &job.job.backend, write_cache)?;
-                self.job = Some(job);
+                let job: Job = serde_json::from_str(rest).map_err(|_| strange())?;
+                check_cache(&job.path, &job.backend, job.cache == "write back")?;
+                self.job = Some(RunningJob {
+                    job,
+                    monitor: Vec::new(),
+                    daemon: Vec::new(),
+                    fio: BTreeMap::new(),
+                });
             }
             "counters" => {
-                let (place, counters) = parse_counters(rest).ok_or_else(strange)?;
-                if let Some(job) = &mut self.job {
-                    job.counters_of(place).push(counters);
+                let counters = serde_json::from_str(data).map_err(|_| strange())?;
+                match (&mut self.job, of) {
+                    (Some(job), "daemon") => job.daemon.push(counters),
+                    (Some(job), _) => job.monitor.push(counters),
+                    (None, _) => {}
                 }
             }
             "fio" => {
-                let (kind, figures) = parse_fio(rest).ok_or_else(strange)?;
+                let requests = serde_json::from_str(data).map_err(|_| strange())?;
                 if let Some(job) = &mut self.job {
-                    job.fio.insert(kind.to_owned(), figures);
+                    job.fio.insert(of.to_owned(), requests);
                 }
             }
             "end" => {
                 let job = self.job.take().ok_or_else(strange)?;
-                let machine = self.machine.clone();
-                let measured = job.into_measurement(machine).ok_or_else(strange)?;
-                return Ok(Some(LinuxEvent::Measured(Box::new(measured))));
+                let figures = job.figures(&self.machine).ok_or_else(strange)?;
+                self.push(&job.job, figures, matrices)?;
             }
             "failed" => return Err(CommandError::Failed(rest.to_owned())),
             "missing" => {
                 let (what, why) = rest.split_once('|').ok_or_else(strange)?;
-                return Ok(Some(LinuxEvent::Missing(format!("{what}: {why}"))));
+                matrices[0].notes.push(format!("Missing: {what}: {why}."));
             }
-            "ask" => return Ok(Some(LinuxEvent::Ask)),
+            "ask" => return Ok(true),
             _ => return Err(strange()),
         }
-        Ok(None)
+        Ok(false)
     }
 
     /// Adds the counters of the daemon outside, which the current job has asked for.
@@ -162,51 +136,40 @@ impl EventReader {
             job.monitor.push(counters);
         }
     }
+
+    /// Adds the turn to the side that has this job.
+    fn push(&self, job: &Job, figures: Value, matrices: &mut [Matrix]) -> Result<(), CommandError> {
+        let mut sides = matrices.iter_mut().flat_map(Matrix::sides_mut);
+        let side = sides.find(|side| {
+            let scheduler = side.text("scheduler");
+            side.side == job.path
+                && side.text("backend") == job.backend
+                && side.text("job") == job.job
+                && side.number("iodepth") == job.iodepth
+                && side.number("queues") == job.queues
+                && (scheduler.is_empty() || scheduler == job.scheduler)
+        });
+        let side = side.ok_or_else(|| {
+            CommandError::Failed(format!("a guest measured {job:?}, which was not asked for"))
+        })?;
+        let load = match self.machine.as_str() {
+            "nested" => "fio, nested Linux",
+            "user-mode" => "fio, user-mode Linux",
+            _ => "fio, Linux",
+        };
+        side.plan.insert("load".to_owned(), load.into());
+        side.emulated = self.machine == "nested";
+        side.turns.push(Turn(figures));
+        Ok(())
+    }
 }
 
 impl RunningJob {
-    /// The job of a line, and whether its disk's write cache is on.
-    fn parse(text: &str) -> Option<(Self, bool)> {
-        let words: Vec<_> = text.split('|').collect();
-        let &[path, backend, job, depth, queues, _, disk, cache, scheduler] = words.as_slice()
-        else {
-            return None;
-        };
-        let write_cache = match cache {
-            "write back" => true,
-            "write through" => false,
-            _ => return None,
-        };
-        let job = Self {
-            job: Job {
-                path: path.to_owned(),
-                backend: backend.to_owned(),
-                job: job.to_owned(),
-                iodepth: depth.parse().ok()?,
-                queues: queues.parse().ok()?,
-                scheduler: scheduler.to_owned(),
-            },
-            disk: disk.to_owned(),
-            monitor: Vec::new(),
-            daemon: Vec::new(),
-            fio: BTreeMap::new(),
-        };
-        Some((job, write_cache))
-    }
-
-    fn counters_of(&mut self, place: &str) -> &mut Vec<DiskCounters> {
-        match place {
-            "daemon" => &mut self.daemon,
-            _ => &mut self.monitor,
-        }
-    }
-
-    /// The measurement, or `None` if a part of it is missing.
-    fn into_measurement(self, machine: String) -> Option<Sample> {
+    /// The figures of the job, or `None` if a part of them is missing.
+    fn figures(&self, machine: &str) -> Option<Value> {
         // The counters of the monitor if it serves the disk, or else of the daemon that runs next to fio.
         let path = self.job.path.as_str();
-        let user_mode = machine == "user-mode";
-        let of_monitor = !user_mode || path == "vhost-user" || path == "tcmu-in-guest";
+        let of_monitor = machine != "user-mode" || path == "vhost-user" || path == "tcmu-in-guest";
         let served = match (self.monitor.is_empty(), of_monitor) {
             (false, true) => &self.monitor,
             _ => &self.daemon,
@@ -214,49 +177,32 @@ impl RunningJob {
         let [before, after] = served.as_slice() else {
             return None;
         };
-        let job = self.job.job.trim_end_matches("+fsync");
-        let data = self.fio.get(if job.ends_with("read") {
+        let kind = self.job.job.trim_end_matches("+fsync");
+        let kind = if kind.ends_with("read") {
             "read"
         } else {
             "write"
-        })?;
-        let [requests, iops, bytes, ..] = *data;
-        if requests == 0.0 || iops == 0.0 {
+        };
+        let data = self.fio.get(kind)?;
+        let requests = data.requests;
+        if requests == 0.0 || data.iops == 0.0 {
             return None;
         }
         // fio reports a sync separately from the write before it, which the sync makes durable.
         let sync = self.fio.get("sync").copied().unwrap_or_default();
         // fio measures the first syncs from when their machine started, so each is capped at the job's duration.
-        let longest = requests / iops * 1e9;
-        let us = |index: usize| (data[index] + sync[index].min(longest)) / 1000.0;
-        let grown = |path: &[&str]| {
+        let longest = requests / data.iops * 1e9;
+        let us = |data: f64, sync: f64| (data + sync.min(longest)) / 1000.0;
+        let grown = |path: &str| {
             let value = |counters: &DiskCounters| {
-                let disk = counters.stats["disks"].as_array()?;
-                let disk = disk
+                let disks = counters.stats["disks"].as_array()?;
+                let disk = disks
                     .iter()
-                    .find(|disk| disk["name"] == self.disk.as_str())?;
-                path.iter().try_fold(disk, |at, key| at.get(key))?.as_f64()
+                    .find(|disk| disk["name"] == self.job.disk.as_str())?;
+                disk.pointer(path)?.as_f64()
             };
             Some((value(after)? - value(before)?) / requests)
         };
-        let mut exits = BTreeMap::new();
-        if let (Some(first), Some(last)) = (
-            before.stats["exits"].as_object(),
-            after.stats["exits"].as_object(),
-        ) {
-            let sum = |of: &Value| -> f64 {
-                of.as_array()
-                    .into_iter()
-                    .flatten()
-                    .filter_map(Value::as_f64)
-                    .sum()
-            };
-            // Port exits come from the guest's console, through which it asks for counters.
-            for (kind, counts) in last.iter().filter(|(kind, _)| !kind.starts_with("port_")) {
-                let grown = sum(counts) - first.get(kind).map_or(0.0, sum);
-                exits.insert(kind.clone(), grown / requests);
-            }
-        }
         let cpu = |of: &[DiskCounters]| match of {
             [before, after] => (after.cpu_ns - before.cpu_ns) / 1000.0 / requests,
             _ => 0.0,
@@ -275,91 +221,86 @@ impl RunningJob {
         let host_cpu = (whole.last()?.machine_cpu_ns - whole.first()?.machine_cpu_ns) / 1000.0;
         let mut figures = json!({
             "requests": requests as u64,
-            "iops": iops,
-            "mb_per_s": bytes / 1e6,
-            "p50_us": us(3),
-            "p99_us": us(4),
-            "p999_us": us(5),
+            "iops": data.iops,
+            "mb_per_s": data.bytes_per_s / 1e6,
+            "p50_us": us(data.p50, sync.p50),
+            "p99_us": us(data.p99, sync.p99),
+            "p999_us": us(data.p999, sync.p999),
             "vmm_cpu_us_per_request": vmm_cpu,
             "host_cpu_us_per_request": host_cpu / requests,
-            "syncs_per_request": grown(&["log", "syncs"]),
+            "syncs_per_request": grown("/log/syncs"),
         });
         if !path.starts_with("nbd") {
-            let (doorbells, interrupts) = (grown(&["doorbells"]), grown(&["interrupts"]));
+            let (doorbells, interrupts) = (grown("/doorbells"), grown("/interrupts"));
             figures["doorbells_per_request"] = json!(doorbells);
             figures["interrupts_per_request"] = json!(interrupts);
             let wakes = doorbells.zip(interrupts).map(|(told, woken)| told + woken);
             figures["wakes_per_request"] = json!(wakes);
         }
-        add_exits(&mut figures, &exits);
-        Some(Sample {
-            machine,
-            job: self.job,
-            turn: Turn(figures),
-        })
+        add_exits(&mut figures, &exits(before, after, requests));
+        Some(figures)
     }
 }
 
-/// What tables call the load on a machine.
-fn load(machine: &str) -> &'static str {
-    match machine {
-        "nested" => "fio, nested Linux",
-        "user-mode" => "fio, user-mode Linux",
-        _ => "fio, Linux",
-    }
-}
-
-fn parse_counters(text: &str) -> Option<(&str, DiskCounters)> {
-    let mut words = text.splitn(4, ' ');
-    let place = words.next()?;
-    let counters = DiskCounters {
-        cpu_ns: words.next()?.parse().ok()?,
-        machine_cpu_ns: words.next()?.parse().ok()?,
-        stats: serde_json::from_str(words.next()?).ok()?,
+/// The exits of a request, by kind, of all vCPUs. Those of ports come from the guest's console, through which it asks for
+/// counters.
+fn exits(before: &DiskCounters, after: &DiskCounters, requests: f64) -> BTreeMap<String, f64> {
+    let sum = |counters: &DiskCounters, kind: &str| -> f64 {
+        let each = counters.stats["exits"][kind]
+            .as_array()
+            .into_iter()
+            .flatten();
+        each.filter_map(Value::as_f64).sum()
     };
-    Some((place, counters))
-}
-
-fn parse_fio(text: &str) -> Option<(&str, [f64; 6])> {
-    let (kind, figures) = text.split_once(' ')?;
-    let figures: Vec<f64> = figures
-        .split(' ')
-        .map_while(|word| word.parse().ok())
-        .collect();
-    Some((kind, figures.try_into().ok()?))
+    let kinds = after.stats["exits"]
+        .as_object()
+        .into_iter()
+        .flat_map(|kinds| kinds.keys());
+    let kinds = kinds.filter(|kind| !kind.starts_with("port_"));
+    let grown = |kind: &String| (sum(after, kind) - sum(before, kind)) / requests;
+    kinds.map(|kind| (kind.clone(), grown(kind))).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::bench::Settings;
 
-    fn stats(doorbells: u64, syncs: u64) -> String {
-        format!(
-            r#"{{"exits":{{"mmio_write":[{doorbells},1]}},"disks":[{{"name":"wal","doorbells":{doorbells},"interrupts":5,"log":{{"syncs":{syncs}}}}}]}}"#
-        )
+    const MATRICES: &str = include_str!("../../matrices/notify.toml");
+    const JOB: &str = r#"job {"path":"pci-on","backend":"wal","job":"randwrite+fsync","iodepth":4,"queues":4,"scheduler":"none","disk":"wal","cache":"write back"}"#;
+
+    fn counters(cpu_ns: u64, doorbells: u64, syncs: u64) -> String {
+        let stats = json!({
+            "exits": { "mmio_write": [doorbells, 1] },
+            "disks": [{ "name": "wal", "doorbells": doorbells, "interrupts": 5, "log": { "syncs": syncs } }],
+        });
+        let counters = json!({ "cpu_ns": cpu_ns, "machine_cpu_ns": 5000, "stats": stats });
+        format!("counters monitor {counters}")
     }
 
     #[test]
-    fn a_measurement_is_assembled_from_its_lines() {
+    fn a_turn_is_assembled_from_its_lines() {
+        let mut matrices = crate::bench::matrices_of(MATRICES, &Settings::new());
         let mut reader = EventReader::default();
-        let (before, after) = (stats(10, 2), stats(30, 12));
         for line in [
-            "machine nested".to_owned(),
-            "job pci-on|wal|randwrite+fsync|4|2|4k|wal|write back|none".to_owned(),
-            format!("counters monitor 1000 5000 {before}"),
-            "fio write 40 200.5 821248 1000 2000 3000".to_owned(),
-            "fio sync 40 0 0 9000 9000 9000".to_owned(),
-            format!("counters monitor 81000 125000 {after}"),
+            "machine nested",
+            JOB,
+            &counters(1000, 10, 2),
+            r#"fio write {"requests":40,"iops":200.5,"bytes_per_s":821248,"p50":1000,"p99":2000,"p999":3000}"#,
+            r#"fio sync {"requests":40,"iops":0,"bytes_per_s":0,"p50":9000,"p99":9000,"p999":9000}"#,
+            &counters(81_000, 30, 12),
+            "end",
         ] {
-            assert!(reader.take(&line).unwrap().is_none(), "{line}");
+            assert!(!reader.take(line, &mut matrices).unwrap(), "{line}");
         }
-        let Some(LinuxEvent::Measured(measured)) = reader.take("end").unwrap() else {
-            panic!("no measurement");
-        };
-        let job = &measured.job;
+        let mut measured = matrices
+            .iter()
+            .flat_map(Matrix::sides)
+            .filter(|side| !side.turns.is_empty());
+        let side = measured.next().expect("a turn");
         assert_eq!(
-            (job.path.as_str(), job.iodepth, job.queues),
-            ("pci-on", 4, 2)
+            (side.name.as_str(), side.text("load")),
+            ("virtio-pci ioeventfd", "fio, nested Linux")
         );
         for (key, value) in [
             ("requests", 40.0),
@@ -371,26 +312,27 @@ mod tests {
             ("mmio_write_exits_per_request", 0.5),
             ("vmm_cpu_us_per_request", 2.0),
         ] {
-            assert_eq!(measured.turn.get(key), Some(value), "{key}");
+            assert_eq!(side.turns[0].get(key), Some(value), "{key}");
         }
-        assert_eq!(measured.machine, "nested");
+        assert!(side.emulated && measured.next().is_none());
     }
 
     #[test]
     fn unknown_lines_are_refused() {
+        let mut matrices = crate::bench::matrices_of(MATRICES, &Settings::new());
         let mut reader = EventReader::default();
+        let through = JOB.replace("write back", "write through");
         for line in [
             "end",
-            "job a|b",
-            "job mmio-on|ram|randread|1|1|4k|ram|odd|none",
-            "job mmio-on|ram|randread|1|1|4k|ram|write through|none",
-            "counters monitor x 1 {}",
-            "fio read 1 2",
+            "job {}",
+            &through,
+            "counters monitor {}",
+            "fio read {}",
             "missing nothing",
             "else",
         ] {
-            assert!(reader.take(line).is_err(), "{line}");
+            assert!(reader.take(line, &mut matrices).is_err(), "{line}");
         }
-        assert!(matches!(reader.take("ask"), Ok(Some(LinuxEvent::Ask))));
+        assert!(reader.take("ask", &mut matrices).unwrap());
     }
 }

@@ -1,6 +1,7 @@
 //! The doors of the paths: the embedded guest in a VM of this process, with one transport and one kind of notification, and
 //! daemons over vhost-user and NBD with clients in this process.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,7 +29,8 @@ use crate::exits::{add_exits, check_cache};
 use crate::load::loops::{LoadJob, Tally, figures};
 use crate::load::nbd::{NbdClient, drive_all};
 use crate::load::vhost_user::drive;
-use crate::place::Place;
+use crate::place::{Place, make_disk};
+use crate::serve::serve;
 use crate::session::Session;
 
 /// What keeps the data: memory, or an image and a log.
@@ -82,56 +84,40 @@ impl<'a> Doors<'a> {
         matrices: &[Matrix],
         turn: Duration,
     ) -> Result<Self, CommandError> {
-        let sides = || matrices.iter().flat_map(Matrix::sides);
-        let backends = BACKENDS.into_iter();
-        let backends =
-            backends.filter(|&backend| sides().any(|side| side.text("backend") == backend));
-        let backends: Vec<&str> = backends.collect();
-        let wal = backends.contains(&"wal");
-        let disk = |name: &str| -> Result<String, CommandError> {
-            let image = format!("{name}.img");
-            if wal {
-                place.make_disk("raw", DISK_BYTES, (&image, &format!("{image}.wal")))?;
-            }
-            Ok(image)
+        let side_of = |door: &dyn Fn(&str) -> bool| {
+            let mut sides = matrices.iter().flat_map(Matrix::sides);
+            sides.find(|side| door(&side.side))
         };
-        let serve = |door: &str, more: &str| {
-            if !sides().any(|side| side.side == door) {
+        let make = |image: &str| {
+            let (log, options) = (format!("{image}.wal"), StoreOptions::default());
+            make_disk(place.images(), "raw", DISK_BYTES, (image, &log), &options)
+        };
+        let start = |door: &str| -> Result<Option<Daemon>, CommandError> {
+            let Some(side) = side_of(&|name| name == door) else {
                 return Ok(None);
-            }
-            let image = disk(door)?;
-            let spec = |backend: &&str| {
-                let place_of = match *backend {
-                    "ram" => format!("backend=ram,size={DISK_BYTES}"),
-                    _ => format!("path={image}"),
-                };
-                let socket = place.sockets().join(socket_name(door, backend));
-                format!(
-                    "{place_of},serial={backend},socket={}{more}",
-                    socket.display()
-                )
             };
-            let specs: Vec<String> = backends.iter().map(spec).collect();
-            Daemon::start(door, &specs, place.images(), place.sockets()).map(Some)
+            make(&format!("{door}.img"))?;
+            let sockets = BACKENDS.map(|backend| socket(place, door, backend));
+            let daemons = serve(side, door, place.images(), place.sockets(), &sockets)?;
+            Ok(daemons.into_iter().next())
         };
-        let guest = if sides().any(|side| is_of_guest(&side.side)) {
-            let store = wal
-                .then(|| open_store(place, &disk("guest")?))
-                .transpose()?;
-            Some(GuestDoor {
-                ram: Arc::new(RamDisk::new(DISK_BYTES / SECTOR_SIZE)),
-                store,
-                ticks: demo::ticks(turn).map_err(CommandError::failed)?,
-            })
-        } else {
-            None
+        let guest = match side_of(&is_of_guest) {
+            None => None,
+            Some(_) => {
+                make("guest.img")?;
+                Some(GuestDoor {
+                    ram: Arc::new(RamDisk::new(DISK_BYTES / SECTOR_SIZE)),
+                    store: open_store(place, "guest.img")?,
+                    ticks: demo::ticks(turn).map_err(CommandError::failed)?,
+                })
+            }
         };
         Ok(Self {
             place,
             turn,
             guest,
-            vhost_user: serve("vhost-user", &format!(",queues={QUEUES}"))?,
-            nbd: serve("nbd", "")?,
+            vhost_user: start("vhost-user")?,
+            nbd: start("nbd")?,
         })
     }
 
@@ -153,10 +139,7 @@ impl<'a> Doors<'a> {
 
     fn vhost_user(&self, daemon: &Daemon, work: &Work) -> Result<Measured, CommandError> {
         let failed = |error: std::io::Error| CommandError::Failed(format!("vhost-user: {error}"));
-        let socket = self
-            .place
-            .sockets()
-            .join(socket_name("vhost-user", &work.backend));
+        let socket = socket(self.place, "vhost-user", &work.backend);
         let client = VhostUserClient::try_connect(&socket, work.queues.into());
         let mut client = client.map_err(failed)?;
         let write_cache = client.write_cache().map_err(failed)?;
@@ -180,7 +163,7 @@ impl<'a> Doors<'a> {
         session: &Session,
     ) -> Result<Measured, CommandError> {
         let failed = |error: std::io::Error| CommandError::Failed(format!("nbd: {error}"));
-        let socket = self.place.sockets().join(socket_name("nbd", &work.backend));
+        let socket = socket(self.place, "nbd", &work.backend);
         let mut clients = Vec::new();
         let mut sends_flush = true;
         for _ in 0..work.queues {
@@ -198,11 +181,8 @@ impl<'a> Doors<'a> {
     }
 }
 
-fn socket_name(door: &str, backend: &str) -> String {
-    match door {
-        "vhost-user" => format!("vhost-user-{backend}.sock"),
-        _ => "nbd.sock".to_owned(),
-    }
+fn socket(place: &Place, door: &str, backend: &str) -> PathBuf {
+    place.sockets().join(format!("{door}-{backend}.sock"))
 }
 
 /// The figures of a client's job, with the processor time and the syncs that it cost.
@@ -257,8 +237,8 @@ fn open_store(place: &Place, image: &str) -> Result<Store, CommandError> {
 /// The disks of the guests. All four paths use the same two, in turns.
 struct GuestDoor {
     ram: Arc<RamDisk>,
-    /// The disk with a log, if that backend is measured.
-    store: Option<Store>,
+    /// The disk with a log.
+    store: Store,
     ticks: u64,
 }
 
@@ -272,14 +252,12 @@ impl GuestDoor {
             "mmio" | "pci" => Notifications::Eventfds,
             _ => Notifications::Exits,
         };
-        if work.counts_syncs()
-            && let Some(store) = &self.store
-        {
-            let done = store.disks()[0].checkpoint();
-            done.map_err(CommandError::failed)?;
+        let logged = &self.store.disks()[0];
+        if work.counts_syncs() {
+            logged.checkpoint().map_err(CommandError::failed)?;
         }
-        let backend: Arc<dyn Backend> = match (&self.store, work.backend.as_str()) {
-            (Some(store), "wal") => Arc::new(store.disks()[0].clone()),
+        let backend: Arc<dyn Backend> = match work.backend.as_str() {
+            "wal" => Arc::new(logged.clone()),
             _ => Arc::clone(&self.ram) as _,
         };
         let disk = DiskConfig {

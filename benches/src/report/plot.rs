@@ -57,19 +57,11 @@ pub struct Axis {
 }
 
 impl Axis {
-    /// A linear axis from zero, or from the least value if that is below zero.
-    pub fn linear(label: &str) -> Self {
+    /// An axis. If it is not logarithmic, it begins at zero, or at the least value if that is below zero.
+    pub fn new(label: &str, log: bool) -> Self {
         Self {
             label: label.to_owned(),
-            log: false,
-        }
-    }
-
-    /// A logarithmic axis.
-    pub fn log(label: &str) -> Self {
-        Self {
-            label: label.to_owned(),
-            log: true,
+            log,
         }
     }
 
@@ -152,46 +144,6 @@ fn colour(at: usize) -> String {
 }
 
 impl Plot {
-    /// A plot with lines.
-    pub fn lines(name: &str, title: &str, x: Axis, y: Axis, series: Vec<Series>) -> Self {
-        Self {
-            name: name.to_owned(),
-            title: title.to_owned(),
-            caption: String::new(),
-            kind: PlotKind::Lines { x, y, series },
-        }
-    }
-
-    /// A plot with bars: for each label of `rows` one of each of `groups`.
-    pub fn bars(
-        name: &str,
-        title: &str,
-        unit: &str,
-        groups: &[&str],
-        rows: Vec<(String, Vec<Option<Spread>>)>,
-    ) -> Self {
-        Self {
-            name: name.to_owned(),
-            title: title.to_owned(),
-            caption: String::new(),
-            kind: PlotKind::Bars {
-                unit: unit.to_owned(),
-                groups: groups.iter().map(|&name| name.to_owned()).collect(),
-                even: None,
-                rows,
-            },
-        }
-    }
-
-    /// The plot with a caption.
-    #[must_use]
-    pub fn captioned(self, caption: &str) -> Self {
-        Self {
-            caption: caption.to_owned(),
-            ..self
-        }
-    }
-
     /// The plot as SVG: on a page, whose colours it takes, or as a file of its own.
     ///
     /// # Errors
@@ -527,6 +479,25 @@ fn short(value: f64) -> String {
 mod tests {
     use super::*;
 
+    fn plot(title: &str, caption: &str, kind: PlotKind) -> Plot {
+        Plot {
+            name: "a".to_owned(),
+            title: title.to_owned(),
+            caption: caption.to_owned(),
+            kind,
+        }
+    }
+
+    /// Bars of `groups`, and the length that is neither good nor bad.
+    fn bars(unit: &str, groups: &[&str], even: Option<f64>, rows: &Rows) -> PlotKind {
+        PlotKind::Bars {
+            unit: unit.to_owned(),
+            groups: groups.iter().map(|&name| name.to_owned()).collect(),
+            even,
+            rows: rows.to_vec(),
+        }
+    }
+
     fn lines(points: Vec<(f64, f64)>) -> String {
         let end = points.last().map_or(64.0, |point| point.0);
         let begin = points.first().map_or(1.0, |at| at.0);
@@ -534,8 +505,8 @@ mod tests {
             Series::measured("on", points),
             Series::ideal("ideal", vec![(begin, 1.0), (end, 0.01)]),
         ];
-        let (x, y) = (Axis::log("clients"), Axis::log("a second"));
-        let plot = Plot::lines("a", "A < B", x, y, series).captioned("on: & off");
+        let [x, y] = ["clients", "a second"].map(|label| Axis::new(label, true));
+        let plot = plot("A < B", "on: & off", PlotKind::Lines { x, y, series });
         plot.draw(false).unwrap()
     }
 
@@ -565,7 +536,7 @@ mod tests {
             assert!(svg.contains(word), "{word}: {svg}");
         }
         assert!(svg.contains("viewBox") && svg.contains("#0969da"), "{svg}");
-        let bars = Plot::bars("a", "A", "u", &[], vec![]).draw(true).unwrap();
+        let bars = plot("A", "", bars("u", &[], None, &[])).draw(true).unwrap();
         assert!(!bars.contains('#'), "{bars}");
     }
 
@@ -576,8 +547,8 @@ mod tests {
             long.to_owned(),
             vec![Spread::of(&[1.5]), Spread::of(&[2.5])],
         );
-        let plot = Plot::bars("a", long, long, &[&long[..40], &long[..60]], vec![row]);
-        let found = texts(&plot.captioned(long).draw(false).unwrap());
+        let kind = bars(long, &[&long[..40], &long[..60]], None, &[row]);
+        let found = texts(&plot(long, long, kind).draw(false).unwrap());
         for (left, text) in &found {
             let right = left + text_width(text, SMALL);
             assert!((0..=WIDTH).contains(&right), "{text}: {left} to {right}");
@@ -614,11 +585,8 @@ mod tests {
     #[test]
     fn bars_longer_than_even_are_good_and_shorter_ones_bad() {
         let rows = [0.8, 1.0, 3.0].map(|value| (value.to_string(), vec![Spread::of(&[value])]));
-        let mut plot = Plot::bars("a", "A", "times", &["ratio"], rows.to_vec());
-        if let PlotKind::Bars { even, .. } = &mut plot.kind {
-            *even = Some(1.0);
-        }
-        let svg = plot.draw(true).unwrap();
+        let kind = bars("times", &["ratio"], Some(1.0), &rows);
+        let svg = plot("A", "", kind).draw(true).unwrap();
         let of = |class: &str| svg.matches(&format!("class=\"{class}\"")).count();
         assert_eq!((of("c2"), of("c1"), of("c0")), (2, 1, 0));
     }
@@ -628,8 +596,9 @@ mod tests {
         for points in [vec![], vec![(0.0, -1.0), (f64::NAN, 1.0)], vec![(3.0, 3.0)]] {
             lines(points);
         }
-        let (x, y) = (Axis::log("x"), Axis::linear("y"));
-        let empty = Plot::lines("a", "A", x, y, vec![Series::measured("none", vec![])]);
+        let (x, y) = (Axis::new("x", true), Axis::new("y", false));
+        let series = vec![Series::measured("none", vec![])];
+        let empty = plot("A", "", PlotKind::Lines { x, y, series });
         assert!(empty.draw(false).unwrap().contains("nothing was measured"));
     }
 

@@ -69,19 +69,6 @@ impl Section {
     pub fn with_plots(self, plots: Vec<Plot>) -> Self {
         Self { plots, ..self }
     }
-
-    /// The section without the rows that were not measured, and with a note on the number of rounds.
-    #[must_use]
-    pub fn measured(mut self, rounds: usize) -> Self {
-        let is_measured = |figure: &Cell| matches!(figure, Cell::Spread(..));
-        self.table.rows.retain(|row| row.iter().any(is_measured));
-        if rounds > 1 {
-            self.notes.push(format!(
-                "Median of {rounds} rounds (lowest to highest), all rows in turns."
-            ));
-        }
-        self
-    }
 }
 
 /// Rows of cells under columns.

@@ -14,8 +14,8 @@ use walvisor_storage::{
 use super::client::{QueueClient, StoreClient};
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
-use super::{STORE, rate};
-use crate::bench::{Bench, Side, settings};
+use super::{measure, rate};
+use crate::bench::Side;
 use crate::blocks::{BLOCK, damage_error, is_stamped, stamp, stamped_block};
 use crate::output::Output;
 use crate::place::{directory, failed, make_raw};
@@ -95,19 +95,15 @@ pub fn run(arguments: &AppendArguments) -> Result<(), CommandError> {
         store.close().map_err(CommandError::failed)?;
         Ok(turn)
     };
-    let (output, only) = (&arguments.output, ["append".to_owned()]);
-    let mut bench = Bench::new(STORE, output, &only, &settings(json!(arguments)));
-    let session = bench.start()?;
     let mut round = 0;
-    let turn = |side: &Side| match side.side.as_str() {
+    let mut turn = |side: &Side| match side.side.as_str() {
         "raw" => raw(),
         _ => {
             round += 1;
             log(round)
         }
     };
-    let run = bench.matrices[0].measure(&session, turn);
-    bench.finish(session, run)
+    measure("append", json!(arguments), &arguments.output, &mut turn)
 }
 
 /// Reads 4 KiB of each MiB back through the log, and checks it.

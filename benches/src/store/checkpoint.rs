@@ -12,8 +12,8 @@ use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE};
 use super::client::QueueClient;
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
-use super::{STORE, VERIFY_EACH, check_bytes, rate};
-use crate::bench::{Bench, Side, settings};
+use super::{VERIFY_EACH, check_bytes, measure, rate};
+use crate::bench::Side;
 use crate::blocks::{BLOCK, scattered, stamped_block};
 use crate::output::Output;
 use crate::place::{directory, failed, make_raw, verify};
@@ -102,17 +102,13 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         verify(&site::image(site, 0), block as usize, writer, some)?;
         Ok(turn)
     };
-    let (output, only) = (&arguments.output, ["checkpoint".to_owned()]);
-    let mut bench = Bench::new(STORE, output, &only, &settings(json!(arguments)));
-    let session = bench.start()?;
     let mut round = 0;
-    let turn = |side: &Side| match side.side.as_str() {
+    let mut turn = |side: &Side| match side.side.as_str() {
         "raw" => raw(),
         _ => {
             round += 1;
             log(round)
         }
     };
-    let run = bench.matrices[0].measure(&session, turn);
-    bench.finish(session, run)
+    measure("checkpoint", json!(arguments), &arguments.output, &mut turn)
 }

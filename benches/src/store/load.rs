@@ -14,8 +14,8 @@ use walvisor_storage::{StoreOptions, export_disk, import_disk, inspect_with_prog
 
 use super::recover::child;
 use super::site::{self, log, ring};
-use super::{STORE, VERIFY_EACH, check_bytes, rate};
-use crate::bench::{Bench, Side, settings};
+use super::{VERIFY_EACH, check_bytes, measure, rate};
+use crate::bench::Side;
 use crate::blocks::BLOCK;
 use crate::output::Output;
 use crate::place::{self, directory, failed, make_raw};
@@ -49,9 +49,6 @@ pub fn run(arguments: &LoadArguments) -> Result<(), CommandError> {
     import_into(&image, &disk, all)?;
     site::create(site, 1, bytes, &ring(2 * bytes))?;
     let log_bytes = child(site, "fill", bytes, &[])? as u64;
-    let given = settings(json!({ "bytes": bytes, "threads": all }));
-    let mut bench = Bench::new(STORE, output, &["load".to_owned()], &given);
-    let session = bench.start()?;
     let mut turn = |side: &Side| {
         let threads = NonZeroUsize::new(side.number("use") as usize).unwrap_or(all);
         let (moved, took) = match side.text("work") {
@@ -66,9 +63,8 @@ pub fn run(arguments: &LoadArguments) -> Result<(), CommandError> {
         };
         Ok(rate(moved, took))
     };
-    // Row by row, as the page cache holds what one kind of work has used.
-    let run = bench.matrices[0].measure_rows(&session, &mut turn);
-    bench.finish(session, run)
+    let given = json!({ "bytes": bytes, "threads": all });
+    measure("load", given, output, &mut turn)
 }
 
 /// Removes a file from the page cache, so that it is read from the medium. Returns its size in bytes.

@@ -25,10 +25,11 @@ mod timing;
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
-use serde_json::json;
+use serde_json::{Value, json};
 use walvisor::commands::CommandError;
 
-use crate::bench::Turn;
+use crate::bench::{Bench, TakeTurns, Turn, settings};
+use crate::output::Output;
 
 /// The matrices of all of them.
 const STORE: &str = include_str!("../../matrices/store.toml");
@@ -88,6 +89,22 @@ pub fn run(arguments: &StoreArguments) -> Result<(), CommandError> {
         StoreAction::Acknowledge(arguments) => failover::acknowledge(arguments),
         StoreAction::Survivors(arguments) => failover::survivors(arguments),
     }
+}
+
+/// Measures the section of this name, whose settings are `given`, and reports it.
+///
+/// # Errors
+/// If a turn fails, or a file can't be written.
+fn measure(
+    section: &str,
+    given: Value,
+    output: &Output,
+    turns: &mut impl TakeTurns,
+) -> Result<(), CommandError> {
+    let mut bench = Bench::new(STORE, output, &[section.to_owned()], &settings(given));
+    let session = bench.start()?;
+    let run = bench.matrices[0].measure_rows(&session, turns);
+    bench.finish(session, run)
 }
 
 /// A turn that moved `bytes` bytes in the time `took`.

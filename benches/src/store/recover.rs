@@ -15,8 +15,8 @@ use walvisor_storage::{Buffer, CacheMode, Operation, SECTOR_SIZE, Store, StoreOp
 
 use super::client::{QueueClient, StoreClient, write_block};
 use super::site::{self, ring};
-use super::{STORE, VERIFY_EACH, check_bytes};
-use crate::bench::{Bench, Side, Turn, settings};
+use super::{VERIFY_EACH, check_bytes, measure};
+use crate::bench::{Side, Turn};
 use crate::blocks::{BLOCK, damage_error, is_stamped, scattered};
 use crate::output::Output;
 use crate::place::{directory, failed, open_direct};
@@ -78,15 +78,11 @@ pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
     site::create(site, 1, bytes, &ring(2 * bytes))?;
     let sparse: &[&str] = if arguments.sparse { &["--sparse"] } else { &[] };
     let log_bytes = child(site, "fill", bytes, sparse)? as u64;
-    // A sparse log is not read from the medium.
-    let mut bench = Bench::new(
-        STORE,
-        output,
-        &["recover".to_owned()],
-        &settings(json!({ "bytes": bytes, "sparse": arguments.sparse })),
-    );
-    let session = bench.start()?;
-    let turn = |side: &Side| {
+    // The zeroes of a sparse log are not checked, and it is not read from the medium.
+    if !arguments.sparse {
+        child(site, "open", bytes, &["--verify"])?;
+    }
+    let mut turn = |side: &Side| {
         if side.side == "raw" {
             let us = read_raw(&site::log(site), log_bytes)?;
             return Ok(Turn(json!({ "ms": us / 1000.0, "log_bytes": log_bytes })));
@@ -99,11 +95,8 @@ pub fn run(arguments: &RecoverArguments) -> Result<(), CommandError> {
             "memory_bytes_per_record": memory / (bytes / BLOCK as u64) as f64,
         })))
     };
-    let run = bench.matrices[0].measure(&session, turn);
-    if run.is_ok() && !arguments.sparse {
-        child(site, "open", bytes, &["--verify"])?;
-    }
-    bench.finish(session, run)
+    let given = json!({ "bytes": bytes, "sparse": arguments.sparse });
+    measure("recover", given, output, &mut turn)
 }
 
 /// Runs a process that leaves the log unclosed, and returns the number that it prints.

@@ -4,11 +4,10 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use walvisor::commands::CommandError;
-use walvisor_storage::{StoreOptions, import_disk};
+use walvisor_storage::StoreOptions;
 
 use super::capped::Volume;
-use crate::blocks::BLOCK;
-use crate::place::{Place, failed, make_raw};
+use crate::place::{Place, failed, make_disks};
 
 /// Bytes and operations that reached a device.
 #[derive(Clone, Copy, Debug, Default)]
@@ -93,8 +92,7 @@ impl MountedMedium {
         self.bytes / self.disks.max(1) as u64
     }
 
-    /// Creates images for `disks` disks, unless they exist: `raw-N.img`, and `wal-N.img` on one log in `log`. All their
-    /// blocks hold data, because holes would be read and written differently.
+    /// Creates images for `disks` disks, unless they exist. Those for another number of disks go.
     ///
     /// # Errors
     /// If they cannot be made.
@@ -114,13 +112,7 @@ impl MountedMedium {
             fs::remove_dir_all(&log).map_err(failed("remove", &log))?;
         }
         self.disks = disks;
-        for disk in 0..disks {
-            let [raw, wal] = ["raw", "wal"].map(|side| images.join(format!("{side}-{disk}.img")));
-            make_raw(&raw, self.disk_bytes(), BLOCK)?;
-            import_disk(&wal, &raw, &log, &self.options, &mut |_, _| ())
-                .map_err(CommandError::failed)?;
-        }
-        Ok(())
+        make_disks(&images, disks, self.disk_bytes(), &self.options)
     }
 
     /// The traffic of the medium's block device so far. `None` if it shares its device with others.

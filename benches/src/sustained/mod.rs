@@ -96,6 +96,7 @@ pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
             }
         });
     }
+    let is_peer = |side: &Side| side.side.starts_with("qemu-nbd");
     if bench.matrices.iter().flat_map(Matrix::sides).any(is_peer) {
         require(&[("qemu-nbd", "qemu-utils")])?;
     }
@@ -129,11 +130,6 @@ fn measure(
     };
     let medium = MountedMedium::new(dir, capped, bytes, options)?;
     matrix.measure_rows(session, &mut Turns { medium, session })
-}
-
-/// Whether it is qemu-nbd.
-fn is_peer(side: &Side) -> bool {
-    side.side.starts_with("qemu-nbd")
 }
 
 /// The turns on a medium.

@@ -1,18 +1,19 @@
 //! One turn: a side starts its daemons, the clients do their job, and the daemons end.
 
-use std::path::Path;
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, kill_process, waitid};
 use serde_json::json;
 use walvisor::commands::CommandError;
 
+use super::interrupted;
 use super::medium::{MountedMedium, Traffic};
-use super::{interrupted, is_peer};
 use crate::bench::{Side, Turn};
 use crate::daemon::Daemon;
 use crate::load::loops::Tally;
 use crate::load::nbd::{NbdClient, drive_all};
+use crate::serve::serve;
 use crate::session::Session;
 
 /// Runs one turn. The images must exist.
@@ -25,8 +26,11 @@ pub fn measure(
     session: &Session,
 ) -> Result<Turn, CommandError> {
     let before = medium.traffic()?;
-    let daemons = serve(side, &medium.images(), medium.sockets())?;
-    let tally = drive(medium, side, session);
+    let sockets = medium.sockets();
+    let each = (0..side.number("disks")).map(|disk| sockets.join(format!("disk-{disk}")));
+    let each: Vec<PathBuf> = each.collect();
+    let daemons = serve(side, "nbd", &medium.images(), sockets, &each)?;
+    let tally = drive(medium, side, &each, session);
     if session.interrupted() || tally.is_err() {
         daemons.into_iter().for_each(Daemon::kill);
         return Err(tally.err().unwrap_or_else(interrupted));
@@ -39,52 +43,19 @@ pub fn measure(
     Ok(figures(&tally?, close, traffic))
 }
 
-fn socket(sockets: &Path, disk: u64) -> std::path::PathBuf {
-    sockets.join(format!("disk-{disk}"))
-}
-
-/// Starts the daemons of a side's disks, each of which is the export `disk`.
-fn serve(side: &Side, images: &Path, sockets: &Path) -> Result<Vec<Daemon>, CommandError> {
-    let disks = 0..side.number("disks");
-    for disk in disks.clone() {
-        // An earlier daemon may have left it.
-        let _ = std::fs::remove_file(socket(sockets, disk));
-    }
-    // Before the comma: how the peer opens its image otherwise is the same for all.
-    let cache = side.text("cache").split(',').next().unwrap_or_default();
-    if is_peer(side) {
-        let peer = |disk| {
-            let image = format!("raw-{disk}.img");
-            Daemon::qemu_nbd(images, &image, &socket(sockets, disk), cache)
-        };
-        return disks.map(peer).collect();
-    }
-    let specs = disks.map(|disk| {
-        let place = match side.side.as_str() {
-            "raw" => format!("path=raw-{disk}.img,backend=raw"),
-            // The log remembers this setting.
-            "keeping" => format!("path=wal-{disk}.img,log=log,answer=written,retain=1G"),
-            _ => format!("path=wal-{disk}.img,log=log,answer=written,retain=off"),
-        };
-        let socket = socket(sockets, disk);
-        format!(
-            "{place},cache={cache},serial=disk,socket={}",
-            socket.display()
-        )
-    });
-    let specs: Vec<String> = specs.collect();
-    Ok(vec![Daemon::start("nbd", &specs, images, sockets)?])
-}
-
 /// Runs the clients, each in a thread of its own.
-fn drive(medium: &MountedMedium, side: &Side, session: &Session) -> Result<Tally, CommandError> {
+fn drive(
+    medium: &MountedMedium,
+    side: &Side,
+    sockets: &[PathBuf],
+    session: &Session,
+) -> Result<Tally, CommandError> {
     let job = side.text("title");
     let failed = |error: std::io::Error| CommandError::Failed(format!("{job}: {error}"));
     let mut clients = Vec::new();
-    for disk in 0..side.number("disks") {
+    for socket in sockets {
         for _ in 0..side.number("connections") {
-            let socket = socket(medium.sockets(), disk);
-            clients.push(NbdClient::connect(&socket, "disk").map_err(failed)?.0);
+            clients.push(NbdClient::connect(socket, "disk").map_err(failed)?.0);
         }
     }
     let loops = (
