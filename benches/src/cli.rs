@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use walvisor::cli::{WARNINGS, end, report_usage, show_warnings};
 
-use crate::{commit, database, drbd, neighbours, notify, peers, store, sustained, tcmu};
+use crate::{commit, database, drbd, neighbours, notify, peers, start, store, sustained, tcmu};
 
 const PROGRAM: &str = "walvisor-bench";
 
@@ -41,6 +41,8 @@ enum Command {
     Sustained(sustained::SustainedArguments),
     /// Group commit on a disk that DRBD replicates, by round trip and clients, and a failover under load
     Drbd(drbd::DrbdArguments),
+    /// Starting a guest with a disk on either transport: the time to its first instruction, and the memory of the VMM
+    Start(start::StartArguments),
     /// The store without a guest, compared with a raw file
     Store(store::StoreArguments),
 }
@@ -61,6 +63,7 @@ pub fn main() -> ExitCode {
         Command::Tcmu(arguments) => tcmu::run(&arguments),
         Command::Sustained(arguments) => sustained::run(&arguments),
         Command::Drbd(arguments) => drbd::run(&arguments),
+        Command::Start(arguments) => start::run(&arguments),
         Command::Store(arguments) => store::run(&arguments),
     };
     end(PROGRAM, result)

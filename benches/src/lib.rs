@@ -9,6 +9,7 @@
 //!                  tcmu      TCMU against NBD in Linux kernels
 //!                  sustained the disk over minutes: each second's rate, the longest wait, the time to close
 //!                  drbd      the disk on a block device that DRBD copies to a second machine, and a failover
+//!                  start     a guest, with a disk and without: time and memory
 //!                  store     the store without a guest, compared with a raw file
 //! ```
 //! A file in `matrices/` says what each measures: the rows, the sides that take turns in each, so that all see the machine in
@@ -36,10 +37,11 @@ mod output;
 mod peers;
 mod place;
 mod programs;
-pub mod report;
+mod report;
 mod serve;
 mod session;
+mod start;
 mod store;
 mod sustained;
 mod tcmu;
-pub mod tiny_guest;
+mod tiny_guest;

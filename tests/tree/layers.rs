@@ -92,7 +92,7 @@ const BENCHES: &[&[&str]] = &[
     &["console", "daemon", "load", "place"],
     &["guests", "output"],
     &["bench"],
-    &["exits"],
+    &["exits", "serve"],
     &["linux", "store"],
     &[
         "commit",
@@ -100,6 +100,7 @@ const BENCHES: &[&[&str]] = &[
         "neighbours",
         "notify",
         "peers",
+        "start",
         "sustained",
         "tcmu",
     ],

@@ -149,13 +149,14 @@ mod tests {
     use crate::report::Cell;
     use crate::report::plot::PlotKind;
 
-    const FILES: [&str; 9] = [
+    const FILES: [&str; 10] = [
         include_str!("../../matrices/commit.toml"),
         include_str!("../../matrices/database.toml"),
         include_str!("../../matrices/drbd.toml"),
         include_str!("../../matrices/neighbours.toml"),
         include_str!("../../matrices/notify.toml"),
         include_str!("../../matrices/peers.toml"),
+        include_str!("../../matrices/start.toml"),
         include_str!("../../matrices/store.toml"),
         include_str!("../../matrices/sustained.toml"),
         include_str!("../../matrices/tcmu.toml"),
