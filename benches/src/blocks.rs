@@ -1,4 +1,5 @@
-//! Blocks that carry their writer and the number of the write, and the order in which they are written.
+//! Blocks that carry their writer and the number of the write, and the order in which they are
+//! written.
 
 use walvisor::commands::CommandError;
 use walvisor_storage::Buffer;
@@ -41,7 +42,8 @@ pub fn damage_error(what: &str, block: u64) -> CommandError {
     ))
 }
 
-/// The block that record number `record` of `blocks` writes. Each block comes once, in a scattered order.
+/// The block that record number `record` of `blocks` writes. Each block comes once, in a scattered
+/// order.
 pub fn scattered(record: u64, blocks: u64) -> u64 {
     // A prime larger than any number of blocks here, so that no two records write the same block.
     const STEP: u64 = 2_654_435_761;

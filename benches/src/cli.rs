@@ -1,4 +1,5 @@
-//! The command line of `walvisor-bench`: its grammar (clap). Exit statuses and errors are those of `walvisor`.
+//! The command line of `walvisor-bench`: its grammar (clap). Exit statuses and errors are those of
+//! `walvisor`.
 
 use std::process::ExitCode;
 
@@ -24,11 +25,14 @@ pub struct Cli {
 /// What to measure.
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Group commit by clients, sync latencies, waits, disks and media, compared with published results
+    /// Group commit by clients, sync latencies, waits, disks and media, compared with published
+    /// results
     Commit(commit::CommitArguments),
-    /// One disk through virtio-mmio, virtio-pci, vhost-user and NBD: what a notification and a flush cost
+    /// One disk through virtio-mmio, virtio-pci, vhost-user and NBD: what a notification and a
+    /// flush cost
     Notify(notify::NotifyArguments),
-    /// MariaDB, PostgreSQL and SQLite: what a commit costs on a raw image and on the log, and in guests that share a log
+    /// MariaDB, PostgreSQL and SQLite: what a commit costs on a raw image and on the log, and in
+    /// guests that share a log
     Database(database::DatabaseArguments),
     /// The disk compared with those of QEMU, qemu-storage-daemon, qemu-nbd and tcmu-runner
     Peers(peers::PeersArguments),
@@ -37,17 +41,21 @@ enum Command {
     Neighbours(neighbours::NeighboursArguments),
     /// TCMU compared with NBD: 2, 4 and 8 fio threads in Linux kernels, and published results
     Tcmu(tcmu::TcmuArguments),
-    /// The disk over minutes, compared with qemu-nbd and a raw image: each second's rate, the longest wait, the time to close
+    /// The disk over minutes, compared with qemu-nbd and a raw image: each second's rate, the
+    /// longest wait, the time to close
     Sustained(sustained::SustainedArguments),
-    /// Group commit on a disk that DRBD replicates, by round trip and clients, and a failover under load
+    /// Group commit on a disk that DRBD replicates, by round trip and clients, and a failover under
+    /// load
     Drbd(drbd::DrbdArguments),
-    /// Starting a guest with a disk on either transport: the time to its first instruction, and the memory of the VMM
+    /// Starting a guest with a disk on either transport: the time to its first instruction, and the
+    /// memory of the VMM
     Start(start::StartArguments),
     /// The store without a guest, compared with a raw file
     Store(store::StoreArguments),
 }
 
-/// Parses the command line, runs the command and returns the exit status: 0 for success, 1 for failure, 2 for wrong usage.
+/// Parses the command line, runs the command and returns the exit status: 0 for success, 1 for
+/// failure, 2 for wrong usage.
 pub fn main() -> ExitCode {
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,

@@ -1,5 +1,5 @@
-//! `walvisor-bench commit`: published results on group commit, measured on a disk's log. A commit is a 4 KiB write and its
-//! FLUSH. Clients are closed loops, each in a thread of its own.
+//! `walvisor-bench commit`: published results on group commit, measured on a disk's log. A commit
+//! is a 4 KiB write and its FLUSH. Clients are closed loops, each in a thread of its own.
 
 use clap::Args;
 use walvisor::commands::CommandError;

@@ -1,5 +1,5 @@
-//! A guest in user-mode Linux over the files of this machine. Its script reads commands from the console, one per line, and
-//! answers with lines that begin with `guest: `.
+//! A guest in user-mode Linux over the files of this machine. Its script reads commands from the
+//! console, one per line, and answers with lines that begin with `guest: `.
 
 use std::io::Write;
 use std::path::Path;

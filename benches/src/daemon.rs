@@ -27,8 +27,8 @@ pub struct Daemon {
 }
 
 impl Daemon {
-    /// Serves `disks` through `door` (`vhost-user` or `nbd`), and returns once all are ready. Each disk is a SPEC whose image
-    /// is in `images`. The control socket is in `sockets`.
+    /// Serves `disks` through `door` (`vhost-user` or `nbd`), and returns once all are ready. Each
+    /// disk is a SPEC whose image is in `images`. The control socket is in `sockets`.
     ///
     /// # Errors
     /// If the daemon does not start; it prints the reason on stderr.
@@ -62,7 +62,8 @@ impl Daemon {
         }
         let mut child = leash(&mut command)
             .current_dir(images)
-            // In a group of its own the child does not get Ctrl-C: it ends when this process is done with it.
+            // In a group of its own the child does not get Ctrl-C: it ends when this process is
+            // done with it.
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -82,7 +83,8 @@ impl Daemon {
         Ok(daemon)
     }
 
-    /// Starts the daemon of a peer in `images`, and waits until there is a socket at each of `sockets`.
+    /// Starts the daemon of a peer in `images`, and waits until there is a socket at each of
+    /// `sockets`.
     ///
     /// # Errors
     /// If the daemon does not start, or ends before it serves.
@@ -135,8 +137,9 @@ impl Daemon {
         Self::peer(&mut command, images, &[socket.to_owned()])
     }
 
-    /// Serves the raw images `raw-N.img` with qemu-storage-daemon, which `command` starts. Over vhost-user each disk has its
-    /// socket; over NBD all are exports of the first socket, by their numbers.
+    /// Serves the raw images `raw-N.img` with qemu-storage-daemon, which `command` starts. Over
+    /// vhost-user each disk has its socket; over NBD all are exports of the first socket, by their
+    /// numbers.
     ///
     /// # Errors
     /// As for [`Self::peer`].
@@ -157,11 +160,10 @@ impl Daemon {
                 "driver=file,node-name=disk{disk},filename=raw-{disk}.img,aio=io_uring,cache.direct=on,discard=unmap"
             ));
             let socket = socket.display();
-            let export = match nbd {
-                true => format!("type=nbd,name={disk}"),
-                false => format!(
-                    "type=vhost-user-blk,addr.type=unix,addr.path={socket},num-queues={queues}"
-                ),
+            let export = if nbd {
+                format!("type=nbd,name={disk}")
+            } else {
+                format!("type=vhost-user-blk,addr.type=unix,addr.path={socket},num-queues={queues}")
             };
             command.arg("--export").arg(format!(
                 "{export},id=export{disk},node-name=disk{disk},writable=on"
@@ -192,7 +194,8 @@ impl Daemon {
         processor_time::of_process(self.child.id())
     }
 
-    /// Copies the logs to the images, so that a job does not pay for the one before it. A peer has no log.
+    /// Copies the logs to the images, so that a job does not pay for the one before it. A peer has
+    /// no log.
     ///
     /// # Errors
     /// If the checkpoint fails.
@@ -239,8 +242,8 @@ impl Drop for Daemon {
     }
 }
 
-/// Keeps a process stopped until this is dropped. A disk may have work left after its turn, such as a checkpoint, which
-/// must not disturb the measurement of the next disk.
+/// Keeps a process stopped until this is dropped. A disk may have work left after its turn, such as
+/// a checkpoint, which must not disturb the measurement of the next disk.
 pub struct HaltGuard(Pid);
 
 impl HaltGuard {

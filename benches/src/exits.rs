@@ -1,4 +1,5 @@
-//! The exits of a virtual machine as figures of a turn, and the write cache that all paths must have.
+//! The exits of a virtual machine as figures of a turn, and the write cache that all paths must
+//! have.
 
 use std::collections::BTreeMap;
 
@@ -19,7 +20,8 @@ pub fn check_cache(path: &str, backend: &str, write_cache: bool) -> Result<(), C
     )))
 }
 
-/// Adds to `figures` those of a request: exits to user space by kind. KVM counts them all if it provides `all`.
+/// Adds to `figures` those of a request: exits to user space by kind. KVM counts them all if it
+/// provides `all`.
 pub fn add_exits(figures: &mut Value, exits: &BTreeMap<String, f64>) {
     if exits.is_empty() {
         return;

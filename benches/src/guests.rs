@@ -1,5 +1,5 @@
-//! Linux guests. `walvisor-guest-images` runs them in a process of its own, which ends with the comparison. This module
-//! reads their consoles.
+//! Linux guests. `walvisor-guest-images` runs them in a process of its own, which ends with the
+//! comparison. This module reads their consoles.
 
 use std::collections::VecDeque;
 use std::io::{BufRead, BufReader, Read};
@@ -40,8 +40,8 @@ pub fn write_script(directory: &Path, name: &str, text: &str) -> Result<PathBuf,
     Ok(path)
 }
 
-/// Runs a guest. Passes each line of its console, and the input that the guest reads, to `on_line` until the guest or
-/// `session` ends.
+/// Runs a guest. Passes each line of its console, and the input that the guest reads, to `on_line`
+/// until the guest or `session` ends.
 ///
 /// # Errors
 /// If the guest ended before its script did, or an error of `on_line`.
@@ -80,7 +80,8 @@ pub fn run(
                 }
             }
             Ok(Err(line)) => {
-                // The program retries after a machine has crashed, and the user should see its note.
+                // The program retries after a machine has crashed, and the user should see its
+                // note.
                 if line.starts_with("a guest hung") {
                     eprintln!("{GUEST_IMAGES}: {line}");
                 }
@@ -105,7 +106,8 @@ pub fn run(
 /// A line of the program's standard output, or of its standard error.
 type OutputLine = Result<String, String>;
 
-/// Sends the lines of `from` to `to`, in a thread of its own. `kind` marks which stream they come from.
+/// Sends the lines of `from` to `to`, in a thread of its own. `kind` marks which stream they come
+/// from.
 fn forward(
     from: impl Read + Send + 'static,
     to: mpsc::Sender<OutputLine>,

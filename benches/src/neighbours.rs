@@ -1,12 +1,13 @@
-//! `walvisor-bench neighbours`: what a disk's commits cost beside a neighbour that takes all it can get, in one daemon,
-//! compared with qemu-storage-daemon.
+//! `walvisor-bench neighbours`: what a disk's commits cost beside a neighbour that takes all it can
+//! get, in one daemon, compared with qemu-storage-daemon.
 //!
 //! ```text
 //!   attackers (testkit::hostile) ─▶ disk 1 ─┐
 //!                                           ├ one daemon, new for each turn
 //!   victim: write 4 KiB, flush ──▶ disk 0 ──┘     alone, beside, alone, beside, ...
 //! ```
-//! The victim takes turns between alone and beside within a turn, so that both see the machine in the same state.
+//! The victim takes turns between alone and beside within a turn, so that both see the machine in
+//! the same state.
 
 use std::fs;
 use std::io;

@@ -36,8 +36,8 @@ pub struct Output {
 }
 
 impl Output {
-    /// Starts a comparison that should take `expected` in all. First tries to write the output files, so that a missing
-    /// directory is reported at once and not after minutes.
+    /// Starts a comparison that should take `expected` in all. First tries to write the output
+    /// files, so that a missing directory is reported at once and not after minutes.
     ///
     /// # Errors
     /// If a file can't be written, or the system refuses a signal handler.

@@ -1,5 +1,5 @@
-//! `walvisor-bench peers`: the disk compared with those of other programs. All use the same client and file system, and
-//! take turns.
+//! `walvisor-bench peers`: the disk compared with those of other programs. All use the same client
+//! and file system, and take turns.
 //!
 //! ```text
 //!   virtio driver in this process ─▶ serve vhost-user  │ qemu-storage-daemon
@@ -7,8 +7,9 @@
 //!   fio in one emulated guest     ─▶ serve vhost-user  │ QEMU's own virtio-blk
 //!   fio in user-mode Linux        ─▶ serve tcmu        │ tcmu-runner
 //! ```
-//! The peers open their images like a careful host (`cache.direct`, io_uring, FLUSH = fdatasync), and once like a careless
-//! one (`cache=writeback`). If a peer is not installed, a note names its package, and the others are measured.
+//! The peers open their images like a careful host (`cache.direct`, io_uring, FLUSH = fdatasync),
+//! and once like a careless one (`cache=writeback`). If a peer is not installed, a note names its
+//! package, and the others are measured.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -34,14 +35,15 @@ const MATRICES: &str = include_str!("../matrices/peers.toml");
 const FIO: &str = include_str!("../scripts/peers-fio.sh");
 const TARGET: &str = include_str!("../scripts/peers-target.sh");
 
-/// The ways to reach a disk: over vhost-user, compared with qemu-storage-daemon; over NBD, compared with qemu-nbd; as a disk
-/// of an emulated machine, compared with QEMU's own disks; in user-mode Linux, compared with tcmu-runner.
+/// The ways to reach a disk: over vhost-user, compared with qemu-storage-daemon; over NBD, compared
+/// with qemu-nbd; as a disk of an emulated machine, compared with QEMU's own disks; in user-mode
+/// Linux, compared with tcmu-runner.
 const DOORS: [&str; 4] = ["vhost-user", "nbd", "qemu", "tcmu"];
 /// Number of disks of each side over vhost-user, and bytes of each disk.
 const DISKS: usize = 4;
 const DISK_BYTES: u64 = 256 << 20;
-/// Unmeasured work of each daemon before its first turn, to reach the steady state: all segment files of the log exist, and
-/// all blocks of the peers' images are allocated.
+/// Unmeasured work of each daemon before its first turn, to reach the steady state: all segment
+/// files of the log exist, and all blocks of the peers' images are allocated.
 const WARM_UP: Duration = Duration::from_secs(5);
 const MODULES: [&str; 5] = ["configfs", "sd_mod", "uio", "target_core_user", "tcm_loop"];
 
@@ -192,7 +194,8 @@ fn socket(place: &Place, side: &Side, disk: usize) -> PathBuf {
     place.sockets().join(format!("{}-{disk}", side.side))
 }
 
-/// Over vhost-user, with a virtio driver in this process as client, which serves all disks in one thread.
+/// Over vhost-user, with a virtio driver in this process as client, which serves all disks in one
+/// thread.
 fn vhost_user(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
     make_disks(place.images(), DISKS, DISK_BYTES, &StoreOptions::default())?;
     let rate = |side: &Side, turn: Duration| {
@@ -266,8 +269,8 @@ fn job(side: &Side) -> (&str, u8) {
     }
 }
 
-/// In a guest that QEMU emulates, which has a disk over vhost-user, and QEMU's own virtio-blk with and without the host's
-/// page cache.
+/// In a guest that QEMU emulates, which has a disk over vhost-user, and QEMU's own virtio-blk with
+/// and without the host's page cache.
 fn qemu(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
     matrix.sides_mut().for_each(|side| side.emulated = true);
     make_disks(place.images(), 1, DISK_BYTES, &StoreOptions::default())?;
@@ -301,8 +304,9 @@ fn qemu(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), Com
     run_guest(command, matrix, session)
 }
 
-/// In user-mode Linux over the files of this machine, with two disks of its kernel's SCSI target: of `walvisor` with its RAM
-/// backend, and of tcmu-runner with its qcow handler over an image in memory.
+/// In user-mode Linux over the files of this machine, with two disks of its kernel's SCSI target:
+/// of `walvisor` with its RAM backend, and of tcmu-runner with its qcow handler over an image in
+/// memory.
 fn tcmu(place: &Place, matrix: &mut Matrix, session: &Session) -> Result<(), CommandError> {
     let walvisor = format!("WALVISOR='{}'\n", walvisor()?.display());
     let script = guest_settings(matrix) + &walvisor + TARGET + FIO;

@@ -1,5 +1,5 @@
-//! Where a comparison works: temporary directories, and raw images whose blocks all hold data, because holes would be read
-//! and written faster.
+//! Where a comparison works: temporary directories, and raw images whose blocks all hold data,
+//! because holes would be read and written faster.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -38,8 +38,8 @@ pub fn directory(parent: &Path) -> Result<TempDir, CommandError> {
     })
 }
 
-/// Two directories: one for images, on the measured medium, and one for sockets, whose paths must be short. Dropping it
-/// removes both.
+/// Two directories: one for images, on the measured medium, and one for sockets, whose paths must
+/// be short. Dropping it removes both.
 pub struct Place {
     images: TempDir,
     sockets: TempDir,
@@ -68,8 +68,8 @@ impl Place {
     }
 }
 
-/// Creates `disks` raw images `raw-N.img` in `images`, and with their content the disks `wal-N.img` on one log in `log`, unless
-/// they exist. All their blocks hold data.
+/// Creates `disks` raw images `raw-N.img` in `images`, and with their content the disks `wal-N.img`
+/// on one log in `log`, unless they exist. All their blocks hold data.
 ///
 /// # Errors
 /// If one can't be made.
@@ -88,7 +88,8 @@ pub fn make_disks(
     Ok(())
 }
 
-/// Creates the raw image `raw` in `images` unless it exists, and with its content the disk `image` on the log `log`.
+/// Creates the raw image `raw` in `images` unless it exists, and with its content the disk `image`
+/// on the log `log`.
 ///
 /// # Errors
 /// If one can't be made.
@@ -108,7 +109,8 @@ pub fn make_disk(
         .map_err(CommandError::failed)
 }
 
-/// Creates a raw image of `bytes` bytes, with every block written and stamped with writer 0 and its number.
+/// Creates a raw image of `bytes` bytes, with every block written and stamped with writer 0 and its
+/// number.
 ///
 /// # Errors
 /// If the file can't be written.
@@ -131,7 +133,8 @@ pub fn make_raw(path: &Path, bytes: u64, block: usize) -> Result<File, CommandEr
     open_direct(path)
 }
 
-/// Opens a file with O_DIRECT, or through the page cache if the file system does not support O_DIRECT.
+/// Opens a file with O_DIRECT, or through the page cache if the file system does not support
+/// O_DIRECT.
 ///
 /// # Errors
 /// If the file can't be opened.
@@ -150,8 +153,8 @@ pub fn open_direct(path: &Path) -> Result<File, CommandError> {
     }
 }
 
-/// Checks that blocks of a file, which `writer` stamped, read back as written. `blocks` are their numbers in the file, each
-/// with the number of the write.
+/// Checks that blocks of a file, which `writer` stamped, read back as written. `blocks` are their
+/// numbers in the file, each with the number of the write.
 ///
 /// # Errors
 /// If one does not.

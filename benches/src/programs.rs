@@ -40,8 +40,8 @@ fn find_own(program: &str) -> Result<PathBuf, CommandError> {
     })
 }
 
-/// The path of a program: beside this one, on the search path, or in root's directories, which may not be on an ordinary
-/// user's path.
+/// The path of a program: beside this one, on the search path, or in root's directories, which may
+/// not be on an ordinary user's path.
 pub fn find(program: &str) -> Option<PathBuf> {
     let own = std::env::current_exe().ok();
     let beside = own.and_then(|own| own.parent().map(Path::to_owned));

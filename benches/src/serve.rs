@@ -1,5 +1,5 @@
-//! What serves the disks of a side, as its matrix says: a daemon of walvisor with a SPEC for each disk, or a peer on the raw
-//! images.
+//! What serves the disks of a side, as its matrix says: a daemon of walvisor with a SPEC for each
+//! disk, or a peer on the raw images.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -9,10 +9,11 @@ use walvisor::commands::CommandError;
 use crate::bench::{Side, fill};
 use crate::daemon::Daemon;
 
-/// Serves a side's disks in `images` through `door`, each at its socket. The setting `spec` is the SPEC of a disk of walvisor,
-/// a template that knows `disk`, and `options` are more options of its daemon, whose control socket is in `control`. A side
-/// without is a peer: qemu-nbd with the setting `cache`, a daemon for each disk, or qemu-storage-daemon, with `peer_queues` for
-/// each disk, and `peer_bytes` of address space if that is limited.
+/// Serves a side's disks in `images` through `door`, each at its socket. The setting `spec` is the
+/// SPEC of a disk of walvisor, a template that knows `disk`, and `options` are more options of its
+/// daemon, whose control socket is in `control`. A side without is a peer: qemu-nbd with the
+/// setting `cache`, a daemon for each disk, or qemu-storage-daemon, with `peer_queues` for each
+/// disk, and `peer_bytes` of address space if that is limited.
 ///
 /// # Errors
 /// If a daemon does not start.

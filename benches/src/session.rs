@@ -1,4 +1,5 @@
-//! A running comparison: its progress, its remaining time, and Ctrl-C, which ends it with the results so far.
+//! A running comparison: its progress, its remaining time, and Ctrl-C, which ends it with the
+//! results so far.
 
 use std::io::{self, IsTerminal};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,7 +28,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// Starts a session that should take `expected` in all. From now on the first Ctrl-C only asks it to end.
+    /// Starts a session that should take `expected` in all. From now on the first Ctrl-C only asks
+    /// it to end.
     ///
     /// # Errors
     /// If the system refuses the signal handler.
@@ -55,8 +57,8 @@ impl Session {
         INTERRUPTED.load(Ordering::Relaxed)
     }
 
-    /// Runs a part of the work, which should take `expected`. Returns `None` if the session has to end, or if a signal came
-    /// during the work: then its result or error is ignored.
+    /// Runs a part of the work, which should take `expected`. Returns `None` if the session has to
+    /// end, or if a signal came during the work: then its result or error is ignored.
     ///
     /// # Errors
     /// The errors of the work.

@@ -1,4 +1,5 @@
-//! `walvisor-bench start`: the cost of starting a guest with one write-ahead-logged disk on either transport.
+//! `walvisor-bench start`: the cost of starting a guest with one write-ahead-logged disk on either
+//! transport.
 
 use std::path::Path;
 use std::process::{Command, Stdio};

@@ -1,5 +1,5 @@
-//! `walvisor-bench tcmu`: the kernel's SCSI target with a handler in user space, compared with its NBD client on the same
-//! backend.
+//! `walvisor-bench tcmu`: the kernel's SCSI target with a handler in user space, compared with its
+//! NBD client on the same backend.
 
 use clap::Args;
 use walvisor::commands::CommandError;

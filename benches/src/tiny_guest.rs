@@ -1,7 +1,8 @@
-//! The smallest guest: a PVH ELF kernel that only resets the machine. It shows what starting costs, and runs on every KVM,
-//! even one that interprets ring 0.
+//! The smallest guest: a PVH ELF kernel that only resets the machine. It shows what starting costs,
+//! and runs on every KVM, even one that interprets ring 0.
 
-/// `mov al, 0xfe; out 0x64, al; hlt; jmp $-1`: the keyboard controller's reset line. PVH starts in 32-bit protected mode.
+/// `mov al, 0xfe; out 0x64, al; hlt; jmp $-1`: the keyboard controller's reset line. PVH starts in
+/// 32-bit protected mode.
 const CODE: [u8; 7] = [0xb0, 0xfe, 0xe6, 0x64, 0xf4, 0xeb, 0xfd];
 /// Load address and entry point of the code.
 const ENTRY: u32 = 0x10_0000;

@@ -1,4 +1,5 @@
-//! `walvisor-bench commit`: its results, its output files, and its end after an interrupt; and what any command refuses.
+//! `walvisor-bench commit`: its results, its output files, and its end after an interrupt; and what
+//! any command refuses.
 
 mod support;
 
@@ -21,8 +22,8 @@ fn groups_need_fewer_syncs_and_fewer_writes() {
         "--quick",
         "--only",
         "clients,waiters,wait,disks,mode,medium",
-        // The number of commits in a group depends on the time of a sync. A slow sync makes that of the processor
-        // negligible.
+        // The number of commits in a group depends on the time of a sync. A slow sync makes that of
+        // the processor negligible.
         "--sync-latency-us",
         "2000",
     ];
@@ -36,7 +37,8 @@ fn groups_need_fewer_syncs_and_fewer_writes() {
         }
     }
     for row in rows(&report, "waiters") {
-        // An earlier group may already have written a waiter's record, which then needs no write of its own.
+        // An earlier group may already have written a waiter's record, which then needs no write of
+        // its own.
         assert!(number(row, "write_each_writes_per_commit") > 0.9, "{row}");
         assert!(number(row, "one_write_writes_per_commit") < 0.2, "{row}");
     }

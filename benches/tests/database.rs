@@ -13,8 +13,8 @@ const NEEDS: [(&str, &str); 3] = [
     ("mkfs.ext4", "e2fsprogs"),
 ];
 
-/// A sync serves at most one commit of each client, so there are at least `least` for a commit. Only FLUSHes and
-/// checkpoints sync.
+/// A sync serves at most one commit of each client, so there are at least `least` for a commit.
+/// Only FLUSHes and checkpoints sync.
 #[track_caller]
 fn assert_counts(row: &Value, least: f64) {
     let (flushes, syncs) = (
@@ -78,7 +78,8 @@ fn guests_on_one_log_count_its_syncs_once() {
             (number(row, "guests"), number(row, "clients_each")),
             (4.0, 4.0)
         );
-        // Four clients of a guest may share a FLUSH, and all clients of all guests a sync of the log.
+        // Four clients of a guest may share a FLUSH, and all clients of all guests a sync of the
+        // log.
         assert_counts(row, 1.0 / 16.0);
     }
     let raw = &rows[0];

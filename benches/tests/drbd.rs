@@ -1,5 +1,5 @@
-//! `walvisor-bench drbd`: real DRBD between two machines. The tests check counts and contents. The only times that they
-//! check are those that the network's delay makes impossible.
+//! `walvisor-bench drbd`: real DRBD between two machines. The tests check counts and contents. The
+//! only times that they check are those that the network's delay makes impossible.
 
 mod support;
 

@@ -1,4 +1,5 @@
-//! `walvisor-bench notify --load linux`: the counts on every path of the Linux kernels. The test checks no times.
+//! `walvisor-bench notify --load linux`: the counts on every path of the Linux kernels. The test
+//! checks no times.
 
 mod support;
 
@@ -55,7 +56,8 @@ fn every_path_of_linux_counts_what_it_must() {
     for row in rows(&report, "linux-wal-randwrite-fsync") {
         let path = row["path"].as_str().unwrap();
         let of = |key: &str| number(row, key);
-        // Each interrupt of virtio-mmio costs a register write, and so does each doorbell without an ioeventfd.
+        // Each interrupt of virtio-mmio costs a register write, and so does each doorbell without
+        // an ioeventfd.
         let writes = match path {
             "virtio-mmio ioeventfd" => of("interrupts_per_request"),
             "virtio-mmio exits" => of("interrupts_per_request") + of("doorbells_per_request"),

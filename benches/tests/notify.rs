@@ -1,4 +1,5 @@
-//! `walvisor-bench notify`: the counts on every path that this machine has. The tests check no times.
+//! `walvisor-bench notify`: the counts on every path that this machine has. The tests check no
+//! times.
 
 mod support;
 
@@ -86,7 +87,8 @@ fn row_is_sane(section: &str, row: &Value) {
         number(row, "doorbells_per_request"),
         number(row, "interrupts_per_request"),
     );
-    // A request with a FLUSH counts as two. Notifications before the first request may add a little.
+    // A request with a FLUSH counts as two. Notifications before the first request may add a
+    // little.
     let most = if section.ends_with("fsync") { 2.1 } else { 1.1 };
     assert!(doorbells > 0.0 && doorbells <= most, "{section}: {row}");
     assert!(interrupts <= most, "{section}: {row}");
@@ -98,8 +100,9 @@ fn row_is_sane(section: &str, row: &Value) {
         number(row, "mmio_read_exits_per_request"),
         number(row, "mmio_write_exits_per_request"),
     );
-    // A late interrupt, whose request the driver has already found, makes the driver read the device's status.
-    // Allowed are two in a hundred, and two in a turn of 120 ms, which may have had few requests.
+    // A late interrupt, whose request the driver has already found, makes the driver read the
+    // device's status. Allowed are two in a hundred, and two in a turn of 120 ms, which may have
+    // had few requests.
     let few = interrupts * 0.02 + 2.0 / (number(row, "iops") * 0.12);
     match path {
         "virtio-pci ioeventfd" => {

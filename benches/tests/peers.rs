@@ -1,4 +1,5 @@
-//! `walvisor-bench peers`: rows for the installed peers and for answers from memory, and a note for each missing peer.
+//! `walvisor-bench peers`: rows for the installed peers and for answers from memory, and a note for
+//! each missing peer.
 
 mod support;
 

@@ -15,8 +15,8 @@ fn store(arguments: &[&str]) -> Command {
     command
 }
 
-/// The rows of a benchmark's report. It works in a directory on the file system of the build, which is rarely in memory,
-/// and leaves nothing there.
+/// The rows of a benchmark's report. It works in a directory on the file system of the build, which
+/// is rarely in memory, and leaves nothing there.
 #[track_caller]
 fn rows(arguments: &[&str]) -> Vec<Value> {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).expect("a directory");
@@ -49,7 +49,8 @@ fn groups(log: &Value) -> Vec<u64> {
 }
 
 const EIGHT: [&str; 4] = ["--clients", "8", "--sync-latency-us", "2000"];
-/// The same with a sync so slow that the clients are in time for the next group even on a busy machine.
+/// The same with a sync so slow that the clients are in time for the next group even on a busy
+/// machine.
 const SLOW_EIGHT: [&str; 6] = [
     "--clients",
     "8",
@@ -59,8 +60,9 @@ const SLOW_EIGHT: [&str; 6] = [
     "320",
 ];
 
-/// Most syncs per commit of eight clients that share them. Two alternating groups need 2/8. On a busy machine clients
-/// wake late and miss a group, so twice that is allowed, still far from the 1.0 without groups.
+/// Most syncs per commit of eight clients that share them. Two alternating groups need 2/8. On a
+/// busy machine clients wake late and miss a group, so twice that is allowed, still far from the
+/// 1.0 without groups.
 const SHARED: f64 = 2.0 * 2.0 / 8.0;
 
 #[test]
@@ -73,7 +75,8 @@ fn eight_clients_share_syncs_and_two_groups_alternate() {
     );
     let groups = groups(&log);
     assert_eq!(groups.len(), 10, "{log}");
-    // Every sync made a group with waiters durable, and no group has more waiters than there are clients.
+    // Every sync made a group with waiters durable, and no group has more waiters than there are
+    // clients.
     assert_eq!(groups.iter().sum::<u64>() as f64, number(&log, "syncs"));
     assert_eq!(groups[4..].iter().sum::<u64>(), 0, "{log}");
     for side in [raw, log] {
@@ -94,7 +97,8 @@ fn a_group_that_waits_holds_all_clients() {
         "800",
     ];
     let [_, log] = commits(&[&EIGHT[..], &wait].concat());
-    // All eight clients are in each group: 1/8, and a little more for the clients left when the loops end.
+    // All eight clients are in each group: 1/8, and a little more for the clients left when the
+    // loops end.
     assert!(number(&log, "syncs_per_commit") <= 1.2 / 8.0, "{log}");
     assert!(groups(&log)[3] >= 90, "{log}");
 }
@@ -108,8 +112,8 @@ fn without_groups_each_commit_costs_a_sync() {
     assert!(number(&log, "commits_per_s") <= 500.0, "{log}");
 }
 
-/// Each of many clients makes a write of its own, and all share the syncs. Without the switch they share the writes
-/// too.
+/// Each of many clients makes a write of its own, and all share the syncs. Without the switch they
+/// share the writes too.
 #[test]
 fn with_a_write_per_waiter_each_commit_costs_a_write() {
     for clients in ["128", "256"] {
@@ -131,7 +135,8 @@ fn with_a_write_per_waiter_each_commit_costs_a_write() {
     }
 }
 
-/// The limit of operations per second applies to the writes and syncs of the store and of the baseline.
+/// The limit of operations per second applies to the writes and syncs of the store and of the
+/// baseline.
 #[test]
 fn a_slow_medium_counts_writes_and_syncs() {
     let slow = [

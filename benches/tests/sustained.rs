@@ -1,5 +1,5 @@
-//! `walvisor-bench sustained`: its report, what it leaves behind, and its end after an interrupt. The tests check no
-//! times.
+//! `walvisor-bench sustained`: its report, what it leaves behind, and its end after an interrupt.
+//! The tests check no times.
 
 mod support;
 

@@ -33,7 +33,8 @@ pub fn fill(template: &str, settings: &Settings) -> String {
     text.unwrap_or_else(|error| panic!("the template '{template}': {error:#}"))
 }
 
-/// Replaces the texts that begin with `=` by the values of their expressions, which see the other settings.
+/// Replaces the texts that begin with `=` by the values of their expressions, which see the other
+/// settings.
 pub fn compute(settings: &mut Settings) {
     let is_formula = |(name, value): (&String, &Value)| {
         let formula = value.as_str()?.strip_prefix('=')?;

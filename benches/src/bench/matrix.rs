@@ -144,13 +144,8 @@ pub struct Matrix {
 impl Matrix {
     /// The matrices of a section: one, or one for each combination of `split`.
     pub fn of(spec: &SectionSpec) -> Vec<Self> {
-        let combinations = combine(&spec.split).into_iter().enumerate();
-        let matrix = |(at, split): (usize, Settings)| {
-            let mut spec = spec.clone();
-            if at > 0 {
-                // The first has told it.
-                spec.notes.clear();
-            }
+        let combinations = combine(&spec.split).into_iter();
+        let matrix = |split: Settings| {
             let mut settings = spec.plan.clone();
             settings.extend(split);
             let rows = if spec.rows.is_empty() {
@@ -161,11 +156,11 @@ impl Matrix {
             let axes = combine(&spec.axes);
             let rows = rows.iter().flat_map(|row| {
                 axes.iter()
-                    .map(|axis| row_of(&spec, &[&settings, row, axis]))
+                    .map(|axis| row_of(spec, &[&settings, row, axis]))
             });
             let rows = rows.filter(|row| !row.sides.is_empty()).collect();
             Self {
-                spec,
+                spec: spec.clone(),
                 rows,
                 notes: Vec::new(),
             }
@@ -203,8 +198,8 @@ impl Matrix {
         Duration::from_secs_f64(seconds.unwrap_or_default())
     }
 
-    /// Gives each side of each row a turn in every round, so that all see the machine in the same states, unless the
-    /// session has to end.
+    /// Gives each side of each row a turn in every round, so that all see the machine in the same
+    /// states, unless the session has to end.
     ///
     /// # Errors
     /// The errors of `turn`.
@@ -245,8 +240,9 @@ impl Matrix {
         self.spec.rounds + usize::from(self.spec.warm_up)
     }
 
-    /// Gives each side of a row a turn. The first is another one in each round, so that no side is always first. A setting
-    /// `rounds` is the most that a side has. Returns `false` if the session has to end.
+    /// Gives each side of a row a turn. The first is another one in each round, so that no side is
+    /// always first. A setting `rounds` is the most that a side has. Returns `false` if the session
+    /// has to end.
     ///
     /// # Errors
     /// The errors of `turn`.
@@ -276,7 +272,8 @@ impl Matrix {
     }
 }
 
-/// Gives each side of each row of all matrices a turn in every round, unless the session has to end.
+/// Gives each side of each row of all matrices a turn in every round, unless the session has to
+/// end.
 ///
 /// # Errors
 /// The errors of `turn`.

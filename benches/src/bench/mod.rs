@@ -1,4 +1,5 @@
-//! A benchmark: its matrices, as a file in `matrices/` declares them, and the run that measures and reports them.
+//! A benchmark: its matrices, as a file in `matrices/` declares them, and the run that measures and
+//! reports them.
 //!
 //! ```text
 //!   matrices/commit.toml ─▶ spec.rs ─▶ matrix.rs: rows, sides, turns ─▶ show.rs: tables and plots ─▶ report
@@ -31,8 +32,9 @@ pub struct Bench<'a> {
 }
 
 impl<'a> Bench<'a> {
-    /// The benchmark of a file. `only` has the names of sections; all, if it is empty. `given` are the settings of the
-    /// command line: they replace those of the file, also where it has a list of them.
+    /// The benchmark of a file. `only` has the names of sections; all, if it is empty. `given` are
+    /// the settings of the command line: they replace those of the file, also where it has a list
+    /// of them.
     ///
     /// # Panics
     /// If the file has a mistake: a test reads all files.
@@ -60,17 +62,27 @@ impl<'a> Bench<'a> {
         self.output.start(matrices.map(Matrix::expected).sum())
     }
 
-    /// Writes the report in all the formats that the user asked for, and returns the error of the run. What was measured
-    /// before a failure is still reported. An interrupt is no failure: it also ends other programs on the terminal.
+    /// Writes the report in all the formats that the user asked for, and returns the error of the
+    /// run. What was measured before a failure is still reported. An interrupt is no failure: it
+    /// also ends other programs on the terminal.
     ///
     /// # Errors
     /// That of the run, or if a file can't be written.
     pub fn finish(
-        self,
+        mut self,
         session: Session,
         run: Result<(), CommandError>,
     ) -> Result<(), CommandError> {
         let interrupted = session.interrupted();
+        // Of the matrices that one section was split into the first has its notes.
+        for section in self
+            .matrices
+            .chunk_by_mut(|one, next| one.spec.name == next.spec.name)
+        {
+            section[1..]
+                .iter_mut()
+                .for_each(|matrix| matrix.spec.notes.clear());
+        }
         let mut rows = self.matrices.iter().flat_map(|matrix| &matrix.rows);
         if run.is_ok() || interrupted || rows.any(Row::is_measured) {
             let matrices = self.matrices.iter();

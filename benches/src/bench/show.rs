@@ -189,8 +189,8 @@ impl Matrix {
     }
 }
 
-/// A plot of the lists of a row's first round. If they are long, each point stands for several places and shows the
-/// lowest.
+/// A plot of the lists of a row's first round. If they are long, each point stands for several
+/// places and shows the lowest.
 fn list_plot(spec: &PlotSpec, row: &Row) -> Plot {
     let series = row.sides.iter().map(|side| {
         let first = side.turns.first();

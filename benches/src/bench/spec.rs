@@ -54,8 +54,8 @@ pub struct SectionSpec {
     /// The rows, each with its settings, combined with `axes`.
     #[serde(default)]
     pub rows: Vec<Settings>,
-    /// Each axis: settings, each with a list. The lists of one axis go together, and a row is made for each
-    /// combination of the axes.
+    /// Each axis: settings, each with a list. The lists of one axis go together, and a row is made
+    /// for each combination of the axes.
     #[serde(default)]
     pub axes: Vec<Settings>,
     /// The name of a row: a template.
@@ -237,8 +237,8 @@ fn by_row() -> String {
     "{{ row }}".to_owned()
 }
 
-/// The sections of a file, in full or quickly. A section begins with all settings of the one that it is `like`, and a quick
-/// run continues with those in `quick`.
+/// The sections of a file, in full or quickly. A section begins with all settings of the one that
+/// it is `like`, and a quick run continues with those in `quick`.
 ///
 /// # Panics
 /// If the file has a mistake: a test reads all files.

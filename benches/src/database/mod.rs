@@ -1,5 +1,6 @@
-//! `walvisor-bench database`: MariaDB, PostgreSQL and SQLite, which wait for the disk at each commit, on a raw image and on
-//! the write-ahead log, with and without writing each page twice; and several guests on one log.
+//! `walvisor-bench database`: MariaDB, PostgreSQL and SQLite, which wait for the disk at each
+//! commit, on a raw image and on the write-ahead log, with and without writing each page twice; and
+//! several guests on one log.
 //!
 //! ```text
 //!   mod.rs: sides in turns ─▶ site.rs ─▶ walvisor serve vhost-user: raw-0.img, wal-0.img, single-0.img, raw-1.img, ...
@@ -30,8 +31,8 @@ pub struct DatabaseArguments {
     /// Only these parts, with commas between
     #[arg(long, value_delimiter = ',', value_name = "PART,PART", value_parser = sections(MATRICES))]
     only: Vec<String>,
-    /// Numbers of clients of MariaDB and PostgreSQL, measured in turns, separated by commas [default: 1,2,4,8,16,32; with
-    /// --quick 1,16]
+    /// Numbers of clients of MariaDB and PostgreSQL, measured in turns, separated by commas
+    /// [default: 1,2,4,8,16,32; with --quick 1,16]
     #[arg(long, value_delimiter = ',', value_name = "N,N..", value_parser = clap::value_parser!(u32).range(1..=64))]
     clients: Vec<u32>,
     /// Number of guests in the part with several

@@ -1,5 +1,5 @@
-//! The environment for databases: a daemon with the disks, guests in user-mode Linux with the servers, and the jobs for
-//! them.
+//! The environment for databases: a daemon with the disks, guests in user-mode Linux with the
+//! servers, and the jobs for them.
 
 use std::path::Path;
 
@@ -53,10 +53,12 @@ pub struct DatabaseSite {
 }
 
 impl DatabaseSite {
-    /// Creates disks in `dir`, and starts the daemon and the guests, each with the servers of all `parts`.
+    /// Creates disks in `dir`, and starts the daemon and the guests, each with the servers of all
+    /// `parts`.
     ///
     /// # Errors
-    /// If a program is missing, a disk cannot be made, or the daemon, a guest or a server does not start.
+    /// If a program is missing, a disk cannot be made, or the daemon, a guest or a server does not
+    /// start.
     pub fn start(dir: &Path, guests: usize, parts: &[&str]) -> Result<Self, CommandError> {
         require(&NEEDS)?;
         let servers: Vec<_> = parts.iter().map(|part| server(part)).collect();
@@ -155,7 +157,8 @@ impl DatabaseSite {
             sum.flushes += count("flushes");
             sum.writes += count("writes");
             sum.written_bytes += count("written_bytes");
-            // Without a log each FLUSH is an fdatasync of the image. A log counts the syncs of all its disks.
+            // Without a log each FLUSH is an fdatasync of the image. A log counts the syncs of all
+            // its disks.
             match of["log"]["syncs"].as_u64() {
                 Some(syncs) => sum.syncs = syncs,
                 None => sum.syncs += count("flushes"),
@@ -168,7 +171,8 @@ impl DatabaseSite {
 impl Drop for DatabaseSite {
     fn drop(&mut self) {
         self.guests.clear();
-        // The disks are thrown away, so the daemon is killed before it copies anything to them. Fails if it has ended.
+        // The disks are thrown away, so the daemon is killed before it copies anything to them.
+        // Fails if it has ended.
         let _ = self.daemon.process().kill();
     }
 }
@@ -182,7 +186,8 @@ struct Counters {
     written_bytes: u64,
 }
 
-/// The image of a guest's disk: `raw`, `wal`, or `single`, which is a `wal` whose server writes each page once.
+/// The image of a guest's disk: `raw`, `wal`, or `single`, which is a `wal` whose server writes
+/// each page once.
 fn image(disk: &str, guest: usize) -> String {
     format!("{disk}-{guest}.img")
 }
@@ -197,7 +202,8 @@ fn make_disk(
     let image = image(disk, guest);
     let (path, socket) = (place.images().join(&image), socket.display());
     if disk == "raw" {
-        // All its blocks are allocated: a sync then writes only data, which is the best case for a raw image.
+        // All its blocks are allocated: a sync then writes only data, which is the best case for a
+        // raw image.
         make_raw(&path, DISK_BYTES, BLOCK)?;
         return Ok(format!("path={image},backend=raw,socket={socket}"));
     }

@@ -1,5 +1,5 @@
-//! Failover under load: the primary is killed, and the other machine takes over. It must have every commit whose FLUSH was
-//! acknowledged.
+//! Failover under load: the primary is killed, and the other machine takes over. It must have every
+//! commit whose FLUSH was acknowledged.
 
 use std::path::Path;
 use std::time::Instant;
@@ -15,8 +15,8 @@ const CLIENTS: usize = 16;
 /// Acknowledged commits before the network gets its delay, and from then to the first kill.
 const COMMITS: u64 = 200;
 
-/// Kills the primary under load, at a different moment in each `round`. DRBD replicates with `protocol`, and the network
-/// delays what the primary sends.
+/// Kills the primary under load, at a different moment in each `round`. DRBD replicates with
+/// `protocol`, and the network delays what the primary sends.
 ///
 /// # Errors
 /// If a machine fails, or the log cannot be recovered.

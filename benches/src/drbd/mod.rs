@@ -1,4 +1,5 @@
-//! `walvisor-bench drbd`: the disk and its log on a block device that DRBD copies to a second machine.
+//! `walvisor-bench drbd`: the disk and its log on a block device that DRBD copies to a second
+//! machine.
 //!
 //! ```text
 //!   mod.rs       commits by round trip and clients  ─┐
@@ -35,7 +36,8 @@ pub struct DrbdArguments {
 /// Runs `walvisor-bench drbd`.
 ///
 /// # Errors
-/// If a program is missing, a machine or a measurement fails, a file can't be written, or a failover lost a commit.
+/// If a program is missing, a machine or a measurement fails, a file can't be written, or a
+/// failover lost a commit.
 pub fn run(arguments: &DrbdArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
     let mut bench = Bench::new(MATRICES, output, &arguments.only, &Settings::new());
@@ -69,7 +71,8 @@ pub fn run(arguments: &DrbdArguments) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Measures each round on new machines. After the rows without its other machine the disks differ, so these come last.
+/// Measures each round on new machines. After the rows without its other machine the disks differ,
+/// so these come last.
 fn measure_links(matrix: &mut Matrix, session: &Session, dir: &Path) -> Result<(), CommandError> {
     let links = matrix
         .rows

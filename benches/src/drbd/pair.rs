@@ -35,7 +35,8 @@ pub struct MachinePair {
 }
 
 impl MachinePair {
-    /// Boots both machines with empty disks in `dir`, and connects them with DRBD's `protocol`. Neither is the primary yet.
+    /// Boots both machines with empty disks in `dir`, and connects them with DRBD's `protocol`.
+    /// Neither is the primary yet.
     ///
     /// # Errors
     /// If a program is missing, a disk cannot be made, or a machine or DRBD does not start.

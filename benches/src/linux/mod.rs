@@ -1,12 +1,13 @@
-//! fio in Linux kernels: on a machine whose KVM runs Linux (this one, or an emulated one), and in user-mode Linux, which
-//! runs at near-native speed anywhere.
+//! fio in Linux kernels: on a machine whose KVM runs Linux (this one, or an emulated one), and in
+//! user-mode Linux, which runs at near-native speed anywhere.
 //!
 //! ```text
 //!   scripts/load.sh + a script ──▶ walvisor-guest-images run | user-mode ──▶ its console, line by line
 //!                                                                                  │
 //!            a side's turn ◀── reader.rs: measure: job, counters, fio .., counters, end ◀──┘
 //! ```
-//! The script does all jobs of all rounds: it gets the settings of the matrices, and its results go to their sides.
+//! The script does all jobs of all rounds: it gets the settings of the matrices, and its results go
+//! to their sides.
 
 mod reader;
 
@@ -48,8 +49,9 @@ const KERNELS: [&str; 2] = ["user-mode", "machine"];
 /// Which of them.
 #[derive(Debug, Args)]
 pub struct Kernels {
-    /// The kernels that run fio, separated by commas: user-mode Linux, near native, or that of a machine whose KVM runs
-    /// Linux, this one or an emulated one [default: both; with --quick the first]
+    /// The kernels that run fio, separated by commas: user-mode Linux, near native, or that of a
+    /// machine whose KVM runs Linux, this one or an emulated one [default: both; with --quick the
+    /// first]
     #[arg(long, value_delimiter = ',', value_name = "NAME,NAME..", value_parser = KERNELS)]
     linux: Vec<String>,
 }
@@ -57,14 +59,11 @@ pub struct Kernels {
 impl Kernels {
     /// The chosen kernels, which are names of sections.
     pub fn chosen(&self, quick: bool) -> Vec<String> {
-        let otherwise = if quick { 1 } else { KERNELS.len() };
-        match self.linux.is_empty() {
-            true => KERNELS[..otherwise]
-                .iter()
-                .map(|&name| name.to_owned())
-                .collect(),
-            false => self.linux.clone(),
+        if !self.linux.is_empty() {
+            return self.linux.clone();
         }
+        let kernels = KERNELS.iter().take(if quick { 1 } else { KERNELS.len() });
+        kernels.map(|&name| name.to_owned()).collect()
     }
 }
 
@@ -79,10 +78,12 @@ pub struct Scripts {
     pub guest: &'static str,
 }
 
-/// Measures the matrices of a kernel, with disks in `dir`. If a signal interrupts it, what was measured so far stays.
+/// Measures the matrices of a kernel, with disks in `dir`. If a signal interrupts it, what was
+/// measured so far stays.
 ///
 /// # Errors
-/// If the program that runs guests is missing or fails, a disk cannot be created, or the write caches differ.
+/// If the program that runs guests is missing or fails, a disk cannot be created, or the write
+/// caches differ.
 pub fn measure(
     matrices: &mut [Matrix],
     scripts: &Scripts,

@@ -42,7 +42,8 @@ pub struct DiskCounters {
     pub cpu_ns: f64,
     /// Processor time of the whole machine, in nanoseconds.
     pub machine_cpu_ns: f64,
-    /// The output of `walvisor ctl ... stats --json`; an empty object if the process has no control socket.
+    /// The output of `walvisor ctl ... stats --json`; an empty object if the process has no control
+    /// socket.
     pub stats: Value,
 }
 
@@ -75,11 +76,13 @@ struct RunningJob {
 }
 
 impl EventReader {
-    /// Takes a line, without its `measure: `. What was measured goes to the side of its job, and why something is missing to
-    /// the notes. Returns whether the guest waits for the counters of the daemon outside.
+    /// Takes a line, without its `measure: `. What was measured goes to the side of its job, and
+    /// why something is missing to the notes. Returns whether the guest waits for the counters of
+    /// the daemon outside.
     ///
     /// # Errors
-    /// If the line has none of these forms, no side has this job, its write cache is off, or fio failed.
+    /// If the line has none of these forms, no side has this job, its write cache is off, or fio
+    /// failed.
     pub fn take(&mut self, line: &str, matrices: &mut [Matrix]) -> Result<bool, CommandError> {
         let strange = || {
             CommandError::Failed(format!(
@@ -167,7 +170,8 @@ impl EventReader {
 impl RunningJob {
     /// The figures of the job, or `None` if a part of them is missing.
     fn figures(&self, machine: &str) -> Option<Value> {
-        // The counters of the monitor if it serves the disk, or else of the daemon that runs next to fio.
+        // The counters of the monitor if it serves the disk, or else of the daemon that runs next
+        // to fio.
         let path = self.job.path.as_str();
         let of_monitor = machine != "user-mode" || path == "vhost-user" || path == "tcmu-in-guest";
         let served = match (self.monitor.is_empty(), of_monitor) {
@@ -190,7 +194,8 @@ impl RunningJob {
         }
         // fio reports a sync separately from the write before it, which the sync makes durable.
         let sync = self.fio.get("sync").copied().unwrap_or_default();
-        // fio measures the first syncs from when their machine started, so each is capped at the job's duration.
+        // fio measures the first syncs from when their machine started, so each is capped at the
+        // job's duration.
         let longest = requests / data.iops * 1e9;
         let us = |data: f64, sync: f64| (data + sync.min(longest)) / 1000.0;
         let grown = |path: &str| {
@@ -207,7 +212,8 @@ impl RunningJob {
             [before, after] => (after.cpu_ns - before.cpu_ns) / 1000.0 / requests,
             _ => 0.0,
         };
-        // For TCMU in a guest: the daemon in the guest, and the monitor that serves the disk under it.
+        // For TCMU in a guest: the daemon in the guest, and the monitor that serves the disk under
+        // it.
         let vmm_cpu = if path == "tcmu-in-guest" {
             cpu(&self.monitor) + cpu(&self.daemon)
         } else {
@@ -242,8 +248,8 @@ impl RunningJob {
     }
 }
 
-/// The exits of a request, by kind, of all vCPUs. Those of ports come from the guest's console, through which it asks for
-/// counters.
+/// The exits of a request, by kind, of all vCPUs. Those of ports come from the guest's console,
+/// through which it asks for counters.
 fn exits(before: &DiskCounters, after: &DiskCounters, requests: f64) -> BTreeMap<String, f64> {
     let sum = |counters: &DiskCounters, kind: &str| -> f64 {
         let each = counters.stats["exits"][kind]

@@ -44,8 +44,8 @@ pub struct Work {
     pub reads_per_cent: u64,
     /// Whether a FLUSH follows each write, and is timed with it.
     pub flush: bool,
-    /// Whether 80 % of the requests go to every fifth block, like the hot pages of a database. Otherwise all blocks are
-    /// equally likely.
+    /// Whether 80 % of the requests go to every fifth block, like the hot pages of a database.
+    /// Otherwise all blocks are equally likely.
     pub hot: bool,
 }
 
@@ -152,7 +152,8 @@ impl Tally {
     }
 }
 
-/// The figures of `requests` of 4 KiB in `time`, half of which, 99 % and 99.9 % of which stayed `within` these times.
+/// The figures of `requests` of 4 KiB in `time`, half of which, 99 % and 99.9 % of which stayed
+/// `within` these times.
 pub fn figures(requests: u64, time: Duration, within: [Duration; 3]) -> Value {
     let iops = requests as f64 / time.as_secs_f64().max(1e-9);
     let [p50, p99, p999] = within.map(|time| time.as_secs_f64() * 1e6);
@@ -167,8 +168,8 @@ pub fn figures(requests: u64, time: Duration, within: [Duration; 3]) -> Value {
 }
 
 impl Loops {
-    /// `slots` loops over a disk of `bytes` bytes, for the time `turn` from now on. Clients with different seeds use
-    /// different sequences of blocks.
+    /// `slots` loops over a disk of `bytes` bytes, for the time `turn` from now on. Clients with
+    /// different seeds use different sequences of blocks.
     pub fn new(work: impl Into<Work>, slots: usize, bytes: u64, turn: Duration, seed: u64) -> Self {
         let now = Instant::now();
         let slot = Slot {

@@ -1,5 +1,5 @@
-//! Closed loops over NBD: a client in this process with one connection. It uses only what every server supports: fixed
-//! newstyle, OPT_GO, simple replies (the protocol's `doc/proto.md`).
+//! Closed loops over NBD: a client in this process with one connection. It uses only what every
+//! server supports: fixed newstyle, OPT_GO, simple replies (the protocol's `doc/proto.md`).
 
 use std::io::{self, BufReader, BufWriter, Read, Write};
 use std::net::Shutdown;
@@ -92,8 +92,8 @@ impl NbdClient {
     }
 }
 
-/// Runs a thread for each of `clients`, each with `depth` requests of `work` in flight, on disks of `bytes` bytes. If the
-/// session is interrupted they end at once, even those that wait for a reply.
+/// Runs a thread for each of `clients`, each with `depth` requests of `work` in flight, on disks of
+/// `bytes` bytes. If the session is interrupted they end at once, even those that wait for a reply.
 ///
 /// # Errors
 /// If a request fails, or no reply comes for ten minutes.

@@ -10,8 +10,8 @@ use crate::blocks::BLOCK;
 /// Even on the slowest machine no request takes this long.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// Runs closed loops in this thread, over `queues` queues of each of `clients`, with `depth` requests in flight in
-/// each queue, on disks of `bytes` bytes.
+/// Runs closed loops in this thread, over `queues` queues of each of `clients`, with `depth`
+/// requests in flight in each queue, on disks of `bytes` bytes.
 ///
 /// # Errors
 /// If a request fails, or no request ends for half a minute.

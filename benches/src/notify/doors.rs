@@ -1,5 +1,5 @@
-//! The doors of the paths: the embedded guest in a VM of this process, with one transport and one kind of notification, and
-//! daemons over vhost-user and NBD with clients in this process.
+//! The doors of the paths: the embedded guest in a VM of this process, with one transport and one
+//! kind of notification, and daemons over vhost-user and NBD with clients in this process.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -55,8 +55,8 @@ struct Work {
 }
 
 impl Work {
-    /// Whether syncs are counted. If so, a checkpoint precedes the job, whose first FLUSH would otherwise also sync the writes
-    /// of earlier jobs, in any number of the log's segments.
+    /// Whether syncs are counted. If so, a checkpoint precedes the job, whose first FLUSH would
+    /// otherwise also sync the writes of earlier jobs, in any number of the log's segments.
     fn counts_syncs(&self) -> bool {
         self.backend == "wal" && self.job == LoadJob::WriteFsync
     }
@@ -175,7 +175,8 @@ impl<'a> Doors<'a> {
         let turn = measure_daemon(daemon, work, || {
             drive_all(clients, loops, self.turn, session).map_err(failed)
         })?;
-        // The protocol says whether there is a cache to flush. Only the daemon says whether it is on.
+        // The protocol says whether there is a cache to flush. Only the daemon says whether it is
+        // on.
         let writeback = daemon.counters(&work.backend)?["cache"] == "writeback";
         Ok((turn, sends_flush && writeback))
     }
@@ -212,7 +213,8 @@ fn measure_daemon(
     )))
 }
 
-/// Adds what a request cost: processor time of the disk's own threads and of the whole machine, and syncs of the log.
+/// Adds what a request cost: processor time of the disk's own threads and of the whole machine, and
+/// syncs of the log.
 fn with_costs(
     mut figures: Value,
     cpu: Option<Duration>,
@@ -281,8 +283,8 @@ impl GuestDoor {
             ticks: self.ticks,
             requests: u64::MAX,
         };
-        // The VM blocks termination signals in its thread for good. The session needs them in this thread, so the VM gets a
-        // thread of its own.
+        // The VM blocks termination signals in its thread for good. The session needs them in this
+        // thread, so the VM gets a thread of its own.
         let report = std::thread::scope(|scope| {
             let vm = scope.spawn(move || demo::run_load(disk, load));
             vm.join()

@@ -5,8 +5,8 @@
 //!   virtio driver  ─▶ vhost-user daemon ───────────────────────────┼─▶ RAM disk, write-ahead-logged disk
 //!   NBD client     ─▶ NBD daemon ──────────────────────────────────┘
 //! ```
-//! and, with --load linux, fio in Linux kernels (linux/): the same paths, TCMU, and TCMU inside a guest. Each path
-//! runs the same closed loops, in turns.
+//! and, with --load linux, fio in Linux kernels (linux/): the same paths, TCMU, and TCMU inside a
+//! guest. Each path runs the same closed loops, in turns.
 
 mod doors;
 
@@ -35,15 +35,17 @@ const SCRIPTS: Scripts = Scripts {
 /// Arguments of `walvisor-bench notify`.
 #[derive(Debug, Args)]
 pub struct NotifyArguments {
-    /// The load generators, separated by commas. Embedded: a guest in this program, and its clients, wherever KVM opens.
-    /// Linux: fio in Linux kernels, with TCMU: user-mode Linux, and a machine with KVM, emulated where this one runs no
-    /// Linux
+    /// The load generators, separated by commas. Embedded: a guest in this program, and its
+    /// clients, wherever KVM opens. Linux: fio in Linux kernels, with TCMU: user-mode Linux, and a
+    /// machine with KVM, emulated where this one runs no Linux
     #[arg(long, value_delimiter = ',', value_name = "LOAD,LOAD..", default_value = LOADS[0], value_parser = LOADS)]
     load: Vec<String>,
-    /// Only these paths of the embedded load, separated by commas. Exits: doorbells exit, and interrupts are ioctls
+    /// Only these paths of the embedded load, separated by commas. Exits: doorbells exit, and
+    /// interrupts are ioctls
     #[arg(long, value_delimiter = ',', value_name = "PATH,PATH..", value_parser = sides(MATRICES))]
     only: Vec<String>,
-    /// Only these backends, separated by commas: memory, which shows the notification alone, or an image and a log
+    /// Only these backends, separated by commas: memory, which shows the notification alone, or an
+    /// image and a log
     #[arg(long, value_delimiter = ',', value_name = "BACKEND,BACKEND..", value_parser = BACKENDS)]
     backends: Vec<String>,
     #[command(flatten)]
@@ -55,7 +57,8 @@ pub struct NotifyArguments {
 /// Runs `walvisor-bench notify`.
 ///
 /// # Errors
-/// If a measurement fails, a file can't be written, or a path has another cache mode than the others.
+/// If a measurement fails, a file can't be written, or a path has another cache mode than the
+/// others.
 pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     let (output, has) = (&arguments.output, |load| {
         arguments.load.iter().any(|known| known == load)
@@ -90,7 +93,8 @@ pub fn run(arguments: &NotifyArguments) -> Result<(), CommandError> {
     bench.finish(session, run)
 }
 
-/// Leaves out the paths of a virtual machine if there is no KVM, and marks those whose times mean nothing.
+/// Leaves out the paths of a virtual machine if there is no KVM, and marks those whose times mean
+/// nothing.
 fn prepare(matrices: &mut [Matrix]) -> Result<(), CommandError> {
     let ring0 = probe::ring0();
     let note = match &ring0 {

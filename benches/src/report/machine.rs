@@ -64,7 +64,8 @@ fn field(path: &str, name: &str) -> String {
         .to_owned()
 }
 
-/// The file system that contains `dir`: the mount whose path is the longest prefix of the path of `dir`.
+/// The file system that contains `dir`: the mount whose path is the longest prefix of the path of
+/// `dir`.
 fn medium(dir: &Path) -> Option<String> {
     let dir = dir.canonicalize().ok()?;
     let mounts = fs::read_to_string("/proc/self/mounts").ok()?;

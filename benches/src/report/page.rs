@@ -1,5 +1,5 @@
-//! A report as a self-contained page, and a plot as SVG: no network, no script. The page is light or dark like the
-//! reader's system.
+//! A report as a self-contained page, and a plot as SVG: no network, no script. The page is light
+//! or dark like the reader's system.
 
 use std::sync::LazyLock;
 

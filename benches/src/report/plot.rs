@@ -1,5 +1,6 @@
-//! Plots: lines on linear or logarithmic axes, and bars. This lays them out, and the template `plot.svg` draws them. The
-//! text is readable even if a plot is shown 500 pixels wide, so names are above what they name and not beside it.
+//! Plots: lines on linear or logarithmic axes, and bars. This lays them out, and the template
+//! `plot.svg` draws them. The text is readable even if a plot is shown 500 pixels wide, so names
+//! are above what they name and not beside it.
 
 use minijinja::context;
 use serde::Serialize;
@@ -40,7 +41,8 @@ pub enum PlotKind {
         unit: String,
         /// The names of a label's bars, in order. With only one name there is no legend.
         groups: Vec<String>,
-        /// The length that is neither good nor bad, shown as a line. Longer bars are good, shorter ones bad.
+        /// The length that is neither good nor bad, shown as a line. Longer bars are good, shorter
+        /// ones bad.
         even: Option<f64>,
         /// Each label with its bars; `None` leaves a bar out.
         rows: Vec<(String, Vec<Option<Spread>>)>,
@@ -57,7 +59,8 @@ pub struct Axis {
 }
 
 impl Axis {
-    /// An axis. If it is not logarithmic, it begins at zero, or at the least value if that is below zero.
+    /// An axis. If it is not logarithmic, it begins at zero, or at the least value if that is below
+    /// zero.
     pub fn new(label: &str, log: bool) -> Self {
         Self {
             label: label.to_owned(),
@@ -77,7 +80,8 @@ pub struct Series {
     pub name: String,
     /// Its points, from left to right.
     pub points: Vec<(f64, f64)>,
-    /// Whether it is a reference for the others: computed, or independent of the axis. It is dashed, without dots.
+    /// Whether it is a reference for the others: computed, or independent of the axis. It is
+    /// dashed, without dots.
     pub ideal: bool,
 }
 
@@ -188,7 +192,8 @@ impl Plot {
     }
 }
 
-/// The place on the horizontal axis of all points, if they share one: then a line would be a single dot.
+/// The place on the horizontal axis of all points, if they share one: then a line would be a single
+/// dot.
 fn only_place(x: &Axis, y: &Axis, series: &[Series]) -> Option<f64> {
     let points = series.iter().flat_map(|line| line.visible(x, y));
     let mut places = points.map(|point| point.0);
@@ -420,7 +425,8 @@ impl Scale {
         }
     }
 
-    /// The same with its ticks at the values themselves if they are few, such as numbers of clients.
+    /// The same with its ticks at the values themselves if they are few, such as numbers of
+    /// clients.
     fn at_values(mut self) -> Self {
         if self.log && self.values.len() <= 10 {
             self.ticks.clone_from(&self.values);
@@ -447,7 +453,8 @@ fn linear_ticks(low: f64, high: f64) -> Vec<f64> {
     numbers.map(|number| number as f64 * step).collect()
 }
 
-/// Powers of ten. If there are few, also 2 and 5 times these; if those are fewer than three, round numbers.
+/// Powers of ten. If there are few, also 2 and 5 times these; if those are fewer than three, round
+/// numbers.
 fn log_ticks(low: f64, high: f64) -> Vec<f64> {
     let times: &[f64] = match high - low {
         ..2.5 => &[1.0, 2.0, 5.0],

@@ -1,5 +1,5 @@
-//! The content of a report: sections, each a table with its plots. The same report is printed, written as JSON, and
-//! drawn on a page.
+//! The content of a report: sections, each a table with its plots. The same report is printed,
+//! written as JSON, and drawn on a page.
 
 use std::fmt::{self, Display, Write as _};
 
@@ -33,7 +33,8 @@ pub struct Section {
     pub key: String,
     /// Its title.
     pub title: String,
-    /// Paragraphs: the setting, the results that its source reports, and the meaning of the figures.
+    /// Paragraphs: the setting, the results that its source reports, and the meaning of the
+    /// figures.
     pub notes: Vec<String>,
     /// The results.
     #[serde(rename = "rows")]
@@ -167,7 +168,8 @@ impl Cell {
         }
     }
 
-    /// The ratio of a figure to the one that it is compared with, judged if it is more than a few per cent from 1.
+    /// The ratio of a figure to the one that it is compared with, judged if it is more than a few
+    /// per cent from 1.
     pub fn ratio(ratio: f64, better: Preference) -> Self {
         let number = Self::Number(ratio, 2);
         let (more, less) = (ratio >= 1.0 + SCATTER, ratio <= 1.0 - SCATTER);
@@ -400,6 +402,7 @@ mod tests {
     #[test]
     fn figures_have_separated_thousands() {
         assert_eq!(figure(1234.0, 0), "1234");
+        assert_eq!(figure(-0.0, 0), "0");
         assert_eq!(figure(-1_234_567.89, 1), "-1,234,567.9");
         assert_eq!(figure(0.5, 2), "0.50");
         assert_eq!(Cell::of(&[], 0), Cell::None);

@@ -42,7 +42,8 @@ pub fn round_figure(value: f64) -> f64 {
 
 /// A number for human readers, with separated thousands.
 pub fn figure(value: f64, decimals: usize) -> String {
-    let text = format!("{value:.decimals$}");
+    // The sum of no numbers is -0.
+    let text = format!("{:.decimals$}", value + 0.0);
     let (sign, digits) = match text.strip_prefix('-') {
         Some(digits) => ("-", digits),
         None => ("", text.as_str()),

@@ -62,7 +62,8 @@ pub fn run(arguments: &AppendArguments) -> Result<(), CommandError> {
     let bytes = blocks * block;
     let directory = directory(&arguments.output.dir)?;
     let site = directory.path();
-    // In the worst case each write needs a descriptor block. The ring has room for a round without a checkpoint.
+    // In the worst case each write needs a descriptor block. The ring has room for a round without
+    // a checkpoint.
     let options = ring(blocks * (block + BLOCK as u64));
     site::create(site, 1, bytes, &options)?;
     let raw_path = site.join("raw");
@@ -78,7 +79,8 @@ pub fn run(arguments: &AppendArguments) -> Result<(), CommandError> {
     let log = |round| {
         let store = site::open(site, 1, CacheMode::Writeback, &options)?;
         let mut queue = QueueClient::open(&store.disks()[0], depth)?;
-        // The data is stamped before the clock starts. Copying it stands in for the copy from guest memory.
+        // The data is stamped before the clock starts. Copying it stands in for the copy from guest
+        // memory.
         let template = stamped_block(block as usize, 1, round);
         let began = Instant::now();
         let sectors = (0..bytes / SECTOR_SIZE).step_by((block / SECTOR_SIZE) as usize);

@@ -1,4 +1,5 @@
-//! `walvisor-bench store checkpoint`: the rate at which a checkpoint copies the log to the base image.
+//! `walvisor-bench store checkpoint`: the rate at which a checkpoint copies the log to the base
+//! image.
 
 use std::time::Instant;
 
@@ -56,8 +57,8 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
     let blocks = bytes / block;
     let directory = directory(&arguments.output.dir)?;
     let site = directory.path();
-    // In the worst case each write needs a descriptor block, and batches leave space unused at the end of segments. No
-    // checkpoint begins before the log is closed.
+    // In the worst case each write needs a descriptor block, and batches leave space unused at the
+    // end of segments. No checkpoint begins before the log is closed.
     let options = ring(2 * (bytes + blocks * BLOCK as u64));
     site::create(site, 1, bytes, &options)?;
     let raw_path = site.join("raw");

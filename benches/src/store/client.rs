@@ -95,8 +95,9 @@ impl QueueClient {
         })
     }
 
-    /// Keeps the queue full with requests from `next`, until that returns `None`. Waits until a request completes, and
-    /// returns its slot, its data and its time; `None` once no request is in flight.
+    /// Keeps the queue full with requests from `next`, until that returns `None`. Waits until a
+    /// request completes, and returns its slot, its data and its time; `None` once no request is in
+    /// flight.
     ///
     /// # Errors
     /// If the request failed.

@@ -63,14 +63,17 @@ pub struct CommitPlan {
     #[arg(long, value_enum, default_value_t = Switch::On)]
     #[serde(default)]
     group: Switch,
-    /// One write to the log for each waiting client, and one sync for all; shows what one write for the group saves
+    /// One write to the log for each waiting client, and one sync for all; shows what one write for
+    /// the group saves
     #[arg(long)]
     #[serde(default)]
     write_per_waiter: bool,
-    /// Longest time that a group waits for more to join it, in microseconds; 0 for none [default: adaptive]
+    /// Longest time that a group waits for more to join it, in microseconds; 0 for none [default:
+    /// adaptive]
     #[arg(long, value_name = "U", value_parser = clap::value_parser!(u32).range(0..=1_000_000))]
     commit_wait_usec: Option<u32>,
-    /// A group starts as soon as this many wait [default: as many as were served last, or came meanwhile]
+    /// A group starts as soon as this many wait [default: as many as were served last, or came
+    /// meanwhile]
     #[arg(long, value_name = "C", value_parser = clap::value_parser!(u32).range(1..=65_536))]
     commit_wait_count: Option<u32>,
     /// writethrough: each write is durable when it completes, and a commit has no FLUSH
@@ -200,8 +203,8 @@ pub fn measure(plan: &CommitPlan, dir: &Path) -> Result<Turn, CommandError> {
 
 /// A client of the store, with blocks of its own on one of the disks.
 struct Committer {
-    /// Dropped when its thread has no more to do. A port can be the leader of all groups, so a client that stops polling
-    /// its port must drop it, which passes leadership on.
+    /// Dropped when its thread has no more to do. A port can be the leader of all groups, so a
+    /// client that stops polling its port must drop it, which passes leadership on.
     client: Option<StoreClient>,
     writer: u64,
     log: usize,
@@ -304,7 +307,8 @@ fn figures(plan: &CommitPlan, mut timing: Timing, writes: u64, syncs: u64) -> Va
     figures
 }
 
-/// Checks the last write of a client to each of its blocks in the images, which are plain files after the close.
+/// Checks the last write of a client to each of its blocks in the images, which are plain files
+/// after the close.
 fn verify(site: &Path, committer: &Committer) -> Result<(), CommandError> {
     let path = site::image(site, committer.disk);
     let last = committer.committed.saturating_sub(CLIENT_BLOCKS)..committer.committed;

@@ -1,5 +1,5 @@
-//! For `walvisor-bench drbd`: clients that print each acknowledged commit until their machine dies, and a check of which
-//! commits the machine that takes over has.
+//! For `walvisor-bench drbd`: clients that print each acknowledged commit until their machine dies,
+//! and a check of which commits the machine that takes over has.
 
 use std::path::PathBuf;
 use std::process::exit;
@@ -37,8 +37,8 @@ fn sector(client: u64, block: u64) -> u64 {
     (client * CLIENT_BLOCKS + block) * BLOCK as u64 / SECTOR_SIZE
 }
 
-/// Creates a disk. Its clients commit, and print `guest: acknowledged CLIENT NUMBER` after each acknowledged FLUSH.
-/// Never returns without an error.
+/// Creates a disk. Its clients commit, and print `guest: acknowledged CLIENT NUMBER` after each
+/// acknowledged FLUSH. Never returns without an error.
 ///
 /// # Errors
 /// If the store fails.
@@ -73,8 +73,8 @@ fn commit(disk: &Disk, client: u64) -> Result<(), CommandError> {
     Ok(())
 }
 
-/// Opens the disk, which recovers the log, and prints `guest: found CLIENT NUMBER` for the last commit of each client
-/// that is there.
+/// Opens the disk, which recovers the log, and prints `guest: found CLIENT NUMBER` for the last
+/// commit of each client that is there.
 ///
 /// # Errors
 /// If the log cannot be recovered, or a client's commits in it are not exactly its first ones.

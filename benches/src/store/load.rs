@@ -1,4 +1,5 @@
-//! `walvisor-bench store load`: import, export, check and recovery with one thread, and with one per processor.
+//! `walvisor-bench store load`: import, export, check and recovery with one thread, and with one
+//! per processor.
 
 use std::fs::File;
 use std::num::NonZeroUsize;
@@ -67,7 +68,8 @@ pub fn run(arguments: &LoadArguments) -> Result<(), CommandError> {
     measure("load", given, output, &mut turn)
 }
 
-/// Removes a file from the page cache, so that it is read from the medium. Returns its size in bytes.
+/// Removes a file from the page cache, so that it is read from the medium. Returns its size in
+/// bytes.
 fn drop_from_cache(path: &Path) -> Result<u64, CommandError> {
     let file = File::open(path).map_err(failed("open", path))?;
     file.sync_all().map_err(failed("sync", path))?;
@@ -99,7 +101,8 @@ fn import_into(image: &Path, disk: &Path, threads: NonZeroUsize) -> Result<(), C
     done.map(drop).map_err(CommandError::failed)
 }
 
-/// Exports a disk whose content is all in its base image, checks the image and removes it. Returns the time.
+/// Exports a disk whose content is all in its base image, checks the image and removes it. Returns
+/// the time.
 fn export(disk: &Path, threads: NonZeroUsize) -> Result<Duration, CommandError> {
     let bytes = drop_from_cache(disk)?;
     let (image, threads) = (disk.with_extension("raw"), Some(threads));

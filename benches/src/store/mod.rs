@@ -1,4 +1,5 @@
-//! `walvisor-bench store`: the store alone, each figure compared with a raw baseline from the same run.
+//! `walvisor-bench store`: the store alone, each figure compared with a raw baseline from the same
+//! run.
 //!
 //! ```text
 //!   commit   closed-loop clients: write 4 KiB, FLUSH     beside  write + fdatasync by as many threads

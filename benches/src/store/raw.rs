@@ -60,8 +60,9 @@ impl<'a> RawQueue<'a> {
         &mut self.buffers[slot]
     }
 
-    /// Keeps the queue full with the file offsets that `next` returns for a slot, until it returns `None`. Waits for
-    /// one request to end, and returns its slot and its time; `None` once no request is in flight.
+    /// Keeps the queue full with the file offsets that `next` returns for a slot, until it returns
+    /// `None`. Waits for one request to end, and returns its slot and its time; `None` once no
+    /// request is in flight.
     ///
     /// # Errors
     /// If the request failed or was short.
@@ -127,8 +128,8 @@ impl<'a> RawQueue<'a> {
                 .offset(offset)
                 .build(),
         };
-        // SAFETY: the file and the slot's buffer live as long as `self`, whose drop waits for the requests in flight, and no
-        // code touches the buffer of a slot that is not idle.
+        // SAFETY: the file and the slot's buffer live as long as `self`, whose drop waits for the
+        // requests in flight, and no code touches the buffer of a slot that is not idle.
         let pushed = unsafe { self.ring.submission().push(&entry.user_data(slot as u64)) };
         pushed.expect("an entry for each slot");
     }
@@ -137,8 +138,8 @@ impl<'a> RawQueue<'a> {
 impl Drop for RawQueue<'_> {
     fn drop(&mut self) {
         while self.idle.len() < self.buffers.len() {
-            // An error of a request is ignored. After an error of the ring the kernel may still use the buffers, so
-            // they are leaked.
+            // An error of a request is ignored. After an error of the ring the kernel may still use
+            // the buffers, so they are leaked.
             let before = self.idle.len();
             if self.step(|_| None).is_err() && self.idle.len() == before {
                 std::mem::forget(std::mem::take(&mut self.buffers));

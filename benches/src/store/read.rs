@@ -46,12 +46,12 @@ pub struct ReadArguments {
     /// Reads in flight of each client
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u16).range(1..=256))]
     depth: u16,
-    /// Also measure while a client writes to another disk of the log and flushes in a loop, with so many microseconds
-    /// added to each sync
+    /// Also measure while a client writes to another disk of the log and flushes in a loop, with so
+    /// many microseconds added to each sync
     #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     beside_sync_us: Option<u32>,
-    /// Also measure while 32 writes are in flight to another disk, whose log is full and is copied all the time, and
-    /// beside as many writes to a raw file
+    /// Also measure while 32 writes are in flight to another disk, whose log is full and is copied
+    /// all the time, and beside as many writes to a raw file
     #[arg(long)]
     beside_writes: bool,
     #[command(flatten)]

@@ -1,4 +1,5 @@
-//! `walvisor-bench store recover`: the time to open a log after a crash. The crash is a process that ends without closing.
+//! `walvisor-bench store recover`: the time to open a log after a crash. The crash is a process
+//! that ends without closing.
 
 use std::num::NonZeroUsize;
 use std::os::unix::fs::FileExt;
@@ -34,8 +35,8 @@ pub struct RecoverArguments {
     /// Bytes of payload in the log, in records of 4 KiB
     #[arg(long, value_name = "SIZE", default_value = "1G", value_parser = parse_size)]
     bytes: u64,
-    /// Payloads are zeroes, and their space in the log is given back to the file system: for a log larger than the free
-    /// space
+    /// Payloads are zeroes, and their space in the log is given back to the file system: for a log
+    /// larger than the free space
     #[arg(long)]
     sparse: bool,
     #[command(flatten)]

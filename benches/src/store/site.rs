@@ -10,7 +10,8 @@ use walvisor_storage::{
 use super::client::StoreClient;
 use crate::blocks::{BLOCK, stamped_block};
 
-/// A ring with room for `bytes` of log before a checkpoint begins. Its segments are small unless the ring is large.
+/// A ring with room for `bytes` of log before a checkpoint begins. Its segments are small unless
+/// the ring is large.
 pub fn ring(bytes: u64) -> StoreOptions {
     let segment_size = if bytes > 8 << 30 { 64 << 20 } else { 16 << 20 };
     let segments = (2 * bytes).div_ceil(segment_size) + 8;
@@ -33,7 +34,8 @@ pub fn image(site: &Path, disk: usize) -> PathBuf {
     site.join(format!("disk-{disk}.img"))
 }
 
-/// Creates `disks` disks of `bytes` bytes on one log, and the log's first segments, which are then not measured.
+/// Creates `disks` disks of `bytes` bytes on one log, and the log's first segments, which are then
+/// not measured.
 ///
 /// # Errors
 /// If the store can't create them.

@@ -15,7 +15,8 @@ pub struct Timing {
 }
 
 impl Timing {
-    /// Half of the steps stayed within `p50_us`, 99 % within `p99_us`; `rate` is the key of the steps per second.
+    /// Half of the steps stayed within `p50_us`, 99 % within `p99_us`; `rate` is the key of the
+    /// steps per second.
     pub fn figures(&mut self, rate: &str) -> Value {
         let per_s = self.latencies.len() as f64 / self.elapsed.as_secs_f64().max(1e-9);
         let (p50, p99) = (self.percentile_us(0.5), self.percentile_us(0.99));
@@ -34,8 +35,8 @@ impl Timing {
     }
 }
 
-/// Runs a thread per client, which takes steps until all clients together have taken `total`. A step returns its time. A
-/// thread without further steps calls `leave`.
+/// Runs a thread per client, which takes steps until all clients together have taken `total`. A
+/// step returns its time. A thread without further steps calls `leave`.
 ///
 /// # Errors
 /// The first error of a step; the other clients stop then.
@@ -52,8 +53,8 @@ pub fn closed_loops<C: Send>(
         let mut latencies = Vec::with_capacity(room);
         let mut ended = Ok(());
         start.wait();
-        // Each thread reads the clock itself: a single reader could start late, and the loops would seem shorter than they
-        // were.
+        // Each thread reads the clock itself: a single reader could start late, and the loops would
+        // seem shorter than they were.
         let began = Instant::now();
         while !failed.load(Ordering::Relaxed) && taken.fetch_add(1, Ordering::Relaxed) < total {
             match step(client) {

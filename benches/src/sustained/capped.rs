@@ -1,10 +1,11 @@
-//! A volume that is limited by operations, like small cloud volumes: 1 ms each, only a few at a time.
+//! A volume that is limited by operations, like small cloud volumes: 1 ms each, only a few at a
+//! time.
 //!
 //! ```text
 //!   file ◀── nbdkit -t 3, delay filter ◀── nbdfuse ◀── loop device, direct I/O ◀── ext4
 //! ```
-//! The mounts are in a namespace of this thread and its children: whatever ends this process, the kernel unmounts them and
-//! frees the loop device.
+//! The mounts are in a namespace of this thread and its children: whatever ends this process, the
+//! kernel unmounts them and frees the loop device.
 
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
@@ -16,9 +17,10 @@ use rustix::thread::{UnshareFlags, unshare_unsafe};
 
 use walvisor::commands::CommandError;
 use walvisor_guest_images::leash;
+use walvisor_testkit::process;
 
 use crate::place::failed;
-use crate::programs::{self, find};
+use crate::programs;
 
 /// Programs, each with its package.
 const NEEDS: [(&str, &str); 5] = [
@@ -64,7 +66,8 @@ impl Volume {
     /// If a program fails.
     pub fn make(place: &Path, bytes: u64) -> Result<Self, CommandError> {
         let place = place.canonicalize().map_err(failed("find", place))?;
-        // SAFETY: only the mounts are unshared, no file descriptors, so all that this process has open stays valid.
+        // SAFETY: only the mounts are unshared, no file descriptors, so all that this process has
+        // open stays valid.
         unsafe { unshare_unsafe(UnshareFlags::NEWNS) }.map_err(CommandError::failed)?;
         run("mount", &["--make-rprivate", "/"])?;
         let file = place.join("volume");
@@ -75,12 +78,13 @@ impl Volume {
             let directory = place.join(directory);
             std::fs::create_dir(&directory).map_err(failed("make", &directory))?;
         }
-        let mut server = Command::new(program("nbdfuse"));
+        let mut server = Command::new("nbdfuse");
         server.arg("fuse/volume").args(["[", "nbdkit"]);
         server.args(["--exit-with-parent", "--foreground", "--threads=3"]);
         server.args(["--filter=delay", "file", "volume"]);
         server.args(["wdelay=1ms", "rdelay=1ms", "]"]);
-        // In a process group of its own it does not get the terminal's Ctrl-C, so it outlives the disks on it.
+        // In a process group of its own it does not get the terminal's Ctrl-C, so it outlives the
+        // disks on it.
         leash(&mut server).process_group(0).current_dir(&place);
         server.stdin(Stdio::null()).stderr(Stdio::null());
         let server = server.spawn().map_err(CommandError::failed)?;
@@ -131,22 +135,13 @@ impl Drop for Volume {
                 let _ = run("umount", &["--lazy", &mounted]);
             }
         }
-        // nbdfuse ends when it is unmounted; a signal ends it in all other cases. nbdkit ends with it.
+        // nbdfuse ends when it is unmounted; a signal ends it in all other cases. nbdkit ends with
+        // it.
         programs::end(&mut self.server, Some(STEP_TIMEOUT));
     }
 }
 
-fn program(name: &str) -> PathBuf {
-    find(name).unwrap_or_else(|| name.into())
-}
-
 /// Runs a program, waits until it ends, and returns what it printed.
 fn run(name: &str, arguments: &[&str]) -> Result<String, CommandError> {
-    let failed = |why: &str| CommandError::Failed(format!("{name}: {}", why.trim()));
-    let output = Command::new(program(name)).args(arguments).output();
-    let output = output.map_err(|error| failed(&error.to_string()))?;
-    if !output.status.success() {
-        return Err(failed(&String::from_utf8_lossy(&output.stderr)));
-    }
-    Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    process::run(name, arguments).map_err(CommandError::Failed)
 }

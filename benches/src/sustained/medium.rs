@@ -1,4 +1,5 @@
-//! The media: the given directory and a capped volume, the disks' images on them, and the traffic that reaches them.
+//! The media: the given directory and a capped volume, the disks' images on them, and the traffic
+//! that reaches them.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -43,8 +44,8 @@ pub struct MountedMedium {
 }
 
 impl MountedMedium {
-    /// Creates a directory in `parent`, with a volume in it if it is to be `capped`, for sides of `bytes` bytes each and a log
-    /// with these options.
+    /// Creates a directory in `parent`, with a volume in it if it is to be `capped`, for sides of
+    /// `bytes` bytes each and a log with these options.
     ///
     /// # Errors
     /// If it cannot be made.

@@ -1,13 +1,14 @@
-//! `walvisor-bench sustained`: minutes instead of seconds. Compares the disk with its log with qemu-nbd and a raw image:
-//! each second's rate, the longest wait, and the time to close, in the given directory and on a volume that is limited by
-//! operations.
+//! `walvisor-bench sustained`: minutes instead of seconds. Compares the disk with its log with
+//! qemu-nbd and a raw image: each second's rate, the longest wait, and the time to close, in the
+//! given directory and on a volume that is limited by operations.
 //!
 //! ```text
 //!   mod.rs: media, jobs, rounds ─▶ turn.rs ─▶ walvisor serve nbd │ qemu-nbd │ walvisor serve nbd, backend=raw
 //!                                    │                      ▲ images on   │ medium.rs: --dir │ capped.rs
 //!                                    └──▶ clients over NBD ─┘
 //! ```
-//! The sides take turns. Each turn starts its daemons and ends them, so no side leaves work to another.
+//! The sides take turns. Each turn starts its daemons and ends them, so no side leaves work to
+//! another.
 
 mod capped;
 mod medium;
@@ -47,7 +48,8 @@ pub struct SustainedArguments {
     /// Bytes of the disk; of four disks together [default: 2G, quickly 256M]
     #[arg(long, value_name = "SIZE", value_parser = disk_bytes)]
     size: Option<u64>,
-    /// Segments of the log, of 64 MiB each: with few of them it is full, and copied to the image, sooner
+    /// Segments of the log, of 64 MiB each: with few of them it is full, and copied to the image,
+    /// sooner
     #[arg(long, value_name = "N", default_value_t = StoreOptions::default().max_segments, value_parser = clap::value_parser!(u32).range(4..=65_536))]
     segments: u32,
     #[command(flatten)]
@@ -66,7 +68,8 @@ fn disk_bytes(text: &str) -> Result<u64, String> {
 /// Runs `walvisor-bench sustained`.
 ///
 /// # Errors
-/// If a measurement fails, a file can't be written, or a job needs qemu-nbd and it is not installed.
+/// If a measurement fails, a file can't be written, or a job needs qemu-nbd and it is not
+/// installed.
 pub fn run(arguments: &SustainedArguments) -> Result<(), CommandError> {
     let output = &arguments.output;
     let mut given = settings(json!({}));

@@ -67,8 +67,8 @@ fn drive(
     drive_all(clients, loops, turn, session).map_err(failed)
 }
 
-/// Ends the daemons with SIGTERM. Returns the time until all have ended, and the bytes that they moved in all. If the
-/// session is interrupted, kills them.
+/// Ends the daemons with SIGTERM. Returns the time until all have ended, and the bytes that they
+/// moved in all. If the session is interrupted, kills them.
 fn end(mut daemons: Vec<Daemon>, session: &Session) -> Result<(Duration, Traffic), CommandError> {
     let began = Instant::now();
     let mut processes: Vec<_> = daemons.iter_mut().map(Daemon::process).collect();
@@ -118,8 +118,8 @@ fn bytes_moved(process: u32) -> Result<(u64, u64), CommandError> {
     Ok((field("read_bytes:")?, field("write_bytes:")?))
 }
 
-/// The figures of a turn: what the clients saw, the time from SIGTERM until the last daemon has ended, and what reached the
-/// device from the start of the daemons to their end.
+/// The figures of a turn: what the clients saw, the time from SIGTERM until the last daemon has
+/// ended, and what reached the device from the start of the daemons to their end.
 fn figures(tally: &Tally, close: Duration, traffic: Traffic) -> Turn {
     let seconds = tally.seconds.iter();
     let each_second: Vec<f64> = seconds.map(|second| second.requests as f64).collect();

@@ -49,7 +49,8 @@ pub fn number(row: &Value, key: &str) -> f64 {
     value.unwrap_or_else(|| panic!("{key}: {row}"))
 }
 
-/// Runs `walvisor-bench` with `arguments`, and asserts that it is refused with this status in one line that has `told`.
+/// Runs `walvisor-bench` with `arguments`, and asserts that it is refused with this status in one
+/// line that has `told`.
 #[track_caller]
 pub fn assert_refused(command: &mut Command, status: i32, told: &str) {
     let output = command.output().unwrap();
@@ -71,8 +72,8 @@ fn path_with_guest_images() -> OsString {
     std::env::join_paths([own].into_iter().chain(directories)).unwrap()
 }
 
-/// The report of a quick run with real guests. Returns `None` if a program of `needs` cannot be installed, after printing
-/// why.
+/// The report of a quick run with real guests. Returns `None` if a program of `needs` cannot be
+/// installed, after printing why.
 pub fn compare(arguments: &str, needs: &[(&str, &str)]) -> Option<Value> {
     if !have_all(needs) {
         return None;
