@@ -188,8 +188,8 @@ impl Matrix {
 
     /// Estimated time of all rounds.
     pub fn expected(&self) -> Duration {
-        let rounds = self.spec.rounds + usize::from(self.spec.warm_up);
-        self.sides().map(|side| self.takes(side)).sum::<Duration>() * rounds as u32
+        let once: Duration = self.sides().map(|side| self.takes(side)).sum();
+        once * self.rounds() as u32
     }
 
     /// Estimated time of a turn.
@@ -284,7 +284,7 @@ pub fn measure_together(
 ) -> Result<(), CommandError> {
     let rounds = matrices.iter().map(Matrix::rounds).max().unwrap_or(0);
     for round in 0..rounds {
-        for matrix in matrices.iter_mut() {
+        for matrix in matrices.iter_mut().filter(|matrix| round < matrix.rounds()) {
             for row in 0..matrix.rows.len() {
                 if !matrix.measure_row(row, round, session, &mut turn)? {
                     return Ok(());

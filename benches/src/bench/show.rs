@@ -30,7 +30,10 @@ impl Matrix {
             .iter()
             .map(|column| (column.key.as_str(), column.title.as_str()))
             .collect();
-        let mut notes: Vec<String> = spec.notes.clone();
+        let first = self.sides().next().map(|side| &side.plan);
+        let settings = first.unwrap_or(&spec.plan);
+        let notes = spec.notes.iter().map(|note| fill(note, settings));
+        let mut notes: Vec<String> = notes.collect();
         let turns = self.sides().map(|side| side.turns.len()).max().unwrap_or(0);
         if turns > 1 {
             notes.push(format!(
@@ -38,11 +41,8 @@ impl Matrix {
             ));
         }
         notes.extend(self.notes.iter().cloned());
-        let settings = self.sides().next().map(|side| &side.plan);
-        let settings = settings.cloned().unwrap_or_default();
-        let notes: Vec<String> = notes.iter().map(|note| fill(note, &settings)).collect();
         let notes: Vec<&str> = notes.iter().map(String::as_str).collect();
-        let [key, title] = [key, &spec.title].map(|text| fill(text, &settings));
+        let [key, title] = [key, &spec.title].map(|text| fill(text, settings));
         let mut section = Section::new(&key, &title, &notes, &titles);
         for row in self.rows.iter().filter(|row| row.is_measured()) {
             let (skipped, most) = match spec.table {
@@ -69,12 +69,9 @@ impl Matrix {
             self.bar_plot(spec)
         };
         // Nothing to draw if no side is there.
-        let first = self.rows.iter().flat_map(|row| &row.sides).next();
-        let settings = first.map(|side| &side.plan);
-        settings
-            .map(|settings| plot(spec, settings, kind))
-            .into_iter()
-            .collect()
+        let first = self.sides().next();
+        let drawn = first.map(|side| plot(spec, &side.plan, kind));
+        drawn.into_iter().collect()
     }
 
     /// The figures that a plot shows, each with the names for its templates.
