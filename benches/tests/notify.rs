@@ -1,12 +1,12 @@
-//! `walvisor-bench notify`: the counts on every path that this machine has. The tests check no
-//! times.
+//! `walvisor-bench notify` and `start`: the counts on every path that this machine has, and a start on
+//! each transport. The tests check no times.
 
 mod support;
 
 use std::collections::BTreeSet;
 
 use serde_json::Value;
-use support::{bench, number, report, texts};
+use support::{bench, number, report, rows, texts};
 
 /// The report of a quick comparison with these arguments.
 #[track_caller]
@@ -151,4 +151,24 @@ fn a_part_can_be_chosen_and_drawn() {
     let page = std::fs::read_to_string(page).unwrap();
     assert!(page.contains("<svg") && page.contains("vhost-user"));
     assert!(std::fs::read_dir(plots).unwrap().count() >= 12);
+}
+
+#[test]
+fn a_guest_with_a_disk_starts_and_its_memory_is_told() {
+    if let Err(error) = walvisor_vmm::probe::open() {
+        return println!("skipped: {error}");
+    }
+    let directory = tempfile::tempdir().unwrap();
+    let arguments = ["start", "--rounds", "1", "--json"];
+    let report = report(&bench(directory.path(), &arguments).output().unwrap());
+    let rows = rows(&report, "start");
+    assert_eq!(texts(rows, "disk"), ["none", "mmio", "pci"]);
+    for row in rows {
+        let [main, spawn] =
+            ["main", "spawn"].map(|from| number(row, &format!("{from}_to_first_instruction_us")));
+        assert!(0.0 < main && main < spawn, "{row}");
+        let [own, resident] =
+            ["own", "resident"].map(|which| number(row, &format!("vmm_{which}_bytes")));
+        assert!(0.0 < own && own < resident, "{row}");
+    }
 }
