@@ -15,7 +15,7 @@
 //! A file in `matrices/` says what each measures: the rows, the sides that take turns in each, so
 //! that all see the machine in the same states, the columns of the table and the plots. `bench/` is
 //! the runner of all of them; what is left of a benchmark is what a side does in a turn. The result
-//! is a [`report::Report`], as tables, as JSON, as a page with plots, or as plots alone.
+//! is a `report::Report`, as tables, as JSON, as a page with plots, or as plots alone.
 //!
 //! `walvisor` and `walvisor-guest-images` run in processes of their own: `programs.rs` finds these
 //! programs.
