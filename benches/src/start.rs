@@ -69,10 +69,11 @@ fn start(side: &Side, at: &Path) -> Result<Turn, CommandError> {
     let metrics = std::fs::read_to_string(&path).map_err(failed("read the metrics", &path))?;
     let metrics = Metrics::parse(&metrics);
     let spawned_us = spawned.tv_sec as f64 * 1e6 + spawned.tv_nsec as f64 / 1e3;
-    let first_us = metrics.value("walvisor_first_instruction_monotonic_us");
+    let us = |name: &str| metrics.value(name).map(|seconds| seconds * 1e6);
+    let first_us = us("walvisor_first_instruction_monotonic_seconds");
     Ok(Turn(json!({
         "spawn_to_first_instruction_us": first_us.map(|first| first - spawned_us),
-        "main_to_first_instruction_us": metrics.value("walvisor_start_to_first_instruction_us"),
+        "main_to_first_instruction_us": us("walvisor_start_to_first_instruction_seconds"),
         "vmm_resident_bytes": metrics.value("walvisor_vmm_resident_bytes"),
         "vmm_own_bytes": metrics.value("walvisor_vmm_own_bytes"),
     })))

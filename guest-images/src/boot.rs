@@ -59,6 +59,8 @@ pub struct OwnGuest {
     pub control: Option<PathBuf>,
     /// The file for the metrics.
     pub metrics: Option<PathBuf>,
+    /// Where metrics are served, as `walvisor run --metrics-listen` takes it.
+    pub metrics_listen: Option<String>,
 }
 
 /// Bytes of memory that a guest may have in a nested machine, which has 4 GiB.
@@ -140,6 +142,8 @@ impl OwnGuest {
                 command.arg(option).arg(path);
             }
         }
+        let listen = self.metrics_listen.iter();
+        command.args(listen.flat_map(|address| ["--metrics-listen", address]));
     }
 
     /// Whether a nested machine has enough memory for the guest. `walvisor run` checks that of this machine.

@@ -53,6 +53,9 @@ enum Action {
         /// Write metrics as Prometheus text at the end
         #[arg(long, value_name = "FILE")]
         metrics: Option<PathBuf>,
+        /// Serve metrics over HTTP at unix:PATH or IP:PORT
+        #[arg(long, value_name = "ADDRESS")]
+        metrics_listen: Option<String>,
         /// The walvisor binary [default: beside this program, or built from this source tree]
         #[arg(long)]
         walvisor: Option<PathBuf>,
@@ -138,6 +141,7 @@ fn run_action(arguments: Arguments) -> Result<u8> {
             network,
             control,
             metrics,
+            metrics_listen,
             walvisor,
         } => {
             let guest = OwnGuest {
@@ -150,6 +154,7 @@ fn run_action(arguments: Arguments) -> Result<u8> {
                 network,
                 control,
                 metrics,
+                metrics_listen,
             };
             guest.boot(&binary(walvisor)?, &cache)
         }

@@ -160,7 +160,7 @@ fn what_is_installed_can_be_used_and_goes_again() {
 }
 
 /// What systemd and the units do in a guest: see scripts/systemd-job.sh.
-const UNITS_WORK: [&str; 27] = [
+const UNITS_WORK: [&str; 35] = [
     "installed: disabled",
     "enabled: enabled enabled",
     "socket started: active inactive",
@@ -177,14 +177,22 @@ const UNITS_WORK: [&str; 27] = [
     "the disk is clean",
     "vhost-user: active",
     "vhost-user stopped: success",
+    "pool: active 755",
+    "metrics: a.img",
+    "metrics: a.img b.img",
+    "metrics: a.img b.img",
+    "metrics: b.img",
     "journal: 5 starts",
     "journal: what walvisor prints",
     "client: all its blocks are there",
-    "removed: inactive",
+    "removed: inactive inactive",
+    "kept: a.img",
+    "kept: b.img",
     "kept: disk.img",
     "kept: disk.img.wal",
     "kept: later.img",
     "kept: later.img.wal",
+    "kept: pool.wal",
     "kept: vm.img",
     "kept: vm.img.wal",
     "purged: nothing is left",

@@ -82,6 +82,46 @@ echo "guest: vhost-user: $(systemctl is-active walvisor-vhost-user.service)"
 [ -S /run/walvisor/vm.sock ] && systemctl stop walvisor-vhost-user.socket walvisor-vhost-user.service
 echo "guest: vhost-user stopped: $(systemctl show -P Result walvisor-vhost-user.service)"
 
+# A pool: disks come while it runs, the file remembers them, and after a kill they are there again.
+mkdir -p /etc/walvisor
+cat >/etc/walvisor/pool.toml <<'END'
+[defaults]
+door = "vhost-user"
+log = "/var/lib/walvisor/pool.wal"
+metrics-listen = "localhost:9790"
+
+[[disk]]
+path = "/var/lib/walvisor/a.img"
+socket = "/run/walvisor/pool/a.sock"
+END
+for disk in a b; do walvisor disk create /var/lib/walvisor/$disk.img --size 64M --log /var/lib/walvisor/pool.wal; done
+chown -R --reference /var/lib/walvisor/ /var/lib/walvisor/[ab].img /var/lib/walvisor/pool.wal
+ctl() { walvisor ctl /run/walvisor/pool/ctl "$@"; }
+cat >/root/scrape <<'END'
+import http.client, socket, sys
+connection = http.client.HTTPConnection(sys.argv[1])
+if '/' in sys.argv[1]:
+    connection.sock = socket.socket(socket.AF_UNIX)
+    connection.sock.connect(sys.argv[1])
+connection.request('GET', '/metrics')
+text = connection.getresponse().read().decode()
+print('guest: metrics:', *sorted(line.split('"')[1].rsplit('/')[-1] for line in text.splitlines() if 'disk_info{' in line))
+END
+systemctl -q enable walvisor@pool
+systemctl start walvisor@pool
+echo "guest: pool: $(systemctl is-active walvisor@pool) $(stat -c '%a' /run/walvisor/pool/)"
+python3 /root/scrape localhost:9790
+ctl add-disk path=/var/lib/walvisor/b.img,log=/var/lib/walvisor/pool.wal,socket=/run/walvisor/pool/b.sock,door=vhost-user || echo 'guest: no disk added'
+python3 /root/scrape /run/walvisor/pool/metrics
+ctl save
+systemctl kill -s KILL walvisor@pool
+until ctl stats >/dev/null 2>&1; do sleep 0.1; done
+python3 /root/scrape localhost:9790
+sed -i '/a.img/,/a.sock/d; 0,/\[\[disk\]\]/{/\[\[disk\]\]/d}' /etc/walvisor/pool.toml
+systemctl reload walvisor@pool
+until [ "$(ctl stats --json | grep -c a.sock)" = 0 ] && ! ctl stats --json | grep -q a.img; do sleep 0.1; done
+python3 /root/scrape localhost:9790
+
 journalctl --no-pager -o cat -u walvisor-nbd.service >/root/journal
 sed 's/^/journal: /' /root/journal
 echo "guest: journal: $(grep -c '^Started' /root/journal) starts"
@@ -92,9 +132,9 @@ systemctl reset-failed
 systemctl start walvisor-nbd.socket
 python3 /root/client 0
 package --remove walvisor
-echo "guest: removed: $(systemctl is-active walvisor-nbd.service)"
+echo "guest: removed: $(systemctl is-active walvisor-nbd.service walvisor@pool.service | tr '\n' ' ')"
 ls /var/lib/walvisor | sed 's/^/guest: kept: /'
-rm -r /var/lib/walvisor/*
+rm -r /var/lib/walvisor/* /etc/walvisor
 package --purge walvisor
 files >/root/after
 diff /root/before /root/after && [ ! -e /run/walvisor ] && echo 'guest: purged: nothing is left'

@@ -7,7 +7,9 @@ mod qemu_nbd;
 mod sessions;
 
 use std::fs::{self, File};
+use std::io::Write;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 
 pub use daemon::{binary, serve, succeed, walvisor};
 pub use loop_fs::LoopFs;
@@ -19,6 +21,7 @@ use walvisor_guest_images::{
     Cache, GuestImages, Job, JobOutcome, Machine, Metrics, Reporter, UserMode, install_missing,
     obstacle, walvisor_binary,
 };
+use walvisor_testkit::Process;
 
 /// Installs a program that a test needs. Returns `false` if that fails, after printing `skipped: why`.
 #[must_use]
@@ -106,6 +109,27 @@ pub fn sum_counter(place: &Path, name: &str, counter: &str) -> f64 {
 pub fn have_python() -> bool {
     // An interpreter may be installed without its library. The package with the library contains this program.
     have("pydoc3", "python3")
+}
+
+/// What Prometheus' linter says about metrics, which is nothing if their names are good ones. `promtool` must be installed.
+///
+/// # Panics
+/// It cannot be started, or does not end.
+#[must_use]
+pub fn metrics_complaints(metrics: &str) -> String {
+    let mut promtool = Command::new("promtool");
+    let promtool = promtool.args(["check", "metrics"]);
+    let mut promtool = Process::spawn(promtool.stdin(Stdio::piped()).stderr(Stdio::piped()));
+    let mut stdin = promtool.stdin.take().expect("a pipe");
+    stdin.write_all(metrics.as_bytes()).expect("it reads");
+    drop(stdin);
+    let complaints = promtool.errors();
+    let status = promtool.wait().expect("it ends");
+    if status.success() {
+        complaints
+    } else {
+        format!("{status}: {complaints}")
+    }
 }
 
 /// A pseudo-terminal: the side of the user, and the side of the program.

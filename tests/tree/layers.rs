@@ -67,6 +67,7 @@ const WALVISOR: &[&[&str]] = &[
         "disk",
         "disk_spec",
         "guest_file",
+        "metrics_server",
         "net_spec",
         "network",
         "point",

@@ -20,6 +20,7 @@ pub mod landlock;
 pub mod lio;
 pub mod memory_limit;
 pub mod metrics;
+pub mod metrics_server;
 pub mod net_spec;
 pub mod network;
 pub mod point;

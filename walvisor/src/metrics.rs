@@ -51,8 +51,8 @@ impl Text {
         &mut self,
         name: &str,
         labels: &str,
-        classes: impl Iterator<Item = (Option<u64>, u64)>,
-        sum: u64,
+        classes: impl Iterator<Item = (Option<f64>, u64)>,
+        sum: f64,
     ) {
         let mut count = 0;
         for (end, requests) in classes {
@@ -81,11 +81,11 @@ fn escape(value: &str) -> String {
         .replace('\n', "\\n")
 }
 
-/// CLOCK_MONOTONIC, in microseconds, at `moment`, which must be in the past.
-fn monotonic_us(moment: Instant) -> u128 {
+/// CLOCK_MONOTONIC at `moment`, which must be in the past.
+fn monotonic(moment: Instant) -> Duration {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     let now = Duration::new(now.tv_sec as u64, now.tv_nsec as u32);
-    now.saturating_sub(moment.elapsed()).as_micros()
+    now.saturating_sub(moment.elapsed())
 }
 
 /// A time of the wall clock in microseconds since 1970.
@@ -99,14 +99,14 @@ pub fn render(run: &RunMetrics<'_>) -> String {
     let mut text = Text::default();
     if let Some(first) = run.first_run {
         text.gauge(
-            "walvisor_start_to_first_instruction_us",
-            "From the start of main to just before the first KVM_RUN, in microseconds.",
-            first.saturating_duration_since(run.started).as_micros(),
+            "walvisor_start_to_first_instruction_seconds",
+            "From the start of main to just before the first KVM_RUN.",
+            first.saturating_duration_since(run.started).as_secs_f64(),
         );
         text.gauge(
-            "walvisor_first_instruction_monotonic_us",
-            "CLOCK_MONOTONIC just before the first KVM_RUN, in microseconds.",
-            monotonic_us(first),
+            "walvisor_first_instruction_monotonic_seconds",
+            "CLOCK_MONOTONIC just before the first KVM_RUN.",
+            monotonic(first).as_secs_f64(),
         );
     }
     if let Some(memory) = run.memory {
@@ -420,66 +420,44 @@ fn history(text: &mut Text, logs: &[LogMetrics<'_>]) {
     }
 }
 
-/// Adds the front-ends' counters. Doorbells and interrupts are for virtio only.
+/// Adds the front-ends' counters.
 fn block(text: &mut Text, disks: &[DiskMetrics]) {
-    let counts: Vec<_> = disks
-        .iter()
-        .map(|disk| (disk.labels(), disk.counts))
-        .collect();
-    let mut metric = |name: &str, help: &str, value: &dyn Fn(usize) -> u64| {
-        let name = format!("walvisor_block_{name}_total");
-        text.metric(&name, "counter", help);
-        for (index, (labels, _)) in counts.iter().enumerate() {
-            text.sample(&name, labels, value(index));
-        }
-    };
-    let of = |index: usize| &counts[index].1;
-    metric(
-        "requests",
-        "Requests taken from the rings, or from connections.",
-        &|disk| of(disk).requests,
-    );
-    metric("reads", "Reads.", &|disk| of(disk).reads);
-    metric("writes", "Writes.", &|disk| of(disk).writes);
-    metric("flushes", "FLUSH requests.", &|disk| of(disk).flushes);
-    metric("discards", "DISCARD requests.", &|disk| of(disk).discards);
-    metric("write_zeroes", "WRITE_ZEROES requests.", &|disk| {
-        of(disk).write_zeroes
-    });
-    metric("read_bytes", "Bytes that were read.", &|disk| {
-        of(disk).bytes_read
-    });
-    metric("written_bytes", "Bytes that were written.", &|disk| {
-        of(disk).bytes_written
-    });
-    metric("errors", "Requests that failed.", &|disk| of(disk).errors);
-    match disks.first().map(|disk| disk.transport) {
-        Some("nbd") => return,
-        Some("tcmu") => return tcmu(text, disks),
-        _ => {}
-    }
-    metric(
-        "doorbells",
-        "Doorbells seen by the queue workers.",
-        &|disk| of(disk).doorbells,
-    );
-    metric("interrupts", "Interrupts sent to the driver.", &|disk| {
-        of(disk).interrupts
-    });
-    metric("secure_erases", "SECURE_ERASE requests.", &|disk| {
-        of(disk).secure_erases
-    });
-    metric(
-        "poll_nanoseconds",
-        "Processor time spent on polling rings before sleeping (poll-usec).",
-        &|disk| of(disk).poll_ns,
-    );
-}
-
-/// Adds the counters of the kernel's SCSI target.
-fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
-    type Count = fn(&BlockCounts) -> u64;
-    let metrics: [(&str, &str, Count); 3] = [
+    type Getter = fn(&BlockCounts) -> u64;
+    let all: [(&str, &str, Getter); 9] = [
+        (
+            "requests",
+            "Requests taken from the rings, or from connections.",
+            |counts| counts.requests,
+        ),
+        ("reads", "Reads.", |counts| counts.reads),
+        ("writes", "Writes.", |counts| counts.writes),
+        ("flushes", "FLUSH requests.", |counts| counts.flushes),
+        ("discards", "DISCARD requests.", |counts| counts.discards),
+        ("write_zeroes", "WRITE_ZEROES requests.", |counts| {
+            counts.write_zeroes
+        }),
+        ("read_bytes", "Bytes that were read.", |counts| {
+            counts.bytes_read
+        }),
+        ("written_bytes", "Bytes that were written.", |counts| {
+            counts.bytes_written
+        }),
+        ("errors", "Requests that failed.", |counts| counts.errors),
+    ];
+    let virtio: [(&str, &str, Getter); 3] = [
+        (
+            "doorbells",
+            "Doorbells seen by the queue workers.",
+            |counts| counts.doorbells,
+        ),
+        ("interrupts", "Interrupts sent to the driver.", |counts| {
+            counts.interrupts
+        }),
+        ("secure_erases", "SECURE_ERASE requests.", |counts| {
+            counts.secure_erases
+        }),
+    ];
+    let tcmu: [(&str, &str, Getter); 3] = [
         ("commands", "SCSI commands taken from the ring.", |counts| {
             counts.requests
         }),
@@ -494,20 +472,38 @@ fn tcmu(text: &mut Text, disks: &[DiskMetrics]) {
             |counts| counts.doorbells,
         ),
     ];
-    for (name, help, count) in metrics {
-        let name = format!("walvisor_tcmu_{name}_total");
-        text.metric(&name, "counter", help);
-        for disk in disks {
-            text.sample(&name, &disk.labels(), count(&disk.counts));
+    let is_tcmu = |disk: &&DiskMetrics| disk.transport == "tcmu";
+    let is_virtio = |disk: &&DiskMetrics| !matches!(disk.transport, "nbd" | "tcmu");
+    let tcmu_disks: Vec<_> = disks.iter().filter(is_tcmu).collect();
+    let virtio_disks: Vec<_> = disks.iter().filter(is_virtio).collect();
+    let groups: [(&str, Vec<&DiskMetrics>, &[_]); 3] = [
+        ("block", disks.iter().collect(), &all),
+        ("block", virtio_disks.clone(), &virtio),
+        ("tcmu", tcmu_disks, &tcmu),
+    ];
+    for (prefix, disks, metrics) in groups {
+        for (name, help, get) in metrics.iter().filter(|_| !disks.is_empty()) {
+            let name = format!("walvisor_{prefix}_{name}_total");
+            text.metric(&name, "counter", help);
+            for disk in &disks {
+                text.sample(&name, &disk.labels(), get(&disk.counts));
+            }
+        }
+    }
+    if !virtio_disks.is_empty() {
+        let name = "walvisor_block_poll_seconds_total";
+        let help = "Processor time spent on polling rings before sleeping (poll-usec).";
+        text.metric(name, "counter", help);
+        for disk in virtio_disks {
+            text.sample(name, &disk.labels(), disk.counts.poll_ns as f64 / 1e9);
         }
     }
 }
 
 /// Adds the latencies of requests: a histogram for each operation and queue that had any.
 fn latency(text: &mut Text, disks: &[DiskMetrics]) {
-    let name = "walvisor_block_latency_us";
-    let help =
-        "Time from the receipt of a request to its end in microseconds, by operation and queue.";
+    let name = "walvisor_block_latency_seconds";
+    let help = "Time from the receipt of a request to its end, by operation and queue.";
     text.metric(name, "histogram", help);
     for disk in disks {
         let latencies = &disk.block.latencies;
@@ -522,9 +518,9 @@ fn latency(text: &mut Text, disks: &[DiskMetrics]) {
                     disk.own_labels(),
                     kind.name()
                 );
-                let ends = (0..counts.classes.len()).map(LatencyCounts::upper_us);
-                let classes = ends.zip(counts.classes);
-                text.histogram(name, &labels, classes, counts.sum_ns / 1000);
+                let end = |class| Some(LatencyCounts::upper_us(class)? as f64 / 1e6);
+                let classes = (0..counts.classes.len()).map(end).zip(counts.classes);
+                text.histogram(name, &labels, classes, counts.sum_ns as f64 / 1e9);
             }
         }
     }
@@ -537,8 +533,9 @@ fn group_sizes(text: &mut Text, logs: &[LogMetrics<'_>]) {
     text.metric(name, "histogram", help);
     for (labels, log, _) in logs {
         let last = log.group_sizes.len() - 1;
-        let ends = (0..=last).map(|class| (class < last).then(|| 1 << class));
-        text.histogram(name, labels, ends.zip(log.group_sizes), log.flushes_grouped);
+        let ends = (0..=last).map(|class| (class < last).then(|| f64::from(1 << class)));
+        let sum = log.flushes_grouped as f64;
+        text.histogram(name, labels, ends.zip(log.group_sizes), sum);
     }
 }
 
@@ -598,7 +595,7 @@ mod tests {
             );
         }
         for line in [
-            "walvisor_start_to_first_instruction_us 1500",
+            "walvisor_start_to_first_instruction_seconds 0.0015",
             "walvisor_vmm_resident_bytes 3",
             "walvisor_vmm_own_bytes 2",
             "walvisor_exits_total{vcpu=\"0\",reason=\"mmio_write\"} 1",

@@ -6,7 +6,7 @@
 //!   vhost_user: FrontEnd (any bytes)            queue: requests to a backend without a front-end
 //!   vhost_user_client: a third party's driver   process: programs that end with the test
 //!   hostile: attacks over NBD and vhost-user, and the client beside them
-//!   random, wait, files, memory_fs
+//!   http: requests to a server                  random, wait, files, memory_fs
 //! ```
 //! What returns no `Result` panics if it fails, and so does a wait that takes longer than [`PATIENCE`]: the test has failed then.
 //!
@@ -23,6 +23,7 @@
 
 mod files;
 pub mod hostile;
+pub mod http;
 mod memory_fs;
 pub mod nbd;
 pub mod process;

@@ -105,9 +105,13 @@ impl InheritedSockets {
             return Ok(());
         };
         let advice = match place {
-            InheritedAddress::Unix(path) => format!("give one socket={}", path.display()),
+            InheritedAddress::Unix(path) => {
+                let path = path.display();
+                format!("give one socket={path}, or give --metrics-listen unix:{path}")
+            }
             InheritedAddress::Tcp(address) => {
-                format!("give one port={},address={}", address.port(), address.ip())
+                let (port, ip) = (address.port(), address.ip());
+                format!("give one port={port},address={ip}, or give --metrics-listen {address}")
             }
             InheritedAddress::Unnamed => "make it listen at a path or a TCP port".to_owned(),
         };

@@ -2,6 +2,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,12 +21,14 @@ use walvisor_vmm::vm::{
 use super::CommandError;
 use super::metrics_file::MetricsFile;
 use super::process::ProcessArguments;
+use super::socket::Sockets;
 use super::socket_names::SocketNames;
-use crate::control_socket::{ControlledProcess, Server};
+use crate::control_socket::{CONTROL_MODE, ControlledProcess, Server};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
 use crate::disks;
 use crate::landlock::AllowedPaths;
 use crate::metrics::{DiskMetrics, RunMetrics, render};
+use crate::metrics_server::MetricsServer;
 use crate::net_spec::{NetArgument, NetLink, NetSpec};
 use crate::network::OpenNetwork;
 use crate::size::parse_size;
@@ -138,6 +141,10 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
     // may take long.
     let mut names = SocketNames::default();
     let control = arguments.process.control(&mut names)?;
+    let mut sockets = Sockets::new(CONTROL_MODE);
+    let scraped = arguments
+        .process
+        .metrics_sockets(None, &mut sockets, &mut names)?;
     names.hand_over().map_err(CommandError::failed)?;
     let scratch = disks::make_files(&arguments.disks).map_err(CommandError::failed)?;
     places(arguments).restrict(arguments.process.landlock);
@@ -154,8 +161,10 @@ pub fn run(arguments: &RunArguments, started: Instant) -> Result<(), CommandErro
             disks,
             networks,
             console,
+            control,
+            scraped,
         };
-        run_on(arguments, started, guest, metrics, control)
+        run_on(arguments, started, guest, metrics)
     });
     drop(names);
     // The logs are closed however the run ended, and the first error is returned.
@@ -222,6 +231,10 @@ struct Guest {
     disks: Vec<OpenDisk>,
     networks: Vec<OpenNetwork>,
     console: ConsoleOutput,
+    /// The control socket.
+    control: Option<UnixListener>,
+    /// The sockets where metrics are served.
+    scraped: Vec<OwnedFd>,
 }
 
 /// Runs the guest, and boots it again after a reset if that is wanted.
@@ -230,7 +243,6 @@ fn run_on(
     started: Instant,
     guest: Guest,
     metrics: Option<MetricsFile>,
-    control: Option<UnixListener>,
 ) -> Result<(), CommandError> {
     let mut series = match arguments.on_reboot {
         OnReboot::Exit => Series::Only,
@@ -242,14 +254,7 @@ fn run_on(
         .map(|disk| disk.backend.write_cache())
         .collect();
     let (outcome, metrics_text) = loop {
-        let (outcome, text) = boot(
-            arguments,
-            started,
-            &guest,
-            series,
-            metrics.is_some(),
-            control.as_ref(),
-        )?;
+        let (outcome, text) = boot(arguments, started, &guest, series, metrics.is_some())?;
         let resets = matches!(outcome.ended, RunEnd::Reset) && !outcome.end_wanted;
         if series == Series::Only || !resets || !outcome.flush_failures.is_empty() {
             break (outcome, text);
@@ -293,7 +298,6 @@ fn boot(
     guest: &Guest,
     series: Series,
     measured: bool,
-    control: Option<&UnixListener>,
 ) -> Result<(RunOutcome, String), CommandError> {
     let mut builder = VmBuilder::new()
         .cpus(arguments.cpus)
@@ -330,11 +334,17 @@ fn boot(
              IMAGE' boots a root image nested"
         );
     }
-    if let Some(listener) = control {
+    let controlled = Arc::new(ControlledProcess::vm(&vm, started));
+    if let Some(listener) = &guest.control {
         let listener = listener.try_clone().map_err(CommandError::failed)?;
-        let server = Server::start(listener, Arc::new(ControlledProcess::vm(&vm, started)));
+        let server = Server::start(listener, Arc::clone(&controlled));
         vm.drop_at_end(server.map_err(CommandError::failed)?);
     }
+    let scraped = guest.scraped.iter().map(OwnedFd::try_clone);
+    let scraped: io::Result<_> = scraped.collect();
+    let server = scraped
+        .and_then(|sockets| MetricsServer::start(sockets, move || controlled.metrics_text()));
+    vm.drop_at_end(server.map_err(CommandError::failed)?);
     let (attached, exits) = (vm.disks().to_vec(), vm.exits().to_vec());
     let networks = vm.networks().to_vec();
     let outcome = vm.run().map_err(CommandError::failed)?;

@@ -39,6 +39,12 @@ impl Sockets {
         Ok(Self { inherited, mode })
     }
 
+    /// New sockets only, with the permissions `mode`.
+    pub fn new(mode: u32) -> Self {
+        let inherited = InheritedSockets::default();
+        Self { inherited, mode }
+    }
+
     /// A socket that listens at `path`. If this process has made it, its name is added to `names`,
     /// for removal.
     ///

@@ -15,6 +15,7 @@ use walvisor_vmm::vm::exits::ExitCounters;
 
 use super::exports::Exports;
 use super::looks::Looks;
+use super::stats;
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks::RemovedDisk;
 
@@ -220,6 +221,11 @@ impl ControlledProcess {
         // dropped.
         let _ = released.recv();
         true
+    }
+
+    /// All statistics as Prometheus text.
+    pub(crate) fn metrics_text(&self) -> String {
+        stats::prometheus(self)
     }
 
     /// The remaining disks, when nothing controls them any more.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::Signal;
 use serde_json::{Value, json};
-use walvisor_testkit::Process;
+use walvisor_testkit::{Process, http};
 
 use crate::kernel::{self, KernelAction};
 use crate::{command, has_kvm, stderr, wait_for};
@@ -107,7 +107,7 @@ impl Guest {
             .unwrap();
         let info: Value = serde_json::from_slice(&info.stdout).unwrap();
         assert_eq!(info["log"]["records"], 0, "{info}");
-        assert!(!self.path("ctl").exists());
+        assert!(!self.path("ctl").exists() && !self.path("m").exists());
         // Drops the warning that machines without VMX or SVM cause.
         let told = errors
             .lines()
@@ -134,7 +134,11 @@ fn a_guest_that_resets_boots_again_on_the_same_disks() {
         let created = { created }.output().unwrap();
         assert!(created.status.success(), "{}", stderr(&created));
         let second = "backend=ram,size=1M,serial=r,transport=pci";
-        let child = run(dir.path(), &["--on-reboot", "restart", "--disk", second]);
+        let more = ["--on-reboot", "restart", "--disk", second];
+        let child = run(
+            dir.path(),
+            &[&more[..], &["--metrics-listen", "unix:m"]].concat(),
+        );
         let guest = Guest { child, dir };
         let boots = || {
             let console = std::fs::read_to_string(guest.path("console")).unwrap_or_default();
@@ -152,6 +156,11 @@ fn a_guest_that_resets_boots_again_on_the_same_disks() {
         });
         let before = boots();
         wait_for("three more boots", || boots() >= before + 3);
+        wait_for("the metrics of a boot", || {
+            let stream = UnixStream::connect(guest.path("m")).unwrap();
+            let text = http::get(stream, "/metrics");
+            text.is_ok_and(|text| text.contains("walvisor_exits_total{vcpu=\"1\","))
+        });
         if ends == "signal" {
             guest.signal(Signal::TERM);
         } else {
@@ -243,7 +252,7 @@ fn a_guest_is_looked_at_paused_and_resumed() {
     for metric in [
         "walvisor_exits_total{vcpu=\"1\",",
         "walvisor_block_requests_total{",
-        "walvisor_start_to_first_instruction_us ",
+        "walvisor_start_to_first_instruction_seconds ",
     ] {
         assert!(text.contains(metric), "{metric}: {text}");
     }

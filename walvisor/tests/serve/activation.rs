@@ -2,9 +2,10 @@
 //! no client is refused.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
-use std::os::unix::net::UnixListener;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -43,10 +44,12 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     let mut command = Command::new("systemd-socket-activate");
     command
         .args(["-l", path.to_str().unwrap(), "-l", &address.to_string()])
-        .args(["--fdname=one:two", WALVISOR, "serve", "nbd"])
+        .args(["-l", dir.join("m").to_str().unwrap()])
+        .args(["--fdname=one:two:three", WALVISOR, "serve", "nbd"])
         // One disk names its socket by a relative path.
         .args(["--disk", "path=a.img,socket=s", "--disk"])
         .arg(format!("path=b.img,port={}", address.port()))
+        .args(["--metrics-listen", "unix:m"])
         .stdin(Stdio::null());
     // The daemon prints nothing before a client connects.
     let daemon = Daemon::start_as(dir, &mut command, 0);
@@ -54,10 +57,15 @@ fn systemd_starts_the_daemon_when_a_client_comes() {
     let size = |uri: &str| client(dir, "nbdinfo", &["--size", uri]);
     assert_eq!(size("nbd+unix:///?socket=s").trim(), "1048576");
     assert_eq!(size(&format!("nbd://{address}")).trim(), "2097152");
+    let mut scraper = UnixStream::connect(dir.join("m")).unwrap();
+    scraper.write_all(b"GET /metrics HTTP/1.0\r\n\r\n").unwrap();
+    let mut answer = String::new();
+    scraper.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 200 "), "{answer}");
     let errors = daemon.stop();
     assert!(!errors.contains("walvisor:"), "{errors}");
-    // systemd removes the socket, not the daemon.
-    assert!(path.exists());
+    // systemd removes the sockets, not the daemon.
+    assert!(path.exists() && dir.join("m").exists());
 }
 
 #[test]
@@ -114,7 +122,12 @@ fn inherited_sockets_must_belong_to_disks() {
     refused(
         unix.into(),
         &named,
-        &["'disk.socket'", "/t, where no disk", "socket=/"],
+        &[
+            "'disk.socket'",
+            "/t, where no disk",
+            "socket=/",
+            "--metrics-listen unix:/",
+        ],
     );
     let tcp = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = format!("port={},", tcp.local_addr().unwrap().port());

@@ -78,7 +78,7 @@ fn nbd_clients_are_paused_and_see_a_longer_disk() {
     let counted = |operation: &str| {
         let labels =
             format!("disk=\"{name}\",transport=\"nbd\",queue=\"0\",operation=\"{operation}\"");
-        let bucket = format!("walvisor_block_latency_us_bucket{{{labels},le=\"+Inf\"}} ");
+        let bucket = format!("walvisor_block_latency_seconds_bucket{{{labels},le=\"+Inf\"}} ");
         let line = text.lines().find_map(|line| line.strip_prefix(&bucket));
         line.map(|count| count.parse::<u64>().unwrap())
     };

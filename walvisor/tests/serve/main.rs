@@ -22,6 +22,7 @@ mod looking;
 mod looks;
 mod members;
 mod memory;
+mod metrics;
 mod points;
 mod privileges;
 mod qemu_locks;

@@ -68,7 +68,7 @@ fn exercise(dir: &Path) {
     ctl(dir, "checkpoint");
 }
 
-const SERVE: &str = "--disk path=a.img,socket=s --control c --disk-dir .";
+const SERVE: &str = "--disk path=a.img,socket=s --control c --metrics-listen unix:m --disk-dir .";
 
 #[test]
 fn a_daemon_of_root_keeps_no_capability() {
@@ -81,7 +81,9 @@ fn a_daemon_of_root_keeps_no_capability() {
     exercise(dir);
     assert_capabilities(&daemon, 0);
     assert_eq!(daemon.stop(), "");
-    assert!(!dir.join("s").exists() && !dir.join("c").exists());
+    for socket in ["s", "c", "m"] {
+        assert!(!dir.join(socket).exists(), "{socket}");
+    }
 }
 
 #[test]
@@ -142,14 +144,16 @@ fn a_daemon_becomes_the_user_that_is_asked_for() {
     let groups = status(&daemon, "Groups:");
     assert!(groups.iter().all(|groups| *groups == USER.to_string()));
     assert_capabilities(&daemon, 0);
-    for socket in ["s", "c"] {
+    for socket in ["s", "c", "m"] {
         let found = fs::metadata(dir.join(socket)).unwrap();
         assert_eq!((found.uid(), found.gid()), (USER, USER), "{socket}");
     }
     exercise(dir);
     assert_capabilities(&daemon, 0);
     assert_eq!(daemon.stop(), "");
-    assert!(!dir.join("s").exists() && !dir.join("c").exists());
+    for socket in ["s", "c", "m"] {
+        assert!(!dir.join(socket).exists(), "{socket}");
+    }
     for entry in fs::read_dir(dir.join("a.img.wal")).unwrap() {
         assert_eq!(entry.unwrap().metadata().unwrap().uid(), USER);
     }

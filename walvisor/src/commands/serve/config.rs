@@ -4,8 +4,9 @@
 //! ```toml
 //! [defaults]                    # a disk takes those that fit its door and backend
 //! memory-limit = "2G"           # of the process
+//! metrics-listen = "127.0.0.1:9790"
 //! door = "nbd"
-//! socket = "/run/walvisor/pool.sock"
+//! socket = "/run/walvisor/pool/nbd.sock"
 //! log = "/var/lib/walvisor/pool.wal"
 //!
 //! [[disk]]
@@ -16,6 +17,7 @@
 //! readonly = true
 //! ```
 
+use std::fmt::Display;
 use std::fs;
 use std::path::{Path, PathBuf};
 
@@ -26,6 +28,7 @@ use super::daemon::announce;
 use super::door::Doors;
 use super::hotplug::Hotplug;
 use crate::commands::CommandError;
+use crate::commands::process::MetricsAddress;
 use crate::control_socket::ControlledProcess;
 use crate::disk_spec::{DiskCommand, DiskSpec};
 use crate::disks;
@@ -37,9 +40,15 @@ pub(super) struct PoolFile {
     path: PathBuf,
     /// The door of a disk that names none.
     kind: DiskCommand,
-    /// The memory limit of the process.
-    memory_limit: Option<u64>,
+    process: ProcessKeys,
     disks: Vec<PoolDisk>,
+}
+
+/// What the file says of the process.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+struct ProcessKeys {
+    memory_limit: Option<u64>,
+    metrics_listen: Option<MetricsAddress>,
 }
 
 /// A disk of the file.
@@ -53,8 +62,7 @@ pub(super) struct PoolDisk {
 
 /// What the file says.
 pub(super) struct PoolText {
-    /// The memory limit of the process.
-    memory_limit: Option<u64>,
+    process: ProcessKeys,
     /// The keys for disks that lack them.
     pub(super) defaults: Vec<(String, String)>,
     pub(super) disks: Vec<PoolDisk>,
@@ -66,16 +74,12 @@ impl PoolFile {
     /// # Errors
     /// If it can't be read, is not TOML, or has a disk that is wrong.
     pub(super) fn open(path: &Path, kind: DiskCommand) -> Result<Self, CommandError> {
-        let PoolText {
-            memory_limit,
-            disks,
-            ..
-        } = read(path, kind)?;
+        let PoolText { process, disks, .. } = read(path, kind)?;
         let path = std::path::absolute(path).map_err(CommandError::failed)?;
         Ok(Self {
             path,
             kind,
-            memory_limit,
+            process,
             disks,
         })
     }
@@ -87,7 +91,12 @@ impl PoolFile {
 
     /// The memory limit of the process, if the file sets one.
     pub(super) fn memory_limit(&self) -> Option<u64> {
-        self.memory_limit
+        self.process.memory_limit
+    }
+
+    /// Where metrics are served, if the file says so.
+    pub(super) fn metrics_listen(&self) -> Option<&MetricsAddress> {
+        self.process.metrics_listen.as_ref()
     }
 
     /// The disks.
@@ -104,18 +113,15 @@ impl PoolFile {
     /// nothing. The next call retries the disks that could not be added or removed.
     pub(super) fn reload(&mut self, controlled: &ControlledProcess, hotplug: &Hotplug) {
         let wanted = match read(&self.path, self.kind) {
-            Ok(PoolText {
-                memory_limit,
-                disks: wanted,
-                ..
-            }) => {
-                if memory_limit != self.memory_limit {
+            Ok(PoolText { process, disks, .. }) => {
+                if process != self.process {
                     tracing::warn!(
-                        "{}: memory-limit has changed; it takes effect at the next start",
+                        "{}: memory-limit or metrics-listen has changed; it takes effect at the \
+                         next start",
                         self.path.display()
                     );
                 }
-                wanted
+                disks
             }
             Err(error) => {
                 tracing::error!("{error}; the disks stay as they are");
@@ -218,13 +224,22 @@ pub(super) fn parse(text: &str, kind: DiskCommand) -> Result<PoolText, String> {
         Some(Value::Table(table)) => keys(table).map_err(|error| format!("[defaults]: {error}"))?,
         Some(_) => return Err("'defaults' is not a table: write [defaults]".to_owned()),
     };
-    let (limits, defaults): (Vec<_>, Vec<_>) = defaults
-        .into_iter()
-        .partition(|(key, _)| key == "memory-limit");
-    let limit = limits.first().map(|(_, text)| parse_size(text));
-    let limit = limit
-        .transpose()
-        .map_err(|error| format!("[defaults]: memory-limit: {error}"))?;
+    let (mut process, mut defaults_of_disks) = (ProcessKeys::default(), Vec::new());
+    for (key, text) in defaults {
+        let failed = |error: &dyn Display| format!("[defaults]: {key}: {error}");
+        match key.as_str() {
+            "memory-limit" => {
+                let limit = parse_size(&text).map_err(|error| failed(&error))?;
+                process.memory_limit = Some(limit);
+            }
+            "metrics-listen" => {
+                let address = text.parse().map_err(|error: String| failed(&error))?;
+                process.metrics_listen = Some(address);
+            }
+            _ => defaults_of_disks.push((key, text)),
+        }
+    }
+    let defaults = defaults_of_disks;
     let tables = match file.get("disk") {
         Some(Value::Array(tables)) if !tables.is_empty() => tables,
         Some(Value::Table(_)) => {
@@ -249,7 +264,7 @@ pub(super) fn parse(text: &str, kind: DiskCommand) -> Result<PoolText, String> {
     };
     let disks: Result<_, String> = tables.iter().enumerate().map(disk).collect();
     Ok(PoolText {
-        memory_limit: limit,
+        process,
         disks: disks?,
         defaults,
     })
@@ -281,11 +296,9 @@ mod tests {
     #[test]
     fn a_disk_takes_the_defaults_that_fit_it() {
         let PoolText {
-            memory_limit: limit,
-            disks,
-            ..
+            process, disks, ..
         } = parse(
-            "[defaults]\nmemory-limit = '2G'\ndoor = 'nbd'\nsocket = 's'\nlog = 'pool.wal'\nclose-seconds = 5\n\
+            "[defaults]\nmemory-limit = '2G'\nmetrics-listen = '[::1]:9790'\ndoor = 'nbd'\nsocket = 's'\nlog = 'pool.wal'\nclose-seconds = 5\n\
              [[disk]]\npath = 'a.img'\nreadonly = true\n\
              [[disk]]\npath = 'b.img'\nport = 10809\n\
              [[disk]]\npath = 'c.img'\ndoor = 'tcmu'\n\
@@ -300,7 +313,12 @@ mod tests {
             "backend=ram,size=1M,door=nbd,socket=s",
         ]
         .map(|text| DiskSpec::parse(text, DiskCommand::Serve).unwrap());
-        assert_eq!((limit, disks.len()), (Some(2 << 30), specs.len()));
+        let listen = MetricsAddress::Tcp("[::1]:9790".parse().unwrap());
+        assert_eq!(
+            (process.memory_limit, process.metrics_listen),
+            (Some(2 << 30), Some(listen))
+        );
+        assert_eq!(disks.len(), specs.len());
         for (disk, spec) in disks.iter().zip(specs) {
             assert_eq!(disk.spec, spec);
         }
@@ -323,6 +341,11 @@ mod tests {
                 "[defaults]\nmemory-limit = 'much'\n[[disk]]\npath = 'a'\n",
                 DiskCommand::Nbd,
                 "[defaults]: memory-limit: 'much' is not a size",
+            ),
+            (
+                "[defaults]\nmetrics-listen = 9790\n[[disk]]\npath = 'a'\n",
+                DiskCommand::Nbd,
+                "[defaults]: metrics-listen: '9790' is neither unix:PATH nor",
             ),
             (
                 "[[disk]]\npath = 'a'\nsocket = 's'\n[[disk]]\npath = 'b'\nqueues = 2\n",

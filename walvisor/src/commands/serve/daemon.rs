@@ -6,6 +6,7 @@
 //! ```
 
 use std::io::Write;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -34,6 +35,7 @@ use crate::disks::{self, ScratchFiles};
 use crate::landlock::AllowedPaths;
 use crate::memory_limit;
 use crate::metrics::{DiskMetrics, render_served};
+use crate::metrics_server::MetricsServer;
 use crate::privileges::{self, ServiceUser};
 use crate::repeats;
 use crate::size::{human_size, parse_size};
@@ -141,6 +143,10 @@ impl DaemonArguments {
         let metrics = self.process.metrics()?;
         let shutdown = Shutdown::prepare(self, &mut names, kind, started)?;
         doors.bind(&specs, &mut sockets, &mut names)?;
+        let listen = pool.as_ref().and_then(PoolFile::metrics_listen);
+        let scraped = self
+            .process
+            .metrics_sockets(listen, &mut sockets, &mut names)?;
         sockets.finish()?;
         let scratch = self.give_up_paths(&specs, &mut names, |paths| {
             doors.allow(paths);
@@ -157,7 +163,7 @@ impl DaemonArguments {
         let served = seccomp::restrict(self.process.seccomp, profile, opens)
             .map_err(CommandError::failed)
             .and_then(|()| serve(&hotplug, open))
-            .and_then(|disks| shutdown.wait(disks, &hotplug, pool));
+            .and_then(|disks| shutdown.wait(disks, &hotplug, pool, scraped));
         let stopped = hotplug.lock().doors.stop();
         let served = served.map(|disks| disks.iter().map(DiskMetrics::from).collect());
         drop(names);
@@ -294,13 +300,14 @@ impl Shutdown {
         })
     }
 
-    /// Serves the control socket, and waits until a signal or a control client asks to stop. With a
+    /// Serves the control socket, and metrics at the sockets `scraped`, and waits until a signal or a control client asks to stop. With a
     /// `pool`, SIGHUP reads its file again instead. Returns the disks that are left at the end.
     fn wait(
         mut self,
         disks: Vec<DiskInUse>,
         hotplug: &Hotplug,
         mut pool: Option<PoolFile>,
+        scraped: Vec<OwnedFd>,
     ) -> Result<Vec<DiskInUse>, CommandError> {
         let stop = Stop::new().map_err(CommandError::failed)?;
         let mut waiter = Waiter::new(&self.signals, &stop).map_err(CommandError::failed)?;
@@ -317,6 +324,9 @@ impl Shutdown {
         let server = self.socket.take();
         let server = server.map(|listener| ControlServer::start(listener, Arc::clone(&controlled)));
         let server = server.transpose().map_err(CommandError::failed)?;
+        let shown = Arc::clone(&controlled);
+        let metrics = MetricsServer::start(scraped, move || shown.metrics_text());
+        let metrics = metrics.map_err(CommandError::failed)?;
         let ended = loop {
             let minute = Some(Instant::now() + repeats::MINUTE);
             match (waiter.wait(&self.signals, EventSet::IN, minute), &mut pool) {
@@ -329,7 +339,7 @@ impl Shutdown {
             }
         };
         controlled.lift_limits();
-        drop(server);
+        drop((server, metrics));
         let disks = Arc::into_inner(controlled).map(ControlledProcess::into_disks);
         ended.map_err(CommandError::failed)?;
         Ok(disks.into_iter().flatten().collect())

@@ -1,0 +1,301 @@
+//! `--metrics-listen`: metrics over HTTP, for Prometheus and for strangers.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{Read, Write};
+use std::net::{Shutdown, TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+use rustix::process::Signal;
+use serde_json::Value;
+use walvisor_testkit::http::{ask, get};
+use walvisor_testkit::nbd::RawClient;
+use walvisor_testkit::process::Process;
+use walvisor_testkit::wait_until;
+use walvisor_tests::{have, metrics_complaints};
+
+use super::control::ctl;
+use super::vhost_user::Client;
+use super::{Daemon, WALVISOR, create, foreign, text, walvisor};
+
+const PAGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs/operations/prometheus");
+
+/// An address at which nobody listens.
+fn free_address() -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap().to_string()
+}
+
+fn connect(address: &str) -> TcpStream {
+    let stream = TcpStream::connect(address).unwrap();
+    stream
+        .set_read_timeout(Some(Duration::from_secs(60)))
+        .unwrap();
+    stream
+}
+
+/// A daemon with disks of two doors that have done some work, and that serves metrics at `address`.
+fn worked(dir: &Path, address: &str) -> Daemon {
+    create(dir, "a.img", "1M --retain 1h");
+    create(dir, "b.img", "1M --log a.img.wal");
+    let arguments = format!(
+        "serve --disk path=a.img,door=nbd,socket=n --disk path=b.img,log=a.img.wal,door=vhost-user,socket=v \
+         --metrics-listen {address} --control ctl"
+    );
+    let mut command = Command::new(WALVISOR);
+    command
+        .args(arguments.split_whitespace())
+        .stdin(Stdio::null());
+    let daemon = Daemon::start_as(dir, &mut command, 2);
+    let mut client = RawClient::extended_to(&dir.join("n"), "a.img");
+    client.write(1, 0, &[1; 4096]);
+    client.flush(2);
+    let mut client = Client::connect(&dir.join("v"), 1);
+    client.write(0, 0, 0, &[2; 4096]);
+    client.flush(0, 1);
+    client.kick(0);
+    client.finish(0, 2);
+    ctl(dir, "snapshot before");
+    daemon
+}
+
+/// The texts of all keys `key` in a JSON or YAML file.
+fn expressions(value: &Value, key: &str, found: &mut Vec<String>) {
+    match value {
+        Value::Object(fields) => {
+            found.extend(fields.get(key).and_then(Value::as_str).map(str::to_owned));
+            fields
+                .values()
+                .for_each(|value| expressions(value, key, found));
+        }
+        Value::Array(values) => values
+            .iter()
+            .for_each(|value| expressions(value, key, found)),
+        _ => {}
+    }
+}
+
+/// A text as part of a URL.
+fn escaped(text: &str) -> String {
+    text.bytes().map(|byte| format!("%{byte:02x}")).collect()
+}
+
+/// Prometheus scrapes a daemon as the pages say, finds all that dashboard and alerts ask for, and its
+/// linter has nothing to say about the names.
+#[test]
+fn prometheus_and_the_dashboard_find_what_they_ask_for() {
+    if !have("promtool", "prometheus") {
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let address = free_address();
+    let daemon = worked(dir, &address);
+    let served = get(connect(&address), "/metrics").unwrap();
+
+    assert_eq!(metrics_complaints(&served), "");
+
+    // The pages, with this daemon's address.
+    let page = |name: &str| fs::read_to_string(Path::new(PAGES).join(name)).unwrap();
+    fs::write(dir.join("alerts.yml"), page("alerts.yml")).unwrap();
+    let config = page("prometheus.yml").replace("127.0.0.1:9790", &address);
+    assert!(config.contains(&address), "{config}");
+    fs::write(dir.join("prometheus.yml"), config.replace("15s", "1s")).unwrap();
+    let checked = foreign(dir, "promtool")
+        .args(["check", "config", "prometheus.yml"])
+        .output()
+        .unwrap();
+    assert!(checked.status.success(), "{}", text(&checked.stderr));
+    let web = free_address();
+    let mut prometheus = foreign(dir, "prometheus");
+    prometheus.args(["--config.file=prometheus.yml", "--storage.tsdb.path=tsdb"]);
+    prometheus.arg(format!("--web.listen-address={web}"));
+    let log = fs::File::create(dir.join("prometheus.log")).unwrap();
+    let _prometheus = Process::spawn(prometheus.stderr(log));
+    let api = |path: &str| -> Option<Value> {
+        let stream = TcpStream::connect(&web).ok()?;
+        let body = get(stream, &format!("/api/v1/{path}")).ok()?;
+        serde_json::from_str(&body).ok()
+    };
+    let query = |expression: &str| {
+        let answer = api(&format!("query?query={}", escaped(expression)))?;
+        Some(answer["data"]["result"].as_array()?.len())
+    };
+    // Two scrapes: a rate needs as many.
+    wait_until("the scrapes", || {
+        query("count_over_time(walvisor_disk_info[5m]) > 1") == Some(2)
+    });
+
+    let dashboard: Value = serde_json::from_str(&page("dashboard.json")).unwrap();
+    let mut shown = Vec::new();
+    expressions(&dashboard["panels"], "expr", &mut shown);
+    assert!(shown.len() > 10, "{shown:?}");
+    for expression in &mut shown {
+        *expression = expression
+            .replace("$__rate_interval", "5m")
+            .replace("$instance", ".*");
+        let found = query(expression);
+        assert!(found > Some(0), "{expression}: {found:?}");
+    }
+    let rules = api("rules").unwrap();
+    let mut alerts = Vec::new();
+    expressions(&rules, "query", &mut alerts);
+    assert_eq!(alerts.len(), page("alerts.yml").matches("alert:").count());
+    for alert in &alerts {
+        assert_eq!(query(alert), Some(0), "{alert}: there is no trouble");
+    }
+    // A name that is not exported gives nothing, as no trouble does.
+    let kinds: BTreeMap<_, _> = served
+        .lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.split_once(' '))
+        .collect();
+    for expression in shown.iter().chain(&alerts) {
+        let words = expression.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        for name in words.filter(|word| word.starts_with("walvisor_")) {
+            let histogram = ["_bucket", "_sum", "_count"]
+                .iter()
+                .find_map(|end| name.strip_suffix(end));
+            let of_histogram = histogram.and_then(|name| kinds.get(name));
+            assert!(
+                kinds.contains_key(name) || of_histogram == Some(&"histogram"),
+                "{name} in {expression}"
+            );
+        }
+    }
+    // An alert that has no time to wait for.
+    assert!(daemon.stop().is_empty());
+    wait_until("the end of the daemon", || {
+        query("up{job=\"walvisor\"} == 0") == Some(1)
+    });
+}
+
+#[test]
+fn strangers_at_the_port_of_the_metrics_hold_up_nobody() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    let address = free_address();
+    let daemon = worked(dir, &address);
+    let mut client = RawClient::extended_to(&dir.join("n"), "a.img");
+    // Some say nothing, some read nothing, some never end.
+    let mut strangers: Vec<_> = (0..60).map(|_| connect(&address)).collect();
+    for (number, stranger) in strangers.iter_mut().enumerate() {
+        let says = match number % 4 {
+            0 => String::new(),
+            1 => "GET /metrics HTTP/1.1\r\n\r\n".to_owned(),
+            2 => "GET /metrics HTTP/1.1\r\nX: ".to_owned() + &"x".repeat(100_000),
+            _ => "\u{16}\u{3}".repeat(3),
+        };
+        // The daemon may have closed it.
+        let _ = stranger.write_all(says.as_bytes());
+    }
+    client.write(1, 4096, &[3; 4096]);
+    client.flush(2);
+    for (request, status) in [
+        ("GET /metrics HTTP/1.1", "200 OK"),
+        ("HEAD /metrics HTTP/1.1", "200 OK"),
+        ("GET / HTTP/1.0", "404 "),
+        ("PUT /metrics HTTP/1.1", "405 "),
+        ("nonsense", "400 "),
+    ] {
+        let answer = ask(connect(&address), &format!("{request}\r\n\r\n")).unwrap();
+        let expected = format!("HTTP/1.1 {status}");
+        assert!(answer.starts_with(&expected), "{request}: {answer}");
+    }
+    // A client that has sent all keeps its end open until it has read the answer.
+    let mut stream = connect(&address);
+    stream.write_all(b"GET /metrics HTTP/1.1\r\n\r\n").unwrap();
+    stream.shutdown(Shutdown::Write).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    assert!(
+        answer.contains("\nwalvisor_block_flushes_total{disk=\"a.img\",transport=\"nbd\"} "),
+        "{answer}"
+    );
+    // With all filters, and no longer than without strangers.
+    assert_eq!(daemon.stop(), "");
+    drop(strangers);
+}
+
+#[test]
+fn the_socket_of_the_metrics_is_one_of_the_daemons() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "a.img", "1M");
+    let arguments = "--disk path=a.img,socket=n --metrics-listen unix:m --mode 640";
+    let scrape = || get(UnixStream::connect(dir.join("m")).unwrap(), "/metrics").unwrap();
+    let daemon = Daemon::start(dir, arguments);
+    let mode = fs::metadata(dir.join("m")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o640);
+    assert!(scrape().contains("walvisor_disk_info{disk=\"a.img\""));
+    // What is served cannot be taken, and what a killed daemon has left can.
+    create(dir, "b.img", "1M");
+    let other = walvisor(
+        dir,
+        "serve nbd --disk path=b.img,socket=o --metrics-listen unix:m",
+    );
+    let error = text(&other.stderr);
+    assert!(
+        error.contains("socket 'm': a server listens there"),
+        "{error}"
+    );
+    daemon.kill();
+    // The child that removes names may be at it.
+    let daemon = Daemon::start(dir, arguments);
+    assert!(scrape().contains("walvisor_disk_info{disk=\"a.img\""));
+    assert_eq!(daemon.stop(), "");
+    assert!(!dir.join("m").exists() && !dir.join("n").exists());
+    for (address, part) in [
+        ("unix:", "'unix:' names no socket"),
+        ("9790", "'9790' is neither unix:PATH nor"),
+        ("127.0.0.1:0", "is neither"),
+        ("example.com:80", "is neither"),
+        ("unix:x/y", "No such file"),
+    ] {
+        let words = format!("serve nbd --disk path=a.img,socket=n --metrics-listen {address}");
+        let refused = walvisor(dir, &words);
+        let error = text(&refused.stderr);
+        assert!(
+            !refused.status.success() && error.contains(part),
+            "{address}: {error}"
+        );
+        assert_eq!(error.lines().count(), 1, "{error}");
+        assert!(!dir.join("n").exists(), "{address}");
+    }
+}
+
+/// The file of `--config` may say where. It is read again by a process that may make no socket.
+#[test]
+fn a_configuration_file_says_where_metrics_are() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path();
+    create(dir, "a.img", "1M");
+    let address = free_address();
+    let port = address.rsplit(':').next().unwrap();
+    let pool = |listen: &str| {
+        let disk = "[[disk]]\npath = 'a.img'\ndoor = 'nbd'\nsocket = 'n'\n";
+        let text = format!("[defaults]\nmetrics-listen = '{listen}'\n{disk}");
+        fs::write(dir.join("pool.toml"), text).unwrap();
+    };
+    pool(&format!("localhost:{port}"));
+    let mut command = Command::new(WALVISOR);
+    let words = "serve --config pool.toml --metrics-listen unix:m";
+    command.args(words.split(' ')).stdin(Stdio::null());
+    let errors = dir.join("errors");
+    let told = fs::File::create(&errors).unwrap();
+    let daemon = Daemon::start_telling(dir, &mut command, told.into(), 1);
+    let by_port = get(connect(&address), "/metrics").unwrap();
+    let by_path = get(UnixStream::connect(dir.join("m")).unwrap(), "/metrics").unwrap();
+    assert_eq!(by_port.lines().count(), by_path.lines().count());
+    pool("localhost:1");
+    daemon.signal(Signal::HUP);
+    wait_until("the warning", || {
+        let told = fs::read_to_string(&errors).unwrap();
+        told.contains("metrics-listen has changed; it takes effect at the next start")
+    });
+    get(connect(&address), "/metrics").unwrap();
+    assert_eq!(daemon.stop(), "");
+}
