@@ -65,7 +65,7 @@ pub use boot::OwnGuest;
 pub use cache::Cache;
 pub use demo::demo;
 pub use error::{Error, Result};
-pub use guest::{CableEnd, Guest, UserMode};
+pub use guest::{CableEnd, Guest, Libvirt, UserMode};
 pub use images::GuestImages;
 pub use job::{Job, JobOutcome};
 pub use machine::Machine;

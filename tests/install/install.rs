@@ -177,7 +177,7 @@ const UNITS_WORK: [&str; 35] = [
     "the disk is clean",
     "vhost-user: active",
     "vhost-user stopped: success",
-    "pool: active 755",
+    "pool: active 755 660 users",
     "metrics: a.img",
     "metrics: a.img b.img",
     "metrics: a.img b.img",

@@ -107,9 +107,14 @@ connection.request('GET', '/metrics')
 text = connection.getresponse().read().decode()
 print('guest: metrics:', *sorted(line.split('"')[1].rsplit('/')[-1] for line in text.splitlines() if 'disk_info{' in line))
 END
+# As the page says, with a group that is here.
+mkdir -p /etc/systemd/system/walvisor@.service.d
+printf '[Service]\nGroup=users\n' >/etc/systemd/system/walvisor@.service.d/group.conf
+systemctl daemon-reload
 systemctl -q enable walvisor@pool
 systemctl start walvisor@pool
-echo "guest: pool: $(systemctl is-active walvisor@pool) $(stat -c '%a' /run/walvisor/pool/)"
+until ctl stats >/dev/null 2>&1; do sleep 0.1; done
+echo "guest: pool: $(systemctl is-active walvisor@pool) $(stat -c '%a' /run/walvisor/pool/) $(stat -c '%a %G' /run/walvisor/pool/a.sock)"
 python3 /root/scrape localhost:9790
 ctl add-disk path=/var/lib/walvisor/b.img,log=/var/lib/walvisor/pool.wal,socket=/run/walvisor/pool/b.sock,door=vhost-user || echo 'guest: no disk added'
 python3 /root/scrape /run/walvisor/pool/metrics
@@ -134,7 +139,7 @@ python3 /root/client 0
 package --remove walvisor
 echo "guest: removed: $(systemctl is-active walvisor-nbd.service walvisor@pool.service | tr '\n' ' ')"
 ls /var/lib/walvisor | sed 's/^/guest: kept: /'
-rm -r /var/lib/walvisor/* /etc/walvisor
+rm -r /var/lib/walvisor/* /etc/walvisor /etc/systemd/system/walvisor@.service.d
 package --purge walvisor
 files >/root/after
 diff /root/before /root/after && [ ! -e /run/walvisor ] && echo 'guest: purged: nothing is left'

@@ -2,13 +2,14 @@
 //! full emulation, alone or under libvirt. They boot in seconds. Their disks, if any, are attached over vhost-user.
 //!
 //! ```text
-//!   initramfs.rs: busybox, fio, modules, the script ──▶ user_mode.rs, qemu.rs ──▶ Guest: its console, line by line
+//!   initramfs.rs: busybox, fio, modules, the script ──▶ user_mode.rs, qemu.rs, libvirt.rs ──▶ Guest: its console, line by line
 //! ```
 //!
 //! Lines that a script prints should begin with `guest: `. The guest's last line is [`END`].
 
 mod cable;
 mod initramfs;
+mod libvirt;
 mod qemu;
 mod user_mode;
 
@@ -19,6 +20,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError};
 use std::time::Duration;
 
 pub use cable::CableEnd;
+pub use libvirt::Libvirt;
 pub use qemu::vhost_user_disk;
 pub use user_mode::UserMode;
 

@@ -1,6 +1,7 @@
 //! `walvisor serve vhost-user` under Linux guests of other monitors: user-mode Linux, and QEMU in full emulation.
 
 mod largest;
+mod libvirt;
 mod log_shared;
 mod qemu;
 mod user_mode;

@@ -33,28 +33,6 @@ fn a_guest_goes_on_when_its_daemon_was_killed_and_is_back() {
     });
 }
 
-/// The domain of `docs/vhost-user`, with only a kernel to boot and a console added.
-#[test]
-fn a_guest_of_libvirt_goes_on_when_its_daemon_was_killed_and_is_back() {
-    for (program, package) in [
-        ("qemu-system-x86_64", "qemu-system-x86"),
-        ("virt-qemu-run", "libvirt-daemon-driver-qemu"),
-    ] {
-        if !have(program, package) {
-            return;
-        }
-    }
-    let domain = concat!(
-        env!("CARGO_MANIFEST_DIR"),
-        "/../docs/vhost-user/libvirt-domain.xml"
-    );
-    let domain = std::fs::read_to_string(domain).unwrap();
-    // libvirt runs QEMU as another user.
-    goes_on(1, "--mode 666", |dir| {
-        Guest::libvirt(dir, &images(), &domain, &dir.join("s"), &storm(1)).unwrap()
-    });
-}
-
 /// Starts a guest on the disk at `s`. While fio runs there, kills the daemon up to `kills` times. The daemon has
 /// `option`.
 fn goes_on(kills: u32, option: &str, start: impl FnOnce(&Path) -> Guest) {
