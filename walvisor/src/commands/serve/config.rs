@@ -21,7 +21,7 @@ use std::fmt::Display;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use toml::{Table, Value};
+use toml_edit::{DocumentMut, Item, Table, TomlError, Value};
 use walvisor_devices::nbd::Tls;
 
 use super::daemon::announce;
@@ -208,22 +208,21 @@ fn read(path: &Path, kind: DiskCommand) -> Result<PoolText, CommandError> {
 }
 
 pub(super) fn parse(text: &str, kind: DiskCommand) -> Result<PoolText, String> {
-    let file: Table = text.parse().map_err(|error: toml::de::Error| {
+    let mut file: DocumentMut = text.parse().map_err(|error: TomlError| {
         let before = &text[..error.span().map_or(0, |span| span.start)];
         let line = before.matches('\n').count() + 1;
         format!("line {line}: {}", error.message().replace('\n', ", "))
     })?;
     let known = ["defaults", "disk"];
-    if let Some(key) = file.keys().find(|key| !known.contains(&key.as_str())) {
+    if let Some((key, _)) = file.iter().find(|(key, _)| !known.contains(key)) {
         return Err(format!(
             "unknown key '{key}': give a table [defaults], and a table [[disk]] for each disk"
         ));
     }
-    let defaults = match file.get("defaults") {
-        None => Vec::new(),
-        Some(Value::Table(table)) => keys(table).map_err(|error| format!("[defaults]: {error}"))?,
-        Some(_) => return Err("'defaults' is not a table: write [defaults]".to_owned()),
-    };
+    let defaults = file.remove("defaults").map(Item::into_table).transpose();
+    let defaults = defaults.map_err(|_| "'defaults' is not a table: write [defaults]")?;
+    let defaults = keys(&defaults.unwrap_or_default());
+    let defaults = defaults.map_err(|error| format!("[defaults]: {error}"))?;
     let (mut process, mut defaults_of_disks) = (ProcessKeys::default(), Vec::new());
     for (key, text) in defaults {
         let failed = |error: &dyn Display| format!("[defaults]: {key}: {error}");
@@ -240,22 +239,18 @@ pub(super) fn parse(text: &str, kind: DiskCommand) -> Result<PoolText, String> {
         }
     }
     let defaults = defaults_of_disks;
-    let tables = match file.get("disk") {
-        Some(Value::Array(tables)) if !tables.is_empty() => tables,
-        Some(Value::Table(_)) => {
-            return Err("[disk] is one table, and disks are a list: write [[disk]]".to_owned());
-        }
-        _ => return Err("no disk: give a table [[disk]] for each".to_owned()),
-    };
-    let disk = |(index, table): (usize, &Value)| {
-        let own = match table {
-            Value::Table(table) => keys(table),
-            _ => Err("not a table: write [[disk]]".to_owned()),
-        };
+    let tables = file.remove("disk");
+    if tables.as_ref().is_some_and(Item::is_table) {
+        return Err("[disk] is one table, and disks are a list: write [[disk]]".to_owned());
+    }
+    let tables = tables.and_then(|tables| tables.into_array_of_tables().ok());
+    let tables = tables.filter(|tables| !tables.is_empty());
+    let tables = tables.ok_or("no disk: give a table [[disk]] for each")?;
+    let disk = |(index, table): (usize, &Table)| {
         let number = index + 1;
-        let own = own.map_err(|error| format!("[[disk]] number {number}: {error}"))?;
+        let own = keys(table).map_err(|error| format!("[[disk]] number {number}: {error}"))?;
         let keys = DiskSpec::with_defaults(&own, &defaults, kind);
-        let named = |error| match table.get("path").and_then(Value::as_str) {
+        let named = |error| match table.get("path").and_then(Item::as_str) {
             Some(path) => format!("[[disk]] number {number} ('{path}'): {error}"),
             None => format!("[[disk]] number {number}: {error}"),
         };
@@ -272,19 +267,18 @@ pub(super) fn parse(text: &str, kind: DiskCommand) -> Result<PoolText, String> {
 
 /// The keys of a table, with their values as texts of `--disk`.
 fn keys(table: &Table) -> Result<Vec<(String, String)>, String> {
-    let text = |(key, value): (&String, &Value)| {
-        let text = match value {
-            Value::String(text) => text.clone(),
-            Value::Integer(number) => number.to_string(),
-            Value::Boolean(true) => "on".to_owned(),
-            Value::Boolean(false) => "off".to_owned(),
+    let text = |(key, value): (&str, &Item)| {
+        let text = match value.as_value() {
+            Some(Value::String(text)) => text.value().clone(),
+            Some(Value::Integer(number)) => number.value().to_string(),
+            Some(Value::Boolean(on)) => if *on.value() { "on" } else { "off" }.to_owned(),
             _ => {
                 return Err(format!(
                     "{key}: give a string, a whole number, true or false"
                 ));
             }
         };
-        Ok((key.clone(), text))
+        Ok((key.to_owned(), text))
     };
     table.iter().map(text).collect()
 }

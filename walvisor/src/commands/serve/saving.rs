@@ -2,7 +2,7 @@
 //! since the daemon began. The client does it, because the daemon has given up the right to write
 //! there.
 //!
-//! The rest of the file stays as it is, letter by letter: comments, order and all. The new text is
+//! The rest of the file stays as it is, comments, order and all. The new text is
 //! read again before it takes the place of the old one.
 
 use std::fs::{self, File, Permissions};
@@ -10,8 +10,8 @@ use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, chown};
 use std::path::Path;
 
-use serde_json::Value;
 use tempfile::Builder;
+use toml_edit::{DocumentMut, Item, RawString, Table, TomlError};
 use walvisor_devices::nbd::Tls;
 
 use super::config::{PoolText, parse};
@@ -85,25 +85,32 @@ fn change(text: &str, changes: &PoolChanges) -> Result<(String, SavedChanges), S
     let PoolText {
         disks, defaults, ..
     } = parse(text, changes.kind)?;
-    let (mut left, mut removed) = (Vec::new(), Vec::new());
-    let mut lines: Vec<&str> = text.split_inclusive('\n').collect();
-    let tables = tables(&lines);
-    if tables.len() != disks.len() {
-        return Err(
-            "its disks are not in tables [[disk]], each below a line of its own: write them so"
-                .to_owned(),
-        );
-    }
-    for (disk, (first, last)) in disks.iter().zip(tables) {
+    let mut document: DocumentMut = text.parse().map_err(|error: TomlError| error.to_string())?;
+    let trailing = document.trailing().as_str().unwrap_or_default().to_owned();
+    let tables = document
+        .get_mut("disk")
+        .and_then(Item::as_array_of_tables_mut);
+    let tables = tables.ok_or("its disks are in one line: write a table [[disk]] for each")?;
+    assert_eq!(tables.len(), disks.len(), "each table is a disk");
+    // Comments above a table that goes stay, above what follows it.
+    let (mut left, mut removed, mut comments) = (Vec::new(), Vec::new(), String::new());
+    for disk in &disks {
+        let decor = tables.get_mut(left.len()).expect("a table").decor_mut();
+        comments += decor
+            .prefix()
+            .and_then(RawString::as_str)
+            .unwrap_or_default();
         let name = name(&disk.spec);
         if changes.removed.contains(&name) {
+            comments.truncate(comments.trim_end_matches([' ', '\t']).len());
+            tables.remove(left.len());
             removed.push(name);
-            lines[first..=last].fill("");
         } else {
+            decor.set_prefix(std::mem::take(&mut comments));
             left.push(disk.spec.clone());
         }
     }
-    let mut changed = lines.concat();
+    comments += &trailing;
     let mut added = Vec::new();
     for spec in &changes.added {
         let own = split_keys(spec).map_err(|error| error.to_string())?;
@@ -114,46 +121,22 @@ fn change(text: &str, changes: &PoolChanges) -> Result<(String, SavedChanges), S
         }
         let own = beside_defaults(own, &wanted, &defaults, &left, changes.kind)
             .map_err(|error| format!("disk '{name}': {error}"))?;
-        if !changed.ends_with('\n') {
-            changed.push('\n');
-        }
-        changed += "\n[[disk]]\n";
-        for (key, value) in own {
-            // The escapes of JSON are some of TOML's.
-            changed += &format!("{key} = {}\n", Value::String(value));
-        }
+        let own = own
+            .into_iter()
+            .map(|(key, value)| (key, toml_edit::value(value)));
+        let mut table: Table = own.collect();
+        table
+            .decor_mut()
+            .set_prefix(std::mem::take(&mut comments) + "\n");
+        tables.push(table);
         left.push(wanted);
         added.push(name);
     }
+    document.set_trailing(comments);
+    let changed = document.to_string();
     // What was written must be read.
-    let read = parse(&changed, changes.kind)?;
-    let names = |specs: &mut dyn Iterator<Item = &DiskSpec>| specs.map(name).collect::<Vec<_>>();
-    if names(&mut read.disks.iter().map(|disk| &disk.spec)) != names(&mut left.iter()) {
-        return Err("its tables can't be told apart by their lines: change it by hand".to_owned());
-    }
+    parse(&changed, changes.kind)?;
     Ok((changed, SavedChanges { added, removed }))
-}
-
-/// The first and the last line of each table `[[disk]]`. Comments and empty lines after it are not
-/// part of it.
-fn tables(lines: &[&str]) -> Vec<(usize, usize)> {
-    let code = |line: &str| {
-        let code = line.split('#').next().unwrap_or_default();
-        code.split_whitespace().collect::<String>()
-    };
-    let heads: Vec<_> = (0..lines.len())
-        .filter(|line| lines[*line].trim_start().starts_with('['))
-        .collect();
-    let ends = heads.iter().skip(1).copied().chain([lines.len()]);
-    let tables = heads.iter().copied().zip(ends);
-    let disks = tables.filter(|(head, _)| code(lines[*head]) == "[[disk]]");
-    let last = |(head, end): (usize, usize)| {
-        let used = (head..end)
-            .rev()
-            .find(|line| !code(lines[*line]).is_empty());
-        (head, used.unwrap_or(head))
-    };
-    disks.map(last).collect()
 }
 
 /// The keys with which the disk is what it is, although the file has defaults.
@@ -202,7 +185,7 @@ mod tests {
     use super::*;
 
     const FILE: &str = "# Our pool.\n[defaults]\nsocket = 's' # one for all\nlog = 'pool.wal'\nretain = '24h'\n\n\
-        # The first.\n[[disk]]\npath = 'a'\n\n# The second,\n# of Ann.\n [[ disk ]] # b\npath = 'b'\nserial = 'x'\n\n\
+        # The first.\n[[disk]]\npath = 'a'\n\n# The second,\n# of Ann.\n [[disk]] # b\npath = 'b'\nserial = 'x'\n\n\
         # Last words.\n";
 
     fn changed(added: &[&str], removed: &[&str]) -> Result<(String, SavedChanges), String> {
@@ -220,7 +203,7 @@ mod tests {
         let (text, saved) = changed(&[], &["unknown"]).unwrap();
         assert_eq!((text.as_str(), saved.removed.len()), (FILE, 0));
         let (text, saved) = changed(&["path=c,,1,log=pool.wal,socket=s"], &["x"]).unwrap();
-        let without = FILE.replace(" [[ disk ]] # b\npath = 'b'\nserial = 'x'\n", "");
+        let without = FILE.replace(" [[disk]] # b\npath = 'b'\nserial = 'x'\n", "");
         let table = "\n[[disk]]\npath = \"c,1\"\nlog = \"pool.wal\"\nsocket = \"s\"\n";
         assert_eq!(text, format!("{without}{table}"));
         assert_eq!(
@@ -256,17 +239,23 @@ mod tests {
     }
 
     #[test]
-    fn a_file_whose_tables_are_no_lines_of_their_own_is_left_alone() {
+    fn a_file_whose_disks_are_one_line_is_left_alone() {
         let changes = PoolChanges {
             kind: DiskCommand::Nbd,
             added: Vec::new(),
             removed: vec!["a".to_owned()],
         };
-        for text in [
-            "disk = [{ path = 'a', socket = 's' }, { path = 'b', socket = 's' }]\n",
-            "[[disk]]\npath = 'a'\nsocket = '''\n[[disk]]\n'''\n",
-        ] {
-            assert!(change(text, &changes).is_err(), "{text}");
-        }
+        let a = "{ path = 'a', socket = 's' }";
+        let b = "[[disk]]\npath = 'b'\nsocket = '''\n[[disk]]'''\n";
+        let error = change(&format!("disk = [{a}, {a}]\n"), &changes);
+        let error = error.err().unwrap();
+        assert!(error.contains("write a table [[disk]] for each"), "{error}");
+        // What looks like a table, in a text.
+        let (text, _) = change(
+            &format!("[[disk]]\npath = 'a'\nsocket = 's'\n{b}"),
+            &changes,
+        )
+        .unwrap();
+        assert_eq!(text, b);
     }
 }
