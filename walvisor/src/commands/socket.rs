@@ -168,10 +168,37 @@ pub fn bind_late(path: &Path, mode: u32) -> Result<(UnixListener, LateName), Str
     Ok((listener.into(), LateName(Name { place, id })))
 }
 
+/// Removes the sockets beneath a directory that no server listens at any more: a killed process has left those of disks that
+/// were added to it, and the next process cannot ask who listens once it serves. What can't be told stays.
+pub fn remove_dead(directory: &Path) {
+    let Ok(entries) = fs::read_dir(directory) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let path = entry.path();
+        match entry.file_type() {
+            Ok(found) if found.is_dir() => remove_dead(&path),
+            Ok(found) if found.is_socket() => {
+                let Ok(place) = SocketPlace::new(&path) else {
+                    continue;
+                };
+                // A server that starts beside this one has the lock while it binds.
+                if let Ok(_locked) = place.lock()
+                    && place.is_alive() == Ok(false)
+                {
+                    // If it stays, the disk of that socket is refused with a line.
+                    let _ = place.remove();
+                }
+            }
+            _ => {}
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::PermissionsExt;
-    use std::os::unix::net::UnixStream;
+    use std::os::unix::net::{UnixDatagram, UnixStream};
     use std::sync::Barrier;
 
     use std::thread;
@@ -267,6 +294,31 @@ mod tests {
         assert!(path.exists());
         let error = bind_late(&directory.path().join("x/s"), 0o600).unwrap_err();
         assert!(error.contains("No such file"), "{error}");
+    }
+
+    #[test]
+    fn only_dead_sockets_are_removed() {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        fs::create_dir_all(at("a/b")).unwrap();
+        let alive = UnixListener::bind(at("alive")).unwrap();
+        let _datagrams = UnixDatagram::bind(at("datagrams")).unwrap();
+        fs::write(at("file"), "x").unwrap();
+        std::os::unix::fs::symlink("/", at("link")).unwrap();
+        for dead in ["dead", "a/b/dead"] {
+            drop(UnixListener::bind(at(dead)).unwrap());
+        }
+        // A child process of another test may hold a copy of a socket until it runs its program.
+        let began = Instant::now();
+        while at("dead").exists() || at("a/b/dead").exists() {
+            assert!(began.elapsed() < Duration::from_secs(60), "not removed");
+            remove_dead(directory.path());
+        }
+        assert!(UnixStream::connect(at("alive")).is_ok());
+        drop(alive);
+        for kept in ["datagrams", "file", "link"] {
+            assert!(at(kept).symlink_metadata().is_ok(), "{kept}");
+        }
     }
 
     #[test]

@@ -74,11 +74,18 @@ fn disks_that_were_added_live_are_there_after_a_kill() {
     ctl(dir, "mark read-again");
     assert_eq!(names(dir), ["a", "c"]);
     assert!(dir.join("late").metadata().unwrap().file_type().is_socket());
+    // One more, of which the file knows nothing.
+    let unsaved = "add-disk path=d,door=vhost-user,log=log,socket=later";
+    ctl(dir, unsaved);
     daemon.kill();
     assert_eq!(fs::read_to_string(dir.join("errors")).unwrap(), "");
-    assert!(dir.join("late").exists(), "nobody removes it");
+    for socket in ["late", "later"] {
+        assert!(dir.join(socket).exists(), "nobody removes it");
+    }
     let daemon = start(dir, 2);
     assert_eq!(names(dir), ["a", "c"]);
+    ctl(dir, unsaved);
+    ctl(dir, "remove-disk d");
     assert_eq!(Client::connect(&dir.join("late"), 1).capacity(), 2048);
     // What the file has comes again.
     ctl(dir, "remove-disk a");

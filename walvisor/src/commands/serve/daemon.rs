@@ -27,7 +27,7 @@ use super::nbd::TlsArguments;
 use crate::commands::CommandError;
 use crate::commands::metrics_file::MetricsFile;
 use crate::commands::process::ProcessArguments;
-use crate::commands::socket::Sockets;
+use crate::commands::socket::{Sockets, remove_dead};
 use crate::commands::socket_names::SocketNames;
 use crate::control_socket::{ControlledProcess, Power, Server as ControlServer};
 use crate::disk_spec::{DiskArgument, DiskCommand, DiskSpec};
@@ -141,6 +141,7 @@ impl DaemonArguments {
         let limit = limit.or_else(|| pool.as_ref()?.memory_limit());
         let _memory = memory_limit::set(limit, &specs).map_err(CommandError::Usage)?;
         let metrics = self.process.metrics()?;
+        self.disk_dirs.iter().for_each(|dir| remove_dead(dir));
         let shutdown = Shutdown::prepare(self, &mut names, kind, started)?;
         doors.bind(&specs, &mut sockets, &mut names)?;
         let listen = pool.as_ref().and_then(PoolFile::metrics_listen);
