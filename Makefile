@@ -26,15 +26,15 @@ UNITS = $(wildcard docs/nbd/*.service docs/nbd/*.socket docs/vhost-user/*.servic
 
 ## install: the program, its manual pages, completions for bash, zsh and fish, systemd units; PREFIX=/usr/local DESTDIR=
 install: setup
-	$(CARGO) build --profile $(PROFILE) --locked $(OF) --bin walvisor --example manual
+	$(CARGO) build --profile $(PROFILE) --locked $(OF) --bin walvisor --bin walvisor-manual
 	install -D -m 755 $(BUILT)/walvisor $(BIN)/walvisor
-	umask 022 && $(BUILT)/examples/manual $(SHARE)
+	umask 022 && $(BUILT)/walvisor-manual $(SHARE)
 	install -d $(SYSTEMD)
 	for unit in $(UNITS); do \
 	  sed 's|/usr/local/bin/|$(PREFIX)/bin/|' $$unit | install -m 644 /dev/stdin $(SYSTEMD)/$${unit##*/} || exit; done
 
 # A test takes what the tests of the workspace have built, with the features of dependencies that those take.
-OF = $(if $(filter dev,$(PROFILE)),--workspace --example embed,--package walvisor)
+OF = $(if $(filter dev,$(PROFILE)),--workspace --example embed,--package walvisor --package walvisor-manual)
 BUILT = $${CARGO_TARGET_DIR:-target}/$(if $(filter dev,$(PROFILE)),debug,$(PROFILE))
 
 ## uninstall: removes what `make install` with the same PREFIX and DESTDIR has placed
@@ -200,10 +200,11 @@ test-interleavings:
 	$(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --show-output
 
 # A program that brings its own disk gets neither the store nor io_uring nor KVM with the devices. Without the default
-# features it gets no TLS either, and each feature builds alone.
+# features it gets no TLS either, and each feature builds alone. What is installed needs nothing of the tests.
 test-embedded:
 	! $(CARGO) tree --package walvisor-devices --edges normal --locked | grep -E 'walvisor-storage|io-uring|kvm'
 	! $(CARGO) tree --package walvisor-devices --edges normal --no-default-features --locked | grep -E 'rustls|webpki'
+	! $(CARGO) tree --package walvisor --package walvisor-manual --edges normal,build --locked | grep -E 'walvisor-test|blkio|vhost v|trycmd'
 	for feature in '' nbd scsi tcmu tls vhost-user; do \
 	  $(CARGO) check --package walvisor-devices --no-default-features --features "$$feature" --locked || exit; done
 

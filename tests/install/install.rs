@@ -108,14 +108,40 @@ fn what_is_installed_can_be_used_and_goes_again() {
         "{shown}"
     );
 
-    // The completions that a shell offers after `walvisor serve n`, and after `walvisor serve nbd --sec`.
+    let page = fs::read_to_string(usr.join("share/man/man1/walvisor-ctl-stats.1")).unwrap();
+    for part in [
+        "walvisor ctl <SOCKET> stats",
+        ".SH EXIT STATUS",
+        ".SH EXAMPLES",
+        ".SH SEE ALSO",
+    ] {
+        assert!(page.contains(part), "{part}: {page}");
+    }
+
+    // The completions that a shell offers after `walvisor serve n`, and so on. bash makes a word of each `=`.
+    let part_of_disk = "a.img,rea";
     for (words, count, word, before, offered) in [
         ("walvisor serve n", 2, "n", "serve", "nbd"),
         ("walvisor serve nbd --sec", 3, "--sec", "nbd", "--seccomp"),
+        ("walvisor run --disk pa", 3, "pa", "--disk", "path="),
+        (
+            "walvisor run --disk path = a.img,rea",
+            5,
+            part_of_disk,
+            "=",
+            "a.img,readonly=",
+        ),
+        (
+            "walvisor run --disk path = a,transport = p",
+            7,
+            "p",
+            "=",
+            "pci",
+        ),
     ] {
         let script = format!(
             "source share/bash-completion/completions/walvisor && complete -p walvisor >/dev/null && \
-             COMP_WORDS=({words}) && COMP_CWORD={count} && _walvisor walvisor {word} {before}; \
+             compopt() {{ :; }} && COMP_WORDS=({words}) && COMP_CWORD={count} && _walvisor_with_disks walvisor {word} {before}; \
              echo \"${{COMPREPLY[@]}}\""
         );
         let told = run("bash", &["-euc", &script], &usr);

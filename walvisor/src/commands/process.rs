@@ -70,6 +70,7 @@ impl FromStr for MetricsAddress {
 
 /// The arguments that `walvisor run` and the daemons share.
 #[derive(Args, Debug)]
+#[command(next_help_heading = "Process")]
 pub struct ProcessArguments {
     /// Write metrics as Prometheus text at the end, to a file, or to stdout with -
     #[arg(long, value_name = "FILE")]

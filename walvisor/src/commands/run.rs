@@ -68,6 +68,7 @@ pub enum OnReboot {
 
 /// The arguments of `walvisor run`.
 #[derive(Args, Debug)]
+#[command(next_help_heading = "Guest")]
 pub struct RunArguments {
     /// Kernel: a bzImage, or an ELF vmlinux with a PVH entry
     #[arg(long, value_name = "FILE")]
@@ -97,14 +98,25 @@ pub struct RunArguments {
     #[arg(long)]
     pub overcommit: bool,
     /// A disk: path=FILE[,key=value ...]; may be given several times; 'help' lists the keys
-    #[arg(long = "disk", value_name = "SPEC", value_parser = DiskArgument(DiskCommand::Run))]
+    #[arg(
+        long = "disk",
+        value_name = "SPEC",
+        help_heading = "Devices",
+        value_parser = DiskArgument(DiskCommand::Run)
+    )]
     pub disks: Vec<DiskSpec>,
     /// A network device: passt, tap=NAME or stream=SOCKET, and [,key=value ...]; may be given several
     /// times; 'help' lists the keys
-    #[arg(long = "net", value_name = "SPEC", value_parser = NetArgument)]
+    #[arg(long = "net", value_name = "SPEC", help_heading = "Devices", value_parser = NetArgument)]
     pub networks: Vec<NetSpec>,
     /// Serial console: stdio, off or file:PATH
-    #[arg(long, value_name = "WHERE", default_value = "stdio", value_parser = parse_console)]
+    #[arg(
+        long,
+        value_name = "WHERE",
+        default_value = "stdio",
+        help_heading = "Devices",
+        value_parser = parse_console
+    )]
     pub console: ConsoleTarget,
     /// What follows when the guest reboots: exit or restart
     #[arg(long, value_name = "WHAT", value_enum, default_value_t)]

@@ -16,7 +16,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
-pub use argument::{DiskArgument, disk_help};
+pub use argument::{DiskArgument, disk_help, key_words};
 pub use parse::DiskSpecError;
 pub(crate) use parse::{split_keys, split_parts};
 pub use spec::{BackendKind, DiskCache, DiskCommand, DiskSpec, Fabric};

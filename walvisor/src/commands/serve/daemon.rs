@@ -42,6 +42,7 @@ use crate::size::{human_size, parse_size};
 
 /// The arguments of every daemon.
 #[derive(Args, Debug)]
+#[command(next_help_heading = "Disks")]
 pub struct DaemonArguments {
     /// A disk and how clients reach it: path=FILE,door=nbd,socket=PATH ...; may be given several
     /// times; 'help' lists the keys
@@ -64,11 +65,11 @@ pub struct DaemonArguments {
     pub disk_dirs: Vec<PathBuf>,
     /// Memory that the process may use, such as 512M: at the limit, the clients that ask for most
     /// wait. Default: three quarters of what its cgroup and this machine have
-    #[arg(long, value_name = "SIZE", value_parser = parse_size)]
+    #[arg(long, value_name = "SIZE", help_heading = "Process", value_parser = parse_size)]
     pub memory_limit: Option<u64>,
     /// Become this user once the sockets are bound: a name, UID or UID:GID. Images, logs and
     /// their directories have to belong to it
-    #[arg(long, value_name = "USER", value_parser = ServiceUser::parse)]
+    #[arg(long, value_name = "USER", help_heading = "Process", value_parser = ServiceUser::parse)]
     pub user: Option<ServiceUser>,
     /// TLS of disks with door=nbd.
     #[command(flatten)]

@@ -18,6 +18,7 @@ use crate::disks;
 
 /// TLS of NBD disks.
 #[derive(Args, Debug)]
+#[command(next_help_heading = "TLS")]
 pub struct TlsArguments {
     /// Whether clients can or must use TLS [default: require with certificates, else off]
     #[arg(long, value_name = "MODE", value_enum)]
