@@ -91,7 +91,7 @@ soak: setup
 	WALVISOR_FAILING_ROUNDS=$(SOAK_FAILING_ROUNDS) $(CARGO) test --package walvisor-tests --test media --locked failing -- --nocapture
 	WALVISOR_INTERLEAVINGS=$(SOAK_INTERLEAVINGS) \
 	  $(CARGO) test --package walvisor-storage --lib --features shuttle --locked interleavings -- --nocapture
-	$(CARGO) test --package walvisor-tests --test packs --locked -- --include-ignored
+	WALVISOR_PACKED_CRATES=3 $(CARGO) test --package walvisor-tests --test packs --locked
 	$(MAKE) fuzz FUZZ_TIME=250 FUZZ_SHORT_TIME=90
 
 ## api: whether the public items of the crates that others embed are those in their api.txt; `make api-update` writes these
