@@ -18,7 +18,7 @@ _walvisor_with_disks() {
     local at=$COMP_CWORD spec= word command=serve
     while ((at > 0)) && [[ ${COMP_WORDS[at]} != -* ]]; do
         spec=${COMP_WORDS[at]}$spec
-        ((at -= 1))
+        at=$((at - 1))
     done
     if [[ ${COMP_WORDS[at]} != --disk ]]; then
         _walvisor "$@"
