@@ -13,6 +13,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::SECTOR_SIZE;
 use crate::catalog::control::{
     ControlFile, find_control, open_control, open_or_create_log, real_path,
 };
@@ -25,6 +26,7 @@ use crate::error::{Error, ErrorKind, Result, invalid};
 use crate::log::disk_state::DiskState;
 use crate::log::orders::{DiskAdoption, KeeperTask};
 use crate::log::state::Log;
+use crate::medium::filesystem::{OpenMode, files};
 use crate::medium::lock::Access;
 use crate::mutant::{Mutant, planted};
 use crate::offline::attach::{OpenBase, adopt, is_known, refuse_other_copy};
@@ -100,8 +102,8 @@ impl Store {
     }
 }
 
-/// The task that adds a disk and sends it to `added`. Opens its image here: a file system that does
-/// not answer holds up the caller, not the log's keeper.
+/// The task that adds a disk and sends it to `added`. Reads from its image first: a file system that
+/// does not answer holds up the caller, not the log's keeper.
 pub(crate) fn add_task(
     log: &Log,
     options: &DiskOptions,
@@ -109,16 +111,13 @@ pub(crate) fn add_task(
 ) -> Result<KeeperTask> {
     let path = real_path(&options.path)?;
     let (asked, dir, salt) = (options.clone(), log.dir.clone(), log.medium.salt());
-    let opened = match OpenBase::open(&asked, Access::Write, &dir, false) {
-        // The log itself may have it open, as a detached disk.
-        Err(error) if error.kind() == ErrorKind::Locked => None,
-        opened => Some(opened?),
-    };
+    let sector = &mut [0; SECTOR_SIZE as usize];
+    // The keeper reports what is wrong with it.
+    let _ = files()
+        .open(&path, OpenMode::Read)
+        .and_then(|image| image.read_exact_at(sector, 0));
     let adopt: DiskAdoption = Box::new(move |control, open, newest| {
-        let base = match opened {
-            Some(base) => base,
-            None => OpenBase::open(&asked, Access::Write, &dir, false)?,
-        };
+        let base = OpenBase::open(&asked, Access::Write, &dir, false)?;
         adopt(base, control, open, &dir, (salt, newest))
     });
     Ok(KeeperTask::Add(options.clone(), path, adopt, added))
