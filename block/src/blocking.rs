@@ -15,7 +15,8 @@ use crate::{Backend, BackendQueue, Buffer, Operation, SECTOR_SIZE};
 
 /// A disk for callers that wait for each request. Any number of threads may use it at a time.
 ///
-/// Drop it before the disk's owner closes the disk, for instance before a `Store` of `walvisor-storage` is closed.
+/// Drop it before the disk's owner closes the disk, for instance before a `Store` of
+/// `walvisor-storage` is closed.
 pub struct BlockingDisk<B> {
     backend: B,
     /// Those that no call uses.
@@ -34,12 +35,14 @@ impl<B: Backend> BlockingDisk<B> {
         &self.backend
     }
 
-    /// Fills `bytes` with what the disk has from byte `offset` on. Both its length and the offset are multiples of
-    /// [`SECTOR_SIZE`]. A read of more than [`Backend::max_request_bytes`] is several requests.
+    /// Fills `bytes` with what the disk has from byte `offset` on. Both its length and the offset
+    /// are multiples of [`SECTOR_SIZE`]. A read of more than [`Backend::max_request_bytes`] is
+    /// several requests.
     ///
     /// # Errors
-    /// [`InvalidInput`](io::ErrorKind::InvalidInput) for a range that is not of whole sectors, or not on the disk; or if
-    /// the disk can't be read, or the system refuses a queue. `bytes` then holds anything.
+    /// [`InvalidInput`](io::ErrorKind::InvalidInput) for a range that is not of whole sectors, or
+    /// not on the disk; or if the disk can't be read, or the system refuses a queue. `bytes` then
+    /// holds anything.
     pub fn read(&self, bytes: &mut [u8], offset: u64) -> io::Result<()> {
         let of = ("read", bytes.len(), offset);
         let (mut sector, most) = (whole_sectors(of)?, self.backend.max_request_bytes());
@@ -55,12 +58,14 @@ impl<B: Backend> BlockingDisk<B> {
         })
     }
 
-    /// Writes `bytes` from byte `offset` on, as one request. Both its length and the offset are multiples of
-    /// [`SECTOR_SIZE`]. What is written survives a power loss once a later [`flush`](Self::flush) has returned.
+    /// Writes `bytes` from byte `offset` on, as one request. Both its length and the offset are
+    /// multiples of [`SECTOR_SIZE`]. What is written survives a power loss once a later
+    /// [`flush`](Self::flush) has returned.
     ///
     /// # Errors
-    /// [`InvalidInput`](io::ErrorKind::InvalidInput) for a range that is not of whole sectors, or not on the disk, or
-    /// longer than [`Backend::max_request_bytes`]; or if the disk can't be written, or the system refuses a queue.
+    /// [`InvalidInput`](io::ErrorKind::InvalidInput) for a range that is not of whole sectors, or
+    /// not on the disk, or longer than [`Backend::max_request_bytes`]; or if the disk can't be
+    /// written, or the system refuses a queue.
     pub fn write(&self, bytes: &[u8], offset: u64) -> io::Result<()> {
         let of = ("write", bytes.len(), offset);
         let (sector, most) = (whole_sectors(of)?, self.backend.max_request_bytes());
@@ -76,8 +81,8 @@ impl<B: Backend> BlockingDisk<B> {
         written.map(drop).map_err(|error| named(of, error))
     }
 
-    /// Makes everything durable whose write has returned, of any thread. Does nothing on a disk without FLUSH, whose
-    /// writes have no volatile cache to stay in.
+    /// Makes everything durable whose write has returned, of any thread. Does nothing on a disk
+    /// without FLUSH, whose writes have no volatile cache to stay in.
     ///
     /// # Errors
     /// If the flush fails, or the system refuses a queue.
@@ -106,8 +111,8 @@ impl<B: Backend> BlockingDisk<B> {
     }
 }
 
-/// Flushes `backend`, for a caller without a queue: opens one, and blocks until everything written so far is durable.
-/// Does nothing for a backend without FLUSH.
+/// Flushes `backend`, for a caller without a queue: opens one, and blocks until everything written
+/// so far is durable. Does nothing for a backend without FLUSH.
 ///
 /// # Errors
 /// If the system refuses a queue, or the flush fails.

@@ -2,8 +2,8 @@
 //!
 //! # Writing a `Backend` itself
 //!
-//! A disk whose requests end later, in the program's own event loop for instance, implements [`Backend`] and
-//! [`BackendQueue`]. A queue, with a disk that ends each request at once:
+//! A disk whose requests end later, in the program's own event loop for instance, implements
+//! [`Backend`] and [`BackendQueue`]. A queue, with a disk that ends each request at once:
 //!
 //! ```
 //! use walvisor_block::ram::RamDisk;
@@ -45,7 +45,7 @@ pub use descriptor::descriptor;
 pub use memory::{MemoryBudget, MemoryCharge, MemoryClient, MemoryReservation};
 pub use request::{
     Allocation, Change, Completion, Extent, Failure, GROUP_SIZE_CLASSES, LogCounters,
-    MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE, Transfer,
+    MAX_REQUEST_BYTES, Operation, PastPoint, SECTOR_SIZE, Transfer, check_range,
 };
 pub use schedule::request_short_slices;
 pub use threaded::{SyncBackend, ThreadedDisk};

@@ -38,7 +38,7 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{
     Backend, BackendQueue, Buffer, Capabilities, Completion, Failure, MAX_REQUEST_BYTES, Operation,
-    SECTOR_SIZE, descriptor,
+    SECTOR_SIZE, check_range, descriptor,
 };
 
 /// Bytes in a chunk.
@@ -217,16 +217,9 @@ impl RamDiskState {
         }
     }
 
-    fn check(&self, sector: u64, sectors: u64) -> Result<(), Failure> {
-        match sector.checked_add(sectors) {
-            Some(end) if sectors > 0 && end <= self.sectors => Ok(()),
-            _ => Err(Failure::OutOfRange),
-        }
-    }
-
     fn erase(&self, sector: u64, sectors: u32, release: bool) -> Result<(), Failure> {
         let sectors = u64::from(sectors);
-        self.check(sector, sectors)?;
+        check_range(sector, sectors, self.sectors)?;
         let (offset, len) = (sector * SECTOR_SIZE, sectors * SECTOR_SIZE);
         self.change(sector, sectors, || self.zero(offset, len, release));
         Ok(())
@@ -238,7 +231,7 @@ impl RamDiskState {
         }
         match operation {
             Operation::Read { sector, sectors } => {
-                self.check(sector, sectors.into())?;
+                check_range(sector, sectors.into(), self.sectors)?;
                 let len = sectors as usize * SECTOR_LEN;
                 if len > MAX_REQUEST_BYTES {
                     return Err(Failure::TooLarge);
@@ -252,7 +245,7 @@ impl RamDiskState {
                     return Err(Failure::TooLarge);
                 }
                 let sectors = (data.len() / SECTOR_LEN) as u64;
-                self.check(sector, sectors)?;
+                check_range(sector, sectors, self.sectors)?;
                 self.change(sector, sectors, || self.write(sector * SECTOR_SIZE, &data));
             }
             Operation::Discard { sector, sectors } => self.erase(sector, sectors, true)?,

@@ -66,6 +66,17 @@ pub enum Failure {
     Io,
 }
 
+/// Refuses sectors that a disk of `capacity` sectors does not have.
+///
+/// # Errors
+/// [`Failure::OutOfRange`]; also for no sectors at all.
+pub fn check_range(sector: u64, sectors: u64, capacity: u64) -> Result<(), Failure> {
+    match sector.checked_add(sectors) {
+        Some(end) if sectors > 0 && end <= capacity => Ok(()),
+        _ => Err(Failure::OutOfRange),
+    }
+}
+
 impl From<Failure> for io::Error {
     fn from(failure: Failure) -> Self {
         let kind = match failure {

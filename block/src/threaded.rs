@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!   queue ──(token, operation)──▶ ┌──────┐ ──▶ thread ──▶ SyncBackend::read_at, write_at
-//!   queue ──(token, operation)──▶ └──────┘ ──▶ thread ──▶ SyncBackend::flush, for all that wait for one
+//!   queue ──(token, operation)──▶ └──────┘ ──▶ thread ──▶ SyncBackend::flush, for all that wait
 //!     ▲                                           │
 //!     └───── Completion, event of its queue ──────┘
 //! ```
-//! One flush runs at a time. What waits for a flush when one ends shares the next: its writes had ended before. And of
-//! two at a time that sync one file, only one would get the kernel's error.
+//! One flush runs at a time. What waits for a flush when one ends shares the next: its writes had
+//! ended before. And of two at a time that sync one file, only one would get the kernel's error.
 
 use std::io;
 use std::os::fd::BorrowedFd;
@@ -21,13 +21,14 @@ use vmm_sys_util::eventfd::{EFD_NONBLOCK, EventFd};
 
 use crate::{
     Backend, BackendQueue, Buffer, Capabilities, Completion, Condition, Failure, MAX_REQUEST_BYTES,
-    Operation, SECTOR_SIZE, Trouble, descriptor,
+    Operation, SECTOR_SIZE, Trouble, check_range, descriptor,
 };
 
 /// A disk whose requests are calls that block; [`ThreadedDisk`] makes it a [`Backend`].
 ///
-/// Several threads call it at a time. Offsets and lengths are in bytes, multiples of [`SECTOR_SIZE`], and on the disk. A
-/// call that panics fails as one that returns an error does, where panics unwind.
+/// Several threads call it at a time. Offsets and lengths are in bytes, multiples of
+/// [`SECTOR_SIZE`], and on the disk. A call that panics fails as one that returns an error does,
+/// where panics unwind.
 pub trait SyncBackend: Send + Sync + 'static {
     /// Fills `bytes` with what the disk has from byte `offset` on.
     ///
@@ -41,18 +42,21 @@ pub trait SyncBackend: Send + Sync + 'static {
     /// As [`read_at`](Self::read_at).
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<()>;
 
-    /// Makes everything durable whose [`write_at`](Self::write_at) has returned. It is called by one thread at a time.
+    /// Makes everything durable whose [`write_at`](Self::write_at) has returned. It is called by
+    /// one thread at a time.
     ///
     /// # Errors
-    /// What was written may be lost. So it is not tried again: from then on all writes and flushes fail, until the disk
-    /// is opened anew.
+    /// What was written may be lost. So it is not tried again: from then on all writes and flushes
+    /// fail, until the disk is opened anew.
     fn flush(&self) -> io::Result<()>;
 }
 
-/// A [`SyncBackend`] as a [`Backend`]: its calls are made in threads of their own, so that no front-end waits.
+/// A [`SyncBackend`] as a [`Backend`]: its calls are made in threads of their own, so that no
+/// front-end waits.
 ///
-/// It has a volatile write cache, which can be switched off; then a flush follows each write. DISCARD and WRITE ZEROES
-/// are not offered. Once it and its queues are dropped, the threads carry out what was submitted, and end.
+/// It has a volatile write cache, which can be switched off; then a flush follows each write.
+/// DISCARD and WRITE ZEROES are not offered. Once it and its queues are dropped, the threads carry
+/// out what was submitted, and end.
 pub struct ThreadedDisk<B> {
     /// Dropped first, so that the backend is dropped where the disk is.
     threads: Arc<Threads>,
@@ -60,10 +64,12 @@ pub struct ThreadedDisk<B> {
 }
 
 impl<B: SyncBackend> ThreadedDisk<B> {
-    /// A disk of `bytes` bytes, with `threads` threads of its own: as many calls of `backend` run at a time.
+    /// A disk of `bytes` bytes, with `threads` threads of its own: as many calls of `backend` run
+    /// at a time.
     ///
     /// # Errors
-    /// If the size is not a positive multiple of [`SECTOR_SIZE`], no thread is asked for, or the system refuses one.
+    /// If the size is not a positive multiple of [`SECTOR_SIZE`], no thread is asked for, or the
+    /// system refuses one.
     pub fn new(backend: B, bytes: u64, threads: usize) -> io::Result<Self> {
         Self::start(backend, bytes, false, threads)
     }
@@ -236,10 +242,7 @@ impl<B: SyncBackend> Shared<B> {
         if len > MAX_REQUEST_BYTES as u64 || !len.is_multiple_of(SECTOR_SIZE) {
             return Err(Failure::TooLarge);
         }
-        match sector.checked_add(len / SECTOR_SIZE) {
-            Some(end) if len > 0 && end <= self.sectors => Ok(()),
-            _ => Err(Failure::OutOfRange),
-        }
+        check_range(sector, len / SECTOR_SIZE, self.sectors)
     }
 
     /// Flushes for this waiter, or has the thread do it that flushes already.
@@ -442,7 +445,8 @@ mod tests {
         Operation::Write { sector, data }
     }
 
-    /// The tokens of the next requests that end, at least one, in order, with whether they succeeded.
+    /// The tokens of the next requests that end, at least one, in order, with whether they
+    /// succeeded.
     fn ended(queue: &mut dyn BackendQueue) -> Vec<(u64, bool)> {
         let mut done = Vec::new();
         let limit = Timespec::try_from(Duration::from_secs(60)).unwrap();

@@ -15,10 +15,11 @@
 //! API. [`RawDisk`], a raw image without a log, and [`Look`], a disk as it was at a point in its history, are backends
 //! too.
 //!
-//! The folders are layers. Each imports only from itself and from those after it in this list: `raw` (raw images),
-//! `offline` (opening, closing, and all work on disks that are not in use), `disk` (ports), `history` (the keeper,
-//! looks, snapshots, restores in place), `checkpoint`, `recovery`, `log`, `catalog` (the control file, options, which
-//! image is which disk), `index`, `medium` (files, segments, engines), and the modules outside the folders.
+//! The folders are layers. Each imports only from itself and from those after it in this list:
+//! `raw` (raw images), `offline` (opening, closing, and all work on disks that are not in use),
+//! `disk` (ports), `history` (the keeper, looks, snapshots, restores in place), `checkpoint`,
+//! `recovery`, `log`, `catalog` (the control file, options, which image is which disk), `index`,
+//! `medium` (files, segments, engines), and the modules outside the folders.
 //!
 //! A port, one write, and a FLUSH, after which the write survives a power loss:
 //!
@@ -122,4 +123,4 @@ pub use {
     size::{SIZE, parse_size, show_size},
 };
 
-pub(crate) use walvisor_block::SharedBuffer;
+pub(crate) use walvisor_block::{SharedBuffer, check_range};

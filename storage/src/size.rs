@@ -24,13 +24,14 @@ pub fn show_size(bytes: u64) -> String {
 /// The units, by their power of 1024 or 1000.
 const UNITS: &[u8] = b"KMGTPE";
 
-/// Parses a size in bytes, as the command line takes it: a number of bytes, or one with a unit. K, M, G, T, P and E, also
-/// written KiB and so on, are powers of 1024; KB and so on are powers of 1000, as in GNU's programs. A fraction of a byte
-/// is rounded up to a multiple of 4096 bytes, which fits sectors and pages.
+/// Parses a size in bytes, as the command line takes it: a number of bytes, or one with a unit. K,
+/// M, G, T, P and E, also written KiB and so on, are powers of 1024; KB and so on are powers of
+/// 1000, as in GNU's programs. A fraction of a byte is rounded up to a multiple of 4096 bytes,
+/// which fits sectors and pages.
 ///
 /// # Errors
-/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if `text` is no number with an optional unit, or does not
-/// fit 64 bits.
+/// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if `text` is no number with an
+/// optional unit, or does not fit 64 bits.
 pub fn parse_size(text: &str) -> Result<u64> {
     size(text).ok_or_else(|| invalid(format!("'{text}' is not a size: give {SIZE}")))
 }

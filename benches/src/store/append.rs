@@ -14,8 +14,7 @@ use walvisor_storage::{
 use super::client::{QueueClient, StoreClient};
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
-use super::{measure, rate};
-use crate::bench::Side;
+use super::{measure, rate, raw_or_log};
 use crate::blocks::{BLOCK, damage_error, is_stamped, stamp, stamped_block};
 use crate::output::Output;
 use crate::place::{directory, failed, make_raw};
@@ -97,15 +96,8 @@ pub fn run(arguments: &AppendArguments) -> Result<(), CommandError> {
         store.close().map_err(CommandError::failed)?;
         Ok(turn)
     };
-    let mut round = 0;
-    let mut turn = |side: &Side| match side.side.as_str() {
-        "raw" => raw(),
-        _ => {
-            round += 1;
-            log(round)
-        }
-    };
-    measure("append", json!(arguments), &arguments.output, &mut turn)
+    let turns = &mut raw_or_log(raw, log);
+    measure("append", json!(arguments), &arguments.output, turns)
 }
 
 /// Reads 4 KiB of each MiB back through the log, and checks it.

@@ -13,8 +13,7 @@ use walvisor_storage::{CacheMode, Operation, SECTOR_SIZE};
 use super::client::QueueClient;
 use super::raw::{Direction, RawQueue};
 use super::site::{self, ring};
-use super::{VERIFY_EACH, check_bytes, measure, rate};
-use crate::bench::Side;
+use super::{VERIFY_EACH, check_bytes, measure, rate, raw_or_log};
 use crate::blocks::{BLOCK, scattered, stamped_block};
 use crate::output::Output;
 use crate::place::{directory, failed, make_raw, verify};
@@ -103,13 +102,6 @@ pub fn run(arguments: &CheckpointArguments) -> Result<(), CommandError> {
         verify(&site::image(site, 0), block as usize, writer, some)?;
         Ok(turn)
     };
-    let mut round = 0;
-    let mut turn = |side: &Side| match side.side.as_str() {
-        "raw" => raw(),
-        _ => {
-            round += 1;
-            log(round)
-        }
-    };
-    measure("checkpoint", json!(arguments), &arguments.output, &mut turn)
+    let turns = &mut raw_or_log(raw, log);
+    measure("checkpoint", json!(arguments), &arguments.output, turns)
 }

@@ -29,7 +29,7 @@ use clap::{Args, Subcommand};
 use serde_json::{Value, json};
 use walvisor::commands::CommandError;
 
-use crate::bench::{Bench, TakeTurns, Turn, settings};
+use crate::bench::{Bench, Side, TakeTurns, Turn, settings};
 use crate::output::Output;
 
 /// The matrices of all of them.
@@ -106,6 +106,21 @@ fn measure(
     let session = bench.start()?;
     let run = bench.matrices[0].measure_rows(&session, turns);
     bench.finish(session, run)
+}
+
+/// Turns of the raw file and of the log, which gets the number of its turn, from 1.
+fn raw_or_log(
+    raw: impl Fn() -> Result<Turn, CommandError>,
+    log: impl Fn(u64) -> Result<Turn, CommandError>,
+) -> impl FnMut(&Side) -> Result<Turn, CommandError> {
+    let mut round = 0;
+    move |side| match side.side.as_str() {
+        "raw" => raw(),
+        _ => {
+            round += 1;
+            log(round)
+        }
+    }
 }
 
 /// A turn that moved `bytes` bytes in the time `took`.

@@ -19,7 +19,7 @@ use virtio_bindings::virtio_blk::{
 use vm_memory::{Address, Bytes, GuestAddress, GuestMemory, Permissions};
 
 use super::config::MAX_ERASE_SECTORS;
-use crate::backend::{Buffer, Operation, OutOfMemory, SECTOR_SIZE};
+use crate::backend::{Buffer, Operation, OutOfMemory, SECTOR_SIZE, check_range};
 use crate::latency::add;
 use crate::metrics::BlockMetrics;
 use crate::virtio::{
@@ -347,17 +347,8 @@ fn check_data_range(sector: u64, bytes: u64, rules: &BlockRules) -> Result<u32, 
     }
     // The cast is lossless: at most 16 MiB, MAX_REQUEST_BYTES.
     let sectors = (bytes / SECTOR_SIZE) as u32;
-    check_range(sector, sectors, rules.capacity)?;
+    check_range(sector, sectors.into(), rules.capacity).map_err(|_| BlockStatus::IoError)?;
     Ok(sectors)
-}
-
-/// Checks that a range has at least one sector and lies on the disk. Counts in sectors, because `sector * 512` wraps at
-/// 2^55.
-fn check_range(sector: u64, sectors: u32, capacity: u64) -> Result<(), BlockStatus> {
-    match sector.checked_add(u64::from(sectors)) {
-        Some(end) if sectors > 0 && end <= capacity => Ok(()),
-        _ => Err(BlockStatus::IoError),
-    }
 }
 
 /// DISCARD, WRITE_ZEROES and SECURE_ERASE: one segment `{ sector u64, num_sectors u32, flags u32 }`.
@@ -394,7 +385,7 @@ fn parse_erase<G: GuestMemory>(
     if sectors > MAX_ERASE_SECTORS {
         return Err(BlockStatus::IoError);
     }
-    check_range(sector, sectors, rules.capacity)?;
+    check_range(sector, sectors.into(), rules.capacity).map_err(|_| BlockStatus::IoError)?;
     Ok((
         sector,
         sectors,

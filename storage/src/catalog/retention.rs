@@ -132,7 +132,8 @@ impl FromStr for Retention {
     type Err = Error;
 
     /// # Errors
-    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput), with the accepted [`FORMS`](Self::FORMS).
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput), with the accepted
+    /// [`FORMS`](Self::FORMS).
     fn from_str(text: &str) -> Result<Self> {
         let time = || duration(text).and_then(|time| Duration::try_from(time).ok());
         // 24 may be meant as hours, days or gigabytes.

@@ -43,12 +43,10 @@ pub(crate) const SHORT: Duration = Duration::from_millis(1);
 /// log's own syncs take less than a tenth of it.
 const SLOW_WRITE: Duration = Duration::from_millis(100);
 const SLOW_AGAINST_SYNC: u32 = 10;
-/// Time after which an image is too slow even if nobody waits for the copy: what else the keeper
-/// is to do waits.
-const UNANSWERED: Duration = Duration::from_secs(5);
-/// Longest wait for a sync of an image, and for other single operations on it, while other disks
-/// need the keeper.
-const LIMIT: Duration = Duration::from_secs(2);
+/// An image that is silent for this long counts as failing, whether or not anybody waits for it.
+pub(crate) const LONGEST_SILENCE: Duration = Duration::from_secs(5);
+/// Longest wait for one sync of an image, or one search for holes, on a log with several disks.
+const OPERATION_LIMIT: Duration = Duration::from_secs(2);
 /// After a longer time between two looks at operations, nothing is known of how long they took.
 const AWAY: Duration = Duration::from_millis(50);
 /// Most writes in flight to an image that is slow, or has not answered one of this copy yet.
@@ -76,8 +74,15 @@ struct InFlightRun<'a> {
     damaged: bool,
     /// When its write began.
     writing: Option<Instant>,
-    /// When the oldest operation on the image that may be under way began.
-    asked: Option<Instant>,
+    /// When the read of `fill` began, while it is under way.
+    filling: Option<Instant>,
+}
+
+impl InFlightRun<'_> {
+    /// When the operation on the image began that is under way.
+    fn asked(&self) -> Option<Instant> {
+        self.writing.or(self.filling)
+    }
 }
 
 /// A part of a run.
@@ -138,11 +143,11 @@ pub(crate) struct ImageFailures {
     pub slow_counts: bool,
     /// Those that failed, in order.
     pub found: Vec<FailedImage>,
-    /// Operations on images that copies did not wait for.
+    /// I/O on images that copies gave up waiting for.
     pub unanswered: Vec<UnansweredIo>,
 }
 
-/// Operations on images that did not end in time. Until they have, they may change the images.
+/// I/O on images that copies gave up waiting for. It may still change the images.
 pub(crate) struct UnansweredIo {
     engine: Box<dyn Engine>,
     /// What the engine signals.
@@ -167,13 +172,13 @@ impl UnansweredIo {
         self.runs.values().any(|(id, _)| *id == disk_id)
     }
 
-    /// Gives up waiting for them: their memory stays theirs for good.
+    /// Leaks what is in flight, since the kernel may still use its memory.
     pub(crate) fn abandon(self) {
         std::mem::forget(self.engine);
     }
 }
 
-/// An operation of this run has ended that nobody waits for. Returns whether it was one.
+/// Counts down the operations of a run that nobody waits for. Returns whether this is such a run.
 fn end_unanswered(runs: &mut HashMap<u64, (u32, usize)>, run: u64) -> bool {
     let Some((_, left)) = runs.get_mut(&run) else {
         return false;
@@ -209,7 +214,8 @@ struct Copier<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> {
     event: Event,
     /// By number; operation ids are `number * MAX_CHUNKS + part`.
     flights: HashMap<u64, InFlightRun<'a>>,
-    /// Runs of failed images that nobody waits for: the disk, and how many operations are in flight.
+    /// Runs of failed images that nobody waits for: the disk, and how many operations are in
+    /// flight.
     unanswered: HashMap<u64, (u32, usize)>,
     next: u64,
     memory: usize,
@@ -403,10 +409,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
 
     /// How long to wait for a single operation on an image. `None`: as long as it takes.
     fn limit(&self) -> Option<Duration> {
-        self.failures.slow_counts.then_some(LIMIT)
+        self.failures.slow_counts.then_some(OPERATION_LIMIT)
     }
 
-    /// Leaves the engine to operations that nobody waits for, if there are any.
+    /// Keeps the engine for what it still has in flight, if that was given up.
     fn leave_unanswered(self) {
         if !self.unanswered.is_empty() {
             self.failures.unanswered.push(UnansweredIo {
@@ -417,8 +423,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         }
     }
 
-    /// Images that have become too slow fail. Operations on failed images are no longer waited for
-    /// if they take long.
+    /// Fails the images that have become too slow, and gives up what failed images take too long
+    /// for.
     fn give_up_unanswered(&mut self) {
         let mut asked: Vec<_> = self.flights.values().map(|flight| flight.disk).collect();
         asked.sort_by_key(|disk| disk.id);
@@ -431,9 +437,11 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             }
         }
         let now = sync::now();
-        let late = |asked: Option<Instant>| asked.is_some_and(|asked| now - asked >= SLOW_WRITE);
-        let flights = self.flights.iter();
-        let late = flights.filter(|(_, flight)| late(flight.asked) && self.has_failed(flight.disk));
+        let is_late = |flight: &InFlightRun<'_>| {
+            let asked = flight.asked();
+            self.has_failed(flight.disk) && asked.is_some_and(|asked| now - asked >= SLOW_WRITE)
+        };
+        let late = self.flights.iter().filter(|(_, flight)| is_late(flight));
         let late: Vec<u64> = late.map(|(number, _)| *number).collect();
         for number in late {
             let flight = self.flights.remove(&number).expect("a run in flight");
@@ -454,7 +462,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
         let mean = times.map_or(Duration::ZERO, |times| times.total / times.count);
         let writes = self.flights.values();
         let writes = writes.filter(|flight| flight.disk.id == disk.id);
-        let oldest = writes.filter_map(|flight| flight.asked).min();
+        let oldest = writes.filter_map(InFlightRun::asked).min();
         oldest.map_or(mean, |oldest| mean.max(sync::now() - oldest))
     }
 
@@ -466,7 +474,8 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             return None;
         }
         let state = self.log.lock();
-        let waited_for = state.ring.holds_back() || state.ring.is_starved() || time >= UNANSWERED;
+        let waited_for =
+            state.ring.holds_back() || state.ring.is_starved() || time >= LONGEST_SILENCE;
         let log_is_slow = time < state.commit_delay.sync_time() * SLOW_AGAINST_SYNC;
         (waited_for && !log_is_slow).then(|| {
             let (path, ms) = (disk.path.display(), time.as_millis());
@@ -617,7 +626,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             reads: 0,
             damaged: false,
             writing: None,
-            asked: None,
+            filling: None,
             pieces: Vec::new(),
         };
         let id = |part: usize| number * MAX_CHUNKS as u64 + part as u64;
@@ -648,7 +657,7 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
             flight.fill = Some(Buffer::zeroed(span));
         } else if stripe {
             flight.reads += 1;
-            flight.asked = Some(sync::now());
+            flight.filling = Some(sync::now());
             flight.memory += span.next_multiple_of(BUFFER_ALIGN);
             let io = Io::Read {
                 source: ReadSource::File(disk.base.file().clone()),
@@ -670,7 +679,6 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     fn write(&mut self, number: u64, flight: &mut InFlightRun<'_>) {
         self.count_write();
         flight.writing = Some(sync::now());
-        flight.asked = flight.writing;
         let mut chunks: Vec<_> = flight.chunks.drain(..).filter_map(RunPart::read).collect();
         if let Some(mut stripe) = flight.fill.take() {
             for (piece, part) in flight.pieces.iter().zip(chunks) {
@@ -764,11 +772,11 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
                 flight.disk.base.note_written(sectors);
             }
             Ok(buffer) if part == flight.pieces.len() => {
-                (flight.fill, flight.asked) = (buffer, None);
+                (flight.fill, flight.filling) = (buffer, None);
             }
             // The gaps of the stripe can't be read, and its parts don't need them.
             Err(_) if !was_written && part == flight.pieces.len() => {
-                (flight.damaged, flight.asked) = (true, None);
+                (flight.damaged, flight.filling) = (true, None);
             }
             Ok(buffer) => {
                 let buffer = buffer.expect("a read gives bytes");

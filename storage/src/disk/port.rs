@@ -10,7 +10,7 @@ use crate::index::Piece;
 use crate::log::committer::{AppendError, Committer};
 use crate::log::disk_state::DiskState;
 use crate::log::pipeline::{MarkCommit, Modification};
-use crate::log::reads::{ReadPart, ReadQueue, SharedReads, check_range, check_read};
+use crate::log::reads::{ReadPart, ReadQueue, SharedReads, check_read};
 use crate::log::state::Log;
 use crate::log::waiters::PortReads;
 use crate::medium::checksum::{self, Payload};
@@ -18,7 +18,7 @@ use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::Ordering;
 use crate::sync::{Arc, Mutex};
 use crate::tracepoints;
-use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE};
+use crate::{BackendQueue, Buffer, Completion, Failure, Operation, SECTOR_SIZE, check_range};
 
 /// One thread's access to a disk. Dropping it waits for reads in flight; completions not taken are lost.
 ///

@@ -101,11 +101,9 @@ pub(crate) struct Keeper {
     pub(super) saving: Option<SavedFileWriter>,
     /// The LSN of the snapshot whose saved records this keeper has made durable, and how many there are.
     pub(super) saved: (u64, u32),
-    /// The last copy failed.
-    pub(super) step_failed: bool,
     /// What is being copied back from spill files, by disk number.
     pub(super) copies_back: BTreeMap<u32, CopyBack>,
-    /// Operations on images that copies did not wait for.
+    /// I/O on images that copies gave up waiting for.
     pub(super) unanswered: Vec<UnansweredIo>,
     /// It was reported that the log has no room for all the history it should keep.
     pub(super) shortened: bool,
@@ -136,7 +134,6 @@ impl Keeper {
             phase: Phase::Idle,
             saving: None,
             saved: (0, 0),
-            step_failed: false,
             copies_back: BTreeMap::new(),
             unanswered: Vec::new(),
             shortened: false,
@@ -238,7 +235,6 @@ impl Keeper {
             if done.is_err() {
                 self.log.refuse_stuck();
             }
-            self.step_failed = done.is_err();
             copied = done;
         }
         self.copy_spills_back();

@@ -33,7 +33,7 @@ use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::disk_state::DiskState;
 use crate::log::image::Image;
 use crate::log::pin::{Pin, PinnedLog};
-use crate::log::reads::{InFlightReads, Origin, ReadPart, check_range, check_read};
+use crate::log::reads::{InFlightReads, Origin, ReadPart, check_read};
 use crate::log::ring::LiveSegment;
 use crate::log::state::Log;
 use crate::medium::engine;
@@ -46,6 +46,7 @@ use crate::sync::{Arc, Event};
 use crate::{
     Allocation, Backend, BackendQueue, Buffer, Capabilities, Change, Completion, EngineKind,
     Extent, Failure, MAX_REQUEST_BYTES, Mapped, Operation, PastPoint, SECTOR_SIZE, Tracked,
+    check_range,
 };
 
 /// Engine ids from here on are writes; those below are reads.

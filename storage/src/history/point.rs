@@ -218,7 +218,8 @@ impl fmt::Display for Point {
     }
 }
 
-/// `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a duration before now, or `newest`.
+/// `cid:N`, `lsn:N`, `snapshot:NAME`, `time:` and a time of RFC 3339, `-` and a duration before
+/// now, or `newest`.
 impl FromStr for Point {
     type Err = Error;
 

@@ -6,7 +6,9 @@
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
-use crate::checkpoint::copy::{CopyOutcome, FailedImage, FrozenLayer, ImageFailures, SHORT, copy};
+use crate::checkpoint::copy::{
+    CopyOutcome, FailedImage, FrozenLayer, ImageFailures, LONGEST_SILENCE, SHORT, copy,
+};
 use crate::checkpoint::pace::CopyPace;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::Control;
@@ -26,8 +28,6 @@ use crate::{Buffer, SECTOR_SIZE};
 const RETRY: Duration = Duration::from_secs(1);
 /// Pause between two looks at a running copy.
 const LOOK: Duration = Duration::from_millis(20);
-/// An image without progress for so long does not answer.
-const UNANSWERED: Duration = Duration::from_secs(5);
 /// Most sectors copied back at a time.
 const STEP: u64 = (256 << 10) / SECTOR_SIZE;
 
@@ -204,7 +204,7 @@ impl Keeper {
 
     /// Goes on copying spill files back. What fails is noted, and tried again after a pause.
     pub(super) fn copy_spills_back(&mut self) {
-        self.unanswered.retain_mut(|io| !io.have_ended());
+        self.forget_answered();
         let due = self.spilled().filter(|disk| self.pause_of(disk).is_zero());
         for disk in due.cloned().collect::<Vec<_>>() {
             // Noted, and tried again.
@@ -232,13 +232,17 @@ impl Keeper {
     /// # Errors
     /// If the image still fails, or does not answer, or the time limit for closing ran out.
     pub(super) fn bring_up_to_date(&mut self, disk: &Arc<DiskState>) -> Result<()> {
-        while !self.copy_spill_back(disk, true)? {
+        loop {
+            self.forget_answered();
+            if self.copy_spill_back(disk, true)? {
+                return Ok(());
+            }
             self.refuse_over()?;
             let back = self.copies_back.get_mut(&disk.id);
             let round = back.and_then(|back| back.round.as_mut());
             let silence = round.map_or(Duration::ZERO, CopyRound::silence);
-            if silence > UNANSWERED {
-                return Err(unanswered(disk, silence));
+            if silence > LONGEST_SILENCE {
+                return Err(no_answer(disk, silence));
             }
             if !self.log.lock().keeper.stop {
                 // Other disks need their room. What fails there is reported elsewhere.
@@ -247,7 +251,11 @@ impl Keeper {
             }
             sync::sleep(SHORT);
         }
-        Ok(())
+    }
+
+    /// Forgets I/O that copies gave up waiting for, once it has ended.
+    fn forget_answered(&mut self) {
+        self.unanswered.retain_mut(|io| !io.have_ended());
     }
 
     /// Refuses to wait for a copy that has failed, and is tried again later.
@@ -293,17 +301,16 @@ impl Keeper {
         back: &mut CopyBack,
         hurry: bool,
     ) -> Result<bool> {
-        self.unanswered.retain_mut(|io| !io.have_ended());
         if self.unanswered.iter().any(|io| io.has(disk.id)) {
-            return Err(unanswered(disk, Duration::ZERO));
+            return Err(no_answer(disk, Duration::ZERO));
         }
         loop {
             if let Some(round) = &mut back.round {
                 round.control.hurry.store(hurry, Ordering::Relaxed);
                 let Some(ended) = round.answer.take() else {
                     let silence = round.silence();
-                    if silence > UNANSWERED {
-                        disk.note_trouble(&unanswered(disk, silence));
+                    if silence > LONGEST_SILENCE {
+                        disk.note_trouble(&no_answer(disk, silence));
                     }
                     return Ok(false);
                 };
@@ -415,7 +422,7 @@ pub(super) fn note_spill(disk: &DiskState) {
 }
 
 /// The error for an image that has not answered for this long; zero: nobody knows how long.
-fn unanswered(disk: &DiskState, silence: Duration) -> Error {
+fn no_answer(disk: &DiskState, silence: Duration) -> Error {
     let path = disk.path.display();
     let long = match silence.as_secs() {
         0 => "earlier writes".to_owned(),

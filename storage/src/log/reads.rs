@@ -14,7 +14,9 @@ use crate::log::waiters::{Mailbox, PortReads};
 use crate::medium::file::{DataFile, Engine, Io, IoCompletion, ReadSource};
 use crate::medium::segment::LogRead;
 use crate::sync::{Arc, Mutex};
-use crate::{Buffer, Completion, Failure, MAX_REQUEST_BYTES, SECTOR_SIZE, SharedBuffer};
+use crate::{
+    Buffer, Completion, Failure, MAX_REQUEST_BYTES, SECTOR_SIZE, SharedBuffer, check_range,
+};
 
 /// A part of a read.
 pub(crate) struct ReadPart {
@@ -68,16 +70,6 @@ impl ReadPart {
             sectors,
             origin,
         }])
-    }
-}
-
-/// Refuses sectors that a disk of `capacity` sectors does not have.
-pub(crate) fn check_range(sector: u64, sectors: u64, capacity: u64) -> Result<(), Failure> {
-    let end = sector.checked_add(sectors).ok_or(Failure::OutOfRange)?;
-    if sectors == 0 || end > capacity {
-        Err(Failure::OutOfRange)
-    } else {
-        Ok(())
     }
 }
 

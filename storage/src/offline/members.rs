@@ -102,8 +102,8 @@ impl Store {
     }
 }
 
-/// The task that adds a disk and sends it to `added`. Reads from its image first: a file system that
-/// does not answer holds up the caller, not the log's keeper.
+/// The task that adds a disk and sends it to `added`. Reads from its image first: a file system
+/// that does not answer holds up the caller, not the log's keeper.
 pub(crate) fn add_task(
     log: &Log,
     options: &DiskOptions,

@@ -9,11 +9,11 @@ use slab::Slab;
 
 use super::shared::{RawMailbox, RawShared, locked};
 use super::sync::Syncer;
-use crate::log::reads::{check_range, check_read};
+use crate::log::reads::check_read;
 use crate::medium::file::{Chunk, Engine, Io, IoCompletion, ReadSource};
 use crate::{
     BackendQueue, Buffer, Completion, Failure, MAX_REQUEST_BYTES, Operation, SECTOR_SIZE,
-    SharedBuffer,
+    SharedBuffer, check_range,
 };
 
 /// Zeroes written at a time, on a file system that can't zero a range itself.
