@@ -1,5 +1,5 @@
-//! `walvisor-bench notify` and `start`: the counts on every path that this machine has, and a start on
-//! each transport. The tests check no times.
+//! `walvisor-bench notify` and `start`: the counts on every path that this machine has, and a start
+//! on each transport. The tests check no times.
 
 mod support;
 

@@ -16,9 +16,10 @@
 //! ```
 //! "A few" is one per two processors. Each of these threads waits in an [`event_loop`].
 //!
-//! Write a [`backend::SyncBackend`] or a [`backend::Backend`], make a [`block::VirtioBlock`] over it, and give that to a transport. The
-//! program passes the guest's memory and its register accesses to the transport, and gets interrupts through an eventfd
-//! (MMIO) or an [`interrupt::MsiRouter`] (PCI).
+//! Write a [`backend::SyncBackend`] or a [`backend::Backend`], make a [`block::VirtioBlock`] over
+//! it, and give that to a transport. The program passes the guest's memory and its register
+//! accesses to the transport, and gets interrupts through an eventfd (MMIO) or an
+//! [`interrupt::MsiRouter`] (PCI).
 
 // Code that only some front-ends use is built even without them.
 #![cfg_attr(

@@ -1,4 +1,5 @@
-//! A backup of a disk that is not in use: `backup IMAGE COPY`. An earlier copy is replaced once the new one is whole.
+//! A backup of a disk that is not in use: `backup IMAGE COPY`. An earlier copy is replaced once the
+//! new one is whole.
 
 use std::{error::Error, path::Path};
 

@@ -1,4 +1,4 @@
-//! A disk with a log: `disk IMAGE` counts in its first byte how often it was run. The log keeps an hour of history.
+//! A disk with an hour of history: `disk IMAGE` counts in its first byte how often it was run.
 
 use std::{error::Error, path::Path};
 

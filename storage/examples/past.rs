@@ -1,4 +1,5 @@
-//! A disk as it was: `past IMAGE AT` shows its first byte at a point such as `-15m`, `cid:7` or `snapshot:monday`.
+//! A disk as it was: `past IMAGE AT` shows its first byte at a point such as `-15m`, `cid:7` or
+//! `snapshot:monday`.
 
 use std::{error::Error, path::Path};
 

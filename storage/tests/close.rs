@@ -105,7 +105,8 @@ fn a_checkpoint_under_way_is_cut_by_the_close() {
     }
 }
 
-/// A handle that blocks and outlives the store gets errors: its requests don't wait for a log that is gone.
+/// A handle that blocks and outlives the store gets errors: its requests don't wait for a log that
+/// is gone.
 #[test]
 fn a_blocking_handle_of_a_closed_store_gets_errors_and_does_not_wait() {
     for never_used in [false, true] {

@@ -118,7 +118,8 @@ fn what_is_installed_can_be_used_and_goes_again() {
         assert!(page.contains(part), "{part}: {page}");
     }
 
-    // The completions that a shell offers after `walvisor serve n`, and so on. bash makes a word of each `=`.
+    // The completions that a shell offers after `walvisor serve n`, and so on. bash makes a word of
+    // each `=`.
     let part_of_disk = "a.img,rea";
     for (words, count, word, before, offered) in [
         ("walvisor serve n", 2, "n", "serve", "nbd"),

@@ -111,7 +111,8 @@ pub fn have_python() -> bool {
     have("pydoc3", "python3")
 }
 
-/// What Prometheus' linter says about metrics, which is nothing if their names are good ones. `promtool` must be installed.
+/// What Prometheus' linter says about metrics, which is nothing if their names are good ones.
+/// `promtool` must be installed.
 ///
 /// # Panics
 /// It cannot be started, or does not end.

@@ -1,6 +1,7 @@
-//! The crates that other programs embed are packed alone: what is in a package needs nothing beside it. Its pages' links lead to
-//! files in it, its README quotes its examples, and these build and run with nothing but the packages. That takes minutes for all
-//! of them, so of the last two crates `make soak` makes sure: `WALVISOR_PACKED_CRATES=3`.
+//! The crates that other programs embed are packed alone: what is in a package needs nothing beside
+//! it. Its pages' links lead to files in it, its README quotes its examples, and these build and
+//! run with nothing but the packages. That takes minutes for all of them, so of the last two crates
+//! `make soak` makes sure: `WALVISOR_PACKED_CRATES=3`.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   Matrix ─▶ Row: clients 8 ─▶ Side: group commit off ─▶ its settings, its turns
-//!                            └▶ Side: group commit on  ─▶ its settings, its turns: {"commits_per_s": 480, ...}
+//!                            └▶ Side: group commit on  ─▶ its settings, its turns
 //! ```
 
 use std::time::Duration;

@@ -2,7 +2,7 @@
 //! reports them.
 //!
 //! ```text
-//!   matrices/commit.toml ─▶ spec.rs ─▶ matrix.rs: rows, sides, turns ─▶ show.rs: tables and plots ─▶ report
+//!   matrices/commit.toml ─▶ spec.rs ─▶ matrix.rs: rows, sides, turns ─▶ show.rs ─▶ report
 //!                                          ▲ a turn: what the benchmark does for a side
 //! ```
 

@@ -3,9 +3,9 @@
 //! several guests on one log.
 //!
 //! ```text
-//!   mod.rs: sides in turns ─▶ site.rs ─▶ walvisor serve vhost-user: raw-0.img, wal-0.img, single-0.img, raw-1.img, ...
+//!   mod.rs: sides in turns ─▶ site.rs ─▶ serve vhost-user: raw-0.img, wal-0.img, ...
 //!                              │ jobs, one by one                ▲ /dev/vda, vdb, vdc
-//!                              └──▶ guests, user-mode Linux: scripts/database.sh: the servers, their load
+//!                              └──▶ guests, user-mode Linux: scripts/database.sh: servers, load
 //! ```
 
 mod site;

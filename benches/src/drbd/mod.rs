@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   mod.rs       commits by round trip and clients  ─┐
-//!   failover.rs  the primary dies under load        ─┴─▶ pair.rs ─▶ two guests, DRBD, netem, a cable
+//!   failover.rs  the primary dies under load        ─┴─▶ pair.rs ─▶ guests, DRBD, netem, a cable
 //! ```
 
 mod failover;

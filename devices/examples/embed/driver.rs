@@ -1,5 +1,5 @@
-//! In place of a VMM and its guest: memory, an interrupt, register accesses, and a virtio-blk driver (virtio 1.2, 3.1.1 and
-//! 2.7.13) that makes one request at a time.
+//! In place of a VMM and its guest: memory, an interrupt, register accesses, and a virtio-blk
+//! driver (virtio 1.2, 3.1.1 and 2.7.13) that makes one request at a time.
 
 use std::error::Error;
 use std::sync::Arc;
@@ -26,7 +26,8 @@ const BUFFER: u64 = 0x5000;
 const ANSWER: u64 = 0x6000;
 const BUFFER_LEN: usize = 512;
 
-/// Request type, sector, and what is in the buffer when the request is made. The last one is beyond the end of the disk.
+/// Request type, sector, and what is in the buffer when the request is made. The last one is beyond
+/// the end of the disk.
 const REQUESTS: [(u32, u64, &[u8]); 3] = [
     (VIRTIO_BLK_T_OUT, 7, TEXT.as_bytes()),
     (VIRTIO_BLK_T_IN, 7, b""),
@@ -36,8 +37,8 @@ const REQUESTS: [(u32, u64, &[u8]); 3] = [
 const ANSWERS: [(u8, &str); 3] = [(0, TEXT), (0, TEXT), (1, "")];
 const TEXT: &str = "stable means stable";
 
-/// The part of a VMM. Its vCPU threads pass the guest's accesses to the transport's registers on, and the guest waits for
-/// its interrupts.
+/// The part of a VMM. Its vCPU threads pass the guest's accesses to the transport's registers on,
+/// and the guest waits for its interrupts.
 #[allow(dead_code)] // The example with an event loop does this itself.
 pub fn run(device: VirtioBlock) -> Result<(), Box<dyn Error>> {
     let memory = Arc::new(GuestMemoryMmap::from_ranges(&[(GuestAddress(0), 1 << 20)])?);

@@ -1,4 +1,4 @@
-//! virtio-blk in a program of your own, over a disk of your own. `driver.rs` has the parts of a VMM and its guest.
+//! virtio-blk in your program, over a disk of your own. `driver.rs` plays the VMM and its guest.
 
 mod driver;
 use std::io;

@@ -1,4 +1,5 @@
-//! virtio-blk over a disk that the program serves in its own event loop, which takes the interrupts too.
+//! virtio-blk over a disk that the program serves in its own event loop, which takes the interrupts
+//! too.
 //!
 //! ```text
 //!   this program: one thread, one epoll                        walvisor-devices
@@ -7,8 +8,9 @@
 //!    ├─ served from the program's own bytes ────── Completion, eventfd ────────────┤
 //!    └◀─INTERRUPT── irq ◀──── data, status and used ring in guest memory ──────────┘
 //! ```
-//! In a VMM the register accesses come from vCPU threads. Here they are made in the loop, and none may reset the device
-//! while a request is in flight: a reset waits until the backend has ended it, which is up to the same loop.
+//! In a VMM the register accesses come from vCPU threads. Here they are made in the loop, and none
+//! may reset the device while a request is in flight: a reset waits until the backend has ended it,
+//! which is up to the same loop.
 
 #[path = "../embed/driver.rs"]
 mod driver;
@@ -52,8 +54,8 @@ impl Backend for Disk {
         SECTORS
     }
 
-    /// What stands here is what the driver is offered: no DISCARD, no WRITE_ZEROES, and no FLUSH, because there is no
-    /// volatile cache before this disk.
+    /// What stands here is what the driver is offered: no DISCARD, no WRITE_ZEROES, and no FLUSH,
+    /// because there is no volatile cache before this disk.
     fn capabilities(&self) -> Capabilities {
         Capabilities::default()
     }

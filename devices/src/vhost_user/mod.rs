@@ -6,7 +6,8 @@
 //!       └── rings and buffers in shared memory ◀──────────────────────────────────────┴── kick, call
 //! ```
 //!
-//! Why not the crates `vhost` and `vhost-user-backend`: see the [crate's page](crate#why-not-vhost-user-backend).
+//! Why not the crates `vhost` and `vhost-user-backend`: see the [crate's
+//! page](crate#why-not-vhost-user-backend).
 //!
 //! A front-end is trusted no more than a guest. Its messages are checked before use, its memory is mapped only as far as
 //! the files behind it reach, and a fault of a front-end ends only its own connection.

@@ -1,4 +1,5 @@
-//! libvirt's own daemon, of an ordinary user: it needs no set-up of the machine, and leaves nothing behind.
+//! libvirt's own daemon, of an ordinary user: it needs no set-up of the machine, and leaves nothing
+//! behind.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -18,7 +19,8 @@ const PATIENCE: &str = "120";
 /// How long the daemon may take to start.
 const START_LIMIT: Duration = Duration::from_secs(120);
 
-/// A `libvirtd` whose domains are QEMU's in full emulation. Dropping it kills it and all its domains, like a power cut.
+/// A `libvirtd` whose domains are QEMU's in full emulation. Dropping it kills it and all its
+/// domains, like a power cut.
 pub struct Libvirt {
     place: PathBuf,
     _daemon: LeashedChild,
@@ -28,7 +30,8 @@ impl Libvirt {
     /// The user ID and group ID of the daemon and its domains, if the caller is root: `nobody`.
     pub const USER: u32 = 65534;
 
-    /// Starts the daemon. All its files are in `dir`, where it finds its domains again after a kill.
+    /// Starts the daemon. All its files are in `dir`, where it finds its domains again after a
+    /// kill.
     ///
     /// # Errors
     /// A file cannot be written, or a program cannot be started.
@@ -49,7 +52,8 @@ impl Libvirt {
         let place = dir.to_owned();
         let log = place.join("libvirtd.log");
         let log = File::create(&log).at("create", &log)?;
-        // QEMU detaches from libvirt, which starts it. The namespace's first process adopts it, and takes it along.
+        // QEMU detaches from libvirt, which starts it. The namespace's first process adopts it, and
+        // takes it along.
         let mut command = Command::new("unshare");
         let root = rustix::process::geteuid().is_root();
         command.args((!root).then_some("--map-current-user"));

@@ -1,8 +1,9 @@
-//! Guests of monitors other than `walvisor run`: user-mode Linux, which runs at near-native speed anywhere, and QEMU in
-//! full emulation, alone or under libvirt. They boot in seconds. Their disks, if any, are attached over vhost-user.
+//! Guests of monitors other than `walvisor run`: user-mode Linux, which runs at near-native speed
+//! anywhere, and QEMU in full emulation, alone or under libvirt. They boot in seconds. Their disks,
+//! if any, are attached over vhost-user.
 //!
 //! ```text
-//!   initramfs.rs: busybox, fio, modules, the script ──▶ user_mode.rs, qemu.rs, libvirt.rs ──▶ Guest: its console, line by line
+//!   initramfs.rs: busybox, fio, script ──▶ user_mode.rs, qemu.rs, libvirt.rs ──▶ Guest: console
 //! ```
 //!
 //! Lines that a script prints should begin with `guest: `. The guest's last line is [`END`].

@@ -1,4 +1,5 @@
-//! A domain of libvirt's own daemon on a pool: disks come and go, snapshots and backups are made, and everything is killed.
+//! A domain of libvirt's own daemon on a pool: disks come and go, snapshots and backups are made,
+//! and everything is killed.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, chown};
@@ -12,8 +13,8 @@ use walvisor_tests::{binary, have_all, images, succeed};
 
 const DOCS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../docs");
 
-/// The guest counts on its first disk, and says each number once it is synced. A second disk that comes gets a file
-/// system, and goes when the host says so.
+/// The guest counts on its first disk, and says each number once it is synced. A second disk that
+/// comes gets a file system, and goes when the host says so.
 const COUNT: &str = "mount -t ext4 /dev/vda /mnt 2>/dev/null || { mkfs.ext4 -q /dev/vda; mount -t ext4 /dev/vda /mnt; }
 n=$(cat /mnt/count 2>/dev/null || echo 0)
 echo guest: begins at $n
@@ -95,7 +96,8 @@ fn give(paths: &[PathBuf]) {
     }
 }
 
-/// Waits for a line that begins with `start`, while the guest counts. Returns the number at its end, if it has one.
+/// Waits for a line that begins with `start`, while the guest counts. Returns the number at its
+/// end, if it has one.
 fn wait_for(guest: &mut Guest, start: &str) -> Option<u64> {
     // Minutes.
     for _ in 0..300 {

@@ -3,8 +3,9 @@
 //!
 //! ```text
 //! cargo run -p walvisor-manual -- DIR
-//!   DIR/man/man1/walvisor.1, walvisor-run.1, ...     a page for each command: pages.rs, examples.rs
-//!   DIR/bash-completion/completions/walvisor, DIR/zsh/site-functions/_walvisor, DIR/fish/vendor_completions.d/walvisor.fish
+//!   DIR/man/man1/walvisor.1, walvisor-run.1, ...   a page for each command: pages.rs, examples.rs
+//!   DIR/bash-completion/completions/walvisor, DIR/zsh/site-functions/_walvisor,
+//!   DIR/fish/vendor_completions.d/walvisor.fish
 //! ```
 //!
 //! It is a crate of its own, so that the program does not contain it, and `make install` builds

@@ -1,4 +1,5 @@
-//! The manual pages: what clap knows of a command, its examples, exit statuses, and the pages beside it.
+//! The manual pages: what clap knows of a command, its examples, exit statuses, and the pages
+//! beside it.
 
 use std::fs;
 use std::io::{Error, Write};

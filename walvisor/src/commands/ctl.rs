@@ -152,8 +152,8 @@ pub enum CtlRequest {
         newest: usize,
     },
     /// Make a paused disk what it was at a point, at once; its current contents stay a point of the
-    /// log. Whoever uses the disk must read it again. With --file, take one file of the guest out of
-    /// the point: the disk stays as it is, and need not be paused
+    /// log. Whoever uses the disk must read it again. With --file, take one file of the guest out
+    /// of the point: the disk stays as it is, and need not be paused
     Restore {
         /// The point, as for 'look'
         #[arg(long, value_name = "AT", allow_hyphen_values = true)]

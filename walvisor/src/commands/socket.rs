@@ -168,8 +168,9 @@ pub fn bind_late(path: &Path, mode: u32) -> Result<(UnixListener, LateName), Str
     Ok((listener.into(), LateName(Name { place, id })))
 }
 
-/// Removes the sockets beneath a directory that no server listens at any more: a killed process has left those of disks that
-/// were added to it, and the next process cannot ask who listens once it serves. What can't be told stays.
+/// Removes the sockets beneath a directory that no server listens at any more: a killed process has
+/// left those of disks that were added to it, and the next process cannot ask who listens once it
+/// serves. What can't be told stays.
 pub fn remove_dead(directory: &Path) {
     let Ok(entries) = fs::read_dir(directory) else {
         return;

@@ -117,8 +117,8 @@ impl Debugfs {
         Ok(stat.contains("Type:").then_some(stat))
     }
 
-    /// Runs debugfs with one request, and returns its stdout and the last line of its stderr. Its status tells nothing
-    /// of the request.
+    /// Runs debugfs with one request, and returns its stdout and the last line of its stderr. Its
+    /// status tells nothing of the request.
     fn run(&self, options: &[&str], request: &str) -> Result<(String, String), String> {
         let disk = format!("/proc/self/fd/{}", self.disk.as_raw_fd());
         let paths = std::env::var("PATH").unwrap_or_default();

@@ -9,11 +9,13 @@ use std::path::PathBuf;
 use libc::c_ulong;
 use zerocopy::{Immutable, IntoBytes};
 
-/// `LOOP_CTL_GET_FREE` of `linux/loop.h`: the number of a free device, which is made if there is none.
+/// `LOOP_CTL_GET_FREE` of `linux/loop.h`: the number of a free device, which is made if there is
+/// none.
 const GET_FREE: c_ulong = 0x4c82;
 /// `LOOP_CONFIGURE` (Linux 5.8).
 const CONFIGURE: c_ulong = 0x4c0a;
-/// `LO_FLAGS_AUTOCLEAR`: the device is free again once nobody has it open and nothing is mounted from it.
+/// `LO_FLAGS_AUTOCLEAR`: the device is free again once nobody has it open and nothing is mounted
+/// from it.
 const AUTOCLEAR: u32 = 4;
 /// How often another program may take the device that was free.
 const TRIES: usize = 64;

@@ -9,9 +9,10 @@
 //!              ▼
 //!   output.rs: a new file, which has its name once it is whole
 //! ```
-//! The file system's journal is replayed on the copy, so the disk itself is only read. All that this makes is held by
-//! descriptors alone: the copy, the loop device, the mount and the new file are gone with the process, however it ends. (A
-//! new file on a file system that has no files without a name is gone if the process ends by itself.)
+//! The file system's journal is replayed on the copy, so the disk itself is only read. All that
+//! this makes is held by descriptors alone: the copy, the loop device, the mount and the new file
+//! are gone with the process, however it ends. (A new file on a file system that has no files
+//! without a name is gone if the process ends by itself.)
 
 mod debugfs;
 mod loop_device;
@@ -50,11 +51,12 @@ pub struct FoundFile {
 }
 
 impl WantedFile {
-    /// Copies the file from `volume` of `disk`, a copy of the guest's disk that may change, to `new`.
+    /// Copies the file from `volume` of `disk`, a copy of the guest's disk that may change, to
+    /// `new`.
     ///
     /// # Errors
-    /// One line: why the file system can't be read, or which part of the path is not there; or that it is no regular
-    /// file.
+    /// One line: why the file system can't be read, or which part of the path is not there; or that
+    /// it is no regular file.
     pub fn copy(&self, disk: &File, volume: &Volume, new: &Path) -> Result<FoundFile, String> {
         if !self.no_mount {
             match Mounted::new(disk, volume) {

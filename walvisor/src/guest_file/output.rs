@@ -30,7 +30,8 @@ enum Unpublished {
 }
 
 impl NewFile {
-    /// Makes the file that will be at `path`, with these permission bits as far as the umask allows them.
+    /// Makes the file that will be at `path`, with these permission bits as far as the umask allows
+    /// them.
     ///
     /// # Errors
     /// One line: there is something at `path`, or its directory can't have a new file.

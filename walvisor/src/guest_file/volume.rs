@@ -1,4 +1,5 @@
-//! Which part of a disk has a file system: the whole disk, or one of its partitions (MBR with logical partitions, GPT).
+//! Which part of a disk has a file system: the whole disk, or one of its partitions (MBR with
+//! logical partitions, GPT).
 
 use std::fmt::Write;
 use std::io;
@@ -57,8 +58,8 @@ struct Partition {
 }
 
 impl Volume {
-    /// Finds the file system of a disk of `bytes` bytes: that of partition number `partition`; else that of the whole
-    /// disk, or of the only partition that has one.
+    /// Finds the file system of a disk of `bytes` bytes: that of partition number `partition`; else
+    /// that of the whole disk, or of the only partition that has one.
     ///
     /// # Errors
     /// One line: what the disk has in place of one such file system; or it can't be read.
@@ -174,7 +175,8 @@ fn entries(sector: &[u8]) -> impl Iterator<Item = (u8, u64, u64)> {
     entries.map(|entry| (entry[4], le(entry, 8, 4), le(entry, 12, 4)))
 }
 
-/// The logical partitions of an extended one: a list of tables, each with one partition and the next table.
+/// The logical partitions of an extended one: a list of tables, each with one partition and the
+/// next table.
 fn logical(
     read: ReadDisk,
     bytes: u64,

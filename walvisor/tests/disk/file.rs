@@ -26,7 +26,8 @@ struct Guest {
 }
 
 impl Guest {
-    /// Mounts a new file system of `size` bytes, after `first` bytes of the image; `None`: this machine can't.
+    /// Mounts a new file system of `size` bytes, after `first` bytes of the image; `None`: this
+    /// machine can't.
     fn new(file_system: &str, first: u64, size: u64) -> Option<Self> {
         let package = if file_system == "xfs" {
             "xfsprogs"
@@ -108,7 +109,8 @@ impl Guest {
         File::open(self.path(path)).unwrap().sync_all().unwrap();
     }
 
-    /// Has the disk hold what the guest has written, as if the guest was killed now, and names that.
+    /// Has the disk hold what the guest has written, as if the guest was killed now, and names
+    /// that.
     fn snapshot(&mut self, name: &str) {
         let now = fs::read(self.dir().join("guest.raw")).unwrap();
         let disks = [DiskOptions::new(self.disk())];
@@ -421,7 +423,8 @@ fn a_user_without_rights_reads_ext4_with_debugfs() {
     assert_eq!((made.uid(), made.mode() & 0o7777), (65534, 0o444));
 }
 
-/// Killed at any moment, it leaves neither a mount nor a loop device nor a file, and at the output nothing or the file.
+/// Killed at any moment, it leaves neither a mount nor a loop device nor a file, and at the output
+/// nothing or the file.
 #[test]
 fn a_kill_leaves_nothing_behind() {
     let Some(mut guest) = Guest::new("ext4", 0, 256 * MIB) else {

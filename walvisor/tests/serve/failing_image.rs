@@ -1,5 +1,5 @@
-//! One of two disks on a log can't be copied to its image, because that image's file system is full,
-//! or does not answer. The other disk goes on for as long as it likes, and nothing is lost.
+//! One of two disks on a log can't be copied to its image, because that image's file system is
+//! full, or does not answer. The other disk goes on for as long as it likes, and nothing is lost.
 
 use std::fs;
 use std::path::Path;

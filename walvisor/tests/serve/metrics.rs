@@ -84,8 +84,8 @@ fn escaped(text: &str) -> String {
     text.bytes().map(|byte| format!("%{byte:02x}")).collect()
 }
 
-/// Prometheus scrapes a daemon as the pages say, finds all that dashboard and alerts ask for, and its
-/// linter has nothing to say about the names.
+/// Prometheus scrapes a daemon as the pages say, finds all that dashboard and alerts ask for, and
+/// its linter has nothing to say about the names.
 #[test]
 fn prometheus_and_the_dashboard_find_what_they_ask_for() {
     if !have("promtool", "prometheus") {

@@ -302,8 +302,9 @@ impl Shutdown {
         })
     }
 
-    /// Serves the control socket, and metrics at the sockets `scraped`, and waits until a signal or a control client asks to stop. With a
-    /// `pool`, SIGHUP reads its file again instead. Returns the disks that are left at the end.
+    /// Serves the control socket, and metrics at the sockets `scraped`, and waits until a signal or
+    /// a control client asks to stop. With a `pool`, SIGHUP reads its file again instead. Returns
+    /// the disks that are left at the end.
     fn wait(
         mut self,
         disks: Vec<DiskInUse>,
