@@ -841,6 +841,10 @@ impl World {
             *durable = *now;
         }
         world.names.lose_power(&mut world.random);
+        // A rename that was lost gives a file its old name back.
+        for (file, name) in world.names.of_files() {
+            world.files[file].name = name;
+        }
         world.restart();
         world
     }

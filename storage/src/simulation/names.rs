@@ -82,6 +82,14 @@ impl Names {
         found.map(|(_, file)| *file)
     }
 
+    /// The files and their names. Of a file with two, the one that sorts first is last: a segment's final name, not the one
+    /// that it was made under.
+    pub(super) fn of_files(&self) -> Vec<(usize, Arc<str>)> {
+        let files = self.current.iter().rev();
+        let files = files.filter(|(_, file)| **file != DIRECTORY);
+        files.map(|(path, file)| (*file, last(path))).collect()
+    }
+
     /// Whether the directory exists. The root always does.
     pub(super) fn has_directory(&self, path: &Path) -> bool {
         path.parent().is_none() || self.get(path) == Some(DIRECTORY)
