@@ -309,11 +309,12 @@ pub fn disk_name(spec: &DiskSpec) -> String {
 }
 
 /// The keys of a disk that set options of its log.
-pub(crate) const LOG_KEYS: [&str; 6] = [
+pub(crate) const LOG_KEYS: [&str; 7] = [
     "commit-wait-usec",
     "commit-wait-count",
     "close-seconds",
     "index-memory",
+    "spill-limit",
     "retain",
     "on-full",
 ];
@@ -325,6 +326,7 @@ fn log_key(spec: &DiskSpec) -> Option<&'static str> {
         spec.commit_wait.count.is_some(),
         spec.close_time.is_some(),
         spec.index_memory.is_some(),
+        spec.spill_limit.is_some(),
         spec.retain.is_some(),
         spec.on_full.is_some(),
     ];
@@ -483,10 +485,13 @@ fn log_options(specs: &[DiskSpec], members: &[usize]) -> Result<StoreOptions, &'
     let given = common_value(specs().filter_map(|spec| spec.index_memory)).ok_or("index-memory")?;
     let limit = MemoryBudget::of_process().limit();
     let retain = common_value(specs().filter_map(|spec| spec.retain)).ok_or("retain")?;
+    let spill_limit =
+        common_value(specs().filter_map(|spec| spec.spill_limit)).ok_or("spill-limit")?;
     let on_full = common_value(specs().filter_map(|spec| spec.on_full)).ok_or("on-full")?;
     let usual = StoreOptions::default();
     Ok(StoreOptions {
         on_full: on_full.unwrap_or_default(),
+        spill_limit,
         commit_wait: CommitWait {
             longest: longest.ok_or("commit-wait-usec")?,
             count: count.ok_or("commit-wait-count")?,
@@ -687,6 +692,7 @@ mod tests {
             ("commit-wait-count", ""),
             ("close-seconds", ""),
             ("index-memory", "M"),
+            ("spill-limit", "M"),
             ("retain", "h"),
         ] {
             let two = [1, 2].map(|value| format!("path=disk-{value},log=l,{key}={value}{unit}"));

@@ -53,6 +53,11 @@ pub struct StoreOptions {
     /// What happens to requests that need room while the log is full and can't be emptied for lack of space. Default:
     /// they fail.
     pub on_full: FullLogPolicy,
+    /// Most bytes of a disk that a spill file takes while the disk's image can't be written. Beyond that, and what the
+    /// log has by then, only this disk's writes do as `on_full` says. They do so too once the log's file system has
+    /// less space left than the log's size, or the maps of spill files take half as much memory as `index_memory`.
+    /// Default: no other limit.
+    pub spill_limit: Option<u64>,
     /// Threads that read a log when it is opened, and copy an image when it is imported. Default: one per processor.
     pub threads: Option<NonZeroUsize>,
 }
@@ -73,6 +78,7 @@ impl Default for StoreOptions {
             index_memory: 64 << 20,
             retain: None,
             on_full: FullLogPolicy::Fail,
+            spill_limit: None,
             threads: None,
         }
     }

@@ -14,7 +14,6 @@ use crate::checkpoint::copy::CopyOutcome;
 use crate::error::{Error, ErrorKind, Result};
 use crate::history::keeper::{Keeper, settle};
 use crate::history::machine::CopyEvent;
-use crate::history::spill::note_spill;
 use crate::log::disk_state::DiskState;
 use crate::log::orders::DiskAdoption;
 use crate::log::pipeline::{MarkCommit, Modification};
@@ -46,8 +45,9 @@ impl Keeper {
         let newest = self.control.control.with_rewinds(appended);
         let disk = adopt(&mut self.control, &self.disks, newest)?;
         disk.index_mut().count_in(&self.log.counters.index);
-        note_spill(&disk);
+        self.note_spill(&disk);
         self.disks.push(disk.clone());
+        self.limit_spills();
         if disk.since_lsn > newest {
             // The disk's new state needs an LSN of its own, and in a log in use only records have LSNs.
             let mark =

@@ -117,6 +117,7 @@ impl Keeper {
             }
             let failed = failures.found;
             if failed.is_empty() {
+                self.limit_spills();
                 return Ok(CopyOutcome::Complete(damaged));
             }
             let has_failed =
@@ -153,6 +154,7 @@ impl Keeper {
     /// Makes a spill file for a disk, and uses it from now on.
     pub(super) fn use_spill(&mut self, disk: &DiskState) -> Result<()> {
         let spill = self.make_spill(disk)?;
+        spill.count_in(&self.log.counters.beside_index);
         disk.base.set_spill(Some(Arc::new(spill)));
         self.new_generations
             .retain(|(other, _)| other.id != disk.id);
@@ -202,9 +204,63 @@ impl Keeper {
         self.disks.iter().filter(|disk| disk.base.is_spilled())
     }
 
+    /// Refuses more writes of disks whose spill files may take no more, or takes them again.
+    pub(super) fn limit_spills(&self) {
+        let count = self.spilled().count();
+        for disk in self.spilled() {
+            let Some(spill) = disk.base.spill() else {
+                continue;
+            };
+            let why = self.why_full(&spill, count as u64);
+            let was_full = disk.spill_full.swap(why.is_some(), Ordering::Relaxed);
+            let path = disk.path.display();
+            match why {
+                Some(why) if !was_full => tracing::error!(
+                    "{path}: its spill file {why}; its writes {} until its image can be written, or \
+                     there is room; other disks go on",
+                    if self.log.lock().keeper.pauses {
+                        "wait"
+                    } else {
+                        "fail"
+                    }
+                ),
+                None if was_full => {
+                    tracing::warn!("{path}: its spill file has room, so it takes writes again");
+                    self.log.wake_ports();
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Why a spill file, one of `count`, may take no more.
+    fn why_full(&self, spill: &Spill, count: u64) -> Option<String> {
+        let log = &self.log;
+        if let Some(limit) = log.spill_limit.filter(|limit| spill.bytes() >= *limit) {
+            return Some(format!("has reached spill-limit={limit}"));
+        }
+        // What the log has of this disk must still find room, and the log itself may grow.
+        let reserve = log.lock().ring.most() as u64 * log.segment_size;
+        match spill.free_space() {
+            Ok(free) if free < reserve => {
+                return Some(format!(
+                    "leaves {free} bytes in the file system, which is less than the log's size"
+                ));
+            }
+            Ok(_) => {}
+            Err(error) => tracing::warn!("{error}"),
+        }
+        let (taken, most) = (spill.map_bytes(), log.beside_limit() / 2 / count);
+        (taken > most).then(|| format!("takes {taken} bytes of memory, of {most} for its map"))
+    }
+
     /// Goes on copying spill files back. What fails is noted, and tried again after a pause.
     pub(super) fn copy_spills_back(&mut self) {
         self.forget_answered();
+        let is_full = |disk: &Arc<DiskState>| disk.spill_full.load(Ordering::Relaxed);
+        if self.spilled().any(is_full) {
+            self.limit_spills();
+        }
         let due = self.spilled().filter(|disk| self.pause_of(disk).is_zero());
         for disk in due.cloned().collect::<Vec<_>>() {
             // Noted, and tried again.
@@ -359,6 +415,9 @@ impl Keeper {
             settle(control, &image);
         })?;
         disk.base.set_spill(None);
+        if disk.spill_full.swap(false, Ordering::Relaxed) {
+            self.log.wake_ports();
+        }
         // A copy that is tried again has not announced that it writes to this image.
         self.copying = None;
         // As long as one slot names them, the files stay.
@@ -407,17 +466,19 @@ impl Keeper {
                 remove_leftover(&*files, &dir.join(name));
             }
         }
-        self.disks.iter().for_each(|disk| note_spill(disk));
+        self.disks.iter().for_each(|disk| self.note_spill(disk));
+        self.limit_spills();
     }
-}
 
-/// Notes that an image which is opened lacks what is in a spill file, if so.
-pub(super) fn note_spill(disk: &DiskState) {
-    if let Some(spill) = disk.base.spill() {
-        let (path, bytes) = (disk.path.display(), spill.bytes());
-        let message = format!("{path}: its image lacks {bytes} bytes that are in a spill file");
-        tracing::warn!("{message}; they are copied back once the image can be written");
-        disk.note_trouble(&Error::new(ErrorKind::Io, message));
+    /// Notes that an image which is opened lacks what is in a spill file, if so.
+    pub(super) fn note_spill(&self, disk: &DiskState) {
+        if let Some(spill) = disk.base.spill() {
+            spill.count_in(&self.log.counters.beside_index);
+            let (path, bytes) = (disk.path.display(), spill.bytes());
+            let message = format!("{path}: its image lacks {bytes} bytes that are in a spill file");
+            tracing::warn!("{message}; they are copied back once the image can be written");
+            disk.note_trouble(&Error::new(ErrorKind::Io, message));
+        }
     }
 }
 

@@ -33,7 +33,7 @@ use crate::{Completion, Failure};
 pub(crate) enum AppendError {
     /// Too much is pending. The port gets the request back and retries when it is woken.
     HeldBack(Modification),
-    /// The ring is full and can't be emptied, or the disk has left the log.
+    /// The ring is full and can't be emptied, the disk's spill file is full, or the disk has left the log.
     Stuck,
 }
 
@@ -73,7 +73,8 @@ impl Committer {
     /// checks for a batch to write.
     ///
     /// # Errors
-    /// If too much is pending, the index takes too much memory, or the disk is being restored in place.
+    /// If too much is pending, the index takes too much memory, or the disk is being restored in place or has a full
+    /// spill file.
     pub(crate) fn append(
         &mut self,
         disk: &Arc<DiskState>,
@@ -94,8 +95,14 @@ impl Committer {
         let full = state.pipeline.bytes() >= PENDING_LIMIT.min(log.segment_size as usize / 2);
         let many = index >= log.index_limit;
         let detached = disk.detached.load(Ordering::Relaxed);
-        if detached || (full && state.is_stuck()) || (many && state.keeper.failed) {
+        let spill_full = disk.spill_full.load(Ordering::Relaxed);
+        let refused = detached || spill_full && !state.keeper.pauses;
+        if refused || (full && state.is_stuck()) || (many && state.keeper.failed) {
             return Err(AppendError::Stuck);
+        }
+        if spill_full {
+            // The keeper wakes the ports once this is over.
+            return Err(AppendError::HeldBack(change));
         }
         let rewinding = disk.rewinding.load(Ordering::Relaxed);
         // Once the log is closing, no record may follow the ones that the final checkpoint copies.

@@ -48,6 +48,8 @@ pub(crate) struct DiskState {
     pub exports: Mutex<Vec<Arc<Export>>>,
     /// Why the image can't be brought up to date, while that is so.
     pub image_trouble: Mutex<Option<Trouble>>,
+    /// The image's spill file may take no more, so writes fail or wait.
+    pub spill_full: AtomicBool,
     /// Counts how the disk's FLUSHes share syncs.
     pub sharing: Arc<SharingCounters>,
 }
@@ -74,6 +76,7 @@ impl DiskState {
             index: RwLock::default(),
             exports: Mutex::default(),
             image_trouble: Mutex::default(),
+            spill_full: AtomicBool::new(false),
             sharing: Arc::new(SharingCounters::new(entry.id.get())),
         }
     }
@@ -138,7 +141,12 @@ impl DiskState {
 
     /// The condition of the image.
     pub(crate) fn condition(&self) -> Condition {
-        let trouble = self.image_trouble.lock().expect("trouble lock").clone();
+        let mut trouble = self.image_trouble.lock().expect("trouble lock").clone();
+        if let Some(trouble) = &mut trouble
+            && self.spill_full.load(Ordering::Relaxed)
+        {
+            trouble.error += "; its spill file is full";
+        }
         trouble.map_or(Condition::Ok, Condition::CopyFailing)
     }
 

@@ -21,7 +21,7 @@ use crate::SECTOR_SIZE;
 use crate::catalog::control::ControlFile;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{DecodeResult, SpillRange, Uuid, decode_spill_map, encode_spill_map};
-use crate::index::{ExtentMap, Place};
+use crate::index::{ExtentMap, IndexMemory, Place};
 use crate::medium::file::DataFile;
 use crate::medium::filesystem::{FileSystem, OWNER, OpenMode, files, parent, remove_leftover};
 use crate::medium::mark::hex;
@@ -272,6 +272,31 @@ impl Spill {
         let mut written = self.written();
         all.iter()
             .for_each(|piece| written.insert(piece.sector, piece.sectors, 0, SPILLED));
+    }
+
+    /// Counts the memory of the maps in `memory` from now on.
+    pub(crate) fn count_in(&self, memory: &IndexMemory) {
+        let mut known = self.sectors.write().expect("spill lock");
+        known.count_in(memory);
+        self.written().count_in(memory);
+    }
+
+    /// Bytes of memory that the maps take.
+    pub(crate) fn map_bytes(&self) -> u64 {
+        let known = self.sectors.read().expect("spill lock");
+        known.bytes() + self.written().bytes()
+    }
+
+    /// Bytes free in the file's file system.
+    pub(crate) fn free_space(&self) -> Result<u64> {
+        let Some(file) = self.data.host() else {
+            return Ok(u64::MAX);
+        };
+        let found = rustix::fs::fstatvfs(file);
+        let found = found.map_err(|error| {
+            Error::io("ask for the space beside", &self.paths.data, error.into())
+        })?;
+        Ok(found.f_bavail.saturating_mul(found.f_frsize))
     }
 
     /// Bytes of the disk that are here.

@@ -190,6 +190,8 @@ pub(crate) struct Log {
     pub close_time: Option<Duration>,
     /// See [`StoreOptions::index_memory`](crate::StoreOptions::index_memory).
     pub index_limit: u64,
+    /// Most bytes in the spill file of a disk.
+    pub spill_limit: Option<u64>,
     /// Most waiters that one group serves: no limit, or 1 without group commit.
     pub most_served: usize,
     /// [`Pipeline::written`], for ports that look without the lock.
@@ -262,7 +264,9 @@ impl Log {
     pub(crate) fn condition_of(&self, disk: &DiskState) -> Condition {
         match (self.condition(), disk.condition()) {
             (Condition::Ok | Condition::CopyingBehind, trouble) if trouble != Condition::Ok => {
-                trouble
+                let full = disk.spill_full.load(Ordering::Relaxed);
+                let waits = self.lock().keeper.pauses;
+                trouble.with_writes(full && !waits, full && waits)
             }
             (condition, _) => condition,
         }

@@ -446,6 +446,7 @@ fn new_log(
         leader_alone: options.leader_alone(),
         close_time: options.close_time,
         index_limit: options.index_memory,
+        spill_limit: options.spill_limit,
         most_served: if options.group_commit { usize::MAX } else { 1 },
         written: AtomicU64::new(last_lsn),
         poisoned: AtomicBool::new(false),

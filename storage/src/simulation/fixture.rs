@@ -11,7 +11,7 @@ use super::medium::{LOG, StoredFiles, World};
 use super::names::DIRECTORY;
 use super::oracle::{DiskContents, ReadableContents, value_of};
 use crate::catalog::control::{ControlFile, open_control, read_control};
-use crate::catalog::options::{CacheMode, DiskOptions};
+use crate::catalog::options::{CacheMode, DiskOptions, FullLogPolicy};
 use crate::catalog::retention::Retention;
 use crate::disk::handle::Disk;
 use crate::format::{Control, ControlHeader, DecodeResult, DiskEntry, decode_spill_map};
@@ -74,6 +74,8 @@ pub(super) struct Fixture {
     pub moves: bool,
     /// How much history the log keeps.
     pub retain: Retention,
+    pub on_full: FullLogPolicy,
+    pub spill_limit: Option<u64>,
     /// The disks that have left the log.
     pub left: Vec<bool>,
     /// The next opening finds the base images where they are.
@@ -155,6 +157,8 @@ impl Fixture {
             shape,
             moves: false,
             retain: Retention::Nothing,
+            on_full: FullLogPolicy::Fail,
+            spill_limit: None,
             left: vec![false; shape.disks],
             stays: false,
         }
@@ -169,6 +173,8 @@ impl Fixture {
             shape: self.shape,
             moves: self.moves,
             retain: self.retain,
+            on_full: self.on_full,
+            spill_limit: self.spill_limit,
             left: self.left.clone(),
             stays: self.stays,
         }
@@ -190,6 +196,8 @@ impl Fixture {
                 StoreOptions::default().index_memory
             },
             retain: Some(self.retain),
+            on_full: self.on_full,
+            spill_limit: self.spill_limit,
             ..StoreOptions::default()
         };
         if self.moves && self.medium.lock().random.one_in(3) && !self.stays {

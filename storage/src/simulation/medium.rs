@@ -956,3 +956,21 @@ pub(super) fn due(fault: &mut Option<u64>) -> bool {
 pub(super) fn no_space() -> io::Error {
     io::Error::from_raw_os_error(libc::ENOSPC)
 }
+
+#[test]
+fn a_rename_that_a_power_cut_undoes_gives_a_segment_its_old_name_back() {
+    let [made, whole] = ["/segment-0.new", "/segment-0"].map(Path::new);
+    let mut undone = 0;
+    for seed in 0..64 {
+        let mut world = World::new(seed);
+        let file = world.open(made, OpenMode::Emptied).unwrap();
+        world.sync_dir(Path::new("/")).unwrap();
+        world.rename(made, whole, true).unwrap();
+        assert!(world.is_live_segment(file));
+        let after = world.after_crash();
+        let is_whole = after.names.get(whole).is_some();
+        assert_eq!(after.is_live_segment(file), is_whole, "seed {seed}");
+        undone += u64::from(!is_whole);
+    }
+    assert!(undone > 0 && undone < 64, "{undone}");
+}

@@ -4,8 +4,13 @@
 use super::fixture::{Fixture, RunningStore, Shape, carry_out as end, filled};
 use super::medium::{LOG, World};
 use crate::mutant::{Mutant, PLANTED};
-use crate::{Backend, CommitWait, Condition, Failure, Operation, Port, Retention};
+use crate::sync::stepped::with_clock;
+use crate::{
+    Backend, BackendQueue, CommitWait, Condition, Failure, FullLogPolicy, Operation, Port,
+    Retention,
+};
 use std::path::Path;
+use std::time::Duration;
 
 const SECTORS: u64 = 256;
 /// So small that many writes hit the blocks that the control file has samples of.
@@ -23,6 +28,19 @@ fn open(world: u64, sectors: u64) -> (Fixture, RunningStore) {
 fn opened(fixture: &Fixture) -> RunningStore {
     let running = fixture.open(false, CommitWait::NONE);
     running.expect("a log that opens")
+}
+
+/// Bytes in a spill file, where these are limited.
+const LIMIT: u64 = 16 << 10;
+
+/// As [`open`], with a limit for spill files.
+fn open_limited(on_full: FullLogPolicy) -> (Fixture, RunningStore) {
+    let (mut fixture, running) = open(1, SECTORS);
+    drop(running);
+    fixture.medium.lock().restart();
+    (fixture.on_full, fixture.spill_limit) = (on_full, Some(LIMIT));
+    let running = opened(&fixture);
+    (fixture, running)
 }
 
 fn break_image(fixture: &Fixture, disk: Option<usize>) {
@@ -129,6 +147,81 @@ fn a_log_is_closed_and_opened_again_with_a_failing_image() {
     assert_eq!((fixture.bases(), spills(&fixture)), (all, 0));
 }
 
+/// A disk whose spill file is full takes no more writes, and only that disk.
+#[test]
+fn writes_beyond_the_limit_of_a_spill_file_fail_until_the_image_works() {
+    let (fixture, mut running) = open_limited(FullLogPolicy::Fail);
+    let [mut sick, mut well] = [0, 1].map(|disk| running.disks[disk].open_port().unwrap());
+    break_image(&fixture, Some(0));
+    let refused = (1..1000).find(|number| {
+        durably(&mut running, &mut well, write(*number)).unwrap();
+        durably(&mut running, &mut sick, write(*number)) == Err(Failure::Io)
+    });
+    assert!(refused.is_some_and(|refused| refused > LIMIT as u32 / 4096));
+    let all = running.read().unwrap();
+    for number in 1000..2000 {
+        durably(&mut running, &mut well, write(number)).unwrap();
+        assert!(
+            running.disks[0]
+                .condition()
+                .trouble()
+                .unwrap()
+                .refuses_writes
+        );
+    }
+    end(&mut running, &mut sick, Operation::Flush).unwrap();
+    assert_eq!(durably(&mut running, &mut sick, write(1)), Err(Failure::Io));
+    let conditions = [0, 1].map(|disk| running.disks[disk].condition());
+    let told = conditions[0].trouble().expect("a failing image");
+    assert!(told.error.ends_with("; its spill file is full"), "{told:?}");
+    assert_eq!(conditions[1], Condition::Ok);
+    assert_eq!(running.read().unwrap()[0], all[0]);
+    // It is full in the next process too, until that has copied it back.
+    drop((sick, well, running));
+    fixture.medium.lock().restart();
+    let mut running = opened(&fixture);
+    let mut sick = running.disks[0].open_port().unwrap();
+    assert_eq!(durably(&mut running, &mut sick, write(1)), Err(Failure::Io));
+    running.keeper.step(true).unwrap();
+    assert_eq!(running.disks[0].condition(), Condition::Ok);
+    durably(&mut running, &mut sick, write(1)).unwrap();
+    let all = running.read().unwrap();
+    drop(sick);
+    assert!(running.keeper.close().unwrap());
+    assert_eq!((fixture.bases(), spills(&fixture)), (all, 0));
+}
+
+#[test]
+fn writes_beyond_the_limit_of_a_spill_file_wait_with_on_full_pause() {
+    with_clock(|| {
+        let (fixture, mut running) = open_limited(FullLogPolicy::Pause);
+        let [mut sick, mut well] = [0, 1].map(|disk| running.disks[disk].open_port().unwrap());
+        break_image(&fixture, Some(0));
+        let blocks = LIMIT as u32 / 4096;
+        for number in 0..blocks {
+            durably(&mut running, &mut sick, write(number)).unwrap();
+        }
+        running.keeper.step(true).unwrap();
+        let told = running.disks[0].condition();
+        assert!(told.trouble().unwrap().pauses_writes, "{told:?}");
+        sick.submit(7, write(5));
+        sick.kick();
+        for number in 0..500 {
+            durably(&mut running, &mut well, write(number)).unwrap();
+        }
+        let mut done = Vec::new();
+        sick.completions(&mut done);
+        assert!(done.is_empty(), "it waits");
+        break_image(&fixture, None);
+        crate::sync::sleep(Duration::from_secs(2));
+        running.keeper.step(true).unwrap();
+        sick.completions(&mut done);
+        assert_eq!(done.pop().map(|done| done.result.map(drop)), Some(Ok(())));
+        end(&mut running, &mut sick, Operation::Flush).unwrap();
+        assert_eq!(running.disks[0].condition(), Condition::Ok);
+    });
+}
+
 /// A checkpoint in which a sync fails, and later a read, and then a kill.
 fn twice_failed(world: u64, sync: u64, read: u64) -> Result<(), String> {
     let (fixture, mut running) = open(world, FEW_SECTORS);
@@ -181,6 +274,7 @@ fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
     drop(running);
     fixture.medium.lock().restart();
     fixture.retain = retain;
+    fixture.spill_limit = (seed % 4 == 0).then_some(LIMIT);
     let mut running = opened(&fixture);
     let mut model = running.read().map_err(|_| "the first read")?;
     for step in 0..100 {

@@ -163,6 +163,8 @@ pub struct DiskSpec {
     /// Memory limit of the log's index in bytes; `None`: as another disk of the log says, or 64
     /// MiB.
     pub index_memory: Option<u64>,
+    /// Most bytes in the spill file of a disk of the log. `None`: nothing was said.
+    pub spill_limit: Option<u64>,
     /// What writes and FLUSHes do while the log is full and cannot be emptied; `None`: as another
     /// disk of the log says, or they fail.
     pub on_full: Option<FullLogPolicy>,
@@ -218,6 +220,7 @@ impl Default for DiskSpec {
             close_time: None,
             retain: None,
             index_memory: None,
+            spill_limit: None,
             on_full: None,
             detached: Vec::new(),
             socket: None,

@@ -382,6 +382,19 @@ pub const KEYS: &[Key] = &[
             at all of it writes wait for the copy; looks and snapshots may take as much again",
     },
     Key {
+        name: "spill-limit",
+        value: Value::Size {
+            multiple: 1,
+            set: |spec, bytes| spec.spill_limit = Some(bytes),
+        },
+        default: "the disk's size",
+        commands: EVERYWHERE,
+        backends: LOGGED,
+        help: "Most bytes of a disk that its spill file takes while its image can't be written; \
+            beyond that, or with less space beside the log than the log's size, only this disk's \
+            writes do as on-full= says",
+    },
+    Key {
         name: "on-full",
         value: Value::Choice(&[
             ("fail", |spec| spec.on_full = Some(FullLogPolicy::Fail)),
