@@ -603,6 +603,35 @@ fn a_disk_that_joins_a_log_has_no_past_from_before() {
 }
 
 /// A new length is a write of the log's own: the snapshot is as it was.
+/// Saved bytes that went to another directory would be in no snapshot, and the image no longer has them.
+#[test]
+fn nothing_is_saved_to_another_directory_of_the_same_name() {
+    let site = on_this_file_system();
+    with_snapshot(&site, true);
+    let store = site.open();
+    let disk = &store.disks()[0];
+    let mut port = disk.open_port().unwrap();
+    for block in BLOCKS / 2..BLOCKS {
+        write(&mut port, block * 8, 3, 8);
+    }
+    flush(&mut port);
+    let aside = site.top.join("aside");
+    std::fs::rename(site.log(), &aside).unwrap();
+    std::fs::create_dir(site.log()).unwrap();
+    for file in std::fs::read_dir(&aside).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), site.log().join(file.file_name())).unwrap();
+    }
+    let error = disk.checkpoint().unwrap_err().to_string();
+    assert!(error.contains("directory was moved or replaced"), "{error}");
+    std::fs::remove_dir_all(site.log()).unwrap();
+    std::fs::rename(&aside, site.log()).unwrap();
+    disk.checkpoint().unwrap();
+    drop(port);
+    store.close().unwrap();
+    assert_eq!(restored(&site).unwrap(), vec![1; SIZE as usize]);
+}
+
 #[test]
 fn a_snapshot_stays_when_its_disk_grows() {
     let site = on_this_file_system();

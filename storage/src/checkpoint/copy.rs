@@ -391,7 +391,10 @@ impl<'a, R: Iterator<Item = (&'a Arc<DiskState>, Run)>> Copier<'a, R> {
     fn sync_images(&mut self, layers: &[FrozenLayer]) -> Result<()> {
         for (disk, _) in layers {
             if let Some(spill) = disk.base.spill() {
+                // The map's name must not lead into a directory that took the log's place.
+                self.log.medium.check_place()?;
                 spill.commit(&*self.log.medium.files())?;
+                self.log.medium.check_place()?;
             } else if !self.has_failed(disk) {
                 // The mark gets the image's new generation, and the sync makes it durable together
                 // with the data.

@@ -86,6 +86,8 @@ impl SavedFileWriter {
             cut |= log.lock().keeper.is_over();
             cut
         })?;
+        // What was opened by its path must be a file of this log.
+        log.medium.check_place()?;
         if cut {
             return Ok(None);
         }

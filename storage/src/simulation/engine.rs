@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::files::SimulatedMedium;
 use super::medium::{EngineTiming, LOG};
 use crate::Buffer;
-use crate::error::Result;
+use crate::error::{Error, ErrorKind, Result};
 use crate::medium::cost::MediumCost;
 use crate::medium::directory::Medium;
 use crate::medium::engine::{self, EngineKind};
@@ -286,6 +286,13 @@ impl Medium for SimulatedMedium {
         let panics = self.lock().create_panics;
         assert!(!panics, "planted");
         Segment::create(self, Path::new(LOG), slot, size, between)
+    }
+
+    fn check_place(&self) -> Result<()> {
+        if self.lock().moved {
+            return Err(Error::new(ErrorKind::Io, "planted: moved"));
+        }
+        Ok(())
     }
 
     fn files(&self) -> Arc<dyn FileSystem> {

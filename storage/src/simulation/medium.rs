@@ -222,6 +222,8 @@ pub(super) struct World {
     pub log_full: bool,
     /// The file of an image whose writes and syncs fail. Any part of a write may be in the cache.
     pub failing_image: Option<usize>,
+    /// Another directory has taken the place of the log's.
+    pub moved: bool,
     /// Whether creating a segment file panics.
     pub create_panics: bool,
     /// Whether writes to base images never end.
@@ -277,6 +279,7 @@ impl World {
             base_full: false,
             log_full: false,
             failing_image: None,
+            moved: false,
             create_panics: false,
             base_blocked: false,
             blocking: false,

@@ -9,7 +9,7 @@ use crate::{
     Backend, BackendQueue, CommitWait, Condition, Failure, FullLogPolicy, Operation, Port,
     Retention,
 };
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 const SECTORS: u64 = 256;
@@ -67,16 +67,26 @@ fn durably(
     Ok(())
 }
 
-/// Names of spill files in the log's directory.
-fn spills(fixture: &Fixture) -> usize {
+/// The spill files in the log's directory.
+fn spill_files(fixture: &Fixture) -> Vec<PathBuf> {
     let _files = fixture.medium.enter();
-    let names = crate::medium::filesystem::files()
-        .names(Path::new(LOG))
-        .unwrap();
+    let names = crate::medium::filesystem::files().names(Path::new(LOG));
+    let names = names.unwrap().into_iter();
     names
-        .iter()
         .filter(|name| crate::log::spill::is_spill(name))
-        .count()
+        .map(|name| Path::new(LOG).join(name))
+        .collect()
+}
+
+fn spills(fixture: &Fixture) -> usize {
+    spill_files(fixture).len()
+}
+
+/// The map of the only spill file.
+fn spill_map(fixture: &Fixture) -> Vec<u8> {
+    let mut files = spill_files(fixture).into_iter();
+    let map = files.find(|path| path.extension().is_some_and(|end| end == "map"));
+    fixture.medium.lock().contents(&map.expect("a map"))
 }
 
 #[test]
@@ -220,6 +230,24 @@ fn writes_beyond_the_limit_of_a_spill_file_wait_with_on_full_pause() {
         end(&mut running, &mut sick, Operation::Flush).unwrap();
         assert_eq!(running.disks[0].condition(), Condition::Ok);
     });
+}
+
+/// A map that goes to another directory would leave what the log has given up in neither.
+#[test]
+fn no_map_of_a_spill_file_is_written_to_another_directory_of_the_same_name() {
+    let (fixture, mut running) = open(1, SECTORS);
+    let mut sick = running.disks[0].open_port().unwrap();
+    break_image(&fixture, Some(0));
+    durably(&mut running, &mut sick, write(1)).unwrap();
+    running.keeper.step(true).unwrap();
+    durably(&mut running, &mut sick, write(2)).unwrap();
+    let before = spill_map(&fixture);
+    fixture.medium.lock().moved = true;
+    running.keeper.step(true).unwrap_err();
+    assert_eq!(spill_map(&fixture), before);
+    fixture.medium.lock().moved = false;
+    running.keeper.step(true).unwrap();
+    assert_ne!(spill_map(&fixture), before);
 }
 
 /// A checkpoint in which a sync fails, and later a read, and then a kill.
