@@ -313,6 +313,9 @@ def read(directory):
     segments = [Segment(directory, name, control) for name in names]
     candidates = sorted((s for s in segments if s.state == "candidate"), key=lambda s: s.sequence)
     durable = max(control.checkpoint_lsn, control.copying_lsn)
+    if control.durable_lsn:
+        # A rewind or a new image may have the higher number.
+        durable = min(durable, control.durable_lsn)
     batches, durable, ended, behind, distrusted = read_from(0, candidates, control, durable, True)
     if distrusted is not None:
         kept = [b for b in batches if b[0] < distrusted]

@@ -422,6 +422,7 @@ impl Keeper {
             return Ok(());
         }
         let reach = self.reach(lsn);
+        self.control.control.durable_lsn = U64::new(self.log.lock().pipeline.durable());
         // What goes to a spill file changes no image.
         let written = || layers.iter().filter(|(disk, _)| !disk.base.is_spilled());
         // In both slots: if one rots, the other still says that the base images may be ahead of a damaged log.

@@ -305,7 +305,8 @@ pub(crate) fn read_durable(
     let (scan, unapplied) = read?;
     // Everything read is on the medium. The next write of the control file records that, so that later damage to the
     // last batch is not taken for a torn write, and the headers in void segments are no longer needed as proof.
-    control.control.durable_lsn = U64::new(scan.last.lsn);
+    let durable_lsn = &mut control.control.durable_lsn;
+    *durable_lsn = U64::new(scan.read_to.max(durable_lsn.get()));
     if let Some(first) = scan.damaged.first() {
         let (count, dir) = (scan.damaged.len(), log_dir.display());
         tracing::error!(

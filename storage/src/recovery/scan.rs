@@ -50,6 +50,8 @@ pub(crate) struct Scan {
     pub max_sequence: u64,
     /// The last record of the log, and when its batch was built.
     pub last: Commit,
+    /// The last record that was read. The checkpoint may be past it, with an LSN that a rewind or a new image has taken.
+    pub read_to: u64,
     /// Microseconds that have certainly passed from the oldest batch to the newest.
     pub passed: u64,
     /// The record at the [horizon](Control::horizon); if it has left the log, its LSN with the group and the time of
@@ -86,8 +88,8 @@ impl Scan {
         } else {
             self.max_lsn.max(self.last.lsn)
         };
-        debug_assert_eq!(
-            control.control.durable_lsn, self.last.lsn,
+        debug_assert!(
+            control.control.durable_lsn >= self.read_to,
             "what was read is on the medium"
         );
         let next_cid = self.max_cid + 1;
@@ -265,8 +267,7 @@ pub(crate) fn scan(
         candidates: &candidates,
         control,
         timelines: control.timelines(u64::MAX),
-        // No record has the LSN of a rewind.
-        durable: control.without_rewinds(control.horizon()),
+        durable: durable_at_horizon(control),
         last: Vec::new(),
         held: VecDeque::new(),
         visit,
@@ -365,6 +366,7 @@ pub(crate) fn scan(
         })
         .collect();
     let passed = scan.last.lsn < checkpoint_lsn;
+    scan.read_to = scan.last.lsn;
     scan.last.lsn = scan.last.lsn.max(checkpoint_lsn);
     if evidence > scan.last.lsn {
         let (path, offset) = match end.checked_sub(1) {
@@ -395,6 +397,17 @@ pub(crate) fn scan(
         .collect();
     scan.suspects = suspects;
     Ok(scan)
+}
+
+/// The newest record up to the horizon: whatever the images may hold was durable. The horizon may be the LSN of a rewind
+/// or of a new image, and a torn record, dropped before, may have that LSN too.
+fn durable_at_horizon(control: &Control) -> u64 {
+    let horizon = control.without_rewinds(control.horizon());
+    match control.durable_lsn.get() {
+        // A program that did not know it wrote the control file.
+        0 => horizon,
+        durable => horizon.min(durable),
+    }
 }
 
 /// Sorts segment files into those that claim to be part of the log, free ones, and those with an unreadable

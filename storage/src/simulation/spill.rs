@@ -302,7 +302,7 @@ fn random_run(seed: u64, retain: Retention) -> Result<(u32, u32), String> {
     drop(running);
     fixture.medium.lock().restart();
     fixture.retain = retain;
-    fixture.spill_limit = (seed % 4 == 0).then_some(LIMIT);
+    fixture.spill_limit = seed.is_multiple_of(4).then_some(LIMIT);
     let mut running = opened(&fixture);
     let mut model = running.read().map_err(|_| "the first read")?;
     for step in 0..100 {
