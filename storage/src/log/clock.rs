@@ -7,8 +7,9 @@
 //! - While a log is open, the wall clock is believed as long as it agrees with the machine's steady clock. After a
 //!   jump, timestamps follow the steady clock until the wall clock has stayed where it jumped to for [`BELIEVED`].
 //! - Timestamps rise with the LSNs, and repeat if the clock was set back a little. If the clock turns out to have been
-//!   far ahead, they go back to the right time. No record was written later than the next one, so a record's time is
-//!   the lowest timestamp from its own on.
+//!   far ahead, they go back to the right time. (A time before the log was made is that of a clock
+//!   that was never set, unless the kernel says that a time service keeps it.) No record was written
+//!   later than the next one, so a record's time is the lowest timestamp from its own on.
 //! - Expiry is measured by the steady clock. For the time between two runs there are only timestamps; it counts if it
 //!   is a [`DAY`] at most.
 
@@ -64,6 +65,26 @@ impl ClockReading {
     }
 }
 
+/// Whether a time service, such as NTP, keeps the wall clock right.
+fn is_synchronized() -> bool {
+    #[cfg(test)]
+    return SYNCHRONIZED.get();
+    #[cfg(not(test))]
+    {
+        // SAFETY: a `timex` consists of numbers, which may all be zero.
+        let mut state: libc::timex = unsafe { std::mem::zeroed() };
+        // SAFETY: the call writes to `state` alone. Without modes it changes nothing.
+        let read = unsafe {
+            libc::syscall(
+                libc::SYS_clock_adjtime,
+                libc::CLOCK_REALTIME,
+                &raw mut state,
+            )
+        };
+        read >= 0 && state.status & libc::STA_UNSYNC == 0
+    }
+}
+
 /// How much time certainly passed between two timestamps.
 pub(crate) fn passed_between(from: u64, to: u64) -> u64 {
     let passed = to.saturating_sub(from);
@@ -113,7 +134,9 @@ impl LogClock {
         now: ClockReading,
     ) -> Self {
         let behind = last.saturating_sub(now.wall);
-        let was_ahead = behind > DAY && now.wall >= born.max(UNSET);
+        // If the log was made with the wrong clock, the right time is before its birth.
+        let is_set = now.wall >= UNSET && (now.wall >= born || is_synchronized());
+        let was_ahead = behind > DAY && is_set;
         let believed = behind <= TOLERATED || was_ahead;
         let clock = Self {
             log: log.display().to_string(),
@@ -246,11 +269,46 @@ fn length(us: u64) -> String {
 thread_local! {
     /// The clocks that this thread reads; `None`: the host's.
     pub(crate) static CLOCKS: std::cell::Cell<Option<ClockReading>> = const { std::cell::Cell::new(None) };
+    /// Whether a time service keeps them right.
+    static SYNCHRONIZED: std::cell::Cell<bool> = const { std::cell::Cell::new(false) };
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fmt::Debug;
+    use std::sync::{Arc, Mutex};
+
+    use tracing::field::{Field, Visit};
+    use tracing::span::{Attributes, Id, Record};
+    use tracing::{Event, Metadata, Subscriber};
+
     use super::*;
+
+    /// Keeps the text of every event.
+    #[derive(Clone, Default)]
+    struct Lines(Arc<Mutex<Vec<String>>>);
+
+    impl Visit for Lines {
+        fn record_debug(&mut self, _: &Field, value: &dyn Debug) {
+            self.0.lock().unwrap().push(format!("{value:?}"));
+        }
+    }
+
+    impl Subscriber for Lines {
+        fn enabled(&self, _: &Metadata<'_>) -> bool {
+            true
+        }
+        fn new_span(&self, _: &Attributes<'_>) -> Id {
+            Id::from_u64(1)
+        }
+        fn record(&self, _: &Id, _: &Record<'_>) {}
+        fn record_follows_from(&self, _: &Id, _: &Id) {}
+        fn event(&self, event: &Event<'_>) {
+            event.record(&mut self.clone());
+        }
+        fn enter(&self, _: &Id) {}
+        fn exit(&self, _: &Id) {}
+    }
 
     const MINUTE: u64 = 60 * SECOND;
     const HOUR: u64 = 60 * MINUTE;
@@ -356,6 +414,50 @@ mod tests {
         let mut clock = machine.open(last, 0);
         assert_eq!(machine.after(MINUTE, &mut clock), machine.right());
         assert_eq!(machine.after(MINUTE, &mut clock), machine.right());
+    }
+
+    /// The log was made in the run with the wrong clock, so the right time is before its birth. That
+    /// of a machine without a clock battery is too, but no time service keeps it.
+    #[test]
+    fn a_log_made_with_a_clock_that_was_ahead_recovers_with_a_time_service() {
+        for synchronized in [false, true] {
+            SYNCHRONIZED.set(synchronized);
+            let mut machine = Machine::new();
+            let (born, last) = (machine.right() + YEAR, machine.right() + YEAR + HOUR);
+            let open = |machine: &Machine| {
+                LogClock::open_at(Path::new("log"), (last, 0), born, machine.read())
+            };
+            let mut clock = open(&machine);
+            let right = if synchronized { machine.right() } else { last };
+            assert_eq!(machine.after(0, &mut clock), right);
+            // A clock that was never set is not right whatever the kernel says.
+            machine.ahead = -(NOW as i64);
+            let mut clock = open(&machine);
+            assert_eq!(machine.after(MINUTE, &mut clock), last);
+        }
+        SYNCHRONIZED.set(false);
+    }
+
+    /// One line, however often the clock is read.
+    #[test]
+    fn a_clock_that_is_doubted_is_told_of_once() {
+        for (last, jump, told) in [
+            (NOW - HOUR, YEAR, "has jumped forward by 365 days"),
+            (NOW + HOUR, 0, "is 60 min behind"),
+            (NOW + YEAR, 0, "is 365 days ahead"),
+        ] {
+            let mut machine = Machine::new();
+            let lines = Lines::default();
+            tracing::subscriber::with_default(lines.clone(), || {
+                let mut clock = machine.open(last, 0);
+                machine.ahead = jump as i64;
+                for _ in 0..99 {
+                    machine.after(SECOND, &mut clock);
+                }
+            });
+            let lines = lines.0.lock().unwrap();
+            assert!(lines.len() == 1 && lines[0].contains(told), "{lines:?}");
+        }
     }
 
     /// A machine without a clock battery boots with an ancient time, and gets the time from the network a little later.

@@ -84,9 +84,11 @@ pub(super) const STORE: &[c_long] = &[
     libc::SYS_unlink,
 ];
 
-/// Further calls to open disks later: to resolve paths, make logs and name their files, and read
-/// the size of the machine's memory, which limits disks in memory.
+/// Further calls to open disks later: to resolve paths, make logs and name their files, judge the
+/// clock, and read the size of the machine's memory, which limits disks in memory.
 pub(super) const OPENING: &[c_long] = &[
+    // Whether a time service keeps the clock.
+    libc::SYS_clock_adjtime,
     libc::SYS_faccessat,
     libc::SYS_faccessat2,
     libc::SYS_fchmod,
