@@ -112,8 +112,8 @@ impl SavedFileWriter {
         }))
     }
 
-    /// The saved extents under these layers.
-    fn find_saved(&self, layers: &[FrozenLayer]) -> Result<BTreeMap<u32, ExtentMap>> {
+    /// The saved extents under these layers. `None` if the time limit for closing ran out.
+    fn find_saved(&self, layers: &[FrozenLayer]) -> Result<Option<BTreeMap<u32, ExtentMap>>> {
         let mut found: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
         let visit = &mut |_: &Arc<Segment>, record: &Descriptor, _: u64| {
             let id = record.disk_id.get();
@@ -131,21 +131,23 @@ impl SavedFileWriter {
                 },
             );
         };
-        let (dir, uuid, of) = (&self.log.dir, &self.log.uuid, (self.lsn, self.count));
-        saved::read(
-            &*self.files,
-            dir,
-            uuid,
-            of,
-            OpenMode::Read,
-            visit,
-            &mut || false,
-        )?;
+        let (log, files, mut cut) = (&self.log, &*self.files, false);
+        let (of, how) = ((self.lsn, self.count), OpenMode::Read);
+        let over = &mut || {
+            cut |= log.lock().keeper.is_over();
+            cut
+        };
+        saved::read(files, &log.dir, &log.uuid, of, how, visit, over)?;
+        if cut {
+            return Ok(None);
+        }
         let found = found.into_iter();
-        Ok(found.map(|(id, found)| (id, found.finish())).collect())
+        let found = found.map(|(id, found)| (id, found.finish()));
+        Ok(Some(found.collect()))
     }
 
-    /// The ranges under these layers that are not saved yet, for the needed disks.
+    /// The ranges under these layers that are not saved yet, for the needed disks. `None` if the
+    /// time limit for closing ran out.
     ///
     /// # Errors
     /// If the saved files have to be read and can't be.
@@ -153,11 +155,14 @@ impl SavedFileWriter {
         &self,
         layers: &'a [FrozenLayer],
         needed: impl Fn(&DiskState) -> bool,
-    ) -> Result<UnsavedRanges<'a>> {
+    ) -> Result<Option<UnsavedRanges<'a>>> {
         let mut ranges: Vec<(&DiskState, Range<u64>)> = Vec::new();
         let read = match self.known {
             Some(_) => None,
-            None => Some(self.find_saved(layers)?),
+            None => match self.find_saved(layers)? {
+                None => return Ok(None),
+                read => read,
+            },
         };
         let known = self.known.as_ref().or(read.as_ref());
         for (disk, layer) in layers.iter().filter(|(disk, _)| needed(disk)) {
@@ -179,7 +184,7 @@ impl SavedFileWriter {
         if planted(Mutant::SnapshotUnsaved) {
             ranges.clear();
         }
-        Ok(UnsavedRanges(ranges))
+        Ok(Some(UnsavedRanges(ranges)))
     }
 
     /// Saves these ranges as fast as `pace` allows. `operation`: the cost of an operation, in bytes. `urgent_work` is
@@ -443,9 +448,19 @@ mod tests {
             let count = log.lock().keeper.saved.counts()[0].1;
             SavedFileWriter::open(&log, &log.uuid, lsn, count).unwrap()
         };
-        assert!(open().is_some());
+        let mut writer = open().unwrap();
+        // As if the map of what is saved took too much memory.
+        writer.known = None;
+        let mut layer = ExtentMap::default();
+        layer.insert(0, 16, 0, SAVED);
+        let layers = [(disk.state.clone(), Arc::new(layer))];
+        let find = || writer.find_unsaved(&layers, |_| true).unwrap();
+        let unsaved = find().unwrap().0;
+        assert_eq!(unsaved.len(), 1, "the first block is saved");
+        assert_eq!(unsaved[0].1, 4096..8192);
         log.lock().keeper.copy_steps = Some(0);
         assert!(open().is_none());
+        assert!(find().is_none());
         log.lock().keeper.copy_steps = None;
         drop(port);
         store.close().unwrap();

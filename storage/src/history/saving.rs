@@ -101,7 +101,10 @@ impl Keeper {
             let mut older = older.iter();
             older.any(|entry| entry.has(disk.id) && disk.since_lsn <= entry.lsn.get())
         };
-        let ranges = saving.find_unsaved(layers, needed)?;
+        let Some(ranges) = saving.find_unsaved(layers, needed)? else {
+            self.saving = Some(saving);
+            return Ok(SaveOutcome::TimeUp);
+        };
         let cost = ranges.cost(medium.operation);
         if cost > 0 {
             pace.plan(cost + copy::cost(layers, medium));
