@@ -391,8 +391,8 @@ fn recover_once(files: &Files) -> Result<(u64, u64, Extents)> {
     for state in &states {
         let disk = (state.id, state.sectors() * SECTOR_SIZE);
         let oldest = saved.counts().iter().map(|(lsn, _)| *lsn).take(1);
-        let maps =
-            oldest.filter_map(|lsn| read_saved(files, path, &saved, disk, lsn..u64::MAX).ok());
+        let maps = oldest
+            .filter_map(|lsn| read_saved(files, path, &saved, disk, lsn..u64::MAX, None).ok());
         let past: Vec<_> = maps.flatten().collect();
         let index = state.index();
         let frozen = index.frozen.iter().flat_map(|frozen| frozen.iter());

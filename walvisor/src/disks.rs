@@ -565,8 +565,9 @@ fn look(
     scratch: Option<File>,
 ) -> Result<Arc<dyn Backend>, walvisor_storage::Error> {
     let log = spec.log_directory().unwrap_or_default();
+    let usual = || index_memory(MemoryBudget::of_process().limit(), 1);
     let options = StoreOptions {
-        index_memory: index_memory(MemoryBudget::of_process().limit(), 1),
+        index_memory: spec.index_memory.unwrap_or_else(usual),
         ..StoreOptions::default()
     };
     let look = Look::open(&disk_options(spec), &log, at, scratch, &options)?;

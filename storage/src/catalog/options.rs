@@ -44,8 +44,9 @@ pub struct StoreOptions {
     /// Memory limit in bytes, at least 1, for a log's index, which says where the log has the newest bytes of each
     /// sector. It takes about 17 bytes for each written range until a checkpoint has copied that to the base image. At
     /// half of the limit the log is copied; at the limit, writes wait for that. (Checksums take another 4 bytes for
-    /// each 4 KiB in the log, and 8 for each batch.) Looks, and what is kept in memory for snapshots, may take as much
-    /// again, or 1 MiB if that is more; beyond that they are refused. Default 64 MiB.
+    /// each 4 KiB in the log, and 8 for each batch.) Looks, and what is kept in memory for
+    /// snapshots, with the checksums of what is saved, may take as much again, or 1 MiB if that is
+    /// more; beyond that they are refused. Default 64 MiB.
     pub index_memory: u64,
     /// How much history the log retains. Default: unchanged; nothing for a new log. To retain a number of bytes, the
     /// log may get that many more bytes of segment files.

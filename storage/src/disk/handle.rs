@@ -432,7 +432,7 @@ impl Tracked for Disk {
                 &files,
                 disk,
                 since..u64::MAX,
-                (&log.saved_since, &|extents| log.admit(extents)),
+                (&log.saved_since, log.beside_limit()),
             )?;
             let since = match saved {
                 Some(extents) => ChangesSince::saved(

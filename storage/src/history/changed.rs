@@ -15,7 +15,7 @@ use std::path::Path;
 use crate::catalog::snapshot::SavedFiles;
 use crate::error::{Error, ErrorKind, Result};
 use crate::history::saved::read_saved;
-use crate::index::{ExtentMap, Piece, Place};
+use crate::index::{ExtentLimit, ExtentMap, Piece, Place};
 use crate::log::commit::{LogPosition, PositionCache, SavedExtentsCache};
 use crate::log::ring::LiveSegment;
 use crate::medium::file::Segment;
@@ -48,21 +48,18 @@ pub(crate) struct SavedExtents {
     pub and_log: bool,
 }
 
-/// Accounts for the memory of extents to be remembered, or refuses it.
-pub(crate) type MemoryCheck<'a> = &'a dyn Fn(&mut ExtentMap) -> Result<()>;
-
 /// What was saved of a disk (number and bytes) since the first of these LSNs, up to the last; `None` if there are no
-/// saved files for the first. `known` caches results. `admit` accounts for the memory of another one, or refuses it.
+/// saved files for the first. `known` caches results, up to the limit.
 ///
 /// # Errors
-/// As [`read_saved`]; or those of `admit`.
+/// As [`read_saved`].
 pub(crate) fn saved_since(
     medium: &dyn FileSystem,
     log_dir: &Path,
     files: &SavedFiles,
     disk: (u32, u64),
     lsns: Range<u64>,
-    (known, admit): (&SavedExtentsCache, MemoryCheck<'_>),
+    (known, limit): (&SavedExtentsCache, ExtentLimit),
 ) -> Result<Option<Arc<ExtentMap>>> {
     if !files.has(lsns.start) {
         return Ok(None);
@@ -73,17 +70,22 @@ pub(crate) fn saved_since(
     if let Some((.., extents)) = known.iter().find(|(_, other, _)| *other == of) {
         return Ok(Some(extents.clone()));
     }
-    let Some(mut extents) = read_saved(medium, log_dir, files, disk, lsns)? else {
+    let read = || {
+        let (lsns, limit) = (lsns.clone(), Some(limit.clone()));
+        read_saved(medium, log_dir, files, disk, lsns, limit)
+    };
+    let read = match read() {
+        Err(error) if error.kind() == ErrorKind::InvalidInput && !known.is_empty() => {
+            // Entries in use elsewhere keep taking memory.
+            known.clear();
+            read()
+        }
+        other => other,
+    };
+    let Some(extents) = read? else {
         return Ok(None);
     };
     if known.len() == REMEMBERED_SAVED {
-        known.remove(0);
-    }
-    while let Err(error) = admit(&mut extents) {
-        // Entries in use elsewhere keep taking memory.
-        if known.is_empty() {
-            return Err(error);
-        }
         known.remove(0);
     }
     let extents = Arc::new(extents);

@@ -420,7 +420,7 @@ impl Keeper {
                     format!("{dir}: damaged: records of disk {id}, which this log does not have");
                 Error::new(ErrorKind::Damaged, message)
             })?;
-            Ok((disk, Arc::new(builder.finish())))
+            Ok((disk, Arc::new(builder.finish()?)))
         });
         layers.collect()
     }

@@ -28,7 +28,7 @@ use crate::history::point::Point;
 use crate::history::saved::read_saved;
 use crate::history::scratch::{Scratch, ScratchContent};
 use crate::index::allocation::{disk_extents, push, push_piece};
-use crate::index::{ExtentMap, IndexMemory, Piece};
+use crate::index::{ExtentLimit, ExtentMap, Piece};
 use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::disk_state::DiskState;
 use crate::log::image::Image;
@@ -90,8 +90,8 @@ pub(crate) enum LogHold {
     /// The disk is not in use: its log is locked.
     Closed {
         engine: EngineKind,
-        /// The memory of change maps, and the index's limit.
-        maps: (IndexMemory, u64),
+        /// The memory limit of the look's extents, change maps included.
+        limit: ExtentLimit,
         _log: Option<Box<ControlFile>>,
     },
     /// The disk is in use: its log is pinned.
@@ -114,11 +114,11 @@ impl LogHold {
         }
     }
 
-    /// Accounts for the memory of a change map, or refuses it.
-    fn admit(&self, extents: &mut ExtentMap, log_dir: &Path) -> crate::Result<()> {
+    /// The memory limit of extents.
+    fn limit(&self) -> ExtentLimit {
         match self {
-            Self::Closed { maps, .. } => extents.count_beside(&maps.0, maps.1, log_dir),
-            Self::Live { log, .. } => log.admit(extents),
+            Self::Closed { limit, .. } => limit.clone(),
+            Self::Live { log, .. } => log.beside_limit(),
         }
     }
 
@@ -176,9 +176,7 @@ impl PastDisk {
             &self.files,
             disk,
             lsns,
-            (&self.saved_since, &|extents| {
-                self.hold.admit(extents, &self.log_dir)
-            }),
+            (&self.saved_since, self.hold.limit()),
         )?;
         match saved {
             Some(extents) => {
@@ -291,12 +289,15 @@ impl Look {
         let bytes = entry.map_or(disk.sectors() * SECTOR_SIZE, |entry| entry.size.get());
         let (files, saved_files) = (log.medium.files(), control.saved_files());
         let of = (disk.id, bytes);
-        let saved = read_saved(&*files, &log.dir, &saved_files, of, until..u64::MAX)?;
-        let mut extents = match saved {
+        let (lsns, limit) = (until..u64::MAX, Some(log.beside_limit()));
+        let saved = read_saved(&*files, &log.dir, &saved_files, of, lsns, limit.clone())?;
+        let extents = match saved {
             Some(extents) => extents,
-            None => read_live_disk(&segments, until, &control, disk.id, &log.dir, threads)?,
+            None => {
+                let of = (&control, disk.id, &*log.dir);
+                read_live_disk(&segments, until, of, threads, limit)?
+            }
         };
-        log.admit(&mut extents)?;
         let past = PastDisk {
             scratch: sized(scratch, bytes, &disk.path)?,
             path: disk.path.clone(),

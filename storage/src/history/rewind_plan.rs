@@ -126,7 +126,8 @@ impl RewindReport {
             return Ok((done, None));
         }
         let to = done.to_lsn;
-        let extents = read_live_disk(&held.segments, to, control, disk.id, &log.dir, threads)?;
+        let of = (control, disk.id, &*log.dir);
+        let extents = read_live_disk(&held.segments, to, of, threads, None)?;
         Ok((
             done,
             Some(RewindRequest {

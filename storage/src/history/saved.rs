@@ -10,6 +10,7 @@
 //! from the LSN after its own, and the control file says how many there are; all of those are durable. The first ones
 //! have no sectors: they list the disks of the snapshot.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io;
@@ -19,7 +20,7 @@ use std::path::{Path, PathBuf};
 use crate::catalog::snapshot::{SavedFiles, Snapshot};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{BLOCK, BatchHeader, Control, DecodeResult, Descriptor, SegmentHeader, Uuid};
-use crate::index::{ExtentMap, IndexBuilder};
+use crate::index::{ExtentLimit, ExtentMap, IndexBuilder};
 use crate::medium::file::Segment;
 use crate::medium::filesystem::{FileSystem, OpenMode};
 use crate::medium::segment::LogRead;
@@ -89,10 +90,30 @@ fn damaged(path: &Path, what: &str) -> Error {
     Error::new(ErrorKind::Damaged, message)
 }
 
-/// Calls `visit` with each of the first `count` records in the saved files of the snapshots at `lsn`: the file, the
-/// record, and the byte offset of its payload. Payloads are verified when they are read. `how`: how to open the files.
-/// Returns where the next record goes; `None` if there are no records, or if `over` returned `true` before all were
-/// visited.
+/// A record in a saved file.
+pub(crate) struct SavedRecord<'a> {
+    pub segment: &'a Arc<Segment>,
+    pub descriptor: &'a Descriptor,
+    /// Where its payload is, as a byte offset of the file.
+    offset: u64,
+    checksums: &'a [u32],
+}
+
+impl SavedRecord<'_> {
+    /// Keeps the checksums of its payload, which reads of it need. Returns the bytes of memory that
+    /// they take.
+    fn keep_checksums(&self) -> u64 {
+        self.segment.note(|table| {
+            let before = table.bytes();
+            table.add(self.offset, self.descriptor.payload_len(), self.checksums);
+            table.bytes() - before
+        })
+    }
+}
+
+/// Calls `visit` with each of the first `count` records in the saved files of the snapshots at
+/// `lsn`. `how`: how to open the files. Returns where the next record goes; `None` if there are no
+/// records, or if `over` returned `true` before all were visited.
 ///
 /// # Errors
 /// [`ErrorKind::Damaged`] if a record is not there.
@@ -102,7 +123,7 @@ pub(crate) fn read(
     log: &Uuid,
     (lsn, count): (u64, u32),
     how: OpenMode,
-    visit: &mut dyn FnMut(&Arc<Segment>, &Descriptor, u64),
+    visit: &mut dyn FnMut(SavedRecord<'_>),
     over: &mut dyn FnMut() -> bool,
 ) -> Result<Option<SavedTail>> {
     let (mut number, last) = (lsn, lsn + u64::from(count));
@@ -119,13 +140,13 @@ pub(crate) fn read(
             if over() {
                 return Ok(None);
             }
-            next.segment.note(|table| {
-                for (_, descriptor, at, blocks) in batch.records() {
-                    table.add(at, descriptor.payload_len(), &batch.checksums[blocks]);
-                }
-            });
-            for (_, descriptor, at, _) in batch.records() {
-                visit(&next.segment, descriptor, at);
+            for (_, descriptor, offset, blocks) in batch.records() {
+                visit(SavedRecord {
+                    segment: &next.segment,
+                    descriptor,
+                    offset,
+                    checksums: &batch.checksums[blocks],
+                });
             }
             number = batch.last_lsn();
             (next.offset, next.previous_crc) = (batch.end(), crc);
@@ -140,25 +161,15 @@ pub(crate) fn read(
     Ok(end)
 }
 
-/// As [`read`], of files that are only read, to the end.
-fn read_all(
-    files: &dyn FileSystem,
-    dir: &Path,
-    saved: &SavedFiles,
-    of: (u64, u32),
-    visit: &mut dyn FnMut(&Arc<Segment>, &Descriptor, u64),
-) -> Result<()> {
-    let mode = OpenMode::Read;
-    read(files, dir, saved.log(), of, mode, visit, &mut || false).map(drop)
-}
-
 /// Reads all saved files, every byte that a look may read. Returns what is wrong, each with the LSN of the snapshots it
 /// affects.
 pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> Vec<(u64, String)> {
     let mut wrong = Vec::new();
     for &(lsn, count) in saved.counts() {
-        let visit = &mut |segment: &Arc<Segment>, record: &Descriptor, at: u64| {
-            let read = LogRead::new(segment.clone(), at, record.payload_len() as usize);
+        let visit = &mut |found: SavedRecord<'_>| {
+            found.keep_checksums();
+            let (segment, record) = (found.segment.clone(), found.descriptor);
+            let read = LogRead::new(segment, found.offset, record.payload_len() as usize);
             if let Err(error) = read.read() {
                 let (first, disk) = (record.sector.get(), record.disk_id);
                 let last = first + u64::from(record.sectors.get()) - 1;
@@ -168,7 +179,8 @@ pub(crate) fn check(files: &dyn FileSystem, dir: &Path, saved: &SavedFiles) -> V
                 ));
             }
         };
-        if let Err(error) = read_all(files, dir, saved, (lsn, count), visit) {
+        let (of, mode) = ((lsn, count), OpenMode::Read);
+        if let Err(error) = read(files, dir, saved.log(), of, mode, visit, &mut || false) {
             wrong.push((lsn, error.to_string()));
         }
     }
@@ -256,18 +268,21 @@ fn io_error(segment: &Segment, error: io::Error) -> Error {
 /// the first LSN.
 ///
 /// # Errors
-/// [`ErrorKind::NotFound`] if the snapshot does not have the disk; or if the files can't be read.
+/// [`ErrorKind::NotFound`] if the snapshot does not have the disk; or if the files can't be read;
+/// or if the extents and their checksums go over the limit.
 pub(crate) fn read_saved(
     files: &dyn FileSystem,
     dir: &Path,
     saved: &SavedFiles,
     (disk_id, size): (u32, u64),
     lsns: Range<u64>,
+    limit: Option<ExtentLimit>,
 ) -> Result<Option<ExtentMap>> {
     if !saved.has(lsns.start) {
         return Ok(None);
     }
-    let (mut extents, mut known) = (IndexBuilder::default(), false);
+    let (mut extents, mut known) = (IndexBuilder::within(limit), false);
+    let full = Cell::new(false);
     let has = |sector: u64, sectors: u32| {
         let end = sector.checked_add(u64::from(sectors));
         end.is_some_and(|end| end <= size / SECTOR_SIZE)
@@ -275,7 +290,8 @@ pub(crate) fn read_saved(
     // Duplicates: the older snapshot wins.
     let counts = saved.counts().iter().rev();
     for &(lsn, count) in counts.filter(|(lsn, _)| lsns.contains(lsn)) {
-        let visit = &mut |segment: &Arc<Segment>, descriptor: &Descriptor, at: u64| {
+        let visit = &mut |found: SavedRecord<'_>| {
+            let descriptor = found.descriptor;
             let (sector, sectors) = (descriptor.sector.get(), descriptor.sectors.get());
             if descriptor.disk_id != disk_id {
                 return;
@@ -283,13 +299,17 @@ pub(crate) fn read_saved(
             if sectors == 0 {
                 known |= lsn == lsns.start;
             } else if has(sector, sectors) {
-                extents.add(sector, sectors, place(descriptor, lsn, segment, at));
+                let place = place(descriptor, lsn, found.segment, found.offset);
+                extents.add(sector, sectors, place);
+                extents.add_checksums(found.keep_checksums());
+                full.set(extents.is_full());
             }
         };
-        read_all(files, dir, saved, (lsn, count), visit)?;
+        let (of, mode) = ((lsn, count), OpenMode::Read);
+        read(files, dir, saved.log(), of, mode, visit, &mut || full.get())?;
     }
-    if known {
-        Ok(Some(extents.finish()))
+    if known || full.get() {
+        extents.finish().map(Some)
     } else {
         Err(Error::new(
             ErrorKind::NotFound,

@@ -13,7 +13,7 @@ use crate::format::{
     self, BATCH_MAGIC, BLOCK, BatchHeader, Descriptor, DescriptorKind, SEGMENT_MAGIC,
     SegmentHeader, Uuid, VERSION,
 };
-use crate::history::saved::{self, SavedTail};
+use crate::history::saved::{self, SavedRecord, SavedTail};
 use crate::index::{ExtentMap, IndexBuilder, Place};
 use crate::log::disk_state::DiskState;
 use crate::log::state::Log;
@@ -78,9 +78,7 @@ impl SavedFileWriter {
     pub(super) fn open(log: &Arc<Log>, uuid: &Uuid, lsn: u64, count: u32) -> Result<Option<Self>> {
         let files = log.medium.files();
         let mut known = Some(BTreeMap::new());
-        let visit = &mut |_: &Arc<Segment>, descriptor: &Descriptor, _: u64| {
-            note(log, &mut known, descriptor);
-        };
+        let visit = &mut |found: SavedRecord<'_>| note(log, &mut known, found.descriptor);
         let (of, how, mut cut) = ((lsn, count), OpenMode::Existing, false);
         let end = saved::read(&*files, &log.dir, uuid, of, how, visit, &mut || {
             cut |= log.lock().keeper.is_over();
@@ -115,7 +113,9 @@ impl SavedFileWriter {
     /// The saved extents under these layers. `None` if the time limit for closing ran out.
     fn find_saved(&self, layers: &[FrozenLayer]) -> Result<Option<BTreeMap<u32, ExtentMap>>> {
         let mut found: BTreeMap<u32, IndexBuilder> = BTreeMap::new();
-        let visit = &mut |_: &Arc<Segment>, record: &Descriptor, _: u64| {
+        let visit = &mut |SavedRecord {
+                              descriptor: record, ..
+                          }: SavedRecord<'_>| {
             let id = record.disk_id.get();
             let Some((_, layer)) = layers.iter().find(|(disk, _)| disk.id == id) else {
                 return;
@@ -142,8 +142,8 @@ impl SavedFileWriter {
             return Ok(None);
         }
         let found = found.into_iter();
-        let found = found.map(|(id, found)| (id, found.finish()));
-        Ok(Some(found.collect()))
+        let finished = found.map(|(id, found)| Ok((id, found.finish()?)));
+        finished.collect::<Result<_>>().map(Some)
     }
 
     /// The ranges under these layers that are not saved yet, for the needed disks. `None` if the
@@ -395,7 +395,7 @@ fn note(log: &Log, known: &mut Option<BTreeMap<u32, ExtentMap>>, record: &Descri
     });
     saved.insert(sector, sectors, 0, SAVED);
     let bytes: u64 = disks.values().map(ExtentMap::bytes).sum();
-    if bytes > log.beside_limit() / KNOWN_SHARE {
+    if bytes > log.beside_limit().most / KNOWN_SHARE {
         *known = None;
     }
 }

@@ -250,7 +250,7 @@ impl Keeper {
             Ok(_) => {}
             Err(error) => tracing::warn!("{error}"),
         }
-        let (taken, most) = (spill.map_bytes(), log.beside_limit() / 2 / count);
+        let (taken, most) = (spill.map_bytes(), log.beside_limit().most / 2 / count);
         (taken > most).then(|| format!("takes {taken} bytes of memory, of {most} for its map"))
     }
 

@@ -4,8 +4,10 @@
 //! collected, and inserted in the order of their sectors: each leaf is found once, and merged with all that belong into it.
 
 use super::extents::ExtentMap;
-use super::leaf::NewExtent;
+use super::leaf::{IndexExtent, NewExtent};
+use super::memory::ExtentLimit;
 use super::place::Place;
+use crate::error::{Error, Result};
 
 /// Least records that are inserted together. A larger index takes more at a time: one for each `SHARE` that it has got.
 const LEAST: usize = if cfg!(test) { 16 } else { 1 << 16 };
@@ -17,24 +19,73 @@ pub(crate) struct IndexBuilder {
     map: ExtentMap,
     /// In the order of the log.
     new_extents: Vec<NewExtent>,
-    inserted: usize,
+    /// `None`: it may take any memory.
+    limit: Option<ExtentLimit>,
+    /// It would have taken more, and ignores all records from then on.
+    full: Option<Error>,
 }
 
 impl IndexBuilder {
+    /// A builder of an index that is counted while it grows, and given up once it goes over the
+    /// limit.
+    pub(crate) fn within(limit: Option<ExtentLimit>) -> Self {
+        let mut builder = Self::default();
+        if let Some(limit) = &limit {
+            builder.map.count_in(&limit.memory);
+        }
+        Self { limit, ..builder }
+    }
+
     /// Adds a record that is in the log, or that has no payload. It replaces all that earlier ones put into its range.
     pub(crate) fn add(&mut self, sector: u64, sectors: u32, place: Place) {
+        if self.is_full() {
+            return;
+        }
         let number = self.new_extents.len() as u32;
         let new_extent = self.map.new_extent(sector, sectors, number, place);
         self.new_extents.push(new_extent);
-        if self.new_extents.len() >= LEAST.max(self.inserted / SHARE) {
+        // What waits takes a small part of the limit.
+        let most = self.limit.as_ref().map_or(LEAST, |limit| {
+            LEAST.min(limit.most as usize / SHARE / size_of::<NewExtent>())
+        });
+        let grown = self.map.bytes() as usize / SHARE / size_of::<IndexExtent>();
+        if self.new_extents.len() >= most.max(grown) {
             self.insert();
         }
     }
 
+    /// Counts `bytes` of checksums that are kept for the records.
+    pub(crate) fn add_checksums(&mut self, bytes: u64) {
+        if !self.is_full() {
+            self.map.add_checksums(bytes);
+            self.check();
+        }
+    }
+
+    /// Whether the limit was reached, so that [`finish`](Self::finish) will fail.
+    pub(crate) fn is_full(&self) -> bool {
+        self.full.is_some()
+    }
+
     /// The index of all records.
-    pub(crate) fn finish(mut self) -> ExtentMap {
+    ///
+    /// # Errors
+    /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if it takes more memory than it
+    /// may.
+    pub(crate) fn finish(mut self) -> Result<ExtentMap> {
         self.insert();
-        self.map
+        self.full.map_or(Ok(self.map), Err)
+    }
+
+    /// Gives up if the limit is reached.
+    fn check(&mut self) {
+        let checked = self.limit.as_ref().map_or(Ok(()), ExtentLimit::check);
+        if let Err(error) = checked {
+            *self = Self {
+                full: Some(error),
+                ..Self::default()
+            };
+        }
     }
 
     /// Inserts what was collected: in the order of the sectors, and what overlaps in the order of the log.
@@ -49,7 +100,6 @@ impl IndexBuilder {
             }
             same
         });
-        self.inserted += new_extents.len();
         let mut rest = &mut new_extents[..];
         while !rest.is_empty() {
             let alone = rest.windows(2).position(|two| two[0].end() > two[1].sector);
@@ -70,5 +120,6 @@ impl IndexBuilder {
             rest = later;
         }
         new_extents.clear();
+        self.check();
     }
 }

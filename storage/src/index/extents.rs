@@ -8,12 +8,11 @@
 
 use std::collections::{BTreeMap, VecDeque};
 use std::ops::Bound;
-use std::path::Path;
 
 use super::leaf::{IndexExtent, LEAF, Leaf, NewExtent, PackedPlace, PlaceKind, zone};
-use super::memory::{IndexMemory, LEAST_BESIDE, MemoryShare};
+use super::memory::{ExtentLimit, IndexMemory, MemoryShare};
 use super::place::{Piece, Place};
-use crate::error::{Result, invalid};
+use crate::error::Result;
 use crate::medium::file::Segment;
 use crate::mutant::{Mutant, planted};
 use crate::sync::Arc;
@@ -41,6 +40,8 @@ pub(crate) struct ExtentMap {
     pending: VecDeque<PendingPayload>,
     /// Bytes of memory that the leaves take.
     bytes: u64,
+    /// Bytes of memory that the segments' checksums take, if no other map has these segments.
+    checksums: u64,
     share: MemoryShare,
 }
 
@@ -56,33 +57,29 @@ impl ExtentMap {
     /// Counts the memory of this map in `memory` from now on.
     pub(crate) fn count_in(&mut self, memory: &IndexMemory) {
         self.share = MemoryShare::new(memory);
-        self.share.set(self.bytes);
+        self.count();
     }
 
-    /// As [`count_in`](Self::count_in), for memory beside that of an index. `limit`: the limit of the index.
+    /// As [`count_in`](Self::count_in), up to a limit.
     ///
     /// # Errors
     /// [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput) if that is too much. The caller then drops the map.
-    pub(crate) fn count_beside(
-        &mut self,
-        memory: &IndexMemory,
-        limit: u64,
-        log_dir: &Path,
-    ) -> Result<()> {
-        self.count_in(memory);
-        let (all, most) = (memory.bytes(), limit.max(LEAST_BESIDE));
-        if all <= most {
-            Ok(())
-        } else {
-            Err(invalid(format!(
-                "{}: its extents and those of open looks take {all} bytes of memory, and index-memory allows {most}; \
-                 end looks, or open the disk with a larger index-memory",
-                log_dir.display()
-            )))
-        }
+    pub(crate) fn count_within(&mut self, limit: &ExtentLimit) -> Result<()> {
+        self.count_in(&limit.memory);
+        limit.check()
     }
 
-    /// Bytes of memory it takes.
+    /// Counts the memory of checksums that go with the map.
+    pub(super) fn add_checksums(&mut self, bytes: u64) {
+        self.checksums += bytes;
+        self.count();
+    }
+
+    fn count(&mut self) {
+        self.share.set(self.bytes + self.checksums);
+    }
+
+    /// Bytes of memory that the extents take.
     pub(crate) fn bytes(&self) -> u64 {
         self.bytes
     }
@@ -113,7 +110,7 @@ impl ExtentMap {
         if let Some((sectors, word)) = rest {
             self.put(end, sectors, word);
         }
-        self.share.set(self.bytes);
+        self.count();
     }
 
     /// Removes everything in a range. Returns what is left of an extent that reached beyond the range: its sectors and
@@ -215,7 +212,7 @@ impl ExtentMap {
             }
             new_extents = &new_extents[count.max(1)..];
         }
-        self.share.set(self.bytes);
+        self.count();
     }
 
     /// Merges as many of these records as possible into the leaf of the first one. Returns how many; `None` if there is
@@ -329,7 +326,7 @@ impl ExtentMap {
             freed += leaf.trim();
         }
         self.bytes -= freed;
-        self.share.set(self.bytes);
+        self.count();
     }
 
     /// All extents in order of their sectors.
@@ -406,7 +403,7 @@ impl ExtentMap {
                 }
             }
         }
-        self.share.set(self.bytes);
+        self.count();
     }
 
     /// Unpins these segments. No extent may be in them.

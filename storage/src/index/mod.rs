@@ -19,7 +19,7 @@ mod tests;
 
 pub(crate) use bulk::IndexBuilder;
 pub(crate) use extents::ExtentMap;
-pub(crate) use memory::{IndexMemory, LEAST_BESIDE};
+pub(crate) use memory::{ExtentLimit, IndexMemory};
 pub(crate) use place::{Piece, Place};
 
 use crate::medium::file::Segment;

@@ -1,6 +1,6 @@
 //! Tests of the index against an array that holds one entry a sector, and of the memory that the index takes.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use proptest::prelude::*;
 
@@ -349,7 +349,7 @@ proptest! {
             built.add(FIRST + at, sectors, place.clone());
             inserted.insert(FIRST + at, u64::from(sectors), lsn, place);
         }
-        let built = built.finish();
+        let built = built.finish().unwrap();
         built.check();
         let all = |map: &ExtentMap| map.iter().map(|piece| format!("{piece:?}")).collect::<Vec<_>>();
         prop_assert_eq!(all(&built), all(&inserted));
@@ -379,7 +379,7 @@ fn a_large_index_is_built_as_it_is_inserted() {
         built.add(first + at, sectors as u32, place.clone());
         inserted.insert(first + at, sectors, lsn, place);
     }
-    let built = built.finish();
+    let built = built.finish().unwrap();
     built.check();
     // Where each sector's bytes are. The extents themselves may be divided at other places.
     let places = |map: &ExtentMap| {
@@ -391,6 +391,41 @@ fn a_large_index_is_built_as_it_is_inserted() {
         places
     };
     assert!(built.leaves() > 16 && places(&built) == places(&inserted));
+}
+
+/// What does not fit is given up while it is built, and takes no memory from then on.
+#[test]
+fn a_limited_index_never_takes_more() {
+    let memory = IndexMemory::default();
+    let limit = ExtentLimit::beside(&memory, 0, Path::new("log"));
+    let build = |extents: u64| {
+        let (mut builder, mut peak) = (IndexBuilder::within(Some(limit.clone())), 0);
+        for number in 0..extents {
+            let place = Place::Zero {
+                unmap: false,
+                lsn: 1,
+            };
+            builder.add(2 * (number * 7919 % extents), 1, place);
+            peak = peak.max(memory.bytes());
+        }
+        (builder.finish(), peak)
+    };
+    let (built, _) = build(20_000);
+    let built = built.unwrap();
+    assert_eq!(memory.bytes(), built.check());
+    drop(built);
+    let (refused, peak) = build(200_000);
+    let error = refused.unwrap_err().to_string();
+    assert!(error.contains("index-memory"), "{error}");
+    assert!((limit.most / 2..=limit.most).contains(&peak), "{peak}");
+    assert_eq!(memory.bytes(), 0);
+    // Checksums count too.
+    let mut builder = IndexBuilder::within(Some(limit.clone()));
+    builder.add_checksums(limit.most);
+    assert!(!builder.is_full());
+    builder.add_checksums(1);
+    assert!(builder.is_full() && memory.bytes() == 0);
+    builder.finish().unwrap_err();
 }
 
 #[test]

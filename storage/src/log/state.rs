@@ -12,7 +12,7 @@ use std::time::Duration;
 use crate::catalog::retention::Retention;
 use crate::error::{self, Error, ErrorKind};
 use crate::format::Uuid;
-use crate::index::{ExtentMap, LEAST_BESIDE};
+use crate::index::ExtentLimit;
 use crate::log::clock::LogClock;
 use crate::log::commit::{Commit, PositionCache, SavedExtentsCache};
 use crate::log::commit_delay::CommitDelay;
@@ -277,18 +277,9 @@ impl Log {
         self.counters.index.bytes() >= self.index_limit / 2
     }
 
-    /// Memory limit, in bytes, of extents kept beside the index.
-    pub(crate) fn beside_limit(&self) -> u64 {
-        self.index_limit.max(LEAST_BESIDE)
-    }
-
-    /// Counts extents that are kept in memory beside the index.
-    ///
-    /// # Errors
-    /// [`ErrorKind::InvalidInput`] if there is no room for them.
-    pub(crate) fn admit(&self, extents: &mut ExtentMap) -> error::Result<()> {
-        let beside = &self.counters.beside_index;
-        extents.count_beside(beside, self.index_limit, &self.dir)
+    /// The memory limit of extents kept beside the index.
+    pub(crate) fn beside_limit(&self) -> ExtentLimit {
+        ExtentLimit::beside(&self.counters.beside_index, self.index_limit, &self.dir)
     }
 
     /// Fails the waiters that a stuck ring cannot serve, and wakes all ports.

@@ -110,6 +110,12 @@ impl ChecksumTable {
         self.checksums.extend_from_slice(checksums);
     }
 
+    /// Bytes of memory that it takes.
+    pub(crate) fn bytes(&self) -> u64 {
+        let runs = self.runs.capacity() * size_of::<ChecksumRun>();
+        (runs + self.checksums.capacity() * size_of::<u32>()) as u64
+    }
+
     /// The runs that end after `offset`.
     fn runs_from(&self, offset: u64) -> &[ChecksumRun] {
         let passed = self.runs.partition_point(|run| run.end() <= offset);

@@ -342,8 +342,8 @@ impl Segment {
     }
 
     /// Changes the table of checksums, under its lock.
-    pub(crate) fn note(&self, change: impl FnOnce(&mut ChecksumTable)) {
-        change(&mut self.checksums.write().expect("checksums lock"));
+    pub(crate) fn note<T>(&self, change: impl FnOnce(&mut ChecksumTable) -> T) -> T {
+        change(&mut self.checksums.write().expect("checksums lock"))
     }
 
     /// Frees the segment's pages in the kernel's cache, which nobody needs any more.

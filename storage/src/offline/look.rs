@@ -9,7 +9,7 @@ use crate::catalog::snapshot::SavedFiles;
 use crate::error::Error;
 use crate::history::look::{LogHold, Look, PastDisk, points, sized};
 use crate::history::point::Point;
-use crate::index::IndexMemory;
+use crate::index::{ExtentLimit, IndexMemory};
 use crate::log::commit::{PositionCache, SavedExtentsCache};
 use crate::log::image::Image;
 use crate::medium::copying::NamedSource;
@@ -18,13 +18,15 @@ use crate::offline::view::{Layers, View};
 use crate::sync::Arc;
 
 impl Look {
-    /// Opens the disk as it was at a point in its history, with its present size. Uses only the engine and the number
-    /// of threads from `options`. `scratch`: an empty file for writes to the look, for instance from
+    /// Opens the disk as it was at a point in its history, with its present size. Uses only the engine, the number of
+    /// threads and the memory limit of the index from `options`: the look's extents may take as
+    /// much. `scratch`: an empty file for writes to the look, for instance from
     /// [`scratch_file`](crate::scratch_file); `None`: the look is read-only.
     ///
     /// # Errors
     /// As [`restore_disk`](crate::restore_disk); or if io_uring is asked for and the kernel has none, or the scratch file
-    /// can't be as long as the disk.
+    /// can't be as long as the disk; or [`ErrorKind::InvalidInput`](crate::ErrorKind::InvalidInput)
+    /// if the extents take more memory than they may.
     pub fn open(
         disk: &DiskOptions,
         log_dir: &Path,
@@ -34,7 +36,9 @@ impl Look {
     ) -> crate::Result<Self> {
         let engine = engine::probe(options.engine);
         let engine = engine.map_err(|e| Error::io("use io_uring for the log", log_dir, e))?;
-        let view = View::open_at(disk, log_dir, at, options.threads)?;
+        let mut view = View::open_at(disk, log_dir, at, options.threads)?;
+        let limit = ExtentLimit::beside(&IndexMemory::default(), options.index_memory, log_dir);
+        view.extents.count_within(&limit)?;
         let log = view.log.as_ref();
         let disk_id = log.map_or(0, |(log, place)| log.control.disks[*place].id.get());
         let points = log.map_or_else(Vec::new, |(log, _)| {
@@ -58,7 +62,7 @@ impl Look {
             extents: view.extents,
             hold: LogHold::Closed {
                 engine,
-                maps: (IndexMemory::default(), options.index_memory),
+                limit,
                 _log: view.log.map(|(control, _)| Box::new(control)),
             },
         };

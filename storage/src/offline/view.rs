@@ -182,7 +182,7 @@ impl LocatedLog {
         let (dir, entry) = (&self.medium.path, self.entry());
         let saved = self.control.control.saved_files();
         let disk = (entry.id.get(), entry.size.get());
-        read_saved(&*files(), dir, &saved, disk, lsns)
+        read_saved(&*files(), dir, &saved, disk, lsns, None)
     }
 
     /// See [`read_records`].

@@ -10,7 +10,7 @@ use crate::catalog::control::ControlFile;
 use crate::catalog::rewind::Timelines;
 use crate::error::{Error, ErrorKind, Result};
 use crate::format::{Control, Descriptor, DescriptorKind};
-use crate::index::{ExtentMap, IndexBuilder, Place};
+use crate::index::{ExtentLimit, ExtentMap, IndexBuilder, Place};
 use crate::log::disk_state::DiskState;
 use crate::medium::directory::Medium;
 use crate::medium::file::Segment;
@@ -58,11 +58,11 @@ impl DiskReplay {
         sectors > 0 && end.is_some_and(|end| end <= self.sectors)
     }
 
-    fn finish(self) -> UnappliedRecords {
-        UnappliedRecords {
-            extents: self.extents.finish(),
+    fn finish(self) -> Result<UnappliedRecords> {
+        Ok(UnappliedRecords {
+            extents: self.extents.finish()?,
             ..self.unapplied
-        }
+        })
     }
 }
 
@@ -126,7 +126,7 @@ impl LogReplay {
         }
         let disks = self.disks.into_iter();
         let disks = disks.filter(|(_, disk)| disk.unapplied.records > 0);
-        Ok(disks.map(|(id, disk)| (id, disk.finish())).collect())
+        disks.map(|(id, disk)| Ok((id, disk.finish()?))).collect()
     }
 }
 
@@ -216,7 +216,7 @@ pub(crate) fn read_records(
         visit,
         &mut |_, _| {},
     )?;
-    Ok(extents.finish())
+    extents.finish()
 }
 
 /// Calls `visit` with each record of the log, too.
@@ -248,16 +248,21 @@ fn read(
 }
 
 /// Reads one disk's extents from a log in use, up to LSN `until`. `segments`: see [`read_live`].
+///
+/// # Errors
+/// As [`read_live`]; or if the extents go over the limit.
 pub(crate) fn read_live_disk(
     segments: &[(Arc<Segment>, u64)],
     until: u64,
-    control: &Control,
-    disk_id: u32,
-    log_dir: &Path,
+    (control, disk_id, log_dir): (&Control, u32, &Path),
     threads: usize,
+    limit: Option<ExtentLimit>,
 ) -> Result<ExtentMap> {
     let newer = u64::from(planted(Mutant::PointReadsNewer));
     let mut disks = LogReplay::of(control, until.saturating_add(newer));
+    if let Some(disk) = disks.disks.get_mut(&disk_id) {
+        disk.extents = IndexBuilder::within(limit);
+    }
     let visit = &mut |found: FoundRecord<'_>| {
         if found.descriptor.disk_id.get() == disk_id {
             disks.take(&found);

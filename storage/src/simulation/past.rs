@@ -126,6 +126,7 @@ impl History {
                     &files_saved,
                     (id, disk.size.get()),
                     lsn..u64::MAX,
+                    None,
                 )
             } else if lsn >= horizon {
                 Ok(None)

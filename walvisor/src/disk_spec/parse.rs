@@ -230,13 +230,12 @@ impl DiskSpec {
 }
 
 /// Keys that matter only to a log that is written.
-const COMMITS: [&str; 7] = [
+const COMMITS: [&str; 6] = [
     "cache",
     "answer",
     "commit-wait-usec",
     "commit-wait-count",
     "close-seconds",
-    "index-memory",
     "spill-limit",
 ];
 
@@ -295,7 +294,7 @@ fn check(spec: &DiskSpec, given: &[&'static Key]) -> Result<(), DiskSpecError> {
         (
             spec.at.is_some() && COMMITS.iter().any(|name| has(name)),
             "at= reads a log without writing it: leave cache=, answer=, commit-wait-usec=, \
-             commit-wait-count=, close-seconds=, index-memory= and spill-limit= out",
+             commit-wait-count=, close-seconds= and spill-limit= out",
         ),
         (
             has("wwn") && spec.fabric == Fabric::None,

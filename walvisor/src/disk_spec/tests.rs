@@ -331,6 +331,8 @@ fn a_disk_at_a_point_is_writable_with_scratch_only() {
         parse("path=a,at=-15m").unwrap().at,
         Some(Point::Time(_))
     ));
+    let spec = parse("path=a,at=cid:7,index-memory=2M").unwrap();
+    assert_eq!(spec.index_memory, Some(2 << 20));
     for (wrong, part) in [
         ("path=a,at=noon", "at=noon: give cid:N, lsn:N"),
         ("path=a,at=cid:7,readonly=off", "leave readonly= out"),

@@ -136,6 +136,8 @@ pub(super) fn restore_file(
     past.check()?;
     let options = StoreOptions {
         threads: threads.get(),
+        // Nothing else is in this process.
+        index_memory: u64::MAX,
         ..StoreOptions::default()
     };
     let look = Look::open(
