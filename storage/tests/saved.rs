@@ -433,6 +433,45 @@ fn the_extents_of_looks_and_snapshots_are_counted_and_bounded() {
     store.close().unwrap();
 }
 
+/// A look at saved data keeps the checksums of it, and only of its own disk's. They count.
+#[test]
+fn the_checksums_of_saved_files_are_counted() {
+    const BYTES: u64 = 8 << 20;
+    let dir = tempfile::tempdir().unwrap();
+    let paths = ["one.img", "two.img"].map(|name| dir.path().join(name));
+    let log = dir.path().join("log");
+    for path in &paths {
+        create_disk(path, BYTES, &log, &options()).unwrap();
+    }
+    let disks = paths.each_ref().map(DiskOptions::new);
+    let store = Store::open(&log, &disks, &options()).unwrap();
+    let (one, two) = (&store.disks()[0], &store.disks()[1]);
+    let overwrite = |disk: &Disk, byte: u8, bytes: u64| {
+        let mut port = disk.open_port().unwrap();
+        for at in (0..bytes).step_by(64 << 10) {
+            write(&mut port, at / 512, byte, 128);
+        }
+        flush(&mut port);
+        disk.checkpoint().unwrap();
+    };
+    for disk in [one, two] {
+        overwrite(disk, 1, BYTES);
+    }
+    one.snapshot("monday".parse().unwrap()).unwrap();
+    overwrite(one, 2, BYTES);
+    overwrite(two, 2, 1 << 20);
+    let before = one.history().index_bytes;
+    for (disk, bytes) in [(one, BYTES), (two, 1 << 20)] {
+        let look = disk.look(monday(), None).unwrap();
+        let counted = one.history().index_bytes - before;
+        let checksums = bytes / 4096 * 4;
+        assert!((checksums..2 * checksums).contains(&counted), "{counted}");
+        drop(look);
+        assert_eq!(one.history().index_bytes, before);
+    }
+    store.close().unwrap();
+}
+
 /// What the disk at this path was as of a snapshot.
 fn as_of(site: &Site, disk: &Path, name: &str) -> Result<Vec<u8>, Error> {
     let (new, point) = (site.top.join("new"), Point::Snapshot(name.parse().unwrap()));
