@@ -109,6 +109,10 @@ pub(crate) enum Mutant {
     /// The writer does not write the records that ports wait for and that came while it wrote a batch. The medium
     /// does not know of waiters.
     WrittenForgotten,
+    /// A port keeps a batch that it has written until it is polled next. The medium does not know
+    /// who ends a batch, and when.
+    #[cfg(test)]
+    BatchKept,
     /// A leader that leaves does not call another to take its place. Wake-ups are not operations of the medium.
     LeaderLeavesSilently,
     /// A port clears its wake-up signal after it looked for work, not before. Wake-ups are not operations of the

@@ -22,6 +22,8 @@ use crate::log::pipeline::Modification;
 use crate::log::sharing::SharingCounters;
 use crate::log::state::{Log, LogState, PENDING_LIMIT, PanicGuard};
 use crate::log::waiters::{Mailbox, Waiter};
+#[cfg(test)]
+use crate::medium::file::AppendStats;
 use crate::medium::file::{AppendResult, Io};
 use crate::mutant::{Mutant, planted};
 use crate::sync::atomic::{AtomicBool, Ordering};
@@ -45,6 +47,9 @@ pub(crate) struct Committer {
     leader: Leader,
     /// A record was appended, or a waiter added, since the port last looked at the log.
     unstarted: bool,
+    /// The batches that a planted fault keeps.
+    #[cfg(test)]
+    kept: Vec<(Group, io::Result<AppendStats>)>,
 }
 
 impl Committer {
@@ -66,6 +71,8 @@ impl Committer {
             mailbox,
             buffers: GroupBuffers::default(),
             unstarted: false,
+            #[cfg(test)]
+            kept: Vec::new(),
         })
     }
 
@@ -181,6 +188,11 @@ impl Committer {
                 drop(state);
                 let ran = log.appender.append(io);
                 self.buffers.chunks = ran.list;
+                #[cfg(test)]
+                if planted(Mutant::BatchKept) && !polls {
+                    self.kept.push((batch, ran.result));
+                    continue;
+                }
                 let own = Some(&self.mailbox).filter(|_| polls);
                 log.end_group(batch, ran.result, own, &mut self.buffers, |state| {
                     state.check(&log);
@@ -211,11 +223,24 @@ impl Committer {
 
     /// Looks at the log if there may be something to do, and appends completions to `done`.
     pub(crate) fn poll(&mut self, done: &mut Vec<Completion>) {
+        #[cfg(test)]
+        self.end_kept();
         self.unstarted |= self.mailbox.called.swap(false, Ordering::Acquire);
         if self.unstarted {
             self.process_log(false, true);
         }
         done.append(&mut self.mailbox.completions.lock().expect("mailbox lock"));
+    }
+
+    /// Ends the batches that a planted fault has kept.
+    #[cfg(test)]
+    fn end_kept(&mut self) {
+        for (batch, result) in std::mem::take(&mut self.kept) {
+            let own = Some(&self.mailbox);
+            self.log
+                .end_group(batch, result, own, &mut self.buffers, |_| ());
+            self.unstarted = true;
+        }
     }
 
     /// Sleeps until there may be something to do.
@@ -246,6 +271,8 @@ impl Committer {
 
 impl Drop for Committer {
     fn drop(&mut self) {
+        #[cfg(test)]
+        self.end_kept();
         let mut state = self.log.lock();
         state.waiters.remove_port(&self.mailbox);
         drop(state);

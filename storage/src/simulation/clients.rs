@@ -11,6 +11,8 @@ use crate::{Backend, BackendQueue, Completion, MarkText, Operation, Port};
 pub(super) struct Clients {
     /// The disk of each port, and the port; `None` while the disk is not on the log.
     ports: Vec<(usize, Option<Port>)>,
+    /// The port that its owner neither uses nor polls.
+    pub away: Option<usize>,
     next_token: u64,
     /// Tokens of changes for which the port has not been asked yet to notify once they are written.
     unasked: HashSet<u64>,
@@ -28,20 +30,21 @@ impl Clients {
         };
         Self {
             ports: (0..count).map(port).collect(),
+            away: None,
             next_token: 0,
             unasked: HashSet::new(),
             alone,
         }
     }
 
-    /// Whether a port can be used.
+    /// Whether a port is used.
     pub(super) fn is_open(&self, which: usize) -> bool {
-        self.ports[which].1.is_some()
+        self.away != Some(which) && self.ports[which].1.is_some()
     }
 
-    /// Whether no port can be used.
+    /// Whether no port is used.
     pub(super) fn all_closed(&self) -> bool {
-        self.ports.iter().all(|(_, port)| port.is_none())
+        (0..self.ports.len()).all(|which| !self.is_open(which))
     }
 
     /// A disk leaves the log.
@@ -55,6 +58,14 @@ impl Clients {
         let opened = running.disk(disk).expect("an open disk");
         let ports = self.ports.iter_mut().filter(|(of, _)| *of == disk);
         ports.for_each(|(_, port)| *port = Some(opened.open_port().expect("a port")));
+    }
+
+    /// Drops a port, and opens another one.
+    pub(super) fn replace(&mut self, running: &RunningStore, which: usize) {
+        let (disk, port) = &mut self.ports[which];
+        let disk = running.disk(*disk).expect("an open disk");
+        *port = None;
+        *port = Some(disk.open_port().expect("a port"));
     }
 
     /// The token of the newest request.
@@ -103,6 +114,15 @@ impl Clients {
         oracle.place(which, running.appended() - before);
     }
 
+    /// Starts submitted requests.
+    pub(super) fn kick(&mut self, which: usize) {
+        match &mut self.ports[which].1 {
+            Some(port) if self.alone => port.kick_alone(),
+            Some(port) => port.kick(),
+            None => {}
+        }
+    }
+
     /// Starts submitted requests and takes completions.
     pub(super) fn poll(
         &mut self,
@@ -112,16 +132,14 @@ impl Clients {
     ) -> Vec<Completion> {
         let before = running.appended();
         let mut done = Vec::new();
-        let (_, Some(port)) = &mut self.ports[which] else {
-            running.step_writer();
-            return done;
-        };
-        if self.alone {
-            port.kick_alone()
-        } else {
-            port.kick()
+        let used = self.is_open(which);
+        if used {
+            self.kick(which);
         }
         running.step_writer();
+        let Some(port) = self.ports[which].1.as_mut().filter(|_| used) else {
+            return done;
+        };
         port.completions(&mut done);
         done.retain(|end| {
             let ask = self.unasked.remove(&end.token) && end.result.is_ok();

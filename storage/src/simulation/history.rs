@@ -115,6 +115,14 @@ pub(super) struct Totals {
     pub replaced: u64,
     /// Looks at snapshots of disks whose images were replaced since, that were refused.
     pub refused_replaced: u64,
+    /// Ports that were dropped between a request and its completion.
+    pub dropped: u64,
+    /// Ports that were owed something and never polled again, while all others became idle.
+    pub abandoned: u64,
+    /// Ports that were polled again only when all others had become idle.
+    pub slept: u64,
+    /// Of these, ports that were not polled for more than a thousand steps.
+    pub slept_long: u64,
 }
 
 impl super::Total for Totals {
@@ -169,6 +177,10 @@ impl super::Total for Totals {
         self.moved += other.moved;
         self.replaced += other.replaced;
         self.refused_replaced += other.refused_replaced;
+        self.dropped += other.dropped;
+        self.abandoned += other.abandoned;
+        self.slept += other.slept;
+        self.slept_long += other.slept_long;
     }
 }
 
@@ -192,6 +204,9 @@ impl Totals {
             self.joined,
             self.moved,
             self.replaced,
+            self.dropped,
+            self.abandoned,
+            self.slept,
         ];
         let rarely = [
             self.looks_at_times,
@@ -204,6 +219,7 @@ impl Totals {
             self.joined_live,
             self.commands_refused,
             self.refused_points,
+            self.slept_long,
         ];
         let rarely = count < 10_000 || rarely.iter().all(|&times| times > 0);
         assert!(
@@ -222,6 +238,9 @@ impl Totals {
             self.detached,
             self.logs_grown,
             self.given_up,
+            self.dropped,
+            self.abandoned,
+            self.slept,
         ];
         assert!(
             often.iter().all(|&times| times > count / 100) && self.looks_at_times > 0,
@@ -428,15 +447,15 @@ impl History {
         }
         self.plan_faults();
         self.first_lsn = running.log().lock().pipeline.next_lsn();
-        self.work(&mut running)?;
+        let clients = self.work(&mut running)?;
         let crashed = self.fixture.medium.lock().crashed;
         let closed = if crashed {
             None
         } else {
-            self.close(&mut running)
+            self.close(&mut running, &clients)?
         };
         self.in_use = LiveHandles::default();
-        drop(running);
+        drop((clients, running));
         match closed {
             Some(true) => {
                 self.totals.closes += 1;
@@ -496,7 +515,11 @@ impl History {
 
     /// Closes the log, often with only a few steps of copying, of which a checkpoint that is under way may take some.
     /// Returns whether the base images have everything; `None` if closing fails.
-    fn close(&mut self, running: &mut RunningStore) -> Option<bool> {
+    fn close(
+        &mut self,
+        running: &mut RunningStore,
+        clients: &Clients,
+    ) -> Result<Option<bool>, Violation> {
         if self.random.one_in(4) {
             let steps = self.random.below(8);
             running.log().lock().keeper.copy_steps = Some(steps);
@@ -504,7 +527,13 @@ impl History {
                 let _ = running.keeper.step(true);
             }
         }
-        running.keeper.close().ok()
+        let closed = running.keeper.close();
+        if let Err(error) = &closed
+            && clients.away.is_some()
+        {
+            self.excuse(running, "closing beside a port that nobody polls", error)?;
+        }
+        Ok(closed.ok())
     }
 
     /// Plans small faults: writes end short, or a read, a write or a sync fails once at a random time.
@@ -625,7 +654,9 @@ impl History {
         Ok(())
     }
 
-    pub(super) fn work(&mut self, running: &mut RunningStore) -> Result<(), Violation> {
+    /// Submits requests and serves them until all have ended. Returns the ports, of which one may
+    /// have been left for good.
+    pub(super) fn work(&mut self, running: &mut RunningStore) -> Result<Clients, Violation> {
         let ports = 1 + self.random.below(3) as usize;
         let mut clients = Clients::open(running, ports, self.random.one_in(2));
         // The steps during which there is no space; the second number says whether base images, the log or both are
@@ -646,6 +677,7 @@ impl History {
         } else {
             3 + self.random.below(25)
         };
+        let mut absence = self.plan_absence(ports, requests);
         let mut submitted = 0;
         let mut pause = 0u64;
         for step in 0..20_000u64 {
@@ -664,6 +696,7 @@ impl History {
                 self.oracle.excused = u64::MAX;
             }
             pause = pause.saturating_sub(1);
+            let most = self.keep_away(&mut absence, &mut clients, running, step, submitted)?;
             let done = submitted == requests || clients.all_closed() && self.acts.one_in(40);
             if done && self.oracle.idle() {
                 break;
@@ -677,7 +710,7 @@ impl History {
             }
             let which = self.random.below(ports as u64) as usize;
             match self.random.below(8) {
-                0..4 if submitted < requests && clients.is_open(which) => {
+                0..4 if submitted < most.unwrap_or(requests) && clients.is_open(which) => {
                     submitted += 1;
                     if self.oracle.excused > 0 {
                         // A change that was refused at once must end before the next one gets its place in the
@@ -732,14 +765,21 @@ impl History {
         self.totals.refused += self.oracle.refused;
         let crashed = self.fixture.medium.lock().crashed;
         if !crashed && !self.oracle.idle() {
-            return Err("requests were never answered".into());
+            return Err(match clients.away {
+                Some(_) => "a port that nobody polls stops another",
+                None => "requests were never answered",
+            }
+            .into());
+        }
+        if !crashed && !running.poisoned() && !running.log().lock().is_idle() {
+            return Err("a port holds a batch".into());
         }
         self.totals.checkpoints += running.log().counters.snapshot().checkpoints;
         self.totals.poisoned += u64::from(running.poisoned() && !crashed);
-        Ok(())
+        Ok(clients)
     }
 
-    fn serve(
+    pub(super) fn serve(
         &mut self,
         clients: &mut Clients,
         which: usize,
@@ -750,7 +790,7 @@ impl History {
         Clients::complete(oracle, running, &self.fixture, which, done)
     }
 
-    fn submit(&mut self, clients: &mut Clients, which: usize, running: &RunningStore) {
+    pub(super) fn submit(&mut self, clients: &mut Clients, which: usize, running: &RunningStore) {
         let sectors = 1 + self.random.below(8);
         // Few sectors, so that requests overlap.
         let sector = self.random.below(SECTORS - sectors);

@@ -198,7 +198,7 @@ impl History {
     }
 
     /// An error that a fault excuses, or a log that is full or has to keep what it has.
-    fn excuse(
+    pub(super) fn excuse(
         &mut self,
         running: &RunningStore,
         what: &str,

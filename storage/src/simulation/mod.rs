@@ -11,9 +11,11 @@
 //! below the floor. Some disks are then restored in place, and the states from before are looked at later, as long as the
 //! log has them.
 //!
-//! Half of the histories do more with a log: beside its requests (`live`), and with commands between two openings (`offline`).
+//! Half of the histories do more with a log: beside its requests (`live`), without one of its ports
+//! (`absences`), and with commands between two openings (`offline`).
 //! `WALVISOR_TELL=1` prints what they do.
 
+mod absences;
 mod bytes;
 #[cfg(not(feature = "shuttle"))]
 mod changed;
@@ -388,6 +390,7 @@ fn every_planted_fault_is_noticed() {
         Mutant::RemoveUncopied,
         Mutant::RewindUnwritten,
         Mutant::DeletedForOlder,
+        Mutant::BatchKept,
     ];
     let survivors = survivors(&all, 1..20_000, |seed| History::new(seed).run());
     assert!(survivors.is_empty(), "survived: {survivors:?}");

@@ -101,8 +101,8 @@ pub(super) struct Oracle {
     kill_floor: usize,
     /// Whether a change that succeeds survives the end of the process.
     pub written: bool,
-    /// The requests that have not ended, each with its disk.
-    open: HashMap<u64, (usize, OpenRequest)>,
+    /// The requests that have not ended, each with its client and its disk.
+    open: HashMap<u64, (usize, usize, OpenRequest)>,
     /// By client: the changes submitted that have no LSN yet, with their tokens, in order.
     unplaced: HashMap<usize, VecDeque<(u64, Effect)>>,
     /// A change or FLUSH up to this token came when there was no space, and may fail.
@@ -136,8 +136,8 @@ impl Oracle {
         let unplaced = self.unplaced.entry(client).or_default();
         unplaced.push_back((token, mark));
         let (index, through) = (None, true);
-        self.open
-            .insert(token, (disk, OpenRequest::Change { index, through }));
+        let open = OpenRequest::Change { index, through };
+        self.open.insert(token, (client, disk, open));
     }
 
     /// The marks, in order: the index of each, its text, and whether it must survive.
@@ -209,12 +209,12 @@ impl Oracle {
     /// Whether a read has not ended.
     pub(super) fn reads(&self) -> bool {
         let mut open = self.open.values();
-        open.any(|(_, open)| matches!(open, OpenRequest::Read { .. }))
+        open.any(|(_, _, open)| matches!(open, OpenRequest::Read { .. }))
     }
 
     /// Whether a request to this disk has not ended.
     pub(super) fn uses(&self, disk: usize) -> bool {
-        self.open.values().any(|(of, _)| *of == disk)
+        self.open.values().any(|(_, of, _)| *of == disk)
     }
 
     /// Records that `client` is about to submit an operation to `disk`; `through`: in writethrough mode.
@@ -245,8 +245,8 @@ impl Oracle {
             Operation::Flush => {
                 let completed = |change: &Effect| change.completed && change.disk == disk;
                 let floor = self.order.iter().rposition(completed).map_or(0, |i| i + 1);
-                self.open
-                    .insert(token, (disk, OpenRequest::Flush { floor }));
+                let open = OpenRequest::Flush { floor };
+                self.open.insert(token, (client, disk, open));
                 return;
             }
             Operation::Read { sector, sectors } => {
@@ -257,15 +257,15 @@ impl Oracle {
                     then: self.newest()[disk][range].to_vec(),
                     order: self.order.len(),
                 };
-                self.open.insert(token, (disk, open));
+                self.open.insert(token, (client, disk, open));
                 return;
             }
         };
         let unplaced = self.unplaced.entry(client).or_default();
         unplaced.push_back((token, change));
         let index = None;
-        self.open
-            .insert(token, (disk, OpenRequest::Change { index, through }));
+        let open = OpenRequest::Change { index, through };
+        self.open.insert(token, (client, disk, open));
     }
 
     /// Places the oldest `count` changes of `client` that had no LSN: they have one now.
@@ -275,7 +275,7 @@ impl Oracle {
             let Some((token, change)) = unplaced.and_then(VecDeque::pop_front) else {
                 return;
             };
-            if let Some((_, OpenRequest::Change { index, .. })) = self.open.get_mut(&token) {
+            if let Some((_, _, OpenRequest::Change { index, .. })) = self.open.get_mut(&token) {
                 *index = Some(self.order.len());
             }
             self.order.push(change);
@@ -285,6 +285,23 @@ impl Oracle {
     /// Whether every request has completed.
     pub(super) fn idle(&self) -> bool {
         self.open.is_empty()
+    }
+
+    /// How many requests of a client have not ended.
+    pub(super) fn owed(&self, client: usize) -> usize {
+        let open = self.open.values();
+        open.filter(|(by, ..)| *by == client).count()
+    }
+
+    /// Whether every request of all other clients has completed.
+    pub(super) fn is_idle_without(&self, client: usize) -> bool {
+        self.open.values().all(|(by, ..)| *by == client)
+    }
+
+    /// Nobody will ask how a client's requests have ended: its changes may or may not have happened.
+    pub(super) fn forget(&mut self, client: usize) {
+        self.open.retain(|_, (by, ..)| *by != client);
+        self.unplaced.remove(&client);
     }
 
     /// Records the end of a request. `good`: nothing has happened that excuses a failure. `good_read`: nor that of a
@@ -298,7 +315,7 @@ impl Oracle {
     ) -> Result<(), Violation> {
         let Completion { token, result } = completion;
         let open = self.open.remove(&token);
-        let (_, open) = open.ok_or("a request was answered twice")?;
+        let (_, _, open) = open.ok_or("a request was answered twice")?;
         let failed = result.is_err();
         let read = matches!(open, OpenRequest::Read { .. });
         let excused = if read {
