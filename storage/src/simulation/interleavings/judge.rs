@@ -49,6 +49,10 @@ pub(super) struct Judge {
     /// Groups that a client's thread led itself.
     pub led_alone: u64,
     answers: u64,
+    /// Clients that stood still with requests in flight until all others had ended.
+    pub stalled: u64,
+    /// Clients whose threads ended with requests in flight.
+    pub died: u64,
     /// Whether the process was killed without a power loss before.
     pub killed: bool,
     pub failures: u64,
@@ -72,6 +76,8 @@ impl Judge {
             next_token: 0,
             flushes: 0,
             led_alone: 0,
+            stalled: 0,
+            died: 0,
             answers: 0,
             killed: false,
             failures: 0,

@@ -1,9 +1,9 @@
 //! The commit protocol under a scheduler that decides every switch between threads.
 //!
 //! Each *run* follows from one seed: a plan (who submits what on which disk, whether and where power is lost, a
-//! sync or write-back fails, a port leaves with requests in flight, the store closes early) and a schedule. Threads, locks and
-//! events are those of `shuttle` ([`crate::sync`]), which reports a run in which every thread waits. It assumes
-//! sequential consistency. The judge sees only requests and their ends, so it can judge any protocol:
+//! sync or write-back fails, a port leaves or a thread ends with requests in flight, the store closes
+//! early) and a schedule. Threads, locks and events are those of `shuttle` ([`crate::sync`]), which
+//! reports a run in which every thread waits. It assumes sequential consistency. The judge sees only requests and their ends, so it can judge any protocol:
 //!
 //! - every request of a port that stays ends exactly once;
 //! - data that a successful FLUSH covers survives a power cut at the very moment the FLUSH completes;
@@ -47,6 +47,8 @@ struct Totals {
     failed_syncs: u64,
     groups_shared: u64,
     led_alone: u64,
+    stalled: u64,
+    died: u64,
 }
 
 impl Total for Totals {
@@ -61,6 +63,8 @@ impl Total for Totals {
         self.failed_syncs += other.failed_syncs;
         self.groups_shared += other.groups_shared;
         self.led_alone += other.led_alone;
+        self.stalled += other.stalled;
+        self.died += other.died;
     }
 }
 
@@ -145,7 +149,14 @@ fn work(
             port.sleep_for_test();
         }
     };
-    for &step in &plan.steps {
+    let mut died = false;
+    for (at, &step) in plan.steps.iter().enumerate() {
+        died = plan.dies.is_some_and(|from| at >= from) && !mine.is_empty();
+        if died {
+            start(&mut port, judge, plan.alone);
+            with_judge(judge, |judge| judge.died += 1);
+            break;
+        }
         match with_judge(judge, |judge| judge.submit(which, step)) {
             Some((token, operation)) => {
                 mine.push(token);
@@ -158,11 +169,12 @@ fn work(
             }
         }
     }
-    if plan.stalls {
+    if plan.stalls && !died {
         start(&mut port, judge, plan.alone);
         others.wait();
+        with_judge(judge, |judge| judge.stalled += u64::from(!mine.is_empty()));
     }
-    if !plan.leaves {
+    if !plan.leaves && !died {
         wait(&mut port, &mut mine);
     }
     drop(port);
@@ -266,6 +278,8 @@ fn run(seed: u64) -> Result<Totals, Violation> {
         kills: judge.killed.into(),
         failed_syncs: failed.into(),
         led_alone: judge.led_alone,
+        stalled: judge.stalled,
+        died: judge.died,
         groups_shared: log.counters.snapshot().group_sizes[1..].iter().sum(),
     }))
 }
@@ -356,6 +370,8 @@ fn explore_all(choice: ScheduleChoice) {
             all.failed_syncs,
             all.groups_shared,
             all.led_alone,
+            all.stalled,
+            all.died,
         ];
         assert!(
             tried.iter().all(|&count| count > all.runs / 25),
@@ -387,6 +403,7 @@ fn every_planted_fault_of_the_protocol_is_noticed_in_interleavings() {
         Mutant::FailedSyncRetried,
         Mutant::WriteBackTakesError,
         Mutant::WaiterLostOnError,
+        Mutant::BatchKept,
         Mutant::LeaderLeavesSilently,
         Mutant::SignalClearedLate,
         Mutant::SegmentFreedSilently,

@@ -35,6 +35,9 @@ pub(super) struct Client {
     pub alone: bool,
     /// Whether it submits its requests, and does not look at its port again before all others have ended.
     pub stalls: bool,
+    /// From this step on, its thread ends as soon as a request is in flight, and its port with it.
+    /// It does not unwind: `shuttle` runs all threads on one, and others would seem to panic too.
+    pub dies: Option<usize>,
 }
 
 /// The plan of a run: its disks, clients and faults.
@@ -57,7 +60,7 @@ pub(super) struct Plan {
 
 impl Plan {
     pub(super) fn new(seed: u64) -> Self {
-        let mut random = Random(seed);
+        let (mut random, mut deaths) = (Random(seed), Random(!seed));
         let disks = 1 + random.below(2) as usize;
         // Long writes fill segments and the ring, so that ports wait for room.
         let long = random.one_in(3);
@@ -84,6 +87,7 @@ impl Plan {
                 leaves: random.one_in(4),
                 alone: random.one_in(2),
                 stalls: random.one_in(10),
+                dies: deaths.one_in(10).then(|| deaths.below(4) as usize),
             }
         });
         let clients = clients.collect();
