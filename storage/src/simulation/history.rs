@@ -113,8 +113,12 @@ pub(super) struct Totals {
     pub moved: u64,
     /// Images that were replaced while the log had no records of their disks.
     pub replaced: u64,
-    /// Looks at snapshots of disks whose images were replaced since, that were refused.
+    /// Of these, images of disks with saved files.
+    pub replaced_saved: u64,
+    /// Looks at disks whose images were replaced since, that were refused.
     pub refused_replaced: u64,
+    /// Of these, looks that would have read saved files.
+    pub refused_saved: u64,
     /// Ports that were dropped between a request and its completion.
     pub dropped: u64,
     /// Ports that were owed something and never polled again, while all others became idle.
@@ -176,7 +180,9 @@ impl super::Total for Totals {
         self.joined += other.joined;
         self.moved += other.moved;
         self.replaced += other.replaced;
+        self.replaced_saved += other.replaced_saved;
         self.refused_replaced += other.refused_replaced;
+        self.refused_saved += other.refused_saved;
         self.dropped += other.dropped;
         self.abandoned += other.abandoned;
         self.slept += other.slept;

@@ -330,7 +330,7 @@ impl History {
                 Ok(())
             }
             Err(_) if self.is_replaced(disk, lsn) => {
-                self.totals.refused_replaced += 1;
+                self.count_refused(&control, disk, lsn);
                 Ok(())
             }
             Err(error) => self.excuse(running, &format!("a look at LSN {lsn}"), &error),

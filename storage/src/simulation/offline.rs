@@ -82,7 +82,7 @@ impl History {
         for _ in 0..self.acts.below(3) {
             let disk = self.acts.below(self.fixture.shape.disks as u64) as usize;
             match self.acts.below(6) {
-                5 => self.replace_image(disk, &mut given_up)?,
+                5 => self.replace_image(disk, kept, &mut given_up)?,
                 0 => self.resize_log(kept)?,
                 1 => self.discard(disk, kept, &mut given_up)?,
                 2 => self.leave(disk, kept)?,
@@ -411,6 +411,16 @@ impl History {
             return Ok(());
         }
         let (lsn, then) = self.past[self.acts.below(all) as usize].clone();
+        self.look_at(disk, lsn, &then[disk])
+    }
+
+    /// Looks at a disk that is not in use as of an LSN, when it was `then`.
+    fn look_at(
+        &mut self,
+        disk: usize,
+        lsn: u64,
+        then: &[u32],
+    ) -> std::result::Result<(), Violation> {
         let control = self.control()?;
         if self.fixture.entry(&control, disk).is_none() {
             return Err(format!("the log has no disk {disk}"));
@@ -421,15 +431,14 @@ impl History {
         let shown = view.and_then(|view| values(view.layers()));
         let snapshot = self.has_snapshot(&control, disk, lsn);
         match shown {
-            Ok(shown) if shown == then[disk] => {
+            Ok(shown) if shown == then => {
                 self.totals.looks_at_the_past += 1;
                 Ok(())
             }
             Ok(_) if self.is_unknown(disk, lsn) => Ok(()),
             Ok(_) if self.is_replaced(disk, lsn) && !snapshot => Ok(()),
             Ok(shown) => Err(format!(
-                "disk {disk} as of LSN {lsn} is {shown:?} for {:?}",
-                then[disk]
+                "disk {disk} as of LSN {lsn} is {shown:?} for {then:?}"
             )),
             Err(error)
                 if error.kind() == ErrorKind::NotFound && self.may_refuse(&control, disk, lsn) =>
@@ -438,11 +447,19 @@ impl History {
                 Ok(())
             }
             Err(_) if self.is_replaced(disk, lsn) => {
-                self.totals.refused_replaced += 1;
+                self.count_refused(&control, disk, lsn);
                 Ok(())
             }
             Err(error) => Err(format!("a look at LSN {lsn} failed for no reason: {error}")),
         }
+    }
+
+    /// A look at a disk whose image was replaced was refused.
+    pub(super) fn count_refused(&mut self, control: &Control, disk: usize, lsn: u64) {
+        let entry = self.fixture.entry(control, disk);
+        let saved = entry.is_some_and(|entry| control.has_saved(lsn, entry.id.get()));
+        self.totals.refused_replaced += 1;
+        self.totals.refused_saved += u64::from(saved);
     }
 
     /// Four bytes that no write of the history has.
@@ -450,13 +467,62 @@ impl History {
         (self.acts.next() as u32 | 1 << 31).to_le_bytes()
     }
 
+    /// Copies the whole log to the images, and closes it.
+    fn copy_everything(&mut self, kept: bool) -> std::result::Result<(), Violation> {
+        let control = self.control()?;
+        let disk = |disk: usize| {
+            let image = self.fixture.image(disk);
+            match self.fixture.left[disk] {
+                true => DiskOptions::detached(image),
+                false => DiskOptions::new(image),
+            }
+        };
+        let disks: Vec<_> = (0..self.fixture.shape.disks).map(disk).collect();
+        let log = Path::new(LOG);
+        let run = || {
+            let medium = Box::new(directory(log, EngineKind::Blocking));
+            let options = StoreOptions::default();
+            let (_log, _disks, mut keeper) =
+                open_log(medium, log, &disks, &options, &mut |_, _| {})?;
+            keeper.step(true)?;
+            keeper.close().map(drop)
+        };
+        // A snapshot inside a restore in place needs the log.
+        let held = !Snapshot::inside_rewinds(&control).is_empty();
+        self.run_command(kept, "copying everything", run, |_| held)
+            .map(drop)
+    }
+
+    /// Whether the image of a disk has everything, and nothing has opened it since.
+    fn is_complete(&self, disk: usize) -> std::result::Result<bool, Violation> {
+        let control = self.control()?;
+        let Some(entry) = self.fixture.entry(&control, disk) else {
+            return Ok(false);
+        };
+        let medium = &self.fixture.medium;
+        let read = read_log_until(medium, Path::new(LOG), &control, u64::MAX);
+        let (_, records) = read.map_err(|error| format!("reading the log: {error}"))?;
+        let path = self.fixture.image(disk);
+        let world = medium.lock();
+        let file = world.names.get(&path).expect("an image");
+        let closed = world.files[file].mark().is_some_and(|mark| !mark.open);
+        Ok(closed && !records.contains_key(&entry.id.get()))
+    }
+
     /// Changes the image of a disk without records in the log: another program writes to it, or it is replaced by an
     /// older copy or by an unrelated image. That is the disk from now on.
     fn replace_image(
         &mut self,
         disk: usize,
+        kept: bool,
         given_up: &mut BTreeSet<usize>,
     ) -> std::result::Result<(), Violation> {
+        if self.fixture.left[disk] || !self.knows_paths(&self.control()?) {
+            return Ok(());
+        }
+        if !self.is_complete(disk)? {
+            self.copy_everything(kept)?;
+        }
         // A path that is in the page cache only may be lost, and an unrelated image is identified by nothing else.
         let confirmed = {
             let _files = self.fixture.medium.enter();
@@ -464,23 +530,14 @@ impl History {
         };
         confirmed.map_err(|error| format!("before an image is replaced: {error}"))?;
         let control = self.control()?;
-        let Some(entry) = self.fixture.entry(&control, disk) else {
-            return Ok(());
-        };
-        if !self.knows_paths(&control) {
+        if !self.is_complete(disk)? || !self.knows_paths(&control) {
             return Ok(());
         }
         let strange = self.strange();
-        let medium = &self.fixture.medium;
-        let read = read_log_until(medium, Path::new(LOG), &control, u64::MAX);
-        let (_, records) = read.map_err(|error| format!("reading the log: {error}"))?;
         let path = self.fixture.image(disk);
-        let mut world = medium.lock();
+        let mut world = self.fixture.medium.lock();
         let file = world.names.get(&path).expect("an image");
         let mark = world.files[file].mark();
-        if records.contains_key(&entry.id.get()) || mark.is_none_or(|mark| mark.open) {
-            return Ok(());
-        }
         let now = Backup {
             disk,
             bytes: world.contents(&path),
@@ -513,6 +570,31 @@ impl History {
         given_up.insert(disk);
         // An older or unrelated image is the disk's only at its path.
         self.fixture.stays |= next.mark.map(|mark| (mark.disk, mark.generation)) != known_as;
+        self.look_behind(&control, disk)
+    }
+
+    /// Looks at the snapshots of a disk whose image was just replaced, which have saved files.
+    fn look_behind(
+        &mut self,
+        control: &Control,
+        disk: usize,
+    ) -> std::result::Result<(), Violation> {
+        let Some(id) = self
+            .fixture
+            .entry(control, disk)
+            .map(|entry| entry.id.get())
+        else {
+            return Ok(());
+        };
+        let saved = |lsn: &u64| control.has_saved(*lsn, id);
+        let lsns: BTreeSet<u64> = self.pins.iter().map(|pin| pin.lsn).filter(saved).collect();
+        self.totals.replaced_saved += u64::from(!lsns.is_empty());
+        for lsn in lsns {
+            if let Some((_, then)) = self.past.iter().find(|(past, _)| *past == lsn) {
+                let then = then[disk].clone();
+                self.look_at(disk, lsn, &then)?;
+            }
+        }
         Ok(())
     }
 
