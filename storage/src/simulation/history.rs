@@ -91,6 +91,12 @@ pub(super) struct Totals {
     pub removed: u64,
     /// Of these, disks that a log with history has only detached.
     pub detached: u64,
+    /// Of these, disks whose newest bytes a spill file has, and not their images.
+    pub removed_spilled: u64,
+    /// Of these, disks that the same process opened again.
+    pub added_spilled: u64,
+    /// Of these, disks that a later process opened.
+    pub opened_spilled: u64,
     /// Disks that came to the log while it was in use.
     pub added: u64,
     /// Of these, raw images.
@@ -169,6 +175,9 @@ impl super::Total for Totals {
         self.deleted_in_use += other.deleted_in_use;
         self.removed += other.removed;
         self.detached += other.detached;
+        self.removed_spilled += other.removed_spilled;
+        self.added_spilled += other.added_spilled;
+        self.opened_spilled += other.opened_spilled;
         self.added += other.added;
         self.joined_live += other.joined_live;
         self.commands_cut += other.commands_cut;
@@ -281,6 +290,8 @@ pub(super) struct History {
     pub joined: Vec<u64>,
     /// The LSN that came next when each disk last got another image.
     pub replaced: Vec<u64>,
+    /// The disks that have left a log in use with their records in a spill file.
+    pub kept_apart: Vec<bool>,
     /// Copies of images that were closed.
     pub backups: Vec<Backup>,
     /// Each disk whose records were discarded, and the newest LSN then. At that LSN the log has the disk without them,
@@ -321,6 +332,7 @@ impl History {
             clock: TestClocks::new(),
             joined: vec![0; disks],
             replaced: vec![0; disks],
+            kept_apart: vec![false; disks],
             backups: Vec::new(),
             given_up: Vec::new(),
             totals: Totals::default(),
@@ -569,6 +581,10 @@ impl History {
         if self.lively {
             self.look_again()?;
             self.look_at_the_past()?;
+        }
+        for disk in 0..self.kept_apart.len() {
+            let apart = std::mem::take(&mut self.kept_apart[disk]) && self.has_spilled(disk)?;
+            self.totals.opened_spilled += u64::from(apart);
         }
         let running = self
             .open()

@@ -595,7 +595,8 @@ impl History {
         }
     }
 
-    /// A disk leaves the log, which has another one. Its requests have ended; looks, exports and restores of it go on.
+    /// A disk leaves the log, which has another one, often without a write to its image: then a spill file has its
+    /// newest bytes. Its requests have ended; looks, exports and restores of it go on.
     fn remove_live(
         &mut self,
         running: &mut RunningStore,
@@ -608,11 +609,21 @@ impl History {
         }
         let keeps_history = running.log().lock().keeps_history();
         let state = running.disks[which].state.clone();
-        if let Err(error) = Self::order(running, KeeperTask::Remove(state, false)) {
+        let (id, keeps_records) = (state.id, !self.acts.one_in(4));
+        if let Err(error) = Self::order(running, KeeperTask::Remove(state, keeps_records)) {
             return self.excuse(running, "removing a disk", &error);
         }
-        trace(|| format!("disk {disk} has left the log in use, history kept: {keeps_history}"));
+        trace(|| {
+            format!(
+                "disk {disk} has left the log in use, history kept: {keeps_history}, records kept: {keeps_records}"
+            )
+        });
         self.totals.removed += 1;
+        // In a log with little room, the spill file may have been copied back by now.
+        if running.keeper.control.control.is_spilled(id) {
+            self.totals.removed_spilled += 1;
+            self.kept_apart[disk] = true;
+        }
         running.disks.remove(which);
         running.places.remove(which);
         clients.close(disk);
@@ -657,6 +668,7 @@ impl History {
         trace(|| format!("disk {disk} has come to the log in use"));
         (before..running.appended()).for_each(|_| self.oracle.came(disk));
         self.totals.added += 1;
+        self.totals.added_spilled += u64::from(std::mem::take(&mut self.kept_apart[disk]));
         if std::mem::take(&mut self.fixture.left[disk]) {
             self.totals.joined_live += 1;
             self.joined[disk] = running.log().lock().pipeline.next_lsn();

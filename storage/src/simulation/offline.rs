@@ -234,7 +234,7 @@ impl History {
     }
 
     /// Whether a disk's image lacks bytes that are in a spill file.
-    fn has_spilled(&self, disk: usize) -> std::result::Result<bool, Violation> {
+    pub(super) fn has_spilled(&self, disk: usize) -> std::result::Result<bool, Violation> {
         let control = self.control()?;
         let entry = self.fixture.entry(&control, disk);
         Ok(entry.is_some_and(|entry| control.is_spilled(entry.id.get())))
