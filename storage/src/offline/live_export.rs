@@ -21,7 +21,8 @@ use crate::history::look::Look;
 use crate::history::point::Point;
 use crate::log::export::{TARGET, ended_early, sized};
 use crate::log::orders::KeeperTask;
-use crate::log::pin::PinUser;
+use crate::log::pin::{PinUser, PinnedLog};
+use crate::log::state::Log;
 use crate::medium::copying::{KERNEL_COPY_BYTES, NamedFile, copy};
 use crate::offline::view::{DataPlace, Layers};
 use crate::sync;
@@ -46,23 +47,13 @@ struct KeptPoint<'a> {
 impl<'a> KeptPoint<'a> {
     /// Keeps a point, and opens a look there.
     fn new(disk: &'a Disk, at: Point) -> Result<(Self, Look)> {
-        static EXPORTS: AtomicU64 = AtomicU64::new(0);
-        let (log, disk_id) = (&disk.log, disk.state.id);
+        let log = &disk.log;
         let held = disk.hold(PinUser::Export)?;
-        let until = held.resolve(at, log, disk_id)?;
-        let commit = held.commit_at(until, log.lock().horizon)?;
-        let point = Snapshot {
-            name: SnapshotName::of_export(EXPORTS.fetch_add(1, Ordering::Relaxed)),
-            lsn: until,
-            cid: commit.cid,
-            unix_us: commit.unix_us,
-            disk_id: Some(disk_id),
-            saved_bytes: 0,
-        };
+        let point = point_to_keep(disk, at, &held)?;
         log.order(KeeperTask::KeepPoint(point))?;
         let name = point.name;
         let kept = Self { disk, name };
-        let look = Look::at(log, &disk.state, until, held, None)?;
+        let look = Look::at(log, &disk.state, point.lsn, held, None)?;
         Ok((kept, look))
     }
 
@@ -73,37 +64,14 @@ impl<'a> KeptPoint<'a> {
         Look::pinned(log, state, Point::Snapshot(self.name), held, None)
     }
 
-    /// Whether the look should be closed: writers wait for that; or, unless it is `early`, the log is pressed for room.
-    fn should_give_way(&self, early: bool) -> bool {
-        let log = &self.disk.log;
-        let state = log.lock();
-        state.ring.is_full() || !early && (state.is_pressed() || log.index_is_heavy())
-    }
-
     /// Gives the log time to make room. `go_on` fails if the export should end.
     fn await_room(&self, go_on: &mut dyn FnMut() -> Result<()>) -> Result<()> {
         for _ in 0..ROOM_POLLS {
             go_on()?;
-            if !self.should_give_way(false) {
+            if !should_give_way(&self.disk.log, false) {
                 break;
             }
             sync::sleep(ROOM_POLL);
-        }
-        Ok(())
-    }
-
-    /// Refuses to go on if the log is being closed, or can't make room because of this point.
-    fn refuse_obstruction(&self) -> Result<()> {
-        let state = self.disk.log.lock();
-        if state.keeper.stop {
-            return Err(ended_early("the log is being closed"));
-        }
-        let mut inside_rewinds = state.keeper.inside_rewinds.iter();
-        let held = inside_rewinds.any(|snapshot| snapshot.name == self.name);
-        if held && state.ring.is_full() {
-            return Err(ended_early(
-                "a disk of the log was restored in place meanwhile, and the log is full; export it again",
-            ));
         }
         Ok(())
     }
@@ -116,11 +84,50 @@ impl Drop for KeptPoint<'_> {
     }
 }
 
+/// The snapshot that keeps a point of a disk for an export.
+pub(crate) fn point_to_keep(disk: &Disk, at: Point, held: &PinnedLog) -> Result<Snapshot> {
+    static EXPORTS: AtomicU64 = AtomicU64::new(0);
+    let (log, disk_id) = (&disk.log, disk.state.id);
+    let until = held.resolve(at, log, disk_id)?;
+    let commit = held.commit_at(until, log.lock().horizon)?;
+    Ok(Snapshot {
+        name: SnapshotName::of_export(EXPORTS.fetch_add(1, Ordering::Relaxed)),
+        lsn: until,
+        cid: commit.cid,
+        unix_us: commit.unix_us,
+        disk_id: Some(disk_id),
+        saved_bytes: 0,
+    })
+}
+
+/// Whether an export should close its look: writers wait for that; or, unless it is `early`, the log is pressed for
+/// room.
+pub(crate) fn should_give_way(log: &Log, early: bool) -> bool {
+    let state = log.lock();
+    state.ring.is_full() || !early && (state.is_pressed() || log.index_is_heavy())
+}
+
+/// Refuses to go on with an export if the log is being closed, or can't make room because of its point.
+pub(crate) fn refuse_obstruction(log: &Log, point: SnapshotName) -> Result<()> {
+    let state = log.lock();
+    if state.keeper.stop {
+        return Err(ended_early("the log is being closed"));
+    }
+    let mut inside_rewinds = state.keeper.inside_rewinds.iter();
+    let held = inside_rewinds.any(|snapshot| snapshot.name == point);
+    if held && state.ring.is_full() {
+        return Err(ended_early(
+            "a disk of the log was restored in place meanwhile, and the log is full; export it again",
+        ));
+    }
+    Ok(())
+}
+
 /// How far an export has come, in bytes.
 #[derive(Clone, Copy, Default)]
-struct CopyProgress {
+pub(crate) struct CopyProgress {
     /// Bytes of the disk that were copied or found to be holes.
-    passed: u64,
+    pub passed: u64,
     copied: u64,
     /// Of these, those whose copy was synced.
     synced: u64,
@@ -128,7 +135,7 @@ struct CopyProgress {
 
 impl CopyProgress {
     /// Syncs the copy, and drops its cached pages: a large copy must not fill memory with dirty pages.
-    fn sync(&mut self, to: NamedFile<'_>) -> Result<()> {
+    pub(crate) fn sync(&mut self, to: NamedFile<'_>) -> Result<()> {
         self.synced = self.copied;
         let synced = to.file.drop_cache();
         synced.map_err(|error| Error::io("write", to.path, error))
@@ -178,7 +185,7 @@ impl Disk {
             path: Path::new(TARGET),
         };
         let mut go_on = |passed: u64| {
-            point.refuse_obstruction()?;
+            refuse_obstruction(&self.log, point.name)?;
             if progress(passed, size) {
                 Ok(())
             } else {
@@ -191,7 +198,7 @@ impl Disk {
             let until = copying + COPY_SHARE * copying.duration_since(opening);
             copy_while(look.layers(), to, size, &mut done, &mut |passed| {
                 go_on(passed)?;
-                Ok(!point.should_give_way(sync::now() < until))
+                Ok(!should_give_way(&self.log, sync::now() < until))
             })?;
             if done.passed == size {
                 break;
@@ -212,7 +219,7 @@ impl Disk {
 }
 
 /// Copies a disk from `done.passed` on. After each part, `go_on` gets how far that is, and returns whether to go on.
-fn copy_while(
+pub(crate) fn copy_while(
     layers: Layers<'_>,
     to: NamedFile<'_>,
     size: u64,

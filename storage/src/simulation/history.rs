@@ -11,6 +11,7 @@ use super::live::{LiveHandles, TestClocks};
 use super::medium::World;
 use super::offline::Backup;
 use super::oracle::{DiskContents, Oracle, RestoredState, Violation, agrees, difference, readable};
+use super::point_exports::has_kept_point;
 use super::trace;
 use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
@@ -77,6 +78,16 @@ pub(super) struct Totals {
     pub exports: u64,
     /// Of these, exports that came to their end.
     pub exported: u64,
+    /// Exports of points of disks in use that began.
+    pub point_exports: u64,
+    /// Times that such an export gave way.
+    pub gave_way: u64,
+    /// Times that it went on after that.
+    pub looked_again: u64,
+    /// Such exports that came to their end.
+    pub points_exported: u64,
+    /// Processes that ended and left the point of an export.
+    pub points_left: u64,
     /// Restores in place of disks in use.
     pub live_rewinds: u64,
     /// Of these, restores of which only the next process learns whether they count.
@@ -168,6 +179,11 @@ impl super::Total for Totals {
         self.refused_points += other.refused_points;
         self.exports += other.exports;
         self.exported += other.exported;
+        self.point_exports += other.point_exports;
+        self.gave_way += other.gave_way;
+        self.looked_again += other.looked_again;
+        self.points_exported += other.points_exported;
+        self.points_left += other.points_left;
         self.live_rewinds += other.live_rewinds;
         self.live_rewinds_cut += other.live_rewinds_cut;
         self.deleted += other.deleted;
@@ -491,6 +507,8 @@ impl History {
         let mut kept = self.end_process() && !failed;
         let control = control_of(&self.fixture.medium);
         let control = control.map_err(|error| format!("the control file: {error}"))?;
+        let left = control.unconfirmed.as_ref().is_some_and(has_kept_point);
+        self.totals.points_left += u64::from(left);
         self.settle(&control.control, false);
         // Recovery loses power too, up to twice.
         for _ in 0..self.random.below(3) {
@@ -592,6 +610,9 @@ impl History {
         self.fixture.stays = false;
         let next_lsn = running.log().lock().pipeline.next_lsn();
         self.check_numbers(next_lsn)?;
+        if has_kept_point(&running.keeper.control.control) {
+            return Err("a point is kept for an export of a process that is gone".into());
+        }
         if next_lsn == 1 {
             // An image that another one replaces before the first record is the disk as of LSN 0.
             self.past.clear();
@@ -724,7 +745,7 @@ impl History {
                 break;
             }
             if self.lively {
-                self.go_on()?;
+                self.go_on(running)?;
                 let idle = pause == 0 && running.log().lock().is_idle();
                 if idle && self.acts.one_in(6) {
                     self.act(running, &mut clients)?;

@@ -14,6 +14,7 @@ use super::clients::Clients;
 use super::fixture::RunningStore;
 use super::history::{History, SECTORS};
 use super::oracle::{DiskContents, Violation, value_of};
+use super::point_exports::PointExport;
 use super::trace;
 use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
@@ -79,6 +80,7 @@ impl Drop for TestClocks {
 pub(super) struct LiveHandles {
     looks: Vec<OpenLook>,
     exports: Vec<RunningExport>,
+    pub point_export: Option<PointExport>,
     rewind: Option<PlannedRestore>,
 }
 
@@ -87,6 +89,7 @@ impl LiveHandles {
     fn has(&self, disk: usize) -> bool {
         self.looks.iter().any(|look| look.disk == disk)
             || self.exports.iter().any(|export| export.disk == disk)
+            || self.point_export.iter().any(|export| export.disk == disk)
             || self.rewind.iter().any(|rewind| rewind.disk == disk)
     }
 }
@@ -150,7 +153,7 @@ pub(super) fn values(layers: Layers<'_>) -> Result<Vec<u32>> {
 }
 
 /// An empty file in memory.
-fn file_in_memory() -> File {
+pub(super) fn file_in_memory() -> File {
     let file = rustix::fs::memfd_create("export", MemfdFlags::CLOEXEC);
     file.expect("a file in memory").into()
 }
@@ -186,7 +189,7 @@ impl History {
     }
 
     /// A random point, and what the disks were then. The base images may have moved past it.
-    fn some_point(&mut self, running: &RunningStore) -> Option<(u64, DiskContents)> {
+    pub(super) fn some_point(&mut self, running: &RunningStore) -> Option<(u64, DiskContents)> {
         let (first, newest) = (self.first_lsn, running.appended());
         let here = newest >= first && (self.past.is_empty() || !self.acts.one_in(3));
         if here {
@@ -231,6 +234,9 @@ impl History {
         match self.acts.below(12) {
             0 => self.step_clock(),
             _ if absent && self.acts.one_in(3) => self.add_live(running, clients)?,
+            _ if free && self.in_use.point_export.is_some() && self.acts.one_in(2) => {
+                self.resume_point_export(running)?
+            }
             1..4 if free => self.begin_look(running)?,
             4 => self.end_look(),
             5 if free => self.begin_export(running)?,
@@ -246,7 +252,10 @@ impl History {
     }
 
     /// Goes on with the exports, and looks at what is open.
-    pub(super) fn go_on(&mut self) -> std::result::Result<(), Violation> {
+    pub(super) fn go_on(&mut self, running: &RunningStore) -> std::result::Result<(), Violation> {
+        if self.in_use.point_export.is_some() && self.acts.one_in(4) {
+            self.copy_point(running)?;
+        }
         if self.acts.one_in(4)
             && let Some(place) = (self.in_use.exports.len() as u64).checked_sub(1)
         {
@@ -388,9 +397,15 @@ impl History {
         }
     }
 
-    /// Begins an export of the base image of a disk.
+    /// Begins an export of a disk: of a point, if the log keeps history, and of its base image otherwise.
     fn begin_export(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
-        if running.log().lock().keeps_history() || !self.in_use.exports.is_empty() {
+        if running.log().lock().keeps_history() {
+            return match self.in_use.point_export {
+                Some(_) => Ok(()),
+                None => self.begin_point_export(running),
+            };
+        }
+        if !self.in_use.exports.is_empty() {
             return Ok(());
         }
         let which = self.acts.below(running.disks.len() as u64) as usize;
@@ -548,7 +563,7 @@ impl History {
     }
 
     /// Orders the keeper to do something, and lets it do that at once.
-    fn order(running: &mut RunningStore, task: KeeperTask) -> Result<()> {
+    pub(super) fn order(running: &mut RunningStore, task: KeeperTask) -> Result<()> {
         let (answer, answered) = mpsc::channel();
         let order = KeeperOrder { task, answer };
         running.log().lock().keeper.orders.push(order);

@@ -47,6 +47,7 @@ mod names;
 mod offline;
 mod oracle;
 mod past;
+mod point_exports;
 #[cfg(not(feature = "shuttle"))]
 mod rewinds;
 #[cfg(not(feature = "shuttle"))]

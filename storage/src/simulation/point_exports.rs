@@ -1,0 +1,216 @@
+//! Exports from a log that keeps history, in a random history: a hidden snapshot keeps the point, and the look at it is
+//! closed whenever the log needs room.
+//!
+//! What is copied is what the disk was at the point, whatever is folded, restored or deleted in between. A process that
+//! is killed leaves the hidden snapshot, and the next one must not know it.
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::path::Path;
+
+use super::fixture::RunningStore;
+use super::history::{History, SECTORS};
+use super::live::file_in_memory;
+use super::oracle::{Violation, value_of};
+use super::trace;
+use crate::SECTOR_SIZE;
+use crate::catalog::snapshot::{Snapshot, SnapshotName};
+use crate::disk::handle::Disk;
+use crate::error::ErrorKind;
+use crate::format::Control;
+use crate::history::look::Look;
+use crate::history::point::Point;
+use crate::log::export::{TARGET, sized};
+use crate::log::orders::KeeperTask;
+use crate::log::pin::PinUser;
+use crate::medium::copying::NamedFile;
+use crate::offline::live_export::{
+    CopyProgress, copy_while, point_to_keep, refuse_obstruction, should_give_way,
+};
+use crate::sync::atomic::Ordering;
+
+const SIZE: u64 = SECTORS * SECTOR_SIZE;
+
+/// An export that is under way, and what it must have in the end.
+pub(super) struct PointExport {
+    pub disk: usize,
+    live: Disk,
+    name: SnapshotName,
+    lsn: u64,
+    /// Closed while it gives way, and at its end.
+    look: Option<Look>,
+    done: CopyProgress,
+    file: File,
+    shows: Vec<u32>,
+    ended: bool,
+}
+
+/// Whether a log has a point that is kept for an export.
+pub(super) fn has_kept_point(control: &Control) -> bool {
+    let all = Snapshot::all(control);
+    all.iter().any(|snapshot| snapshot.name.is_of_export())
+}
+
+impl PointExport {
+    /// Copies the next part, or gives way. Returns whether it gives way.
+    fn step(&mut self, gives_way: bool) -> crate::Result<bool> {
+        let to = NamedFile {
+            file: &self.file,
+            path: Path::new(TARGET),
+        };
+        let Some(look) = self.look.take_if(|_| gives_way) else {
+            if let Some(look) = &self.look {
+                copy_while(look.layers(), to, SIZE, &mut self.done, &mut |_| Ok(false))?;
+            }
+            self.ended = self.done.passed == SIZE;
+            return Ok(false);
+        };
+        drop(look);
+        self.done.sync(to)?;
+        Ok(true)
+    }
+}
+
+impl History {
+    /// Begins an export of a point of a disk.
+    pub(super) fn begin_point_export(
+        &mut self,
+        running: &mut RunningStore,
+    ) -> Result<(), Violation> {
+        let which = self.acts.below(running.disks.len() as u64) as usize;
+        let (live, disk) = (running.disks[which].clone(), running.places[which]);
+        let Some((lsn, then)) = self.some_point(running) else {
+            return Ok(());
+        };
+        let held = match running.keeper.hold(&live.state, PinUser::Export) {
+            Ok(held) => held,
+            Err(error) => return self.excuse(running, "an export", &error),
+        };
+        let point = match point_to_keep(&live, Point::Lsn(lsn), &held) {
+            Ok(_) if self.is_unknown(disk, lsn) || self.is_replaced(disk, lsn) => return Ok(()),
+            Ok(point) => point,
+            Err(error)
+                if error.kind() == ErrorKind::NotFound
+                    && self.may_refuse(&held.control, disk, lsn) =>
+            {
+                self.totals.refused_points += 1;
+                return Ok(());
+            }
+            Err(_) if self.is_replaced(disk, lsn) => return Ok(()),
+            Err(error) => return self.excuse(running, "an export", &error),
+        };
+        if let Err(error) = Self::order(running, KeeperTask::KeepPoint(point)) {
+            return self.excuse(running, "keeping a point", &error);
+        }
+        let look = Look::at(&live.log, &live.state, point.lsn, held, None);
+        self.totals.point_exports += 1;
+        trace(|| format!("an export of disk {disk} as of LSN {lsn} begins"));
+        self.in_use.point_export = Some(PointExport {
+            disk,
+            live,
+            name: point.name,
+            lsn,
+            look: None,
+            done: CopyProgress::default(),
+            file: sized(file_in_memory(), SIZE).expect("a new file is fit"),
+            shows: then[disk].clone(),
+            ended: false,
+        });
+        self.go_on_at(running, look)
+    }
+
+    /// Goes on with another look, or ends the export if there is none.
+    fn go_on_at(
+        &mut self,
+        running: &mut RunningStore,
+        look: crate::Result<Look>,
+    ) -> Result<(), Violation> {
+        match (look, &mut self.in_use.point_export) {
+            (Ok(look), Some(export)) => export.look = Some(look),
+            (Ok(_), None) => {}
+            (Err(error), _) => {
+                self.excuse(running, "a look for an export", &error)?;
+                self.end_point_export(running)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the next part of an export of a point, unless the log needs room; compares the whole at its end.
+    pub(super) fn copy_point(&mut self, running: &RunningStore) -> Result<(), Violation> {
+        let pressed = should_give_way(running.log(), false) && self.acts.one_in(2);
+        let gives_way = pressed || self.acts.one_in(12);
+        let Some(export) = &mut self.in_use.point_export else {
+            return Ok(());
+        };
+        if export.look.is_none() {
+            return Ok(());
+        }
+        match export.step(gives_way) {
+            Ok(given) => self.totals.gave_way += u64::from(given),
+            Err(error) => {
+                (export.look, export.ended) = (None, true);
+                let world = self.fixture.medium.lock();
+                if world.crashed || world.failed_read {
+                    return Ok(());
+                }
+                return Err(format!(
+                    "an export of a point failed for no reason: {error}"
+                ));
+            }
+        }
+        if !export.ended {
+            return Ok(());
+        }
+        export.look = None;
+        self.totals.points_exported += 1;
+        let mut copy = vec![0; SIZE as usize];
+        let read = export.file.read_exact_at(&mut copy, 0);
+        read.expect("the whole file");
+        let copy: Vec<u32> = copy.chunks(SECTOR_SIZE as usize).map(value_of).collect();
+        if copy == export.shows {
+            Ok(())
+        } else {
+            Err(format!(
+                "an export of disk {} as of LSN {} has {copy:?} for {:?}",
+                export.disk, export.lsn, export.shows
+            ))
+        }
+    }
+
+    /// Looks at the point again after an export gave way, or lets go of it.
+    pub(super) fn resume_point_export(
+        &mut self,
+        running: &mut RunningStore,
+    ) -> Result<(), Violation> {
+        let Some(export) = &self.in_use.point_export else {
+            return Ok(());
+        };
+        let (live, name) = (export.live.clone(), export.name);
+        let detached = live.state.detached.load(Ordering::Relaxed);
+        let obstructs = refuse_obstruction(running.log(), name).is_err();
+        if export.ended || detached || obstructs || self.acts.one_in(20) {
+            return self.end_point_export(running);
+        }
+        if export.look.is_some() || should_give_way(running.log(), false) && self.acts.one_in(2) {
+            return Ok(());
+        }
+        let held = running.keeper.hold(&live.state, PinUser::Export);
+        let at = Point::Snapshot(name);
+        let look = held.and_then(|held| Look::pinned(&live.log, &live.state, at, held, None));
+        self.totals.looked_again += u64::from(look.is_ok());
+        self.go_on_at(running, look)
+    }
+
+    /// Lets go of the point of an export.
+    fn end_point_export(&mut self, running: &mut RunningStore) -> Result<(), Violation> {
+        let Some(PointExport { name, look, .. }) = self.in_use.point_export.take() else {
+            return Ok(());
+        };
+        drop(look);
+        match Self::order(running, KeeperTask::DeleteSnapshot(name)) {
+            Ok(()) => Ok(()),
+            Err(error) => self.excuse(running, "letting go of a point", &error),
+        }
+    }
+}
