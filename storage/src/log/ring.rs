@@ -58,6 +58,8 @@ pub(crate) struct SegmentRing {
     segment_size: u64,
     /// Most segment files.
     most: u32,
+    /// Most segments that a log with history frees at a time.
+    pub most_freed: usize,
     /// Segment files made so far.
     files: u32,
     /// The last attempt to make a segment file failed. Until one succeeds, the existing files are the whole ring.
@@ -137,6 +139,7 @@ impl SegmentRing {
         Self {
             segment_size,
             most,
+            most_freed: MOST_FREED,
             files,
             cannot_grow: false,
             next_sequence,
@@ -454,9 +457,9 @@ impl SegmentRing {
     }
 
     /// How many segments a log with history frees at a time. Fewer, larger checkpoints rewrite a hot block less often.
-    fn step(&self, retain: Retention) -> usize {
+    pub(crate) fn step(&self, retain: Retention) -> usize {
         let rest = u64::from(self.most).saturating_sub(retain.segments(self.segment_size));
-        (rest as usize / 2).clamp(1, MOST_FREED)
+        (rest as usize / 2).clamp(1, self.most_freed)
     }
 
     /// Whether a log with history is about to need the room of its oldest segments.

@@ -56,6 +56,11 @@ impl Shape {
         }
     }
 
+    /// Whether the log has room for much more than a history of usual length writes.
+    pub(super) fn is_large(&self) -> bool {
+        self.max_segments > 8
+    }
+
     /// A log of two disks, with segments of 64 KiB.
     #[cfg(not(feature = "shuttle"))]
     pub(super) const fn two_disks(sectors: u64, max_segments: u32) -> Self {

@@ -7,7 +7,7 @@ use walvisor_testkit::Random;
 
 use super::clients::Clients;
 use super::fixture::{Fixture, RunningStore, Shape, control_of, filled, mark_text};
-use super::live::{LiveHandles, TestClocks};
+use super::live::{LiveHandles, LogTimes, TestClocks};
 use super::medium::World;
 use super::offline::Backup;
 use super::oracle::{DiskContents, Oracle, RestoredState, Violation, agrees, difference, readable};
@@ -68,6 +68,12 @@ pub(super) struct Totals {
     pub looks_at_the_past: u64,
     /// Steps of the wall clock.
     pub clock_steps: u64,
+    /// Half hours that passed.
+    pub half_hours: u64,
+    /// Records that were written by a clock that was set back since, and is believed.
+    pub went_back: u64,
+    /// Parts of the history that the keeper dropped because their time was up.
+    pub expired: u64,
     /// Looks at disks in use.
     pub live_looks: u64,
     /// Of these, looks at times.
@@ -174,6 +180,9 @@ impl super::Total for Totals {
         self.marks += other.marks;
         self.looks_at_the_past += other.looks_at_the_past;
         self.clock_steps += other.clock_steps;
+        self.half_hours += other.half_hours;
+        self.went_back += other.went_back;
+        self.expired += other.expired;
         self.live_looks += other.live_looks;
         self.looks_at_times += other.looks_at_times;
         self.refused_points += other.refused_points;
@@ -302,6 +311,7 @@ pub(super) struct History {
     /// Snapshots of which nobody knows whether they are deleted.
     pub unpinned: Vec<SnapshotName>,
     pub clock: TestClocks,
+    pub times: LogTimes,
     /// The LSN that came next when each disk last joined the log.
     pub joined: Vec<u64>,
     /// The LSN that came next when each disk last got another image.
@@ -323,12 +333,15 @@ impl History {
         let lively = acts.one_in(2);
         let disks = 1 + random.below(2) as usize;
         let world = World::new(random.next());
-        let shape = Shape {
+        let mut shape = Shape {
             disks,
             sectors: SECTORS,
             segment_size: 64 << 10,
             max_segments: 4 + random.below(3) as u32,
         };
+        if lively && acts.one_in(8) {
+            shape.max_segments += 8;
+        }
         let mut fixture = Fixture::new(world, shape);
         fixture.moves = true;
         Self {
@@ -346,6 +359,7 @@ impl History {
             in_use: LiveHandles::default(),
             unpinned: Vec::new(),
             clock: TestClocks::new(),
+            times: LogTimes::default(),
             joined: vec![0; disks],
             replaced: vec![0; disks],
             kept_apart: vec![false; disks],
@@ -402,11 +416,19 @@ impl History {
             1 => Retention::Bytes((1 + self.random.below(3)) << 16),
             _ => Retention::Nothing,
         };
-        if self.lively && self.acts.one_in(6) {
-            let time = Duration::from_millis(1 + self.acts.below(200));
+        let large = self.fixture.shape.is_large();
+        if self.lively && self.acts.one_in(if large { 2 } else { 6 }) {
+            let time = match self.acts.below(2) {
+                0 => Duration::from_millis(1 + self.acts.below(200)),
+                _ => Duration::from_secs(60 * (1 + self.acts.below(60))),
+            };
             self.fixture.retain = Retention::Time(time);
         }
         let mut running = self.fixture.open(through, wait)?;
+        if large {
+            // Otherwise only lack of room, not time, takes history from a log this small.
+            running.log().lock().ring.most_freed = 3;
+        }
         self.find_pins(&running.keeper.control.control)?;
         for pin in std::mem::take(&mut self.pins) {
             if self.random.one_in(2) {
@@ -465,7 +487,9 @@ impl History {
     ) -> Result<Option<RunningStore>, Violation> {
         let crash = !self.random.one_in(5);
         if crash {
-            let (ticks, control) = (self.random.below(80), self.random.one_in(6));
+            // Enough to fill a large log.
+            let longer = if self.fixture.shape.is_large() { 8 } else { 1 };
+            let (ticks, control) = (self.random.below(80 * longer), self.random.one_in(6));
             let mut world = self.fixture.medium.lock();
             if control {
                 world.cut_control = Some(ticks / 13)
@@ -481,6 +505,7 @@ impl History {
         }
         self.plan_faults();
         self.first_lsn = running.log().lock().pipeline.next_lsn();
+        self.times = LogTimes::default();
         let clients = self.work(&mut running)?;
         let crashed = self.fixture.medium.lock().crashed;
         let closed = if crashed {
@@ -714,7 +739,8 @@ impl History {
             (from..until, 1 + self.random.below(3))
         });
         // A few requests, or enough to go around the ring.
-        let many = if self.totals.rewound > 0 { 2 } else { 8 };
+        let often = self.totals.rewound > 0 || self.fixture.shape.is_large();
+        let many = if often { 2 } else { 8 };
         let requests = if full.is_some() || self.random.one_in(many) {
             150
         } else {
@@ -727,6 +753,7 @@ impl History {
             if self.fixture.medium.lock().crashed {
                 break;
             }
+            self.note_time(running);
             self.clock.pass(1000);
             let none_left = full.as_ref().filter(|(when, _)| when.contains(&step));
             let scarce = none_left.map_or(0, |(_, scarce)| *scarce);
@@ -771,7 +798,7 @@ impl History {
                     let done = if named {
                         self.snapshot(running)
                     } else {
-                        running.keeper.step(forced)
+                        self.step_keeper(running, forced)?
                     };
                     match done {
                         // The shortage is over for requests that come from now on.

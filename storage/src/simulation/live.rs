@@ -18,6 +18,7 @@ use super::point_exports::PointExport;
 use super::trace;
 use crate::SECTOR_SIZE;
 use crate::catalog::options::{CacheMode, DiskOptions};
+use crate::catalog::retention::Retention;
 use crate::catalog::snapshot::{Snapshot, SnapshotName};
 use crate::disk::handle::Disk;
 use crate::error::{Error, ErrorKind, Result};
@@ -44,27 +45,44 @@ const LOOKS: usize = 3;
 const HOUR: u64 = 3_600_000_000;
 
 /// The clocks of a history.
-pub(super) struct TestClocks(ClockReading);
+pub(super) struct TestClocks {
+    now: ClockReading,
+    /// The most that the wall clock was ahead of the steady clock.
+    ahead: u64,
+    /// The wall clock was set back.
+    pub set_back: bool,
+}
 
 impl TestClocks {
     pub(super) fn new() -> Self {
-        let clock = Self(ClockReading {
+        let now = ClockReading {
             wall: 1_800_000_000_000_000,
             steady: HOUR,
-        });
+        };
+        let mut clock = Self {
+            now,
+            ahead: 0,
+            set_back: false,
+        };
         clock.show();
         clock
     }
 
     /// Sets the time for this thread.
-    fn show(&self) {
-        CLOCKS.set(Some(self.0));
+    fn show(&mut self) {
+        self.ahead = self.ahead.max(self.now.wall - self.now.steady);
+        CLOCKS.set(Some(self.now));
+    }
+
+    /// The latest time that the wall clock could show if it had never been set back.
+    pub(super) fn latest(&self) -> u64 {
+        self.now.steady + self.ahead
     }
 
     /// Time passes.
     pub(super) fn pass(&mut self, micros: u64) {
-        self.0.wall += micros;
-        self.0.steady += micros;
+        self.now.wall += micros;
+        self.now.steady += micros;
         self.show();
     }
 }
@@ -72,6 +90,45 @@ impl TestClocks {
 impl Drop for TestClocks {
     fn drop(&mut self) {
         CLOCKS.set(None);
+    }
+}
+
+/// When something happened in a process, by the steady clock.
+#[derive(Default)]
+pub(super) struct LogTimes {
+    /// The newest record at some times.
+    appended: Vec<(u64, u64)>,
+    /// The last record of each full segment, and when it was first seen.
+    full: Vec<(u64, u64)>,
+}
+
+/// What decides whether history expires.
+struct ExpiryState {
+    retain: Retention,
+    applied: u64,
+    /// How many segments it takes that their time is up.
+    enough: usize,
+    due: bool,
+    /// Only its time takes history from the log, and nothing keeps it there.
+    is_free: bool,
+}
+
+impl ExpiryState {
+    fn of(running: &RunningStore) -> Self {
+        let log = running.log();
+        let copying = |disk: &Disk| disk.state.index().frozen.is_some();
+        let copying = running.disks.iter().any(copying);
+        let state = log.lock();
+        let pressed = state.is_pressed() || log.index_is_heavy();
+        let held = state.keeper.held().is_some() || state.ring.waits_for_readers();
+        let rewound = !running.keeper.control.control.rewinds.is_empty();
+        Self {
+            retain: state.keeper.retain,
+            applied: state.pipeline.applied(),
+            enough: state.ring.step(state.keeper.retain),
+            due: state.keeper.checkpoint,
+            is_free: !(copying || pressed || held || rewound),
+        }
     }
 }
 
@@ -232,6 +289,7 @@ impl History {
         let free = !self.oracle.reads();
         let absent = running.places.len() < self.fixture.shape.disks;
         match self.acts.below(12) {
+            0 if self.acts.one_in(2) => self.pass_half_an_hour(),
             0 => self.step_clock(),
             _ if absent && self.acts.one_in(3) => self.add_live(running, clients)?,
             _ if free && self.in_use.point_export.is_some() && self.acts.one_in(2) => {
@@ -275,12 +333,83 @@ impl History {
     fn step_clock(&mut self) {
         let clock = &mut self.clock;
         match self.acts.below(3) {
-            0 => clock.0.wall += 365 * 24 * HOUR,
-            1 => clock.0.wall += 24 * HOUR,
-            _ => clock.0.wall -= HOUR,
+            0 => clock.now.wall += 365 * 24 * HOUR,
+            1 => clock.now.wall += 24 * HOUR,
+            _ => {
+                clock.now.wall -= HOUR;
+                clock.set_back = true;
+            }
         }
         clock.show();
         self.totals.clock_steps += 1;
+    }
+
+    /// Half an hour passes: a jump of the clock is believed, and history expires.
+    fn pass_half_an_hour(&mut self) {
+        self.clock.pass(HOUR / 2);
+        self.totals.half_hours += 1;
+    }
+
+    /// Notes when records were appended, and when segments were full, since the last call.
+    pub(super) fn note_time(&mut self, running: &RunningStore) {
+        let now = self.clock.now.steady;
+        let state = running.log().lock();
+        let newest = state.pipeline.appended();
+        let times = &mut self.times;
+        if newest
+            > times
+                .appended
+                .last()
+                .map_or(self.first_lsn - 1, |(lsn, _)| *lsn)
+        {
+            times.appended.push((newest, now));
+        }
+        let known = times.full.last().map_or(0, |(lsn, _)| *lsn);
+        let full = state.ring.sealed_ends().filter(|end| *end > known);
+        times.full.extend(full.map(|end| (end, now)));
+    }
+
+    /// The keeper does what is due. If the log has room, it drops the segments whose time is up, once there are enough
+    /// of them, and no record before its time.
+    pub(super) fn step_keeper(
+        &mut self,
+        running: &mut RunningStore,
+        forced: bool,
+    ) -> std::result::Result<Result<()>, Violation> {
+        // A large log is there to let time be up before it is full.
+        let forced = forced && (!self.fixture.shape.is_large() || self.acts.one_in(64));
+        let before = ExpiryState::of(running);
+        let done = running.keeper.step(forced);
+        let after = ExpiryState::of(running);
+        let Retention::Time(time) = before.retain else {
+            return Ok(done);
+        };
+        if forced || !before.is_free || !after.is_free {
+            return Ok(done);
+        }
+        let now = self.clock.now.steady;
+        let is_up = |at: u64| u128::from(now - at) > time.as_micros();
+        if after.applied > before.applied && after.applied >= self.first_lsn {
+            let appended = &self.times.appended;
+            let place = appended.partition_point(|(lsn, _)| *lsn < after.applied);
+            if appended.get(place).is_some_and(|(_, at)| !is_up(*at)) {
+                return Err(format!(
+                    "LSN {} has left a log that has room and keeps {time:?}",
+                    after.applied
+                ));
+            }
+            self.totals.expired += 1;
+        }
+        let full = self.times.full.iter();
+        let left = full.filter(|(end, at)| *end > after.applied && is_up(*at));
+        let due = before.due && !after.due && done.is_ok();
+        if due && left.count() >= before.enough {
+            return Err(format!(
+                "{} segments stay in a log that keeps {time:?}",
+                before.enough
+            ));
+        }
+        Ok(done)
     }
 
     /// Opens a look at a disk: at an LSN, at a snapshot, or at a time.

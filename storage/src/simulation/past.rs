@@ -18,6 +18,8 @@ use crate::recovery::contents::VerifyScope;
 use crate::recovery::replay::read_log_until;
 use crate::recovery::scan::{FoundRecord, scan};
 
+const MINUTE: u64 = 60_000_000;
+
 impl History {
     /// Looks at the disks as they were after a random record since the last checkpoint, or after each if the log always keeps
     /// history, and at all older states that the log still has.
@@ -175,12 +177,16 @@ impl History {
         let broken = |error| format!("looking back at a legal crash: {error}");
         let control = control_of(&self.fixture.medium).map_err(broken)?.control;
         let (mut found, mut failed) = (HashMap::new(), None);
-        let (mut last, mut went_back) = (0, None);
+        let (mut last, mut wrong) = (0, None);
+        let (latest, set_back) = (self.clock.latest(), self.clock.set_back);
+        let mut went_back = 0;
         let visit = &mut |record: FoundRecord<'_>| {
             let time = record.batch.unix_us.get();
-            if time < last {
-                went_back = Some(record.lsn);
+            // Only a clock that was set back by more than a minute takes times back.
+            if time > latest || time < last && !(set_back && last - time > MINUTE) {
+                wrong = Some((record.lsn, time, last));
             }
+            went_back += u64::from(time < last);
             last = time;
             if !record.is_mark() {
                 return;
@@ -201,9 +207,11 @@ impl History {
         );
         scanned.map_err(broken)?;
         failed.map_or(Ok(()), |error| Err(broken(error)))?;
-        if let Some(lsn) = went_back {
+        self.totals.went_back += went_back;
+        if let Some((lsn, time, before)) = wrong {
             return Err(format!(
-                "the time of LSN {lsn} is before that of the one before"
+                "the time of LSN {lsn} is {time}, that of the one before is {before}, and no clock showed more \
+                 than {latest}"
             ));
         }
         for (index, text, durable) in self.oracle.marks() {
