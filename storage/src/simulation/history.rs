@@ -231,7 +231,10 @@ impl Totals {
         let often = [
             self.looks_at_the_past,
             self.clock_steps,
+            self.half_hours,
             self.live_looks,
+            self.point_exports,
+            self.points_exported,
             self.live_rewinds,
             self.deleted,
             self.removed,
@@ -259,6 +262,17 @@ impl Totals {
             self.joined_live,
             self.commands_refused,
             self.refused_points,
+            self.went_back,
+            self.expired,
+            self.gave_way,
+            self.looked_again,
+            self.points_left,
+            self.removed_spilled,
+            self.added_spilled,
+            self.opened_spilled,
+            self.replaced_saved,
+            self.refused_replaced,
+            self.refused_saved,
             self.slept_long,
         ];
         let rarely = count < 10_000 || rarely.iter().all(|&times| times > 0);
@@ -272,18 +286,40 @@ impl Totals {
     pub(super) fn assert_keeping(&self, count: u64) {
         let often = [
             self.looks_at_the_past,
+            self.clock_steps,
+            self.half_hours,
             self.live_looks,
+            self.point_exports,
+            self.points_exported,
+            self.gave_way,
+            self.points_left,
             self.live_rewinds,
             self.deleted,
             self.detached,
+            self.removed,
+            self.added,
+            self.commands_cut,
             self.logs_grown,
             self.given_up,
+            self.replaced,
+            self.refused_replaced,
             self.dropped,
             self.abandoned,
             self.slept,
         ];
+        // A log with history lets few disks go.
+        let rarely = [
+            self.left,
+            self.joined,
+            self.moved,
+            self.looked_again,
+            self.replaced_saved,
+            self.refused_saved,
+        ];
+        let rarely = rarely.iter().all(|&times| times > count / 1000) && self.expired > 0;
+        let rarely = count < 5_000 || rarely;
         assert!(
-            often.iter().all(|&times| times > count / 100) && self.looks_at_times > 0,
+            often.iter().all(|&times| times > count / 100) && self.looks_at_times > 0 && rarely,
             "too little was done: {self:?}"
         );
     }
