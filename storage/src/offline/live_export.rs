@@ -100,14 +100,15 @@ pub(crate) fn point_to_keep(disk: &Disk, at: Point, held: &PinnedLog) -> Result<
     })
 }
 
-/// Whether an export should close its look: writers wait for that; or, unless it is `early`, the log is pressed for
-/// room.
+/// Whether an export should close its look: writers wait for that; or, unless it is `early`, the
+/// log is pressed for room.
 pub(crate) fn should_give_way(log: &Log, early: bool) -> bool {
     let state = log.lock();
     state.ring.is_full() || !early && (state.is_pressed() || log.index_is_heavy())
 }
 
-/// Refuses to go on with an export if the log is being closed, or can't make room because of its point.
+/// Refuses to go on with an export if the log is being closed, or can't make room because of its
+/// point.
 pub(crate) fn refuse_obstruction(log: &Log, point: SnapshotName) -> Result<()> {
     let state = log.lock();
     if state.keeper.stop {

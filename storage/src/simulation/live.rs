@@ -369,8 +369,8 @@ impl History {
         times.full.extend(full.map(|end| (end, now)));
     }
 
-    /// The keeper does what is due. If the log has room, it drops the segments whose time is up, once there are enough
-    /// of them, and no record before its time.
+    /// The keeper does what is due. If the log has room, it drops the segments whose time is up,
+    /// once there are enough of them, and no record before its time.
     pub(super) fn step_keeper(
         &mut self,
         running: &mut RunningStore,
@@ -526,7 +526,8 @@ impl History {
         }
     }
 
-    /// Begins an export of a disk: of a point, if the log keeps history, and of its base image otherwise.
+    /// Begins an export of a disk: of a point, if the log keeps history, and of its base image
+    /// otherwise.
     fn begin_export(&mut self, running: &mut RunningStore) -> std::result::Result<(), Violation> {
         if running.log().lock().keeps_history() {
             return match self.in_use.point_export {
@@ -739,8 +740,9 @@ impl History {
         }
     }
 
-    /// A disk leaves the log, which has another one, often without a write to its image: then a spill file has its
-    /// newest bytes. Its requests have ended; looks, exports and restores of it go on.
+    /// A disk leaves the log, which has another one, often without a write to its image: then a
+    /// spill file has its newest bytes. Its requests have ended; looks, exports and restores of it
+    /// go on.
     fn remove_live(
         &mut self,
         running: &mut RunningStore,
@@ -759,7 +761,8 @@ impl History {
         }
         trace(|| {
             format!(
-                "disk {disk} has left the log in use, history kept: {keeps_history}, records kept: {keeps_records}"
+                "disk {disk} has left the log in use, history kept: {keeps_history}, records \
+                 kept: {keeps_records}"
             )
         });
         self.totals.removed += 1;

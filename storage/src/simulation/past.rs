@@ -210,8 +210,8 @@ impl History {
         self.totals.went_back += went_back;
         if let Some((lsn, time, before)) = wrong {
             return Err(format!(
-                "the time of LSN {lsn} is {time}, that of the one before is {before}, and no clock showed more \
-                 than {latest}"
+                "the time of LSN {lsn} is {time}, that of the one before is {before}, and no clock \
+                 showed more than {latest}"
             ));
         }
         for (index, text, durable) in self.oracle.marks() {

@@ -1,8 +1,8 @@
-//! Exports from a log that keeps history, in a random history: a hidden snapshot keeps the point, and the look at it is
-//! closed whenever the log needs room.
+//! Exports from a log that keeps history, in a random history: a hidden snapshot keeps the point,
+//! and the look at it is closed whenever the log needs room.
 //!
-//! What is copied is what the disk was at the point, whatever is folded, restored or deleted in between. A process that
-//! is killed leaves the hidden snapshot, and the next one must not know it.
+//! What is copied is what the disk was at the point, whatever is folded, restored or deleted in
+//! between. A process that is killed leaves the hidden snapshot, and the next one must not know it.
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
@@ -136,7 +136,8 @@ impl History {
         Ok(())
     }
 
-    /// Copies the next part of an export of a point, unless the log needs room; compares the whole at its end.
+    /// Copies the next part of an export of a point, unless the log needs room; compares the whole
+    /// at its end.
     pub(super) fn copy_point(&mut self, running: &RunningStore) -> Result<(), Violation> {
         let pressed = should_give_way(running.log(), false) && self.acts.one_in(2);
         let gives_way = pressed || self.acts.one_in(12);
