@@ -77,6 +77,13 @@ pub trait Backend: Send + Sync {
         MAX_REQUEST_BYTES
     }
 
+    /// Longest WRITE in bytes that a crash leaves whole or not at all, a multiple of
+    /// [`SECTOR_SIZE`] and no more than [`max_request_bytes`](Self::max_request_bytes). It may
+    /// begin at any sector. 0: the disk promises that of no WRITE.
+    fn max_atomic_bytes(&self) -> usize {
+        0
+    }
+
     /// The disk, if it can change its size while it is in use.
     fn resizable(&self) -> Option<&dyn Resizable> {
         None

@@ -551,8 +551,27 @@ fn requests_outside_the_disk_fail_and_read_only_disks_refuse_writes() {
         .unwrap_err(),
         Failure::ReadOnly
     );
+    assert_eq!(store.disks()[0].max_atomic_bytes(), 0);
     flush(&mut port);
     assert!(read(&mut port, 0, 8).iter().all(|&b| b == 0));
+}
+
+/// What front-ends promise of a write rests on promise 2, which is about one record.
+#[test]
+fn the_longest_atomic_write_is_one_record() {
+    let place = Place::new();
+    let store = place.open();
+    let most = store.disks()[0].max_atomic_bytes() / 512;
+    assert_eq!(most, (256 << 10) / 512, "a quarter of a segment");
+    let mut port = store.disks()[0].open_port().unwrap();
+    write(&mut port, 3, 7, most);
+    flush(&mut port);
+    assert_eq!(place.crash().report().records, 1);
+    let longer = Operation::Write {
+        sector: 3,
+        data: fill(7, most + 1),
+    };
+    assert_eq!(run(&mut port, longer).unwrap_err(), Failure::TooLarge);
 }
 
 #[test]

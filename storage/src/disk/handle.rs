@@ -351,6 +351,15 @@ impl Backend for Disk {
         self.log.max_request_bytes()
     }
 
+    /// A WRITE is one record, whatever its length, and a record is all there or not at all.
+    fn max_atomic_bytes(&self) -> usize {
+        if self.state.read_only {
+            0
+        } else {
+            self.log.max_request_bytes()
+        }
+    }
+
     fn resizable(&self) -> Option<&dyn Resizable> {
         Some(self)
     }
