@@ -4,7 +4,7 @@ use super::capacity::{read_capacity_10, read_capacity_16};
 use super::control::{report_luns, report_opcodes, request_sense, start_stop, test_unit_ready};
 use super::data::DataBuffer;
 use super::inquiry::inquiry;
-use super::io::{read, synchronize, write};
+use super::io::{read, synchronize, write, write_atomic};
 use super::mode;
 use super::plan::{ACTION, ALL, CommandEntry, CommandPlan, Decoder, Precondition, ScsiRequest};
 use super::provisioning::{lba_status, unmap, write_same};
@@ -49,6 +49,7 @@ const COMMANDS: &[CommandEntry] = {
         row(Medium, &[0x8f, 0x16, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], verify),
         row(Medium, &[0x91, 0x02, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], synchronize),
         row(Medium, &[0x93, 0x09, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], write_same).with_thin_bits(0x08),
+        row(Medium, &[0x9c, 0x18, A, A, A, A, A, A, A, A, 0, 0, A, A, 0, 0], write_atomic).if_atomic(),
         act(Medium, &[0x9e, 0x10, 0, 0, 0, 0, 0, 0, 0, 0, A, A, A, A, 0, 0], read_capacity_16),
         act(Medium, &[0x9e, 0x12, A, A, A, A, A, A, A, A, A, A, A, A, 0, 0], lba_status),
         row(Nothing, &[0xa0, 0, A, 0, 0, 0, A, A, A, A, 0, 0], report_luns),

@@ -118,6 +118,14 @@ fn block_limits(unit: &LogicalUnit) -> Vec<u8> {
         put(32, &[0x80, 0, 0, 0]); // UGAVALID, UNMAP GRANULARITY ALIGNMENT
     }
     put(36, &in_blocks(MAX_WRITE_SAME_BYTES).to_be_bytes()); // MAXIMUM WRITE SAME LENGTH
+    let atomic = unit.max_atomic_blocks();
+    if atomic > 0 {
+        put(44, &atomic.to_be_bytes()); // MAXIMUM ATOMIC TRANSFER LENGTH
+        // ATOMIC ALIGNMENT 0: any. ATOMIC TRANSFER LENGTH GRANULARITY 1: any too; Linux takes 0 for
+        // a physical block.
+        put(52, &1_u32.to_be_bytes());
+        // WITH ATOMIC BOUNDARY and MAXIMUM ATOMIC BOUNDARY SIZE 0: one write is one piece.
+    }
     page
 }
 

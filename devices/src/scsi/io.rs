@@ -127,7 +127,29 @@ pub(super) fn read(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
 /// WRITE (6), (10), (12), (16).
 pub(super) fn write(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
     check_writable(request)?;
-    let CdbRange { range, count_at } = parse_range(request, request.unit.max_transfer_blocks())?;
+    let blocks = parse_range(request, request.unit.max_transfer_blocks())?;
+    plan_write(request, blocks, BlockAccess::Shared)
+}
+
+/// WRITE ATOMIC (16) (SBC-4, 4.29). The backend keeps it whole over a crash, and no overlapping
+/// command runs beside it. The table lets ATOMIC BOUNDARY be 0 only.
+pub(super) fn write_atomic(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
+    check_writable(request)?;
+    let (lba, blocks, count_at) = (request.number(2, 8), request.number(12, 2), 12);
+    let most = request.unit.max_atomic_blocks();
+    let range = check_range(request, lba, blocks, most, count_at)?;
+    plan_write(
+        request,
+        CdbRange { range, count_at },
+        BlockAccess::Exclusive,
+    )
+}
+
+fn plan_write(
+    request: &ScsiRequest<'_>,
+    CdbRange { range, count_at }: CdbRange,
+    access: BlockAccess,
+) -> Result<CommandPlan, Sense> {
     check_data_out(request, range.blocks, count_at)?;
     let actions = match range.blocks {
         0 => [None; 3],
@@ -138,7 +160,7 @@ pub(super) fn write(request: &ScsiRequest<'_>) -> Result<CommandPlan, Sense> {
         ],
     };
     let job = Job::new(OperationKind::Write, range, actions);
-    Ok(CommandPlan::Run(job.with_access(BlockAccess::Shared)))
+    Ok(CommandPlan::Run(job.with_access(access)))
 }
 
 /// SYNCHRONIZE CACHE (10), (16). It flushes everything, whatever range it names, so that many commands can share a sync.

@@ -49,7 +49,8 @@ pub(super) enum BlockAccess {
     ReadOnly,
     /// Other commands may change them too.
     Shared,
-    /// No other command may change them: the job relies on what it has read or written.
+    /// No other command may change them: the job relies on what it has read or written, or is
+    /// atomic.
     Exclusive,
 }
 

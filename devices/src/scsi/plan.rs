@@ -66,6 +66,8 @@ pub(super) struct CommandEntry {
     pub(super) usage: &'static [u8],
     /// Bits of byte 1 that are valid only if blocks can be unmapped. [`ALL`]: the whole command is.
     pub(super) thin: u8,
+    /// Whether it needs a disk whose writes are all-or-nothing.
+    pub(super) atomic: bool,
     pub(super) needs: Precondition,
     pub(super) decode: Decoder,
 }
@@ -88,6 +90,7 @@ impl CommandEntry {
             action: None,
             usage,
             thin: 0,
+            atomic: false,
             needs,
             decode,
         }
@@ -105,6 +108,11 @@ impl CommandEntry {
         self
     }
 
+    pub(super) const fn if_atomic(mut self) -> Self {
+        self.atomic = true;
+        self
+    }
+
     /// Byte `at` of the usage data.
     pub(super) fn usage(&self, unit: &LogicalUnit, at: usize) -> u8 {
         match at {
@@ -114,7 +122,7 @@ impl CommandEntry {
     }
 
     pub(super) fn is_supported(&self, unit: &LogicalUnit) -> bool {
-        self.thin != ALL || unit.is_thin()
+        (self.thin != ALL || unit.is_thin()) && (!self.atomic || unit.max_atomic_blocks() > 0)
     }
 }
 

@@ -74,7 +74,9 @@ impl Task {
                 (Job::without_actions(), None, Some(failed))
             }
         };
-        let ticket = (job.access != BlockAccess::ReadOnly).then(|| {
+        // Atomic writes wait for reads too, which may have half of the blocks by now.
+        let listed = job.range.blocks > 0 && unit.max_atomic_blocks() > 0;
+        let ticket = (job.access != BlockAccess::ReadOnly || listed).then(|| {
             let all = || {
                 job.list
                     .iter()

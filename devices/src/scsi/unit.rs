@@ -133,6 +133,14 @@ impl LogicalUnit {
         (self.max_transfer_bytes() / self.block_size as usize) as u32
     }
 
+    /// MAXIMUM ATOMIC TRANSFER LENGTH in blocks; 0: WRITE ATOMIC is not supported. Its CDB has two
+    /// bytes for their number.
+    pub(super) fn max_atomic_blocks(&self) -> u32 {
+        let most = self.backend.max_atomic_bytes() / self.block_size as usize;
+        most.min(self.max_transfer_blocks() as usize)
+            .min(u16::MAX.into()) as u32
+    }
+
     /// MAXIMUM COMPARE AND WRITE LENGTH in blocks.
     pub(super) fn max_compare_blocks(&self) -> u8 {
         u64::from(self.max_transfer_blocks()).min(MAX_COMPARE_BLOCKS) as u8

@@ -131,6 +131,17 @@ impl Bench {
 
     /// A disk with a log.
     pub fn wal(bytes: u64, block_size: u32) -> Self {
+        Self::of_log(bytes, block_size, |store| {
+            Arc::new(store.disks()[0].clone())
+        })
+    }
+
+    /// What `pick` makes of a log with one disk.
+    pub fn of_log(
+        bytes: u64,
+        block_size: u32,
+        pick: impl FnOnce(&Store) -> Arc<dyn Backend>,
+    ) -> Self {
         let directory = tempfile::tempdir().expect("a directory");
         let path = directory.path().join("disk.img");
         let log = default_log_dir(&path);
@@ -140,7 +151,7 @@ impl Bench {
         };
         create_disk(&path, bytes, &log, &options).expect("a disk");
         let store = Store::open(&log, &[DiskOptions::new(&path)], &options).expect("a store");
-        let mut bench = Self::over(Arc::new(store.disks()[0].clone()), block_size);
+        let mut bench = Self::over(pick(&store), block_size);
         bench._kept = Some((directory, Some(store)));
         bench
     }
@@ -276,6 +287,11 @@ pub fn compare_and_write(flags: u8, lba: u64, blocks: u8) -> [u8; 16] {
     let mut cdb = cdb16(0x89, flags, lba, 0);
     cdb[13] = blocks;
     cdb
+}
+
+/// WRITE ATOMIC (16).
+pub fn write_atomic(flags: u8, lba: u64, blocks: u16) -> [u8; 16] {
+    cdb16(0x9c, flags, lba, blocks.into())
 }
 
 /// An UNMAP parameter list.

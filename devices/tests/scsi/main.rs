@@ -3,6 +3,7 @@
 
 mod driver;
 
+mod atomic;
 mod blocks;
 mod identity;
 mod modes;

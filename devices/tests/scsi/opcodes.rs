@@ -41,9 +41,11 @@ fn usages(bench: &mut Bench) -> BTreeMap<(u8, Option<u8>), Vec<u8>> {
 /// For every command, each bit that it does not use is refused with its position.
 #[test]
 fn bits_that_are_not_in_the_usage_data_are_refused_where_they_are() {
-    let mut bench = Bench::ram(1 << 20, 512);
+    // All commands: those of a disk in memory, and WRITE ATOMIC.
+    assert_eq!(usages(&mut Bench::ram(1 << 20, 512)).len(), 33);
+    let mut bench = Bench::wal(1 << 20, 512);
     let usages = usages(&mut bench);
-    assert_eq!(usages.len(), 33);
+    assert_eq!(usages.len(), 34);
     let mut refused = 0;
     for ((opcode, action), usage) in usages {
         for (at, used) in usage.iter().enumerate().skip(1) {

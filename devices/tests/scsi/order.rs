@@ -126,6 +126,36 @@ fn a_write_in_flight_holds_up_a_compare_and_write() {
     assert_eq!(bench.read(7, 1), [2; 512]);
 }
 
+/// A read sees all of an atomic write or nothing of it: neither starts while the other is in flight.
+#[test]
+fn reads_and_atomic_writes_take_turns() {
+    let mut bench = Bench::wal(1 << 20, 512);
+    let new = pattern(1, 1024);
+    let (data, early, late, beside) = (
+        Data::new(new.clone()),
+        Data::room(1024),
+        Data::room(1024),
+        Data::room(512),
+    );
+    let mut before = SlowTask::new(&bench, &cdb10(0x28, 0, 4, 2), &early);
+    let mut write = SlowTask::new(&bench, &write_atomic(0, 4, 2), &data);
+    let mut behind = SlowTask::new(&bench, &cdb10(0x28, 0, 4, 2), &late);
+    let mut other = SlowTask::new(&bench, &cdb10(0x28, 0, 6, 1), &beside);
+    assert_eq!(before.go(&bench), State::InFlight);
+    assert_eq!(write.go(&bench), State::Blocked);
+    assert_eq!(behind.go(&bench), State::Blocked);
+    assert_eq!(other.go(&bench), State::InFlight);
+    assert_eq!(before.end(&mut bench), State::Done);
+    drop(before);
+    assert_eq!((write.go(&bench), write.held.len()), (State::InFlight, 1));
+    assert_eq!(behind.go(&bench), State::Blocked);
+    assert_eq!(write.end(&mut bench), State::Done);
+    assert_eq!(write.task.outcome().status, Status::Good);
+    assert_eq!(behind.go(&bench), State::InFlight);
+    assert_eq!(behind.end(&mut bench), State::Done);
+    assert_eq!((early.bytes(), late.bytes()), (vec![0; 1024], new));
+}
+
 /// A failure of any operation ends the command with sense, and nothing more is submitted.
 #[test]
 fn failures_of_the_backend() {

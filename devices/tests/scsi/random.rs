@@ -93,7 +93,13 @@ fn step(bench: &mut Bench, model: &mut Model, command: &Command) {
                 .range(lba, count)
                 .map(|range| range.copy_from_slice(&data));
             let expected = range.map(|()| Vec::new()).ok_or(None);
-            (pick(0x2a, Some(0xaa), 0x8a, flags), data, expected)
+            // A disk with a log writes atomically too.
+            let cdb = if bits & 4 != 0 && bench.unit.backend().max_atomic_bytes() > 0 {
+                write_atomic(flags, lba, count as u16).to_vec()
+            } else {
+                pick(0x2a, Some(0xaa), 0x8a, flags)
+            };
+            (cdb, data, expected)
         }
         6 => {
             let range = model

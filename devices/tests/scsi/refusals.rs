@@ -9,7 +9,8 @@ use crate::driver::*;
 
 const BLOCKS: u64 = 2048;
 
-/// Every command that names blocks, with an address and a number of them.
+/// Every command that names blocks, with an address and a number of them. WRITE ATOMIC is not
+/// there on a disk in memory.
 fn named(lba: u64, blocks: u32) -> Vec<Vec<u8>> {
     let short = u32::try_from(lba).ok();
     let mut cdbs = Vec::new();
