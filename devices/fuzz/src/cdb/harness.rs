@@ -1,16 +1,20 @@
 //! An initiator that the input controls.
 //!
-//! An *input* is a byte of options (1: blocks of 4096 bytes, 2: a read-only disk, 4: writethrough), then steps:
+//! An *input* is a byte of options (1: blocks of 4096 bytes, 2: a read-only disk, 4: writethrough,
+//! 8: a disk with atomic writes of up to 16 KiB), then steps:
 //! `0, length u8, CDB, data` starts any CDB; `1, command u8, byte 1 u8, address u8, blocks u8, data` starts a command
 //! that the server reports, with bits that the server reports for it; `2, task u8` ends one operation of a task;
 //! `3, task u8` aborts a task; `4` announces a changed capacity. *Data* is `length u8, kind u8` and, if the kind says
 //! so, bytes.
 
 use std::cell::RefCell;
+use std::io;
 use std::sync::Arc;
 
 use walvisor_devices::backend::ram::RamDisk;
-use walvisor_devices::backend::{Backend, BackendQueue, Buffer, Completion, Operation};
+use walvisor_devices::backend::{
+    Backend, BackendQueue, Buffer, Capabilities, Completion, Operation,
+};
 use walvisor_devices::scsi::{DataBuffer, LogicalUnit, Status, Task, TaskOutcome, TaskStep};
 use walvisor_devices_fuzz::input::Input;
 
@@ -65,6 +69,39 @@ fn data(input: &mut Input<'_>) -> Data {
     Data(RefCell::new(data))
 }
 
+/// A RAM disk that promises atomic writes, as a disk with a log does.
+struct AtomicDisk {
+    disk: RamDisk,
+    /// The longest one in bytes, 0 for none.
+    atomic: usize,
+}
+
+impl Backend for AtomicDisk {
+    fn sectors(&self) -> u64 {
+        self.disk.sectors()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        self.disk.capabilities()
+    }
+
+    fn write_cache(&self) -> bool {
+        self.disk.write_cache()
+    }
+
+    fn set_write_cache(&self, on: bool) {
+        self.disk.set_write_cache(on);
+    }
+
+    fn open_queue(&self) -> io::Result<Box<dyn BackendQueue>> {
+        self.disk.open_queue()
+    }
+
+    fn max_atomic_bytes(&self) -> usize {
+        self.atomic
+    }
+}
+
 struct Data(RefCell<Vec<u8>>);
 
 impl DataBuffer for Data {
@@ -112,6 +149,8 @@ impl Initiator {
         };
         disk.set_write_cache(options & 4 == 0);
         let queue = disk.open_queue().expect("a queue");
+        let atomic = if options & 8 != 0 { 16 << 10 } else { 0 };
+        let disk = AtomicDisk { disk, atomic };
         let block_size = if options & 1 != 0 { 4096 } else { 512 };
         let unit = LogicalUnit::new(Arc::new(disk), "fuzz", block_size).expect("a unit");
         let mut initiator = Self {
@@ -142,6 +181,8 @@ impl Initiator {
         let usages: Vec<_> = usages.collect();
         self.usages = usages;
         assert!(self.usages.len() > 30);
+        let atomic = self.usages.iter().any(|usage| usage[0] == 0x9c);
+        assert_eq!(atomic, self.unit.backend().max_atomic_bytes() > 0);
     }
 
     fn operate(&mut self, operation: Operation) -> Completion {
@@ -190,6 +231,8 @@ impl Initiator {
                     6 => (2..4, 4..5),
                     10 => (2..6, 7..9),
                     12 => (2..6, 6..10),
+                    // WRITE ATOMIC, behind its boundary.
+                    _ if cdb[0] == 0x9c => (2..10, 12..14),
                     _ => (2..10, 10..14),
                 };
                 for (range, number) in [(lba, address), (length, blocks)] {
