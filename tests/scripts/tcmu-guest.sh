@@ -76,6 +76,14 @@ dd if=zeroes of=pattern bs=4096 seek=8 conv=notrunc 2>/dev/null
 sg 'miscompare' sg_compare_and_write --lba=24 --num=1 --xferlen=8192 --in=compare $disk
 dd if=$disk of=back bs=4096 skip=16 count=16 iflag=direct 2>/dev/null
 cmp pattern back && say 'blocks are what the commands made of them'
+# One atomic write of all that tcm_loop takes at once, which the disk driver passes whole too.
+atomic_limits() { sg_vpd -p bl $disk | grep -i atomic | sed 's/^ */guest: /'; }
+atomic_limits
+say "requests of $(cat /sys/block/$raw/queue/max_sectors_kb) KiB"
+head -c 1048576 /dev/urandom >pages
+sg '' sg_write_x --atomic=0 --lba=33 --num=256 --in=pages $disk
+dd if=$disk of=back bs=4096 skip=33 count=256 iflag=direct 2>/dev/null
+cmp pages back && say 'an atomic write is there'
 # Refused commands: the sense data must state the error, and its place in the CDB.
 refused() {
     sg_raw -s 0 $disk "$@" >out 2>&1
@@ -87,6 +95,9 @@ refused 91 00 ff ff ff ff ff ff ff ff 00 00 00 00 00 00
 refused 12 00 80 00 ff 00
 refused 5f 00 00 00 00 00 00 00 18 00
 refused c1 00 00 00 00 00 00 00 00 00
+# A block more than what is promised, and a boundary.
+refused 9c 00 00 00 00 00 00 00 00 00 00 00 10 01 00 00
+refused 9c 00 00 00 00 00 00 00 00 00 00 08 00 10 00 00
 
 # Ext4 and fio.
 mkdir -p /mnt/files
@@ -164,6 +175,16 @@ done
 say "cache: $(cat /sys/block/$raw/queue/write_cache)"
 stop second
 say "left: $(ls -d $config/target/core/user_* $config/target/loopback/naa.* 2>/dev/null | wc -l)"
+
+# Atomic writes are promised neither without a log nor of what is written to a look.
+truncate -s 1M plain.img
+for spec in path=plain.img,backend=raw path=raw.img,log=log,at=newest,scratch=on; do
+    serve plain --disk $spec,name=plain
+    disk=/dev/$(disk_of plain plain)
+    atomic_limits | head -n 1
+    refused 9c 00 00 00 00 00 00 00 00 00 00 00 00 01 00 00
+    stop plain
+done
 
 # Wakes.
 for depth in 1 32; do
