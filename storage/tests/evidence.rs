@@ -10,10 +10,12 @@ use std::path::{Path, PathBuf};
 
 use support::{copy_image, flush, mark, read, wait, write};
 use walvisor_storage::{
-    BackendQueue, Commit, DiskOptions, ErrorKind, MarkText, Point, Result, Retention, Store,
-    StoreOptions, clone_disk, create_disk, discard_log, dump_records, export_disk, import_disk,
-    inspect, leave_log, move_to_log, resize_disk, resize_log, restore_disk, rewind_disk,
+    Backend, BackendQueue, Commit, Condition, DiskOptions, ErrorKind, MarkText, Point, Result,
+    Retention, Store, StoreOptions, clone_disk, create_disk, discard_log, dump_records,
+    export_disk, import_disk, inspect, leave_log, move_to_log, resize_disk, resize_log,
+    restore_disk, rewind_disk,
 };
+use walvisor_testkit::wait_until;
 
 const SIZE: u64 = 1 << 20;
 const SEGMENT: u64 = 64 << 10;
@@ -295,6 +297,46 @@ const COMMANDS: &[(&str, Expectation, Command)] = &[
         let removed = bench.a();
         bench.killed_after(|store| store.remove_disk(&removed))
     }),
+    (
+        "remove the other disk, keeping its records",
+        Expectation::Done,
+        |bench| {
+            let removed = bench.b();
+            bench.killed_after(|store| store.remove_disk_keeping_records(&removed))
+        },
+    ),
+    ("copy a spill file back", Expectation::Done, |bench| {
+        let spilled = bench.b();
+        bench.killed_after(|store| {
+            store.remove_disk_keeping_records(&spilled)?;
+            let added = store.add_disk(&DiskOptions::new(&spilled))?;
+            wait_until("the spill file is copied back", || {
+                added.condition() == Condition::Ok
+            });
+            Ok(())
+        })
+    }),
+    (
+        "restore in place, in use, the other disk",
+        Expectation::Done,
+        |bench| bench.killed_after(|store| store.disks()[1].rewind(Point::Lsn(1)).map(drop)),
+    ),
+    ("export in use", Expectation::Refused, |bench| {
+        let target = std::fs::File::create(bench.at("live")).unwrap();
+        bench.killed_after(|store| store.disks()[0].export(target, &mut |_, _| true).map(drop))
+    }),
+    (
+        "export in use, the other disk",
+        Expectation::Done,
+        |bench| {
+            let target = std::fs::File::create(bench.at("live")).unwrap();
+            bench.killed_after(|store| {
+                let disk = &store.disks()[1];
+                disk.export_at(Point::Newest, target, &mut |_, _| true)
+                    .map(drop)
+            })
+        },
+    ),
     ("grow in use", Expectation::Done, |bench| {
         bench.killed_after(|store| store.disks()[0].grow(2 * SIZE).map(drop))
     }),

@@ -46,6 +46,49 @@ fn anchor(heading: &str) -> String {
     kept.collect::<String>().to_lowercase().replace(' ', "-")
 }
 
+/// Names between backquotes: tests and functions, which have several words, and types and mutants.
+fn names(page: &str) -> (Vec<&str>, Vec<&str>) {
+    let quoted = page.split('`').skip(1).step_by(2);
+    let is_metric = |name: &str| name.starts_with("walvisor_");
+    let is_name = |name: &&str| {
+        let of_name = |c: char| c.is_ascii_alphanumeric() || c == '_';
+        name.chars().all(of_name) && !is_metric(name)
+    };
+    let (functions, others): (Vec<_>, Vec<_>) = quoted
+        .filter(is_name)
+        .partition(|name| name.matches('_').count() > 2);
+    let is_type = |name: &&str| {
+        let starts = name.starts_with(|c: char| c.is_ascii_uppercase());
+        starts && name.contains(|c: char| c.is_ascii_lowercase())
+    };
+    (functions, others.into_iter().filter(is_type).collect())
+}
+
+#[test]
+fn tests_and_mutants_that_pages_name_are_there() {
+    let (all, _) = project();
+    let sources = all
+        .iter()
+        .filter(|path| path.extension().is_some_and(|end| end == "rs"));
+    let sources: String = sources
+        .map(|path| fs::read_to_string(path).unwrap())
+        .collect();
+    let mut missing = Vec::new();
+    for page in ["docs/trust.md", "docs/security.md"] {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(page);
+        let text = fs::read_to_string(path).unwrap();
+        let (functions, types) = names(&text);
+        assert!(functions.len() > 10, "{page}: {functions:?}");
+        let gone = functions
+            .iter()
+            .filter(|name| !sources.contains(&format!("fn {name}(")));
+        missing.extend(gone.map(|name| format!("{page}: no test {name}")));
+        let gone = types.iter().filter(|name| !sources.contains(**name));
+        missing.extend(gone.map(|name| format!("{page}: no {name}")));
+    }
+    assert!(missing.is_empty(), "{}", missing.join("\n"));
+}
+
 #[test]
 fn links_lead_to_files_and_headings_that_are_there() {
     let (_, found) = project();

@@ -95,6 +95,8 @@ impl StoreOptions {
 
 /// What happens to requests that need room while a log is full and can't be emptied, because a file system has no
 /// space. The log retries every second either way.
+///
+/// A request that failed so may have been carried out all the same, or be carried out later: write it again.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum FullLogPolicy {
     /// They fail.

@@ -119,7 +119,7 @@ pub struct DiskReport {
 /// | `control` | both slots; one that is right is enough, as after a power cut |
 /// | `segment-...` | every header and payload of those that hold records which are not in the base images, and their lengths |
 /// | `saved-...` | every header and payload that the control file counts, and that none is missing |
-/// | `spill-...` | that the map is whole; the bytes have no checksums |
+/// | `spill-...` | that the map of each disk of the log is whole; the bytes have no checksums |
 /// | the base image | its mark (else its inode), its length, its samples, and the time of the last write, if snapshots need it; it has no checksums |
 ///
 /// It leaves out files that none of them trusts: unused segments, `.new` files, and saved files of deleted snapshots.
@@ -175,8 +175,15 @@ pub fn inspect_with_progress(
     let snapshot_faults = snapshot_faults(&base, &control, found, log_dir)?;
     let entry = &control.control.disks[found];
     let (size, id) = (entry.size.get(), entry.id.get());
-    let spill = Spill::of(&control, id, OpenMode::Read)?;
-    let spilled = spill.map_or(0, |spill| spill.bytes());
+    let mut spilled = 0;
+    // An open of the log needs the maps of all its disks.
+    for entry in &control.control.disks {
+        let spill = Spill::of(&control, entry.id.get(), OpenMode::Read)?;
+        spilled += match spill {
+            Some(spill) if entry.id.get() == id => spill.bytes(),
+            _ => 0,
+        };
+    }
     let header = &control.control.header;
     let sectors = |block: &DamagedBlock| {
         let mut disks = control.control.disks.iter();
